@@ -10,12 +10,13 @@ from meshtrain.errors import Interrupted, TrainingStopped
 from meshtrain.launch import peers
 from meshtrain.launch.signals import interruptions
 from meshtrain.launch.watchdog import Watchdog
+from meshtrain.models.metrics import EXPERT_PARTS
 from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.process_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress
 from meshtrain.observe.step_times import CompletedStep, StepClock, log_line, scalars
-from meshtrain.observe.throughput import Throughput
+from meshtrain.observe.throughput import Throughput, Uneven
 from meshtrain.step import guard
 from meshtrain.step.state import TrainState
 
@@ -176,6 +177,7 @@ class Log:
         self.actions = actions
         self.observers = observers
         self.latest: dict[str, float | None] = {}
+        self.uneven = Uneven(EXPERT_PARTS)
 
     def completed(self, done: CompletedStep, state: TrainState) -> None:
         """Counts a completed step, and writes its row if one is due: for the first, last and fatal steps always.
@@ -195,6 +197,8 @@ class Log:
             if self.observers.own_times:
                 values |= self.observers.own_times.exchange(done.step, values, self.observers.progress.line)
             self.row(done.step, values | self.observers.goodput.values())
+            if line := self.uneven.line(done.step, values):
+                self.observers.progress.line(line)
         stop_if_too_many_skipped(done, state, self.when, self.actions)
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -249,5 +253,5 @@ def stop_if_too_many_skipped(done: CompletedStep, state: TrainState, when: Timet
     raise TrainingStopped(
         f"loss is {values['loss']} and the gradient norm {values['grad_norm']} at step {done.step}; "
         f"{num_skipped_in_a_row(done.result)} steps in a row were skipped (allowed: {allowed}); "
-        f"{actions.diagnose(state, number)}; try {guard.advice(number)}"
+        f"{actions.diagnose(state, number)}; try a lower learning rate"
     )

@@ -53,6 +53,8 @@ FORMER: Mapping[str, str | Gone | Choice] = {
     "data.numbers_below": Gone(1000, _NUMBERS),
     "data.num_held_out": Gone(0, _NUMBERS),
     "data.spelling": Gone("digits", _NUMBERS),
+    "model.expert_room": Gone(0.0, "as a device computes all choices of its experts, beyond an even load in parts"),
+    "guard.allow_left_out": Gone(False, "as experts leave no tokens out"),
     "model.expert_exchange": Gone("gather", "as the devices of an expert axis always gather tokens"),
 }
 GROUPS = ("compression",)  # of former keys, which are no groups today

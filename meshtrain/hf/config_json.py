@@ -23,7 +23,7 @@ ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapter
 # Options that the weights do not depend on; a user may choose them.
 _FREE = (
     "vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk", "balance_weight",
-    "z_weight", "expert_room",
+    "z_weight",
 )  # fmt: skip
 
 

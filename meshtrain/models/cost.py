@@ -64,7 +64,8 @@ class Cost:
       kept_bytes: activations that layers keep for the backward pass.
       working_bytes: activations that are there while one layer, or the head, computes.
       shares: scope of operations (`jax.named_scope`) -> the share of a conditional's runs there that take its second
-        branch, or of a kernel's blocks that have rows. Without one each branch counts as run each time.
+        branch, of a kernel's blocks that have rows, or of the rows of a gather that differ; or how often a loop runs
+        whose turns the data decide. Without one each branch counts as run each time.
       kernels: what computes parts of the model and what devices exchange for it; empty without devices.
     """
 
@@ -120,6 +121,8 @@ def of_transformer(
     if remat.policy != "none":
         # Layer input and middle; queries, keys, values, heads and the mlp before its activation (`remat.py`).
         kept, working = residual / 2 * (4 + 16 / tensor) if remat.policy == "selective" else residual, layer
+        if remat.policy == "save_attention":
+            kept += residual * options.num_heads * options.width_of_head / (options.embed_dim * tensor)
     columns = options.vocab_size / (tensor * mesh_shape[PIPELINE])
     chunks = head.num_chunks(int(units), math.ceil(columns), output_dtype, options.loss_chunk)
     of_weight = FLOAT32_BYTES * options.embed_dim * columns if chunks > 1 else 0

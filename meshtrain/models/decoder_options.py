@@ -144,13 +144,6 @@ class DecoderOptions(TransformerShape):
         0.001, "weight of the loss that keeps logits of routers small, the squares of their log sum exp", minimum=0.0,
         only_for=_OF_EXPERTS,
     )  # fmt: skip
-    expert_room: float = option(
-        0.0,
-        "rows of experts on a device in training, as a multiple of the even load; choices beyond are left out and "
-        "counted, and the guard skips the step; 0: as many as any choice takes",
-        minimum=0.0,
-        only_for=_OF_EXPERTS,
-    )
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     loss_chunk: int = option(
         0, "tokens on a device whose logits the loss computes at a time; 0: as many as fit in 512 MiB", minimum=0

@@ -3,7 +3,7 @@
 All are added up over layers, microbatches, shards, stages and the batches of an evaluation. A plain scalar is divided
 by the weight of the loss.
 
-E: experts.
+E: experts, N: a largest number.
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshtrain.sharding.trees import Tree
 
-# The metric of tokens that experts had no room for; `step.guard` skips a step where it is above 0.
-LEFT_OUT = "left_out_tokens"
+# The metric of how many parts of its rows a device computed, see `moe.parts`.
+EXPERT_PARTS = "expert_parts"
 EACH = "_each"  # ends the name under which the load of each expert is logged, beside that of the `Load`
 
 
@@ -27,7 +28,7 @@ class Ratio(NamedTuple):
 
 
 class Count(NamedTuple):
-    """A metric that is logged as it is, such as the number of tokens that were left out: a float32 scalar."""
+    """A metric that is logged as it is, such as the number of sequences that were cut: a float32 scalar."""
 
     sum: jax.Array
 
@@ -43,11 +44,17 @@ class Load(NamedTuple):
     counts: jax.Array
 
 
-Metric = jax.Array | Ratio | Count | Load
+class Largest(NamedTuple):
+    """The largest of whole numbers from 0 to N: float32 [N + 1], how often there was each. 0 where there was none."""
+
+    counts: jax.Array
+
+
+Metric = jax.Array | Ratio | Count | Load | Largest
 Metrics = Mapping[str, Metric]
 # Of a metric, or the weight of the loss: a float32 scalar, or a number or numpy scalar where it was read.
 Number: TypeAlias = Any
-_KINDS = (Ratio, Count, Load)
+_KINDS = (Ratio, Count, Load, Largest)
 
 
 def divisor(weight: Number) -> Number:
@@ -72,6 +79,8 @@ def logged(metric: Metric | float, weight: Number) -> Number:
     if isinstance(metric, Load):
         mean = metric.counts.mean(axis=-1)
         return (metric.counts.max(axis=-1) / divisor(mean)).mean()
+    if isinstance(metric, Largest):
+        return ((metric.counts > 0) * np.arange(metric.counts.size)).max()
     return metric / divisor(weight)
 
 
@@ -97,19 +106,13 @@ def of_each(load: Load) -> jax.Array:
     return loads.reshape(-1, loads.shape[-1]).mean(axis=0)
 
 
-def num_left_out(metrics: Metrics) -> jax.Array | None:
-    """Returns the number of tokens that experts left out, a float32 scalar; None where the model counts none."""
-    metric = metrics[LEFT_OUT] if LEFT_OUT in metrics else None
-    return metric.sum if isinstance(metric, Count) else None
-
-
 def are_metrics(metrics: Tree) -> bool:
-    """Returns whether this is a dict of metrics: scalars, and kinds whose fields are scalars, of a load any array."""
+    """Returns whether this is a dict of metrics: scalars, and kinds of scalars, or of counts, which are arrays."""
     return isinstance(metrics, Mapping) and all(_is_metric(metric) for metric in metrics.values())
 
 
 def _is_metric(metric: Tree) -> bool:
-    if isinstance(metric, Load):
+    if isinstance(metric, Load | Largest):
         return jnp.ndim(metric.counts) > 0
     fields = metric if isinstance(metric, _KINDS) else (metric,)
     return all(is_scalar(field) for field in fields)

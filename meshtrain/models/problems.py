@@ -88,11 +88,6 @@ def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[str]:
             f"model.biases: got True with model.num_experts = {options.num_experts}, which have none; allowed: False; "
             "nearest: model.biases=False, and model.qkv_biases=True for those of attention"
         )
-    if 0 < options.expert_room < 1:
-        problems.append(
-            f"model.expert_room: got {options.expert_room}; allowed: 0 (room for any choice), or at least 1, the even "
-            "load; nearest: 1.0"
-        )
     if in_fp8:
         problems.append(
             f"precision.policy: got fp8 with model.num_experts = {options.num_experts}, whose products have no 8-bit "

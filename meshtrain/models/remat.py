@@ -17,13 +17,13 @@ RESIDUAL, HEADS = "residual", "heads"
 # Queries, keys and values as they are projected; the residual stream after each attention, and what is normalized
 # before it is added to the stream; the mlp before its activation function.
 QKV, MIDDLE, UP = "qkv", "middle", "up"
-# Rows of experts after the products that enter them and after the one that leaves them.
-EXPERT_UP, EXPERT_DOWN = "expert_up", "expert_down"
+# Rows of experts after the products that enter them.
+EXPERT_UP = "expert_up"
 # The experts of each token, which every policy saves: chosen again, two close scores could round the other way.
 CHOSEN = "chosen"
 # Policies whose backward pass computes the output of attention again: with tensor parallelism, its sum over devices.
 SUMS_AGAIN = ("save_attention", "full", "offload")
-_SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP, EXPERT_UP, EXPERT_DOWN})
+_SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP, EXPERT_UP})
 
 # The primitive of cuDNN's attention. Its results are the heads and the softmax's statistics for its backward pass.
 _FUSED_ATTENTION = "dot_product_attention_fwd"
@@ -121,7 +121,7 @@ def _is_selected(primitive: Primitive, *shapes: ShapedArray, **params: Param) ->
 
 def _is_product(primitive: Primitive, *shapes: ShapedArray, **params: Param) -> bool:
     # Products of experts run in loops and kernels.
-    if _is_named(primitive, params, (CHOSEN, EXPERT_UP, EXPERT_DOWN)):
+    if _is_named(primitive, params, (CHOSEN, EXPERT_UP)):
         return True
     return bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params))
 

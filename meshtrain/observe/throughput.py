@@ -1,8 +1,11 @@
-"""Rates of a run: units (tokens, images, ...) a second, model FLOPs a second, and MFU."""
+"""Rates of a run: units (tokens, images, ...) a second, model FLOPs a second, MFU; and what lowers them for long."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from meshtrain.observe.step_times import StepClock
+
+NUM_UNEVEN = 100  # steps in which experts have more than their part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,3 +44,33 @@ class Throughput:
             values["model_flops_per_second"] = flops
             values["mfu"] = None if peak is None else flops / (self.num_devices * peak)
         return values
+
+
+@dataclasses.dataclass
+class Uneven:
+    """Says once that devices have computed more than one part of their experts' rows at all logged steps for long.
+
+    Attributes:
+      metric: the number of parts, in a row of metrics.
+      since: the first logged step of them; None: the last one had one part.
+    """
+
+    metric: str
+    since: int | None = None
+    _has_said: bool = False
+
+    def line(self, step: int, values: Mapping[str, float | None]) -> str:
+        """Returns what to print after the row of a logged step; mostly an empty text."""
+        parts = values[self.metric] if self.metric in values else None
+        if parts is None or parts <= 1:
+            self.since = None
+            return ""
+        self.since = step if self.since is None else self.since
+        if self._has_said or step - self.since < NUM_UNEVEN:
+            return ""
+        self._has_said = True
+        return (
+            f"{self.metric} is {parts:.0f} and has been above 1 since step {self.since}: a device has many more tokens "
+            "than an even load of experts, and steps take longer; a larger model.balance_weight or "
+            "optimizer.balance_rate evens it out"
+        )

@@ -62,6 +62,7 @@ _TITLES = {
     "step_seconds": "seconds a step",
     "data_share": "share waiting for data",
     "save_blocking_seconds": "seconds a save blocks",
+    "expert_parts": "most parts of a device's rows of experts",
     "expert_load": "largest load of an expert over the mean",
     "router_entropy": "entropy of routers, nats",
 }

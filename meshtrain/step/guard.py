@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.options import AllBut, option
+from meshtrain.options import option
 from meshtrain.sharding.trees import Arrays, leaves_with_paths
 
 NUM_NORMS = 64  # gradient norms that the median of the spike rule is taken over
 
 # Metrics of a step that the loop reads and does not log.
 IN_A_ROW, FIRST_NOT_FINITE = "skipped_in_a_row", "first_not_finite"
-# In place of an index, where all values are finite.
-TOKENS_LEFT_OUT = -2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +33,6 @@ class GuardOptions:
         f"skip a step whose gradient norm is above this many medians of the last {NUM_NORMS} norms; 0: never",
         minimum=0.0,
     )
-    allow_left_out: bool = option(
-        False, "steps in which experts left out tokens, for which they had no room, may change the weights",
-        only_for={"model.expert_room": AllBut(0), "model.num_experts": AllBut(0)},
-    )  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -63,9 +57,7 @@ def none_skipped() -> Skipped:
     return Skipped(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros(NUM_NORMS, jnp.float32))
 
 
-def is_good(
-    options: GuardOptions, skipped: Skipped, loss: jax.Array, norm: jax.Array, left_out: jax.Array | None = None
-) -> jax.Array:
+def is_good(options: GuardOptions, skipped: Skipped, loss: jax.Array, norm: jax.Array) -> jax.Array:
     """Returns whether a step may change the weights, a bool scalar.
 
     The spike rule applies after NUM_NORMS finite norms. The median includes the norms of skipped steps: gradients that
@@ -76,11 +68,8 @@ def is_good(
       skipped: the guard's state before the step.
       loss: float32 scalar.
       norm: float32 scalar, the global norm of the gradients before clipping, without the loss scale.
-      left_out: float32 scalar, tokens that experts left out; None: the model leaves none out.
     """
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
-    if left_out is not None and not options.allow_left_out:
-        good &= left_out == 0
     if options.spike_factor == 0.0:
         return good
     is_full = jnp.min(skipped.norms) > 0
@@ -107,24 +96,15 @@ def where_good(good: jax.Array, new: Arrays, old: Arrays) -> Arrays:
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
 
 
-def first_not_finite(loss: jax.Array, square_sums: jax.Array, left_out: jax.Array | None = None) -> jax.Array:
+def first_not_finite(loss: jax.Array, square_sums: jax.Array) -> jax.Array:
     """Returns the index of the first value of a step that is not finite, an int32 scalar; -1 if all are finite.
-
-    If all are finite and tokens were left out, it is `TOKENS_LEFT_OUT`.
 
     Args:
       loss: float32 scalar, with the index 0.
       square_sums: float32 [leaves], the sum of squares of each parameter's gradient; leaf n has the index n + 1.
-      left_out: see `is_good`.
     """
     wrong = ~jnp.isfinite(jnp.concatenate([loss[None], square_sums]))
-    otherwise = -1 if left_out is None else jnp.where(left_out > 0, TOKENS_LEFT_OUT, -1)
-    return jnp.where(jnp.any(wrong), jnp.argmax(wrong), otherwise).astype(jnp.int32)
-
-
-def advice(number: int) -> str:
-    """Returns what to try where steps are skipped, given the result of `first_not_finite`."""
-    return "more room for experts" if number == TOKENS_LEFT_OUT else "a lower learning rate"
+    return jnp.where(jnp.any(wrong), jnp.argmax(wrong), -1).astype(jnp.int32)
 
 
 def name_of_first(params: Arrays, number: int) -> str:
@@ -142,8 +122,6 @@ def name_of_first(params: Arrays, number: int) -> str:
     for path, is_finite in zip(paths, jax.device_get(are_finite), strict=True):
         if not np.all(is_finite):
             return f"params/{path}"
-    if number == TOKENS_LEFT_OUT:
-        return "none, experts left tokens out (guard.allow_left_out)"
     if number < 0:
         return "none, the gradient norm jumped (guard.spike_factor)"
     return "loss" if number == 0 else f"gradients/{paths[number - 1]}"

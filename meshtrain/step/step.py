@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.models.metrics import Metrics, all_logged, divisor, num_left_out
+from meshtrain.models.metrics import Metrics, all_logged, divisor
 from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.stored import Names
@@ -125,8 +125,7 @@ def weight_update(
             # Packing may lose a NaN, so the norm is that of the reduced gradients only if those before were finite.
             reduced_norm = jnp.sqrt(jnp.sum(square_sums(mean_gradients)))
             norm = jnp.where(jnp.isfinite(norm), reduced_norm, norm)
-        left_out = num_left_out(sums.metrics)
-        good = guard.is_good(guard_options, state.skipped, loss, norm, left_out)
+        good = guard.is_good(guard_options, state.skipped, loss, norm)
         new_scale, is_excused = loss_scale.after(scaling, state.loss_scale, loss, norm)
         skipped = guard.after(state.skipped, good, is_excused, norm)
         float32_params = cast(trained, jnp.float32)
@@ -144,7 +143,7 @@ def weight_update(
             "learning_rate": jnp.asarray(learning_rate(num_updates(state)), jnp.float32),
             "skipped_steps": skipped.total,
             guard.IN_A_ROW: skipped.in_a_row,
-            guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares, left_out),
+            guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares),
         }
         if scaling is not None:
             metrics["loss_scale"] = state.loss_scale.scale

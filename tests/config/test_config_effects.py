@@ -42,7 +42,6 @@ def without_effect(*overrides, **shape):
         (["model.rope_local_base=50.0"], "model.window=0", ["model.window=64"]),
         (["model.rope_low=2.0"], "model.rope_factor=1.0", ["model.rope_factor=8"]),
         (["optimizer.balance_rate=0.01", "model.num_experts=4"], "model.router=softmax", ["model.router=sigmoid"]),
-        (["guard.allow_left_out=true", "model.num_experts=4"], "model.expert_room=0.0", ["model.expert_room=2.0"]),
         (
             ["optimizer.balance_rate=0.01", "model.router=softmax"],
             "model.num_experts=0",

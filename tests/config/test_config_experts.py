@@ -11,7 +11,7 @@ def test_a_token_may_go_through_all_experts():
 
 
 def test_options_of_experts_are_legal_without_experts_and_listed():
-    asked = {"experts_per_token": "9", "expert_dim": "64", "router": "sigmoid", "expert_room": "1.5", "z_weight": "0"}
+    asked = {"experts_per_token": "9", "expert_dim": "64", "router": "sigmoid", "z_weight": "0"}
     sizes = dict.fromkeys(AXES, 1)
     config = resolve(default(), {f"model.{name}": value for name, value in asked.items()})
     found = effects.without_effect(config, sizes)

@@ -357,7 +357,7 @@ def test_experts_in_the_decoders_words(tmp_path):
     mixtral = described(FIXTURES / "mixtral").options
     assert mixtral == DecoderOptions(mlp_dim=mixtral.mlp_dim, **of_both)
     # The width of an mlp that there is not is no difference, nor are losses of routers.
-    free = {"balance_weight": 0.5, "z_weight": 0.0, "expert_room": 2.0}
+    free = {"balance_weight": 0.5, "z_weight": 0.0}
     ours = DecoderOptions(mlp_dim=7, **free, **of_both)
     assert differences(ours, mixtral, 32, "DIR") == []
     for name, value, wanted in (("experts_per_token", 1, 2), ("num_experts", 8, 4)):

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.models.metrics import LEFT_OUT, Load
-from meshtrain.models.moe import experts, routing
+from meshtrain.models.metrics import Load, logged
+from meshtrain.models.moe import experts, parts, routing
 from meshtrain.models.moe.experts import Experts
+from meshtrain.models.moe.parts import Parts
 from meshtrain.models.moe.routing import Tokens
-from meshtrain.models.remat import RematOptions
+from meshtrain.models.remat import RematOptions, checkpoint_policy
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
@@ -74,7 +75,8 @@ def test_sums_weight_the_losses_and_counts_are_those_of_the_layer():
     x, weights = given()
     options = dataclasses.replace(OPTIONS, balance_weight=0.3, z_weight=0.2)
     _, (loss, metrics) = layer_of(options).apply({"params": weights}, x, jnp.int32(1), TOKENS)
-    assert set(metrics) == {"balance_loss", "z_loss", "router_entropy", "expert_load"}
+    assert set(metrics) == {"balance_loss", "z_loss", "router_entropy", "expert_load", "expert_parts"}
+    np.testing.assert_array_equal(metrics["expert_parts"].counts, [0, 1])
     of_layers = options.num_layers * (0.3 * metrics["balance_loss"] + 0.2 * metrics["z_loss"])
     np.testing.assert_allclose(loss, of_layers, rtol=1e-6)
     counts = metrics["expert_load"].counts
@@ -83,20 +85,24 @@ def test_sums_weight_the_losses_and_counts_are_those_of_the_layer():
     assert counts[1].sum() == 2 * NUM_SEQUENCES * NUM_TOKENS
 
 
-@pytest.mark.parametrize(("chosen", "num_here", "room", "left_out"), [
-    ([[0, 2], [1, 2], [2, 0]], 3, 6, 0),
-    ([[3, 2], [1, 3], [2, 0]], 3, 4, 0),
-    ([[3, 2], [1, 3], [2, 0]], 3, 3, 1),
-    ([[3, 3], [3, 3], [3, 3]], 3, 2, 0),
+@pytest.mark.parametrize(("chosen", "num_here"), [
+    ([[0, 2], [1, 2], [2, 0]], 3),
+    ([[3, 2], [1, 3], [2, 0]], 3),
+    ([[3, 3], [3, 3], [3, 3]], 3),
+    ([[1, 0], [1, 0], [1, 0]] * 40, 1),
+    ([[1, 2], [0, 1], [2, 1]] * 40, 1),
 ])  # fmt: skip
-def test_each_choice_of_an_expert_here_has_one_row_until_there_is_no_room(chosen, num_here, room, left_out):
-    """Number 3 is an expert of another device."""
-    chosen = np.int32(chosen)
-    found = experts.placed(chosen, num_here, room, experts.block_rows(room, num_here))
-    assert found.left_out == left_out
-    owners = np.repeat(found.owners, found.choices.size // found.owners.size)
+def test_each_choice_of_an_expert_here_has_one_row(chosen, num_here):
+    """The number of experts here stands for an expert of another device."""
+    chosen = np.minimum(np.int32(chosen), num_here)
+    num_tokens, num_chosen = chosen.shape
+    cut = Parts.of(num_tokens, num_chosen, num_here, 8)
+    found = parts.arranged(cut, chosen, num_here)
+    assert found.choices.size == cut.num_parts * cut.num_rows
+    owners = np.repeat(found.owners, cut.block_rows)
     rows = [row for row, choice in enumerate(found.choices) if choice < chosen.size]
-    assert len(rows) == (chosen < num_here).sum() - left_out
+    assert len(rows) == (chosen < num_here).sum()
+    assert max(rows, default=-1) // cut.num_rows + 1 == parts.num_used(cut, found, num_here)
     for row in rows:
         choice = int(found.choices[row])
         assert owners[row] == chosen.reshape(-1)[choice]
@@ -105,12 +111,55 @@ def test_each_choice_of_an_expert_here_has_one_row_until_there_is_no_room(chosen
     assert (found.places < found.choices.size).sum() == len(rows)
 
 
-def test_room_is_that_of_the_worst_case_unless_asked_for_less():
-    room = functools.partial(experts.room, 100, 4)
-    assert room(2, dataclasses.replace(OPTIONS, num_experts=16)) == 200
-    assert room(8, dataclasses.replace(OPTIONS, num_experts=16)) == 400
-    assert room(2, dataclasses.replace(OPTIONS, num_experts=16, expert_room=1.5)) == 75
-    assert room(16, dataclasses.replace(OPTIONS, num_experts=16, expert_room=1.5)) == 400
+@pytest.mark.parametrize(("num_experts", "num_here"), [(16, 2), (16, 8), (16, 16), (128, 16), (8, 1)])
+def test_a_part_has_the_rows_of_an_even_load_and_a_quarter_more(num_experts, num_here):
+    cut = Parts.of(8192, 4, num_here, num_experts)
+    even, most = 8192 * 4 * num_here / num_experts, 8192 * min(4, num_here)
+    padding = num_here * cut.block_rows
+    assert min(1.25 * even, most) <= cut.num_rows - padding < 1.25 * even + cut.block_rows
+    assert (cut.num_parts - 1) * cut.num_rows < most + padding <= cut.num_parts * cut.num_rows
+
+
+def gradients(policy=None):
+    """(weights, activations) -> value and gradients of a layer, of which a policy saves some residuals."""
+
+    def run(weights, x):
+        y = layer_of().apply({"params": weights}, x, jnp.int32(0), None)[0]
+        return jnp.sum(y * jax.random.normal(jax.random.key(3), x.shape))
+
+    run = jax.checkpoint(run, policy=checkpoint_policy(policy, Placement.nowhere())) if policy else run
+    return jax.value_and_grad(run, argnums=(0, 1))
+
+
+@pytest.fixture(params=[False, True], ids=["any", "one_expert"])
+def routed_to_one(request):
+    """Activations and weights, where the bias sends all tokens to the same two experts, or none does."""
+    x, weights = given()
+    bias = jnp.float32([9, 0, 0, 9, 0]) if request.param else weights["router_bias"]
+    return x, {**weights, "router_bias": bias}
+
+
+@pytest.mark.parametrize("policy", [None, "full", "selective"])
+def test_several_parts_have_the_results_and_gradients_of_one(routed_to_one, policy, monkeypatch):
+    x, weights = routed_to_one
+    expected = jax.jit(gradients())(weights, x)
+    monkeypatch.setattr(parts, "ROOM", 0.1)
+    monkeypatch.setattr(parts, "MOST_ROWS", 2)
+    _, (_, metrics) = layer_of().apply({"params": weights}, x, jnp.int32(0), TOKENS)
+    assert logged(metrics["expert_parts"], 1) >= 2
+    found = jax.jit(gradients(policy))(weights, x)
+    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(got - wanted) <= 1e-6 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_products"), [(None, 9), ("selective", 9), ("dots", 9), ("full", 11), ("save_attention", 11)]
+)
+def test_policies_that_save_products_compute_none_again(policy, num_products):
+    """Three products and two gradients of each. The last product is never computed again: gates stand before it."""
+    x, weights = given()
+    traced = jax.make_jaxpr(gradients(policy))(weights, x)
+    assert str(traced).count(" scan[") == num_products  # the loops of products
 
 
 def test_after_an_update_biases_have_moved_against_the_load_of_their_layer_and_nothing_else_has():
@@ -126,13 +175,6 @@ def test_after_an_update_biases_have_moved_against_the_load_of_their_layer_and_n
     jax.tree.map(np.testing.assert_array_equal, after, params)
     for options in (dataclasses.replace(OPTIONS, router="softmax"), dataclasses.replace(OPTIONS, num_experts=0)):
         assert decoder(options, batch_size=2, sequence_length=NUM_TOKENS).after_update is None
-
-
-def test_left_out_choices_are_counted_where_room_is_an_option():
-    x, weights = given()
-    options = dataclasses.replace(OPTIONS, expert_room=1.0)
-    _, (_, metrics) = layer_of(options).apply({"params": weights}, x, jnp.int32(0), TOKENS)
-    assert metrics[LEFT_OUT].sum == 0  # one device has room for all
 
 
 def task_and_batch(remat="none", dtype=jnp.float32):

@@ -10,7 +10,7 @@ import pytest
 from meshtrain.assemble import assemble
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Request
-from meshtrain.models.metrics import LEFT_OUT
+from meshtrain.models.moe import parts
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.run.generating import generator
@@ -26,6 +26,7 @@ DEEPSEEK = dataclasses.replace(MIXTRAL, router="sigmoid", router_scale=2.5, shar
 CONFIG = dataclasses.replace(runs.CONFIG, model=MIXTRAL)
 IN_CHUNKS = PipelineOptions(schedule="interleaved_1f1b", num_microbatches=4, num_chunks=2)
 SCATTERED, AGAIN = LayoutOptions(sequence_parallel=True), RematOptions("full")
+LITTLE = 0.3  # room of a part, so that a device computes several
 FAST = [
     ({"fsdp": 2, "expert": 2, "tensor": 2}, {"accumulation_steps": 2, "layout": SCATTERED}),
     ({"data": 2, "expert": 4}, {"model": DEEPSEEK, "accumulation_steps": 2, "zero": ZeroOptions(level=2)}),
@@ -44,13 +45,16 @@ def names(cases):
 
 
 @pytest.mark.parametrize(("mesh", "changes"), FAST, ids=names(FAST))
-def test_mesh_changes_no_number_and_no_count(mesh, changes, assert_parity):
+def test_mesh_changes_no_number_and_no_count(mesh, changes, assert_parity, monkeypatch):
+    if "data" in mesh:
+        monkeypatch.setattr(parts, "ROOM", LITTLE)
     assert_parity(dataclasses.replace(CONFIG, **changes), **mesh)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "changes"), SLOW, ids=names(SLOW))
-def test_other_meshes_and_levels_change_no_number_and_no_count(mesh, changes, assert_parity):
+def test_other_meshes_and_levels_change_no_number_and_no_count(mesh, changes, assert_parity, monkeypatch):
+    monkeypatch.setattr(parts, "ROOM", LITTLE)
     assert_parity(dataclasses.replace(CONFIG, **changes), **mesh)
 
 
@@ -79,32 +83,39 @@ def test_experts_alone_are_trained_where_a_pattern_says_so():
     assert sum(sizes) == 2 * sum(before[path].size for path in trained)
 
 
-def test_a_step_with_too_little_room_counts_what_it_leaves_out_and_changes_nothing():
-    model = dataclasses.replace(MIXTRAL, num_layers=1, expert_room=1.0)
-    assembly = assemble(dataclasses.replace(CONFIG, model=model), runs.sizes(expert=4), jax.devices()[:4])
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
-    before = runs.by_path(state.params)
-    batch = runs.example_batches(1)[0]
-    placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
-    state, metrics = assembly.train_step(state, placed)
-    num_choices = model.experts_per_token * batch["tokens"].size
-    assert 0 < metrics[LEFT_OUT] < num_choices / 2
-    assert metrics["skipped_steps"] == 1
-    for path, leaf in runs.by_path(state.params).items():
-        np.testing.assert_array_equal(leaf, before[path], err_msg=path)
+def test_all_tokens_on_one_device_are_computed_in_parts():
+    """The bias sends all tokens to the same three experts, which stand on the first of four devices."""
+    model = dataclasses.replace(DEEPSEEK, num_layers=1, num_experts=16)
+    found = []
+    for num_devices in (1, 4):
+        config = dataclasses.replace(CONFIG, model=model, remat=AGAIN if num_devices > 1 else CONFIG.remat)
+        assembly = assemble(config, runs.sizes(expert=num_devices), jax.devices()[:num_devices])
+        state = assembly.init(jax.random.key_data(jax.random.key(0)))
+        state.params["layers"]["experts"]["router_bias"] += jax.numpy.float32([9, 9, 9] + 13 * [0])
+        batch = runs.example_batches(1)[0]
+        placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
+        after, metrics = assembly.train_step(state, placed)
+        found.append((runs.by_path(after.params), {name: np.asarray(metric) for name, metric in metrics.items()}))
+    (expected, alone), (got, shared) = found
+    assert (alone["expert_parts"], shared["expert_parts"]) == (1, 3)
+    assert shared["expert_load"] == alone["expert_load"] == 16 / 3
+    np.testing.assert_allclose(shared["loss"], alone["loss"], rtol=1e-6)
+    np.testing.assert_allclose(shared["grad_norm"], alone["grad_norm"], rtol=1e-6)
+    for path, leaf in expected.items():
+        np.testing.assert_allclose(got[path], leaf, rtol=1e-4, atol=1e-6, err_msg=path)
 
 
-TIGHT = dataclasses.replace(CONFIG, model=dataclasses.replace(MIXTRAL, num_layers=1, expert_room=1.25, init_std=0.3))
+TIGHT = dataclasses.replace(CONFIG, model=dataclasses.replace(MIXTRAL, num_layers=1, init_std=0.3))
 
 
 @functools.cache
 def tight(num_devices):
-    """A model whose steps have too little room, on an expert axis of this size, and its first weights."""
+    """A model whose load is not even, on an expert axis of this size, and its first weights."""
     assembly = assemble(TIGHT, runs.sizes(expert=num_devices), jax.devices()[:num_devices])
     return assembly, assembly.init(jax.random.key_data(jax.random.key(0))).params
 
 
-def test_an_evaluation_has_room_for_every_choice():
+def test_an_evaluation_leaves_no_choice_out():
     batch, losses = runs.example_batches(1)[0], []
     for assembly, params in map(tight, (1, 4, 8)):
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}

@@ -109,6 +109,17 @@ def test_groups_are_joined_before_their_step_is_evaluated_and_saved(tmp_path):
     assert run.did[-3:] == ["join 10", "save 10", "evaluate 10"]
 
 
+def test_experts_that_are_uneven_for_a_hundred_steps_are_named_once(tmp_path, capsys, monkeypatch):
+    run = Run(tmp_path, num_steps=400, log_every=10)
+    parts = lambda step: 1.0 if step == 100 else 3.0  # noqa: E731
+    taken = run.step
+    run.step = lambda state, batch: (state + 1, {**taken(state, batch)[1], "expert_parts": parts(state + 1)})
+    run.go()
+    lines = capsys.readouterr().out.splitlines()
+    [at] = [at for at, line in enumerate(lines) if "above 1 since step 110" in line]
+    assert lines[at - 1].startswith("step 210/400")
+
+
 class OwnTimes:
     """Names process 1 in the row of step 8."""
 

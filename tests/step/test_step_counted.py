@@ -15,14 +15,13 @@ from flax.linen import LogicallyPartitioned
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.lab.compression import CompressionOptions
-from meshtrain.models.metrics import LEFT_OUT, Count, Load
+from meshtrain.models.metrics import Load
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, Task, staged_loss, token_batch
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
-from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.step.state import init_state
@@ -180,17 +179,3 @@ def test_counts_are_neither_divided_nor_clipped_nor_in_the_norm():
     assert metrics["grad_norm"] == 2.5
     np.testing.assert_allclose(after.opt_state["a"], [0.6, 0.8], rtol=1e-6)
     np.testing.assert_array_equal(after.params["moved"], [1000, 1])
-
-
-@pytest.mark.parametrize("left_out, allowed, is_good", [(0, False, True), (3, False, False), (3, True, True)])
-def test_a_step_in_which_tokens_were_left_out_is_skipped(left_out, allowed, is_good):
-    metrics = {LEFT_OUT: Count(jnp.float32(left_out))}
-    after, logged = update(metrics, GuardOptions(allow_left_out=allowed), start())
-    assert logged[LEFT_OUT] == left_out
-    assert np.array_equal(after.params["a"], [1, 1]) is not is_good
-    assert np.array_equal(after.params["moved"], [0, 0]) is not is_good
-    assert int(after.skipped.in_a_row) == (0 if is_good else 1)
-    if not is_good:
-        assert logged[guard.FIRST_NOT_FINITE] == guard.TOKENS_LEFT_OUT
-        assert "guard.allow_left_out" in guard.name_of_first(after.params, guard.TOKENS_LEFT_OUT)
-        assert guard.advice(guard.TOKENS_LEFT_OUT) == "more room for experts"

@@ -12,7 +12,7 @@ token.
               scattered. Backward: the transpose of both. Unless `remat.policy` is none, tokens are gathered once more.
               Choices: (n - 1) b k of 4 bytes: experts and gates are gathered, and gates' cotangents scattered; again
               likewise
-    rows      n b min(k, E / n): room for any choice; with `model.expert_room` at most that multiple of b k
+    rows      those of one part (`moe/parts.py`): 1.25 b k and some padding
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from meshtrain.launch.links import wire_share
 from meshtrain.models.attention.select import Case, chosen, exchange, gathers_keys
 from meshtrain.models.cost import ATTENTION, EXPERTS, KEPT_SEEN, LOOP, Cost, Kernel, of_transformer
 from meshtrain.models.decoder_options import DecoderOptions
-from meshtrain.models.moe import grouped_matmul
-from meshtrain.models.moe.experts import block_rows, even_load, room
+from meshtrain.models.moe import grouped_matmul, parts
+from meshtrain.models.moe.parts import Parts
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import LOCAL_OR_GLOBAL
 from meshtrain.sharding.placement import Placement
@@ -61,14 +61,15 @@ def cost(
     layers, itemsize = options.num_layers / mesh_shape[PIPELINE], jnp.dtype(dtype).itemsize
     again = 0.0 if remat.policy == "none" else 1 / remat.every
     devices = placement.mesh is not None
-    rows, row_bytes = 0.0, dict.fromkeys(("none", remat.policy), 0.0)
+    kept = working = 0.0
     if options.num_experts:
-        most = units * mesh_shape[EXPERT] * min(options.experts_per_token, options.num_experts / mesh_shape[EXPERT])
-        rows = min(most, options.expert_room * units * options.experts_per_token) if options.expert_room else most
+        rows = _parts(options, mesh_shape, units)[0].num_rows
         wide, inner = options.embed_dim * itemsize, options.expert_dim / mesh_shape[TENSOR] * itemsize
-        # The row, both products that it enters, their product and the result; or all but the row and the product in
-        # the middle.
-        row_bytes |= {"selective": wide + 2 * inner, "none": 2 * wide + 3 * inner}
+        if remat.policy in ("none", "selective", "dots"):
+            kept = rows * 2 * inner  # both products that a row enters
+        if remat.policy == "none":
+            kept += mesh_shape[EXPERT] * units * wide + rows * (wide + inner)  # what enters the products
+        working = rows * (2 * wide + 3 * inner)
     return dataclasses.replace(
         found,
         layer_bytes={
@@ -76,9 +77,9 @@ def cost(
             CONTEXT: layers * _exchange_bytes(options, itemsize, again, mesh_shape, units),
             EXPERT: layers * _token_bytes(options, itemsize, again, mesh_shape, units),
         },
-        kept_bytes=found.kept_bytes + layers * rows * row_bytes[remat.policy],
-        # A layer that computes has all of its rows, and cotangents of some.
-        working_bytes=found.working_bytes + KEPT_SEEN * rows * row_bytes["none"],
+        kept_bytes=found.kept_bytes + layers * kept,
+        # A layer that computes has all rows of a part, and cotangents of some.
+        working_bytes=found.working_bytes + KEPT_SEEN * working,
         shares=_shares(options, mesh_shape, units),
         kernels=kernels(options, sequence_length, dtype, placement.platform, mesh_shape, units) if devices else (),
     )
@@ -106,24 +107,27 @@ def _token_bytes(
 
 
 def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> dict[str, float]:
-    """Returns the share of the layers that have no window, and of the blocks that have rows if the load is even."""
+    """Returns the share of the layers that have no window, and what an even load of experts uses.
+
+    That is the blocks with rows, the choices of all tokens that stand in a row of the device, and no further part.
+    """
     result = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
     if options.num_experts:
-        num_here, _, num_blocks, share = _blocks(options, mesh_shape, units)
+        cut, num_here, num_tokens = _parts(options, mesh_shape, units)
+        here = num_here / options.num_experts
         # On average half of an expert's last block is padding.
-        used = round(share * (num_blocks - num_here) + num_here / 2)
-        result[grouped_matmul.WITH_ROWS] = max(1, min(used, num_blocks)) / num_blocks
+        used = round(num_tokens * options.experts_per_token * here / cut.block_rows + num_here / 2)
+        result[grouped_matmul.WITH_ROWS] = max(1, min(used, cut.num_blocks)) / cut.num_blocks
+        result |= {parts.CHOICES: here, parts.FURTHER: 0.0}
     return result
 
 
-def _blocks(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> tuple[int, int, int, float]:
-    """Returns the experts of a device, the rows of a block, the blocks, and the share of choices that are for these."""
+def _parts(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> tuple[Parts, int, int]:
+    """Returns how a device cuts the rows of its experts, how many experts it has, and the tokens that may be theirs."""
     num_here = options.num_experts // num_parts(expert_axes(), mesh_shape)
     # The devices along the expert axis gather their tokens.
-    given = (max(1, int(units * mesh_shape[EXPERT])), options.experts_per_token, num_here, options)
-    most, even = room(*given), even_load(*given)
-    rows = block_rows(round(even), num_here)
-    return num_here, rows, -(-most // rows) + num_here, min(1.0, even / most)
+    num_tokens = max(1, int(units * mesh_shape[EXPERT]))
+    return Parts.of(num_tokens, options.experts_per_token, num_here, options.num_experts), num_here, num_tokens
 
 
 def kernels(
@@ -156,9 +160,9 @@ def kernels(
 def _of_experts(
     options: DecoderOptions, dtype: DTypeLike, platform: str, mesh_shape: Mapping[str, int], units: float
 ) -> Kernel:
-    num_here, rows, num_blocks, _ = _blocks(options, mesh_shape, units)
+    cut, num_here, _ = _parts(options, mesh_shape, units)
     sizes = (num_here, options.embed_dim, options.expert_dim // mesh_shape[TENSOR])
-    by = grouped_matmul.kernel_for(platform, (num_blocks * rows, options.embed_dim), sizes, rows, dtype)
+    by = grouped_matmul.kernel_for(platform, (cut.num_rows, options.embed_dim), sizes, cut.block_rows, dtype)
     kind = "cuda" if platform == "gpu" else platform
     why_not = _WHY_NOT[kind] if kind in _WHY_NOT else f"there is no kernel for {platform}"
     over = expert_axes()

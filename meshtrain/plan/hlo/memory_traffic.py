@@ -3,26 +3,33 @@
 from collections.abc import Iterator, Mapping
 
 from meshtrain.plan.hlo.parse import Instruction
+from meshtrain.plan.hlo.products import used_share
 from meshtrain.plan.hlo.shapes import num_bytes
 
 SLICES = ("dynamic-slice", "slice", "gather")
 
 
-def moved_bytes(line: Instruction, body: list[Instruction], shapes: Mapping[str, str]) -> float:
+def moved_bytes(
+    line: Instruction, body: list[Instruction], shapes: Mapping[str, str], shares: Mapping[str, float] | None = None
+) -> float:
     """Returns the bytes that an operation reads and writes; of arrays that it slices or updates in place, the slice.
+
+    Of the rows that a gather reads, those beyond their share are one and the same, which a cache holds.
 
     Args:
       line: the operation.
       body: the lines of the fusion, or the operation itself.
       shapes: of the operands.
+      shares: see `Program.shares`; None: not known.
     """
+    share = lambda one: used_share(one.rest, shares or {}) if one.opcode == "gather" else 1.0  # noqa: E731
     inside = {one.name: one for one in body}
     root = next((one for one in body if one.is_root), body[-1])
     if len(body) == 1:
         if line.opcode == "dynamic-update-slice":
             return 2 * num_bytes(shapes[line.operands[1]])
         reads = 0.0 if line.opcode in SLICES else sum(num_bytes(shapes[o]) for o in line.operands if o in shapes)
-        return reads + num_bytes(line.shape) * (2 if line.opcode in SLICES else 1)
+        return reads + num_bytes(line.shape) * (1 + share(line) if line.opcode in SLICES else 1)
     users: dict[str, list[Instruction]] = {}
     for one in body:
         for operand in one.operands:
@@ -34,7 +41,7 @@ def moved_bytes(line: Instruction, body: list[Instruction], shapes: Mapping[str,
             # Not as the index of a slice, which is a few bytes.
             slices = [user for value, user in found if user.opcode in SLICES and user.operands[0] == value.name]
             narrow = len(slices) + sum(_updates(user, value) for value, user in found) == len(found)
-            sliced = sum(num_bytes(user.shape) for user in slices)
+            sliced = sum(num_bytes(user.shape) * share(user) for user in slices)
             reads += sliced if narrow else num_bytes(one.shape)
     results = [inside[name] for name in root.operands if name in inside] if root.opcode == "tuple" else [root]
     return reads + sum(_written(one, inside) for one in results)

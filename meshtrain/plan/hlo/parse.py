@@ -85,7 +85,7 @@ class Program:
       computations: the lines of each, in the order in which they run.
       num_runs: runs of each in one step.
       sources: id of a stack frame -> `file:line` of the program, the innermost line outside of other packages.
-      shares: scope of operations -> the share of their runs, see `share_in`.
+      shares: scope of operations -> the share of their runs or rows, see `read`.
     """
 
     computations: Mapping[str, list[Instruction]]
@@ -114,7 +114,7 @@ def read(
       text: the scheduled program.
       is_helper: (file, qualified name of a function) -> whether `Program.source` names its caller instead.
       shares: scope of operations -> the share of a conditional's runs there that take its second branch, or of a
-        kernel's blocks that have rows; None: not known.
+        kernel's blocks that have rows, or of a gather's rows that differ; or the turns of a loop. None: not known.
 
     Raises:
       ValueError: no entry computation, or a loop of unknown length, whose work could not be counted.
@@ -148,6 +148,11 @@ def share_in(text: str, shares: Mapping[str, float]) -> float | None:
     return next((share for scope, share in shares.items() if re.search(rf"\b{scope}\b", text)), None)
 
 
+def turns_in(text: str, known: Mapping[str, float]) -> float | None:
+    """Returns the turns of a loop by the scope in which it stands itself, from its name; None where not known."""
+    return next((turns for scope, turns in known.items() if re.search(rf"\b{scope}\)*/while\b", text)), None)
+
+
 def branch_shares(line: Instruction, known: Mapping[str, float]) -> dict[str, float]:
     """Returns computation -> the share of a conditional's runs that take this branch; empty: no conditional.
 
@@ -172,7 +177,7 @@ def _num_runs(computations: dict[str, list[Instruction]], entry: str, known: Map
         for line in computations[name]:
             if "=%" not in line.rest and "={%" not in line.rest:
                 continue
-            times = num_runs[name] * (trip_count(computations, name, line) if line.opcode == "while" else 1)
+            times = num_runs[name] * (trip_count(computations, name, line, known) if line.opcode == "while" else 1)
             if shares := branch_shares(line, known):
                 num_runs.update({branch: round(times * share) for branch, share in shares.items()})
                 continue
@@ -181,11 +186,14 @@ def _num_runs(computations: dict[str, list[Instruction]], entry: str, known: Map
     return num_runs
 
 
-def trip_count(computations: Mapping[str, list[Instruction]], caller: str, loop: Instruction) -> int:
+def trip_count(
+    computations: Mapping[str, list[Instruction]], caller: str, loop: Instruction, known: Mapping[str, float]
+) -> int:
     """Returns how often a loop's body runs.
 
     Raises:
-      ValueError: the loop has neither known_trip_count nor a counter that runs in fixed steps between two constants.
+      ValueError: the loop has neither known_trip_count nor a counter that runs in fixed steps between two constants,
+        and its scope is not `known`.
     """
     if match := TRIP_COUNT.search(loop.rest):
         return int(match[1])
@@ -194,6 +202,9 @@ def trip_count(computations: Mapping[str, list[Instruction]], caller: str, loop:
         counted = _counted(computations, caller, loop, condition, body)
         if counted is not None:
             return counted
+    turns = turns_in(loop.rest, known)
+    if turns is not None:
+        return round(turns)
     raise ValueError(f"%{loop.name}: a loop of unknown length")
 
 

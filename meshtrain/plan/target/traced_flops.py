@@ -13,7 +13,7 @@ from jax.extend import core
 
 from meshtrain.models.attention import blockwise
 from meshtrain.plan.hlo.flops import SPLASH, TRITON, Attention
-from meshtrain.plan.hlo.parse import share_in
+from meshtrain.plan.hlo.parse import share_in, turns_in
 from meshtrain.plan.hlo.products import GROUPED, Window, places_on_data, used_share
 from meshtrain.sharding.jaxprs import inner_jaxprs
 
@@ -63,7 +63,7 @@ def _flops(
             inside = automatic
             if name == "shard_map":
                 inside = automatic - frozenset(equation.params["newly_manual_axes"])
-            times = equation.params["length"] if name == "scan" else _turns(equation) if name == "while" else 1
+            times = equation.params["length"] if name == "scan" else _turns(equation, shares) if name == "while" else 1
             scopes = _scopes(equation, above)
             flops = [_flops(inner, mesh_shape, inside, shares, scopes) for inner in inner_jaxprs(equation)]
             taken = share_in(str(equation.source_info.name_stack), shares) if name == "cond" else None
@@ -114,13 +114,14 @@ def attention_kernel(jaxpr: core.Jaxpr) -> str:
     return "xla"
 
 
-def _turns(equation: core.JaxprEqn) -> int:
-    """Returns how often a loop that counts from 0 to a constant runs; 1 for any other `while`."""
+def _turns(equation: core.JaxprEqn, shares: Mapping[str, float]) -> float:
+    """Returns how often a loop runs that counts from 0 to a constant, or whose scope says it; 1 for any other."""
     closed = equation.params["cond_jaxpr"]
     tests, bound = closed.jaxpr.eqns, None
     if len(tests) == 1 and tests[0].primitive.name == "lt" and isinstance(tests[0].invars[1], core.Literal):
         bound = int(tests[0].invars[1].val)
-    return bound or 1
+    turns = turns_in(f"{equation.source_info.name_stack}/while", shares)
+    return bound or (1 if turns is None else turns)
 
 
 def _product(equation: Equation) -> float:

@@ -281,8 +281,10 @@ class Streams:
         return max(now, wire_free), computed, sent
 
     def _called(self, caller: str, line: Instruction) -> tuple[float, float, float]:
-        times = trip_count(self.program.computations, caller, line) if line.opcode == "while" else 1
-        shares = branch_shares(line, self.program.shares) or {
+        program, times = self.program, 1
+        if line.opcode == "while":
+            times = trip_count(program.computations, caller, line, program.shares)
+        shares = branch_shares(line, program.shares) or {
             name: 1.0 for key in ("body", "to_apply", "calls") if (name := line.attribute(key))
         }
         total, computed, sent = (0.0, 0.0, 0.0)
@@ -301,7 +303,7 @@ class Streams:
             inside = {one.name: one.shape for one in body}
         sent = sum(self.transfers[one.name] for one in body if one.name in self.transfers)
         seconds = sum(self._product_seconds(one, inside) for one in body)
-        moved = moved_bytes(line, body, shapes) if body else 0.0
+        moved = moved_bytes(line, body, shapes, self.program.shares) if body else 0.0
         speed = self.accelerator.memory_bytes_per_second * self.assumptions.memory_efficiency
         return max(seconds, moved / speed), sent
 
