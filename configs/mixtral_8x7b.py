@@ -23,7 +23,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.num_steps = 100_000
     config.batch_size = 512
     config.sequence_length = 4096
-    config.accumulation_steps = 4
     config.eval_every = 1000
     config.remat.policy = "full"
     config.model.num_layers = 32

@@ -23,9 +23,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.num_steps = 100_000
     config.batch_size = 2048
     config.sequence_length = 4096
-    config.accumulation_steps = 4
     config.eval_every = 1000
-    config.remat.policy = "full"
+    config.remat.policy = "save_attention"
     config.model.num_layers = 94
     config.model.embed_dim = 4096
     config.model.num_experts = 128
