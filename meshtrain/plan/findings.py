@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from meshtrain.assemble import Assembly
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config.config import num_microbatches
+from meshtrain.errors import divisors
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
 from meshtrain.models.cost import ATTENTION, EXPERTS, LOOP, Kernel
 from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
-from meshtrain.plan.cost.lower_bound import idle_share, reduced_and_scattered
+from meshtrain.plan.cost.lower_bound import FSDP, idle_share, reduced_and_scattered
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.plan.hlo.collectives import Traffic, along
 from meshtrain.plan.planner import Plan
@@ -55,7 +56,7 @@ def findings(plan: Plan) -> list[Finding]:
         if axis == PIPELINE:
             bound = max(bound, plan.executor_bytes or 0.0)
         results += _traffic(axis, bound, plan.traffic)
-    results += [*_attention(plan), *_experts(plan)]
+    results += [*_attention(plan), *_experts(plan), *gathered_for_each(plan)]
     if plan.added_share is not None and plan.added_share > ADDED:
         results.append(
             Finding(
@@ -151,8 +152,37 @@ def _experts(plan: Plan) -> list[Finding]:
     chosen = _kernel(plan, EXPERTS)
     if chosen is None or chosen.by != LOOP:
         return []
-    change = "model.expert_dim / mesh.tensor and model.embed_dim that are such multiples"
+    change = "model.expert_dim / mesh.tensor and model.embed_dim that are such multiples, or more microbatches"
     return [Finding(f"products of experts run in a loop in plain JAX, slower than a kernel: {chosen.why}", change)]
+
+
+def gathered_for_each(plan: Plan) -> list[Finding]:
+    """Returns what forces several microbatches on experts, whose weights are gathered for each; nothing if none are."""
+    config, shape, memory = plan.compiled.assembly.config, plan.compiled.assembly.mesh.shape, plan.memory
+    parts, activations = num_microbatches(config, shape), memory.activations_bytes
+    is_gathered = _kernel(plan, EXPERTS) is not None and shape[FSDP] > 1 and shape[PIPELINE] == 1
+    if not is_gathered or parts == 1 or activations is None or memory.capacity_bytes is None:
+        return []
+    state = memory.arguments_expected_bytes + memory.gradients_bytes
+    return [fewer_microbatches(parts, activations, memory.capacity_bytes - state)]
+
+
+def fewer_microbatches(parts: int, activations_bytes: int, free_bytes: int) -> Finding:
+    """Returns whether fewer microbatches fit, or what forces as many: activations, which grow as microbatches do.
+
+    Args:
+      parts: microbatches, several.
+      activations_bytes: of a device.
+      free_bytes: of a device, for activations.
+    """
+    fewer = max(number for number in divisors(parts) if number < parts)
+    needed = activations_bytes * parts // fewer
+    taken = f"in {fewer} activations would take about {format_bytes(needed)} of {format_bytes(free_bytes)}"
+    if needed <= free_bytes:
+        what = f"weights of experts are gathered for each of {parts} microbatches, and fewer fit: {taken}"
+        return Finding(what, f"accumulation_steps={fewer}")
+    what = f"memory forces {parts} microbatches, for each of which weights of experts are gathered: {taken}"
+    return Finding(what, "a remat.policy that keeps less (save_attention, full), or zero.level=1 with mesh.fsdp=1")
 
 
 def _attention(plan: Plan) -> list[Finding]:

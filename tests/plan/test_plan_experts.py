@@ -5,7 +5,10 @@ import dataclasses
 import pytest
 
 from meshtrain.config.tasks import abstract_task
+from meshtrain.launch import hardware
+from meshtrain.models.moe import parts
 from meshtrain.models.remat import RematOptions
+from meshtrain.plan import findings
 from meshtrain.plan.cost import lower_bound
 from meshtrain.plan.hlo.collectives import Traffic, sent_along
 from meshtrain.plan.search import candidates, estimate
@@ -78,14 +81,14 @@ def test_what_runs_along_the_axis_alone_is_not_sent_for_weights():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "room", "rows"),
-    [({"fsdp": 8}, 0.0, 2), ({"expert": 2}, 0.0, 4), ({"expert": 8}, 0.0, 8), ({"expert": 8}, 1.25, 2.5)],
-    ids=str,
+    ("sizes", "blocks"), [({"fsdp": 8}, 16 + 8), ({"expert": 2}, 20 + 4), ({"expert": 8}, 20 + 1)], ids=str
 )
-def test_room_for_rows_is_that_of_the_worst_case(small, sizes, room, rows):
-    config = small(model=dataclasses.replace(EXPERTS, expert_room=room), precision=BFLOAT16)
-    both = [abstract_task(one).cost(shape_of(**sizes), 1000).kept_bytes for one in (config, small(precision=BFLOAT16))]
-    assert both[0] - both[1] == pytest.approx(2 * 1000 * rows * 2 * (2 * 64 + 3 * 32), rel=1e-9)
+def test_room_for_rows_is_that_of_an_even_load_and_a_quarter_more(small, sizes, blocks):
+    """1,024 tokens of two choices on a device, in blocks of 128 rows; one device has all choices in any case."""
+    given = [small(model=model, precision=BFLOAT16) for model in (EXPERTS, MODEL)]
+    both = [abstract_task(one).cost(shape_of(**sizes), 1024).kept_bytes for one in given]
+    tokens = 1024 * shape_of(**sizes)["expert"] * 64
+    assert both[0] - both[1] == pytest.approx(2 * 2 * (tokens + 128 * blocks * (64 + 3 * 32)), rel=1e-9)
 
 
 def test_what_rows_keep_counts_in_the_guess(small):
@@ -96,10 +99,26 @@ def test_what_rows_keep_counts_in_the_guess(small):
         weights = estimate.weights_of(config)
         return estimate.guessed_bytes(config, shape, weights) - estimate.state_bytes(config, shape, weights)
 
-    rows, row = 8 * 2 * 32, 2 * (2 * 64 + 3 * 32)  # in bfloat16: two wide, three narrow
-    kept = {"full": 1.6 * row, "none": 3.6 * row, "selective": 1.6 * row + 2 * 2 * (64 + 2 * 32)}
+    rows, tokens = 4 * 64, 8 * 2 * 32  # four blocks, of which an even load has two; of all devices
+    full = 1.6 * rows * 2 * (2 * 64 + 3 * 32)  # in bfloat16: two wide, three narrow
+    selective = full + 2 * rows * 2 * (2 * 32)
+    kept = {"full": full, "selective": selective, "none": selective + 2 * 2 * (tokens * 64 + rows * (64 + 32))}
     for policy, expected in kept.items():
-        assert guessed(policy, 8) - guessed(policy, 0) == pytest.approx(rows * expected, rel=1e-9)
+        assert guessed(policy, 8) - guessed(policy, 0) == pytest.approx(expected, rel=1e-9)
+
+
+def test_memory_of_a_step_is_that_of_an_even_load(small, monkeypatch):
+    """The same program computes any load. With room for the worst one at once it takes far more."""
+
+    def temporary_bytes():
+        model = dataclasses.replace(EXPERTS, num_layers=1, expert_dim=256)
+        assembly = assembled(small(model=model, batch_size=64, remat=RematOptions("full")), expert=8)
+        compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    even = temporary_bytes()
+    monkeypatch.setattr(parts, "ROOM", 8.0)
+    assert temporary_bytes() > 1.5 * even
 
 
 def test_a_search_splits_experts_inside_a_host_and_only_where_there_are_some(small):
@@ -112,3 +131,39 @@ def test_a_search_splits_experts_inside_a_host_and_only_where_there_are_some(sma
     assert tried(dataclasses.replace(EXPERTS, num_experts=6), 8) == [1, 2]
     sizes = {shape["expert"] for shape in candidates.meshes(16, [1], [1, 2, 8])}
     assert sizes == {1, 2, 8}
+
+
+def test_a_search_tries_experts_without_gathers_in_one_microbatch_and_in_pipelines(small):
+    """Sixteen sequences on each of eight devices."""
+    config = small(model=EXPERTS, batch_size=128)
+    found = list(candidates.ways(config, shape_of(data=2, expert=4), only_mesh=False, has_experts=True))
+    assert {way["accumulation_steps"] for way in found} == {16, 8, 4, 1}
+    assert {way["remat.policy"] for way in found} == {"none", "selective", "save_attention", "full"}
+    plain = list(candidates.ways(config, shape_of(fsdp=8), only_mesh=False))
+    assert {way["accumulation_steps"] for way in plain} == {16, 8, 4}
+    assert "save_attention" not in {way["remat.policy"] for way in plain}
+    piped = list(candidates.ways(config, shape_of(pipeline=2, expert=4), only_mesh=False, has_experts=True))
+    assert {way["remat.policy"] for way in piped} == {"selective", "save_attention", "full"}
+
+
+def test_the_guess_knows_what_save_attention_keeps_and_computes_again(small):
+    weights, h100 = estimate.weights_of(small(model=EXPERTS)), hardware.ACCELERATORS[0]
+    shape = shape_of(expert=8)
+
+    def guesses(policy):
+        config = small(model=EXPERTS, remat=RematOptions(policy), precision=BFLOAT16)
+        seconds = estimate.guessed_seconds(config, shape, weights, h100, 8)
+        return estimate.guessed_bytes(config, shape, weights), seconds
+
+    none, some, full = (guesses(policy) for policy in ("none", "save_attention", "full"))
+    assert some[0] - full[0] == 2 * 2 * 32 * 64 * 2  # the heads of two layers
+    assert none[1] < some[1] < full[1]
+
+
+def test_a_plan_says_what_forces_microbatches():
+    fits = findings.fewer_microbatches(4, 10 * 2**30, 30 * 2**30)
+    assert fits.change == "accumulation_steps=2"
+    assert "gathered for each of 4 microbatches, and fewer fit: in 2 activations would take about 20 GiB" in fits.what
+    forced = findings.fewer_microbatches(4, 10 * 2**30, 19 * 2**30)
+    assert forced.what.startswith("memory forces 4 microbatches")
+    assert "zero.level=1 with mesh.fsdp=1" in forced.change

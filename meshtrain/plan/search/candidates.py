@@ -19,6 +19,8 @@ from meshtrain.sharding.stored import MAX_LEVEL, num_parts
 MODEST = 1.15  # a guess may be too high by this factor: it is dropped only above this multiple of the capacity
 MICROBATCHES_A_STAGE = (2, 4, 8)
 LESS_KEPT = ("selective", "full")  # remat policies, the fastest first
+# With experts the rows of a device are the most of what `selective` keeps.
+LESS_KEPT_OF_EXPERTS = ("selective", "save_attention", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
             continue  # every layer would communicate over the network
         if placement_problems(config, shape, weights):
             continue
-        for change in ways(config, shape, only_mesh=only_mesh):
+        for change in ways(config, shape, only_mesh=only_mesh, has_experts=weights.num_experts > 0):
             levels = [{}] if only_mesh else _levels(with_change(config, change), shape, weights)
             guesses = [_candidate(config, {**change, **level}, shape, weights, cluster) for level in levels]
             one = _first_that_fits(guesses, capacity)
@@ -113,8 +115,12 @@ def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] 
             yield {outer: num_devices // product} | dict(zip(choices, inner, strict=True))
 
 
-def ways(config: Config, shape: dict[str, int], *, only_mesh: bool) -> Iterator[Change]:
-    """Yields the changes to try on one mesh: each sets the mesh, and unless `only_mesh` microbatches and more."""
+def ways(config: Config, shape: dict[str, int], *, only_mesh: bool, has_experts: bool = False) -> Iterator[Change]:
+    """Yields the changes to try on one mesh: each sets the mesh, and unless `only_mesh` microbatches and more.
+
+    Weights of experts are many for what a token computes, and are gathered for each microbatch: with experts, all
+    sequences in one are tried too.
+    """
     mesh: Change = {f"mesh.{axis}": size for axis, size in shape.items()}
     if only_mesh:
         yield mesh
@@ -124,14 +130,16 @@ def ways(config: Config, shape: dict[str, int], *, only_mesh: bool) -> Iterator[
         return
     if shape["tensor"] > 1:
         mesh["layout.sequence_parallel"] = True
+    less_kept = LESS_KEPT_OF_EXPERTS if has_experts else LESS_KEPT
     if shape["pipeline"] == 1:
-        counts = dict.fromkeys(nearest_divisor(sequences, sequences // each or 1) for each in (1, 2, 4))
-        for parts, policy in itertools.product(counts, ("none", *LESS_KEPT)):
+        sizes = (1, 2, 4, sequences) if has_experts else (1, 2, 4)
+        counts = dict.fromkeys(nearest_divisor(sequences, sequences // each or 1) for each in sizes)
+        for parts, policy in itertools.product(counts, ("none", *less_kept)):
             yield {**mesh, "accumulation_steps": parts, "remat.policy": policy}
         return
     most = (min(sequences, a_stage * shape["pipeline"]) for a_stage in MICROBATCHES_A_STAGE)
     counts = dict.fromkeys(nearest_divisor(sequences, number) for number in most)
-    for parts, (schedule, chunks), policy in itertools.product(counts, SEARCHED.items(), LESS_KEPT):
+    for parts, (schedule, chunks), policy in itertools.product(counts, SEARCHED.items(), less_kept):
         yield {
             **mesh,
             "accumulation_steps": 1,

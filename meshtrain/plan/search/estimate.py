@@ -189,9 +189,11 @@ def guessed_seconds(
         return float(math.prod(shape.values()))
     peak = peak_flops_per_second(accelerator.device_kinds[0], product_name(config.precision))
     parts, task = num_microbatches(config, shape), weights.task
-    recomputes = config.remat.policy == "full"
     flops = task.flops_per_token or 6.0 * weights.num_parameters
-    work = task.num_units * flops / math.prod(shape.values()) * (4 / 3 if recomputes else 1)
+    attention = task.attention_flops_per_token / flops
+    policy = config.remat.policy
+    again = 1.0 if policy == "full" else 1 - attention if policy == "save_attention" else 0.0
+    work = task.num_units * flops / math.prod(shape.values()) * (1 + again / 3)
     chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
     bubble = 1 + (shape[PIPELINE] - 1) / (parts * chunks)
     sent = sum(_sending_seconds(config, shape, weights, accelerator, devices_each).values())

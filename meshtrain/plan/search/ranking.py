@@ -9,6 +9,7 @@ from meshtrain.errors import UserError
 from meshtrain.files import JsonObject
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.plan import planner
+from meshtrain.plan.findings import gathered_for_each
 from meshtrain.plan.planner import Plan
 from meshtrain.plan.search.candidates import Candidate, candidates
 from meshtrain.plan.search.changes import arguments, with_change
@@ -157,6 +158,7 @@ def text(found: Found) -> str:
     else:
         best, plan = found.ranked[0]
         lines += ["", f"the first, memory {_memory(plan)}:", f"  {arguments(best.change)}"]
+        lines += [f"  {finding.line()}" for finding in gathered_for_each(plan)]
     return "\n".join(lines)
 
 
