@@ -341,6 +341,7 @@ STAGES = [
     "python3 install_browser",
     "python3 --browser",
     "python3 --plan",
+    "python3.12 --plan tests/launch",
     "python3 --plan -m gpu_compiler and slow",
 ]
 
@@ -384,7 +385,7 @@ def test_stages_for_which_there_is_no_time_fail(ci):
     code, said, stages = ci(seconds=2, FAKE_SLEEPS="--slow")
     assert (code, stages) == (1, STAGES[:3])
     assert "ci: FAILED: did not end within 2 seconds of all stages: scripts/test --slow" in said
-    assert said.count("ci: FAILED: did not run") == 5
+    assert said.count("ci: FAILED: did not run") == 6
 
 
 @pytest.mark.parametrize(

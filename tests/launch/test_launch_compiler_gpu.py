@@ -179,3 +179,7 @@ def test_the_compiler_takes_the_option_and_the_schedule_shows_it(name):
         for value in (OPTIONS[name], trial.other)
     )
     assert with_it > without
+
+
+def test_the_compiler_takes_all_options_together():
+    assert asynchronous(compiled("h100", GATHER, OPTIONS)) > 0

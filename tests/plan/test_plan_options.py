@@ -12,7 +12,6 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.launch import compiler
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.plan.target import clusters
 from meshtrain.plan.target import compile as compiling
 from meshtrain.sharding.rules import AXES
 
@@ -79,19 +78,6 @@ def test_what_is_reduced_beside_other_work_lifts_the_limit_on_gpus(monkeypatch, 
     added = {"xla_gpu_experimental_parallel_collective_overlap_limit": 64, "xla_gpu_memory_limit_slop_factor": 200}
     assert given == without | added
     assert values_of("cpu", by_chunk=True) == values_of("cpu")
-
-
-@pytest.mark.gpu_compiler
-def test_the_compiler_knows_every_option_of_the_table():
-    """XLA refuses a compilation with an option that it does not know."""
-    cluster = clusters.open_cluster("h100:1x2")
-    sharding = jax.sharding.SingleDeviceSharding(cluster.devices[0])
-    number = jax.ShapeDtypeStruct((), "float32", sharding=sharding)
-    lowered = jax.jit(lambda x: x + 1).trace(number).lower(lowering_platforms=("cuda",))
-    kind, large = cluster.devices[0].device_kind, 2 * compiler.LARGE_BYTES
-    options = values_of(kind, large, is_late=True, by_chunk=True)
-    assert len(options) > len(values_of(kind))
-    assert lowered.compile(compiler_options=options).as_text()
 
 
 @pytest.mark.parametrize(("version", "num_added"), [("0.10.2", 0), ("0.12.0.1", 3)])
