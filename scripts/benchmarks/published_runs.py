@@ -1,10 +1,11 @@
-"""Compares the planner's time with six published training runs: prints the table of docs/results/plans.md.
+"""Compares the planner's time with published training runs: prints the table of docs/results/plans.md.
 
     scripts/bench published_runs                                        # from stored figures, no compiler
     .venv-plan/bin/python -m scripts.benchmarks.published_runs NAME...  # compiles these runs again and stores them
 
 `published_runs.json` has, for each run, what the planner's time is made of: the dims of all matrix products, the bytes
-that operations move, the FLOPs of attention kernels, transfers by axis, and the seconds that computing waits for them.
+that operations move, the FLOPs of attention kernels, the number of kernels, transfers by axis, and the seconds that
+computing waits for them.
 """
 
 import argparse
@@ -15,22 +16,27 @@ import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshtrain.cli.tables import aligned
 from meshtrain.config.config import parse
 from meshtrain.launch.hardware import ACCELERATORS, Accelerator
-from meshtrain.plan import planner
+from meshtrain.plan import planner, scheduled_dump
+from meshtrain.plan.cost.lower_bound import model_flops
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.flops import attention_flops, attention_kernel
 from meshtrain.plan.hlo.memory_traffic import moved_bytes
-from meshtrain.plan.hlo.parse import Program
-from meshtrain.plan.hlo.products import Product, product_of
+from meshtrain.plan.hlo.parse import FUSIONS, Program
+from meshtrain.plan.hlo.products import Product, grouped_kernel, product_of
 from meshtrain.plan.target import clusters
 from meshtrain.plan.target import compile as compiling
-from meshtrain.plan.timing.streams import FREE, Assumptions, Streams, shape_share, transfer_seconds
+from meshtrain.plan.target.compile import Compiler
+from meshtrain.plan.timing.streams import FREE, Assumptions, Hidden, Streams, shape_share, transfer_seconds
 
 STORED = pathlib.Path(__file__).with_suffix(".json")
+ASSUMED = Assumptions()
+HEADER = ("run", "products", "published", "MFU", "model", "MFU", "error", "low", "high", "", "left out: share", "error",
+          "low", "high", "")  # fmt: skip
 SHARES = [number / 200 for number in range(80, 201)]  # that a fit tries: 0.4 to 1
 _LLAMA = (
     "--config=configs/llama3_8b.py --config.mesh.data=1 --config.accumulation_steps=1 --config.batch_size=16 "
@@ -41,6 +47,7 @@ _175B = (
     f"--config=configs/gpt3_175b.py {_GPT} --config.pipeline.num_chunks=3 --config.pipeline.num_microbatches=64 "
     "--config.batch_size=64"
 )
+_ROWS = "rows in lock step; attention there was not fused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,25 +56,31 @@ class Run:
 
     Attributes:
       where: it was published.
-      measured_seconds: of a step.
+      measured: seconds of a step; from 1e12 on FLOP/s of a device, by the model's FLOPs with full attention.
       cluster: as `plan` names it.
       arguments: of `plan`: our configuration nearest to it.
       differs: what program or card have otherwise; an empty text where both match.
       is_calibrating: whether the card's share may be fitted to it.
+      is_fp8: whether its products had 8 bits; ours have 16.
     """
 
     where: str
-    measured_seconds: float
+    measured: float
     cluster: str
     arguments: str
     differs: str = ""
     is_calibrating: bool = True
+    is_fp8: bool = False
 
     @property
     def card(self) -> Accelerator:
         """The accelerator of the cluster."""
         name = self.cluster.partition(":")[0]
         return next(one for one in ACCELERATORS if one.name == {"a100": "a100-80"}.get(name, name))
+
+    def seconds(self, stored: Any) -> float:
+        """Returns the measured seconds of a step; `stored`: its `figures`."""
+        return self.measured if self.measured < 1e12 else float(stored["model_flops"]) / self.measured
 
 
 RUNS = {
@@ -91,22 +104,24 @@ RUNS = {
     "gpt_175b_full": Run(
         "Korthikanti et al. 2022, full", 18.13, "a100:8x8",
         f"{_175B} --config.layout.sequence_parallel=False --config.remat.policy=full",
-        "rows in lock step; attention there was not fused",
+        _ROWS,
     ),
     "gpt_175b_selective": Run(
         "Korthikanti et al. 2022, selective", 13.75, "a100:8x8", _175B,
-        "rows in lock step; attention there was not fused",
+        _ROWS,
     ),
     "gpt_530b_selective": Run(
         "Korthikanti et al. 2022, selective", 37.83, "a100:35x8",
         f"--config=configs/mtnlg_530b.py {_GPT} --config.pipeline.num_chunks=3 --config.pipeline.num_microbatches=280 "
         "--config.batch_size=280 --config.remat.policy=selective",
-        "rows in lock step; attention there was not fused",
+        _ROWS,
     ),
 }  # fmt: skip
 
 
-def figures(program: Program, card: Accelerator, mesh: Mapping[str, int], transfers: Mapping[str, float]) -> Any:
+def figures(
+    program: Program, card: Accelerator, mesh: Mapping[str, int], transfers: Mapping[str, float], flops: float = 0.0
+) -> Any:
     """Returns what the modelled time of a program is made of, for JSON; see `seconds`.
 
     Args:
@@ -114,12 +129,13 @@ def figures(program: Program, card: Accelerator, mesh: Mapping[str, int], transf
       card: that it was compiled for.
       mesh: the size of each axis.
       transfers: the seconds of each collective, by its name.
+      flops: the model's, of a step on one device, with full attention.
     """
-    streams = Streams(program, card, transfers, Assumptions())
-    total, computed, _ = streams.step()
-    products, attention = collections.Counter[Any](), collections.Counter[Any]()
-    other = 0.0
-    for name in streams.seconds:
+    walks = {hidden: Streams(program, card, transfers, ASSUMED, hidden) for hidden in Hidden}
+    steps = {hidden: walk.step() for hidden, walk in walks.items()}
+    products, grouped, attention = (collections.Counter[Any]() for _ in range(3))
+    other = num_kernels = 0
+    for name in walks[Hidden.SCHEDULED].seconds:
         body, runs = program.computations[name], program.num_runs[name]
         shapes = {line.name: line.shape for line in body}
         for line in body:
@@ -127,17 +143,19 @@ def figures(program: Program, card: Accelerator, mesh: Mapping[str, int], transf
             if is_called or line.opcode in FREE or line.opcode.endswith("-done") or line.name in transfers:
                 continue
             inside, within = [line], shapes
-            if line.opcode == "fusion" and (called := line.attribute("calls")):
+            if line.opcode in FUSIONS and (called := line.attribute("calls")):
                 inside = program.computations[called]
                 within = {one.name: one.shape for one in inside}
             moved = int(moved_bytes(line, inside, shapes))
             kernels = [(each, kernel) for each in inside if (kernel := attention_kernel(each))]
             found = [one for each in inside if (one := product_of(each, within, program.shares))]
+            num_kernels += runs
             if found:
-                products[tuple(dataclasses.astuple(one) for one in found), moved] += runs
+                kind = grouped if grouped_kernel(line) else products
+                kind[tuple(dataclasses.astuple(one) for one in found), moved] += runs
             elif kernels:
-                kind = "triton" if kernels[0][1].by == "triton" else "library"
-                attention[kind, int(attention_flops(kernels[0][0], within)[0]), moved] += runs
+                by = "triton" if kernels[0][1].by == "triton" else "library"
+                attention[by, int(attention_flops(kernels[0][0], within)[0]), moved] += runs
             else:
                 other += runs * moved
     sent = collections.Counter[str]()
@@ -145,16 +163,21 @@ def figures(program: Program, card: Accelerator, mesh: Mapping[str, int], transf
         sent[each.axes] += int(each.wire_bytes * each.count)
     return {
         "products": [[list(map(list, dims)), moved, runs] for (dims, moved), runs in sorted(products.items())],
+        "grouped": [[list(map(list, dims)), moved, runs] for (dims, moved), runs in sorted(grouped.items())],
         "attention": [[*key, runs] for key, runs in sorted(attention.items())],
-        "other_bytes": int(other),
+        "other_bytes": other,
+        "num_kernels": num_kernels,
         "sent_bytes": dict(sorted(sent.items())),
-        "waiting_seconds": total - computed,
-        "modelled_seconds": total,
+        "waiting_seconds": {hidden.value: total - computed for hidden, (total, computed, _) in steps.items()},
+        "modelled_seconds": steps[Hidden.SCHEDULED][0],
         "with_share": card.product_share,
+        "model_flops": flops,
     }
 
 
-def seconds(stored: Any, card: Accelerator, share: float) -> float:
+def seconds(
+    stored: Any, card: Accelerator, share: float, assumed: Assumptions = ASSUMED, hidden: Hidden = Hidden.SCHEDULED
+) -> float:
     """Returns the modelled seconds of a step from stored figures.
 
     Waiting for transfers is kept as it was at the stored share: faster products would hide a little less.
@@ -163,18 +186,30 @@ def seconds(stored: Any, card: Accelerator, share: float) -> float:
       stored: of `figures`.
       card: that the program was compiled for.
       share: of its peak, that large products reach.
+      assumed: of the model.
+      hidden: which asynchronous transfers run beside computations.
     """
-    assumed, peak = Assumptions(), card.bfloat16_flops_per_second
-    speed = card.memory_bytes_per_second * assumed.memory_efficiency
+    peak, speed = card.bfloat16_flops_per_second, card.memory_bytes_per_second * assumed.memory_efficiency
     of_kernel = {"triton": assumed.triton_efficiency, "library": assumed.attention_efficiency}
-    found = stored["waiting_seconds"] + stored["other_bytes"] / speed
-    for dims, moved, runs in stored["products"]:
-        each = [Product(*one) for one in dims]
-        busy = sum(2.0 * math.prod(dataclasses.astuple(one)) / shape_share(one, card.num_units) for one in each)
-        found += runs * max(busy / (peak * share), moved / speed)
+    found = stored["waiting_seconds"][hidden.value] + stored["other_bytes"] / speed
+    found += stored["num_kernels"] * assumed.launch_seconds
+    for kind, efficiency in (("products", 1.0), ("grouped", assumed.grouped_efficiency)):
+        for dims, moved, runs in stored[kind]:
+            each = [Product(*one) for one in dims]
+            busy = sum(2.0 * math.prod(dataclasses.astuple(one)) / shape_share(one, card.num_units) for one in each)
+            found += runs * max(busy / (peak * share * efficiency), moved / speed)
     for kind, flops, moved, runs in stored["attention"]:
         found += runs * max(flops / (peak * of_kernel[kind]), moved / speed)
     return float(found)
+
+
+def ends(stored: Any, card: Accelerator, share: float) -> tuple[float, float]:
+    """Returns the ends of the interval around `seconds`; arguments are its."""
+    slow = ASSUMED.at_the_slow_end
+    return (
+        seconds(stored, card, share + ASSUMED.product_faster, hidden=Hidden.ALL),
+        seconds(stored, card, share - ASSUMED.product_slower, slow, Hidden.NONE),
+    )
 
 
 def fitted(names: Sequence[str], stored: Mapping[str, Any]) -> float | None:
@@ -182,30 +217,86 @@ def fitted(names: Sequence[str], stored: Mapping[str, Any]) -> float | None:
 
     def error(share: float) -> float:
         modelled = {name: seconds(stored[name], RUNS[name].card, share) for name in names}
-        return sum(math.log(modelled[name] / RUNS[name].measured_seconds) ** 2 for name in names)
+        return sum(math.log(modelled[name] / RUNS[name].seconds(stored[name])) ** 2 for name in names)
 
     return min(SHARES, key=error) if names else None
 
 
-def predicted(name: str, stored: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns (share, seconds) for a run: the share is fitted to the other runs on its card, else the card's own."""
+def left_out_share(name: str, stored: Mapping[str, Any]) -> float:
+    """Returns the share for a run that is fitted to the other runs on its card; without such, the card's own."""
     run = RUNS[name]
     others = [one for one, other in RUNS.items() if one != name and other.card is run.card and other.is_calibrating]
-    share = (fitted(others, stored) if run.is_calibrating else None) or run.card.product_share
-    return share, seconds(stored[name], run.card, share)
+    return fitted(others, stored) or run.card.product_share
 
 
-def compiled(run: Run) -> Any:
+def compiled(by: Compiler, name: str) -> Any:
     """Compiles a run and returns its figures."""
+    run = RUNS[name]
     config, _ = parse(run.arguments.split(), reads_data=False)
     cluster = clusters.open_cluster(run.cluster)
-    made = compiling.compile_step(config, planner.shape_on(config, cluster), cluster)
-    program = compiling.program_of(made)
+    made = compiling.compile_step(config, planner.shape_on(config, cluster), cluster, by)
+    program, flops = compiling.program_of(made), model_flops(made.assembly)
     assert program
+    assert flops
     mesh = made.assembly.mesh
-    found = collectives(program, dict(mesh.shape))
-    each = transfer_seconds(found, mesh, cluster, Assumptions())
-    return figures(program, run.card, dict(mesh.shape), {name: sum(parts) for name, parts in each.items()})
+    each = transfer_seconds(collectives(program, dict(mesh.shape)), mesh, cluster, ASSUMED)
+    return figures(program, run.card, dict(mesh.shape), {name: sum(parts) for name, parts in each.items()}, flops[1])
+
+
+def compile_again(names: Sequence[str], stored: dict[str, Any]) -> None:
+    """Compiles the runs of these names to their schedules, and stores their figures."""
+    first, _ = parse(RUNS[names[0]].arguments.split(), reads_data=False)
+    elsewhere = scheduled_dump.server(first, RUNS[names[0]].cluster)
+    for name in names:
+        made, run = (elsewhere and elsewhere(compiled, name)) or compiled(compiling.with_tiles, name), RUNS[name]
+        same = [one for one, other in RUNS.items() if (other.cluster, other.arguments) == (run.cluster, run.arguments)]
+        stored |= dict.fromkeys(same, made)
+        STORED.write_text(json.dumps(stored, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+class Compared(NamedTuple):
+    """A modelled step beside the published one: seconds, error, interval, and whether the published one is in it."""
+
+    seconds: float
+    error: float
+    low: float
+    high: float
+    is_inside: bool
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns its cells of the table: the error, the ends of the interval, and whether the run is between them."""
+        return f"{self.error:+.1%}", f"{self.low:.3g}", f"{self.high:.3g}", "in" if self.is_inside else "out"
+
+
+def compared(name: str, stored: Mapping[str, Any], share: float) -> Compared:
+    """Returns a run beside its model with this share of the peak."""
+    run, of_run = RUNS[name], stored[name]
+    measured, modelled = run.seconds(of_run), seconds(of_run, run.card, share)
+    low, high = ends(of_run, run.card, share)
+    return Compared(modelled, modelled / measured - 1, low, high, low <= measured <= high)
+
+
+def table(stored: Mapping[str, Any]) -> str:
+    """Returns the table, what differs between runs and programs, and the worst of both errors."""
+    rows, errors, differs = [], dict[str, dict[str, float]](error={}, error_left_out={}), dict[str, list[str]]()
+    for name, run in RUNS.items():
+        share, mfu = left_out_share(name, stored), stored[name]["model_flops"] / run.card.bfloat16_flops_per_second
+        own, other = (compared(name, stored, one) for one in (run.card.product_share, share))
+        measured = run.seconds(stored[name])
+        for found, one in zip(errors.values(), (own, other), strict=True):
+            found[name] = one.error
+        rows.append((
+            name, "8 bits" if run.is_fp8 else "16 bits", f"{measured:.3g} s", f"{mfu / measured:.1%}",
+            f"{own.seconds:.3g} s", f"{mfu / own.seconds:.1%}", *own.cells(), f"{share:.3f}", *other.cells(),
+        ))  # fmt: skip
+        differs.setdefault(run.differs or "nothing", []).append(name)
+    lines = [aligned(rows, HEADER, "<<>>>>>>><>>>><"), "", "what differs"]
+    lines += [f"  {', '.join(names)}: {what}" for what, names in differs.items()]
+    for what, found in errors.items():
+        worst = max(found, key=lambda name: abs(found[name]))
+        cause = RUNS[worst].differs or "nothing differs"
+        lines.append(f"worst {what.replace('_', ' ')}: {found[worst]:+.1%}, {worst}: {cause}")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -218,19 +309,9 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [name for name in names if name not in RUNS]:
         parser.error(f"NAME: got {unknown[0]!r}; allowed: {', '.join(RUNS)}")
     stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
-    for name in names:
-        stored[name] = compiled(RUNS[name])
-        STORED.write_text(json.dumps(stored, separators=(",", ":")) + "\n", encoding="utf-8")
-    rows = []
-    for name, run in RUNS.items():
-        share, modelled = predicted(name, stored)
-        own = seconds(stored[name], run.card, run.card.product_share)
-        rows.append((
-            name, run.where, f"{run.measured_seconds:.4g}", f"{own:.4g}", f"{own / run.measured_seconds - 1:+.1%}",
-            f"{share:.3f}", f"{modelled:.4g}", f"{modelled / run.measured_seconds - 1:+.1%}", run.differs or "nothing",
-        ))  # fmt: skip
-    header = ("run", "published by", "s", "model", "error", "left out: share", "model", "error", "what differs")
-    print(aligned(rows, header, "<<>>>>>><"))
+    if names:
+        compile_again(names, stored)
+    print(table(stored))
     return 0
 
 

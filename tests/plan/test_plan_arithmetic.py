@@ -265,11 +265,20 @@ def test_a_transfer_beside_a_product_costs_nothing_until_it_is_longer():
 def test_the_ends_of_the_interval_hide_all_transfers_or_none():
     program = parse.read(recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE, PRODUCT.format(2)))
     (_, products, _) = Streams(program, H100, {"all-gather-start": 0.0}, Assumptions()).step()
-    wire = products / 4
-    low, high = _ends(program, H100, {"all-gather-start": wire}, Assumptions())
-    share = H100.product_share
-    assert low == pytest.approx(products * share / (share + 0.05))
-    assert high == pytest.approx(products * share / (share - 0.1) + wire)
+    wire, assumed, share = products / 4, Assumptions(), H100.product_share
+    low, high = _ends(program, H100, {"all-gather-start": wire}, assumed)
+    launches, slow = 2 * assumed.launch_seconds, 2 * assumed.slow_launch_seconds
+    work = (products - launches) * share
+    assert low == pytest.approx(work / (share + 0.05) + launches)
+    assert high == pytest.approx(work / (share - 0.1) + slow + wire)
+
+
+def test_each_kernel_of_a_gpu_is_launched_and_a_tpu_has_none():
+    text = recorded.entry(*ARGUMENTS, *(f"%copy.{number} = f32[8]{{0}} copy(%x)" for number in range(40)))
+    tpu = next(one for one in hardware.ACCELERATORS if one.name == "v5p")
+    small = 2 * 8 * 4 / (H100.memory_bytes_per_second * Assumptions().memory_efficiency)
+    assert streams(text)[0] == pytest.approx(40 * (Assumptions().launch_seconds + small))
+    assert Streams(parse.read(text), tpu, {}, Assumptions()).step()[0] < 1e-8
 
 
 def test_what_nothing_can_hide_is_in_the_low_end_as_well():

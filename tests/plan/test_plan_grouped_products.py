@@ -10,7 +10,9 @@ from meshtrain.models.moe.grouped_matmul import WITH_ROWS, How, computed, produc
 from meshtrain.plan.hlo import flops, parse
 from meshtrain.plan.hlo.products import Product, is_product, product_of
 from meshtrain.plan.target.traced_flops import attention_kernel, traced_flops
+from meshtrain.plan.timing.streams import Assumptions, _ends
 from tests.plan import recorded
+from tests.plan.conftest import H100
 
 E, D, F, M, BLOCKS, USED = 4, 256, 128, 16, 10, 5
 ONE = 2 * USED * M * D * F  # a product of all rows, or the weights' cotangent
@@ -88,3 +90,16 @@ def test_another_kernel_counts_nothing_and_one_without_dims_is_refused():
     short = TIMES.replace("(%owners, %rows, %weights)", "(%owners)")
     with pytest.raises(ValueError, match=r"%call.1: products of blocks whose dims are not known"):
         flops.matmul_flops(read(recorded.entry(*ARGUMENTS, short)))
+
+
+def test_kernels_of_experts_may_be_slower_than_other_products_at_the_slow_end_alone():
+    arguments = [
+        line.replace("f32", "bf16").replace("160,256", "65536,4096").replace("4,256,128", "4,4096,8192")
+        for line in ARGUMENTS[:3]
+    ]
+    text = recorded.entry(*arguments, TIMES.replace("f32[160,128]", "bf16[65536,8192]"))
+    assumed, share = Assumptions(), H100.product_share
+    low, high = _ends(read(text), H100, {}, assumed)
+    slower = (share + assumed.product_faster) / (share - assumed.product_slower) / assumed.slow_grouped_efficiency
+    assert high - assumed.slow_launch_seconds == pytest.approx(slower * (low - assumed.launch_seconds))
+    assert assumed.interval_line(H100, is_calibrated=False).endswith("experts' at 34%, 7 us a kernel and none hidden")

@@ -1,6 +1,7 @@
 """The planner's time against published runs, from stored figures of their compiled programs."""
 
 import json
+import pathlib
 
 import pytest
 
@@ -11,6 +12,7 @@ from scripts.benchmarks.published_runs import RUNS
 from tests.plan import recorded
 from tests.plan.conftest import H100
 
+ROOT = pathlib.Path(__file__).parents[2]
 STORED = json.loads(published_runs.STORED.read_text(encoding="utf-8"))
 # Of a run whose program and card match ours, and of another. The cards of 500 W are none of those that we know.
 MATCHING, OTHER = 0.15, 0.2
@@ -19,16 +21,20 @@ MATCHING, OTHER = 0.15, 0.2
 @pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.is_calibrating])
 def test_a_published_step_is_predicted_by_its_card_and_from_the_other_runs_of_its_card(name):
     run = RUNS[name]
-    own = published_runs.seconds(STORED[name], run.card, run.card.product_share)
-    left_out = published_runs.predicted(name, STORED)[1]
-    assert abs(own / run.measured_seconds - 1) <= (OTHER if run.differs else MATCHING)
-    assert abs(left_out / run.measured_seconds - 1) <= (OTHER if run.differs else MATCHING)
+    for share in (run.card.product_share, published_runs.left_out_share(name, STORED)):
+        assert abs(published_runs.compared(name, STORED, share).error) <= (OTHER if run.differs else MATCHING)
 
 
 def test_a_run_is_no_part_of_what_predicts_it():
     changed = STORED | {"gpt_22b": STORED["gpt_22b"] | {"other_bytes": 0, "products": []}}
-    assert published_runs.predicted("gpt_22b", changed)[0] == published_runs.predicted("gpt_22b", STORED)[0]
-    assert published_runs.predicted("gpt_175b_full", changed)[0] != published_runs.predicted("gpt_175b_full", STORED)[0]
+    share = published_runs.left_out_share
+    assert share("gpt_22b", changed) == share("gpt_22b", STORED)
+    assert share("gpt_175b_full", changed) != share("gpt_175b_full", STORED)
+
+
+def test_the_page_has_the_table():
+    page = (ROOT / "docs" / "results" / "plans.md").read_text(encoding="utf-8")
+    assert published_runs.table(STORED) in page
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -45,3 +51,5 @@ def test_figures_of_a_program_give_its_time_at_other_shares_too():
     assert stored["modelled_seconds"] == whole
     assert published_runs.seconds(stored, H100, H100.product_share) == pytest.approx(whole)
     assert published_runs.seconds(stored, H100, 0.05) > whole
+    ends = streams._ends(program, H100, {}, streams.Assumptions())
+    assert published_runs.ends(stored, H100, H100.product_share) == pytest.approx(ends)

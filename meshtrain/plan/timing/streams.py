@@ -5,7 +5,7 @@ the card and their shape decide (`shape_share`), everything else at the speed of
 of the slowest link of a ring over the group; an all-to-all has a speed of its own (`exchange_bandwidth`). A transfer
 overlaps the operations after its start, and its done waits for it. The program computes on a pipeline's idle rows too,
 so the bubble is in the time. The interval is two more walks: one with faster products and every asynchronous transfer
-hidden, one with slower products and no transfer hidden.
+hidden, one with slower products, slower kernels of experts, kernels that the host launches and no transfer hidden.
 
 The seconds of a measured step, for calibration: from a run's metrics.jsonl, or given as a number.
 """
@@ -29,7 +29,7 @@ from meshtrain.plan.hlo.collectives import Collective, collectives
 from meshtrain.plan.hlo.flops import attention_flops, attention_kernel
 from meshtrain.plan.hlo.memory_traffic import moved_bytes
 from meshtrain.plan.hlo.parse import FUSIONS, Instruction, Program, branch_shares, trip_count
-from meshtrain.plan.hlo.products import Product, product_flops, product_of
+from meshtrain.plan.hlo.products import Product, grouped_kernel, product_flops, product_of
 from meshtrain.plan.hlo.shapes import dtypes
 from meshtrain.plan.target.clusters import Cluster
 
@@ -53,6 +53,12 @@ class Assumptions:
       attention_efficiency: the same for attention kernels.
       triton_efficiency: the same for JAX's kernel for GPUs, which has the instructions of FlashAttention-2; that one
         reaches 35 % on H100s (Shah et al. 2024).
+      grouped_efficiency, slow_grouped_efficiency: share of the speed of other products that a GPU's kernels of experts,
+        which are Triton's, have; the second at the slow end, where the best kernels have 1.86 times the throughput of
+        Triton's (Guo et al. 2025, arXiv 2512.14080).
+      launch_seconds, slow_launch_seconds: of each of a GPU's kernels besides its work. It starts and drains, and 0.5 us
+        pass before the next one of a command buffer; the second, at the slow end, where the host launches each and
+        waits, is 6.7 us (NVIDIA, Getting Started with CUDA Graphs).
       memory_efficiency: share of the memory's speed that everything else reaches.
       link_efficiency: share of a link's speed that transfers reach.
       latency_seconds: of a collective, for each doubling of its group.
@@ -64,21 +70,33 @@ class Assumptions:
     product_slower: float = 0.1
     attention_efficiency: float = 0.6
     triton_efficiency: float = 0.3
+    grouped_efficiency: float = 1.0
+    slow_grouped_efficiency: float = 0.54
+    launch_seconds: float = 2e-6
+    slow_launch_seconds: float = 7e-6
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
     latency_seconds: float = 5e-6
     calibrated_margin: float = 0.07
     links: Links | None = None
 
+    @property
+    def at_the_slow_end(self) -> "Assumptions":
+        """The same with the kernels of the slow end."""
+        grouped, launch = self.slow_grouped_efficiency, self.slow_launch_seconds
+        return dataclasses.replace(self, grouped_efficiency=grouped, launch_seconds=launch)
+
     def lines(self, accelerator: Accelerator) -> list[str]:
         """Returns one line of text for each assumption but the interval's ends, without the links."""
         shapes = ", less where tiles do not fill its units" if accelerator.num_units else ""
+        launch = f", and {self.launch_seconds * 1e6:.0f} us a kernel" if accelerator.num_units else ""
         return [
             f"large matrix products at {accelerator.product_share:.0%} of the peak{shapes}",
             f"that share of {accelerator.name}: {accelerator.product_source}",
             f"attention kernels at {self.attention_efficiency:.0%}, JAX's own for GPUs (triton) at "
             f"{self.triton_efficiency:.0%}",
-            f"everything else at {self.memory_efficiency:.0%} of the memory's speed, each array read and written once",
+            f"everything else at {self.memory_efficiency:.0%} of the memory's speed, each array read and written once"
+            f"{launch}",
             f"transfers at {self.link_efficiency:.0%} of the slowest link of a ring (all-to-all: of each device's own "
             f"links), and {self.latency_seconds * 1e6:.0f} us for each doubling of the group",
         ]
@@ -88,7 +106,10 @@ class Assumptions:
         if is_calibrated:
             return f"the interval reaches {self.calibrated_margin:.0%} to both sides of the measured step"
         fast, slow = accelerator.product_share + self.product_faster, accelerator.product_share - self.product_slower
-        return f"the interval: products at {fast:.0%}, asynchronous transfers all hidden, to {slow:.0%} and none hidden"
+        grouped, launch = self.slow_grouped_efficiency * slow, self.slow_launch_seconds * 1e6
+        kernels = f", experts' at {grouped:.0%}, {launch:.0f} us a kernel" if accelerator.num_units else ""
+        ends = f"products at {fast:.0%}, asynchronous transfers all hidden, to {slow:.0%}{kernels} and none hidden"
+        return f"the interval: {ends}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +326,8 @@ class Streams:
         seconds = sum(self._product_seconds(one, inside) for one in body)
         moved = moved_bytes(line, body, shapes, self.program.shares) if body else 0.0
         speed = self.accelerator.memory_bytes_per_second * self.assumptions.memory_efficiency
-        return max(seconds, moved / speed), sent
+        launch = self.assumptions.launch_seconds if self.accelerator.num_units else 0.0
+        return max(seconds, moved / speed) + launch, sent
 
     def _product_seconds(self, line: Instruction, shapes: Mapping[str, str]) -> float:
         peak = self.accelerator.bfloat16_flops_per_second
@@ -324,6 +346,8 @@ class Streams:
             peak = self.accelerator.float8_flops_per_second or peak
         product = product_of(line, shapes, self.program.shares)
         share = shape_share(product, self.accelerator.num_units) if product else 1.0
+        if self.accelerator.num_units and grouped_kernel(line):
+            share *= self.assumptions.grouped_efficiency
         return flops / (peak * self.accelerator.product_share * share)
 
 
@@ -392,14 +416,14 @@ def timing(
 def _ends(
     program: Program, accelerator: Accelerator, transfers: Mapping[str, float], assumptions: Assumptions
 ) -> tuple[float, float]:
-    """Returns the seconds of a step with faster products and all transfers hidden, and with slower ones and none."""
+    """Returns the seconds of a step with faster products and all transfers hidden, and with slower kernels and none."""
     fast, slow = (
         dataclasses.replace(accelerator, product_share=accelerator.product_share + change)
         for change in (assumptions.product_faster, -assumptions.product_slower)
     )
     return (
         Streams(program, fast, transfers, assumptions, Hidden.ALL).step()[0],
-        Streams(program, slow, transfers, assumptions, Hidden.NONE).step()[0],
+        Streams(program, slow, transfers, assumptions.at_the_slow_end, Hidden.NONE).step()[0],
     )
 
 
