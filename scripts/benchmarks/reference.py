@@ -27,7 +27,7 @@ from meshtrain.errors import EXIT_CODES, run
 from meshtrain.examples.pairs import packed
 from meshtrain.harness import language_model
 from meshtrain.models.cost import Cost, Kernel
-from meshtrain.models.metrics import Count, Load, Ratio
+from meshtrain.models.metrics import Count, Largest, Load, Ratio
 from meshtrain.models.task import Decode, Entry, Stages, Task, sequence_keys, staged_loss, token_batch
 from meshtrain.models.vocabulary.embedding import look_up
 from meshtrain.models.vocabulary.losses import cross_entropy, without_padding
@@ -44,7 +44,7 @@ API: dict[str, tuple[Any, ...]] = {
         meshtrain.train, meshtrain.Result, meshtrain.default, meshtrain.resolve, meshtrain.simulate, language_model,
     ),
     "Models": (
-        Task, Stages, staged_loss, Entry, token_batch, sequence_keys, Decode, Ratio, Count, Load, Cost, Kernel,
+        Task, Stages, staged_loss, Entry, token_batch, sequence_keys, Decode, Ratio, Count, Load, Largest, Cost, Kernel,
         cross_entropy, without_padding, look_up, option,
     ),
     "Placement": (Placement.weight, Placement.activation, Rule, Rules, default_rules, extend),

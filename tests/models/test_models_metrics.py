@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.models.metrics import Count, Load, Ratio, all_logged, are_metrics, logged
+from meshtrain.models.metrics import Count, Largest, Load, Ratio, all_logged, are_metrics, logged
 
 COUNTS = np.array([[2.0, 2.0, 2.0, 2.0], [8.0, 0.0, 0.0, 0.0], [4.0, 2.0, 1.0, 1.0]])
 
@@ -21,6 +21,9 @@ COUNTS = np.array([[2.0, 2.0, 2.0, 2.0], [8.0, 0.0, 0.0, 0.0], [4.0, 2.0, 1.0, 1
         (Load(COUNTS), (1.0 + 4.0 + 2.0) / 3),
         (Load(jnp.asarray(COUNTS, jnp.float32)), (1.0 + 4.0 + 2.0) / 3),
         (Load(np.zeros(4)), 0.0),
+        (Largest(np.float32([0, 7, 0, 2, 0])), 3.0),
+        (Largest(jnp.float32([0, 7, 0, 2, 0])), 3.0),
+        (Largest(np.zeros(4)), 0.0),
     ],
 )
 def test_what_is_logged(metric, expected):
@@ -51,7 +54,7 @@ def test_a_load_is_logged_for_each_expert_too():
     "metrics, is_right",
     [
         ({}, True),
-        ({"a": 1.0, "b": Ratio(1.0, 2.0), "c": Count(1.0), "d": Load(COUNTS)}, True),
+        ({"a": 1.0, "b": Ratio(1.0, 2.0), "c": Count(1.0), "d": Load(COUNTS), "e": Largest(COUNTS[0])}, True),
         ([1.0], False),
         ({"a": COUNTS}, False),
         ({"a": (1.0, 2.0)}, False),

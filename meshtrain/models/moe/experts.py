@@ -72,7 +72,7 @@ class Experts(nn.Module):
             bias = weight(self, BIAS, (o.num_experts,), ("router",), zeros, place, jnp.float32)
         logits = routing.logits(x, router)
         to = routing.routed(logits, bias, o.experts_per_token, o.router, o.router_scale)
-        result, seen = self._of_experts(x, to, o)
+        result, seen = self._of_experts(x, to)
         sums = None
         if tokens is not None:
             counts = routing.counts(to.chosen, tokens, o.num_experts)
@@ -83,7 +83,7 @@ class Experts(nn.Module):
             result = result + shared(x)
         return result, sums
 
-    def _of_experts(self, x: jax.Array, to: Routing, o: DecoderOptions) -> tuple[jax.Array, jax.Array]:
+    def _of_experts(self, x: jax.Array, to: Routing) -> tuple[jax.Array, jax.Array]:
         """Returns what the experts add for each token [b, T, D], and how many devices computed 0, 1, ... P parts."""
         place = self.placement
         matrices = self._matrices(x.shape[-1])
@@ -91,7 +91,7 @@ class Experts(nn.Module):
         arrays = {name: array for name, (array, _) in matrices.items()}
         # Shapes of initial weights are computed before JAX may query devices.
         platform = "cpu" if self.is_initializing() else place.platform
-        plan = _Plan.of(place, x, arrays, axes, o, platform)
+        plan = _Plan.of(place, x, arrays, axes, self.options, platform)
         inputs, of_seen = (plan.x, plan.x, plan.x, dict(plan.stored)), PartitionSpec(axes_in(plan.x) or None)
         run = place.on_shards(plan.on_device, inputs, (plan.result, of_seen), is_opaque=True)
         result, seen = run(x, to.chosen, to.gates, arrays)
