@@ -484,6 +484,14 @@ def _drop_other_defaults(start: Config, values: Values, texts: Mapping[str, str]
     return []
 
 
+def file_content(path: str | None) -> Given:
+    """Returns what a configuration file returns, see `flags.load`.
+
+    Without a file it is {}: nothing was chosen, and `task` alone decides which fields `model` has.
+    """
+    return {} if path is None else flags.load(path, list(flags.schema(Config())))
+
+
 def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_data: bool = True) -> Config:
     """Returns the configuration that a command line asks for.
 
@@ -497,8 +505,7 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
     """
     also = [*arguments.problems, *also]
     try:
-        # Without a file nothing was chosen: `task` alone decides which fields `model` has.
-        given = {} if arguments.config is None else flags.load(arguments.config, list(flags.schema(Config())))
+        given = file_content(arguments.config)
         built(given, {})  # raises where the file returns something other than a configuration
     except UserError as error:
         # Without the file its values are not known, but the overrides' names and types are.

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from meshtrain.cli import flags
-from meshtrain.cli.flags import load
-from meshtrain.config.config import Config, built, configure
+from meshtrain.config.config import Config, built, configure, file_content
 from meshtrain.errors import UserError, run
 from meshtrain.files import target_problems, write_whole
 from meshtrain.launch.links import read, refuse_other_platform
@@ -139,8 +138,7 @@ def wrong_size(given: argparse.Namespace) -> list[str]:
         return []
     try:
         num_devices = math.prod(clusters.parse(given.cluster)[1])
-        file = {} if given.config is None else load(given.config, list(flags.schema(Config())))
-        wanted = built(file, given.overrides)[0].mesh
+        wanted = built(file_content(given.config), given.overrides)[0].mesh
     except UserError:
         return []  # reported with the others
     problems = refusals(lambda: mesh_shape(wanted, num_devices, simulated=False))

@@ -3,9 +3,7 @@
 import argparse
 import dataclasses
 
-from meshtrain.cli import flags
-from meshtrain.cli.flags import load
-from meshtrain.config.config import Config, built
+from meshtrain.config.config import Config, built, file_content
 from meshtrain.errors import UserError
 from meshtrain.sharding.mesh import MeshOptions, check
 from meshtrain.sharding.rules import AXES
@@ -24,8 +22,7 @@ def typed(given: argparse.Namespace) -> Config:
     Raises:
       UserError: all problems of the file, of the overrides and of the sizes.
     """
-    content = {} if given.config is None else load(given.config, list(flags.schema(Config())))
-    made, problems = built(content, given.overrides)
+    made, problems = built(file_content(given.config), given.overrides)
     if problems := [*problems, *check(made.mesh)]:
         raise UserError(*problems)
     return made if names_mesh(given) else dataclasses.replace(made, mesh=MeshOptions(**{AXES[0]: -1}))

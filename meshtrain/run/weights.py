@@ -14,8 +14,7 @@ from pathlib import Path
 from meshtrain.assemble import Assembly, assemble, stored_params
 from meshtrain.checkpoint import other_runs
 from meshtrain.cli import flags
-from meshtrain.cli.flags import load
-from meshtrain.config.config import CONFIG_FILE, Config, built, configure, resolve
+from meshtrain.config.config import CONFIG_FILE, Config, built, configure, file_content, resolve
 from meshtrain.config.former import FORMER
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.config.resume import from_json
@@ -73,8 +72,7 @@ def _refuse_functions(text: str, place: Path, arguments: argparse.Namespace) -> 
     Raises:
       UserError: config.json names one that neither the command line nor the file of `--config` names; one line.
     """
-    schema = flags.schema(Config())
-    keys = [key for key, entry in schema.items() if entry.names.startswith("function")]
+    keys = [key for key, entry in flags.schema(Config()).items() if entry.names.startswith("function")]
     chosen = {key: arguments.overrides[key] for key in keys if key in arguments.overrides}
     try:
         values = flags.flatten(read_json(text))
@@ -82,7 +80,7 @@ def _refuse_functions(text: str, place: Path, arguments: argparse.Namespace) -> 
         return chosen  # `from_json` says what is wrong
     foreign = {key: str(values[key]) for key in keys if key in values and ":" in str(values[key]) and key not in chosen}
     if foreign and arguments.config is not None:
-        of_user = flags.flatten(dataclasses.asdict(built(load(arguments.config, list(schema)), {})[0]))
+        of_user = flags.flatten(dataclasses.asdict(built(file_content(arguments.config), {})[0]))
         foreign = {key: name for key, name in foreign.items() if of_user[key] != name}
     if not foreign:
         return chosen
