@@ -11,7 +11,7 @@ from meshtrain.plan.cost.lower_bound import idle_share
 from meshtrain.plan.findings import findings
 from meshtrain.plan.hlo import collectives
 from meshtrain.plan.planner import Plan
-from meshtrain.plan.timing.streams import Timing, link_lines
+from meshtrain.plan.timing.streams import Sending, Timing, link_lines
 from meshtrain.sharding.mesh import describe
 from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, TENSOR
 
@@ -104,7 +104,7 @@ def _two_digits(number: int) -> int:
 def _communication(plan: Plan) -> str:
     if not plan.traffic:
         return ""
-    table = _collectives(plan.traffic, "a step")
+    table = _collectives(plan.traffic, plan.timing, "a step")
     bounds = []
     for axis, least in plan.minimum.items():
         sent = sent_along(plan, axis)
@@ -126,12 +126,13 @@ def _communication(plan: Plan) -> str:
         )
     if layers := plan.layer_gradients:
         by = "the backward loop" if plan.compiled.assembly.program is None else "later rows"
-        hidden = f"{layers.overlapped_fraction:.0%} hidden by {by}"
+        hidden = f"{layers.overlapped_fraction:.0%} of the bytes beside products of {by}"
         parts.append(f"gradients of stacked layers: {_bytes(layers.wire_bytes)} over data, {hidden}")
     return "\n\n".join(parts)
 
 
-def _collectives(traffic: Sequence[collectives.Traffic], when: str) -> str:
+def _collectives(traffic: Sequence[collectives.Traffic], timing: Timing | None, when: str) -> str:
+    sending = timing.sending if timing else {}
     rows = [
         (
             row.axis,
@@ -140,13 +141,13 @@ def _collectives(traffic: Sequence[collectives.Traffic], when: str) -> str:
             _bytes(row.logical_bytes),
             _bytes(row.wire_bytes),
             f"{row.asynchronous_fraction:.0%}",
-            f"{row.overlapped_fraction:.0%}",
+            *([f"{one:.3f} s" for one in sending[row.axis, row.kind]] if sending else ["-", "-"]),
             row.sources[0] if row.sources else "-",
         )
         for row in traffic
     ]
-    header = ("axis", "collective", when, "whole", "on the wire", "async", "hidden", "mostly from")
-    return aligned(rows, header, "<<>>>>>")
+    header = ("axis", "collective", when, "whole", "on the wire", "async", "alone", "hidden", "mostly from")
+    return aligned(rows, header, "<<>>>>>>")
 
 
 def _outer(plan: Plan) -> str:
@@ -159,7 +160,7 @@ def _outer(plan: Plan) -> str:
         (when, _bytes(sent), _bytes(outer.minimum_bytes)),
         ("a step", _bytes(sent / outer.period), _bytes(outer.minimum_bytes / outer.period)),
     ]
-    parts = [_collectives(outer.traffic, when)] if outer.traffic else []
+    parts = [_collectives(outer.traffic, outer.timing, when)] if outer.traffic else []
     parts.append(aligned(rows, ("groups are joined", "on the wire of data", "least"), "<>>"))
     if outer.timing:
         seconds = f"{step_interval(outer.timing)} {when}, which is not in the step below"
@@ -284,7 +285,7 @@ def to_json(plan: Plan) -> JsonObject:
             "longest_tokens": longest(assembly.config, memory),
             "largest": [dataclasses.asdict(buffer) for buffer in memory.buffers],
         },
-        "collectives": [dataclasses.asdict(row) for row in plan.traffic],
+        "collectives": _traffic_json(plan.traffic, timing),
         "outer": _outer_json(plan),
         "wire_bytes_minimum": dict(plan.minimum),
         "wire_bytes_idle_rows": dict(plan.idle_bytes),
@@ -321,13 +322,21 @@ def _links_json(timing: Timing) -> list[JsonObject]:
     ]
 
 
+def _traffic_json(traffic: Sequence[collectives.Traffic], timing: Timing | None) -> list[JsonObject]:
+    sending = timing.sending if timing else {}
+    unknown = dict.fromkeys(Sending._fields)
+    return [
+        dataclasses.asdict(row) | (sending[row.axis, row.kind]._asdict() if sending else unknown) for row in traffic
+    ]
+
+
 def _outer_json(plan: Plan) -> JsonObject | None:
     outer = plan.outer
     if outer is None:
         return None
     return {
         "period": outer.period,
-        "collectives": [dataclasses.asdict(row) for row in outer.traffic],
+        "collectives": _traffic_json(outer.traffic, outer.timing),
         "wire_bytes_minimum": outer.minimum_bytes,
         "seconds_low": outer.timing and outer.timing.low_seconds,
         "seconds": outer.timing and outer.timing.step_seconds,

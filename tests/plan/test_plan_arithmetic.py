@@ -17,7 +17,7 @@ from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan import findings
 from meshtrain.plan.cost import lower_bound, memory
 from meshtrain.plan.hlo import parse
-from meshtrain.plan.hlo.collectives import Collective, Traffic, sent_along
+from meshtrain.plan.hlo.collectives import Collective, Traffic, collectives, sent_along
 from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import (
     Assumptions,
@@ -29,6 +29,7 @@ from meshtrain.plan.timing.streams import (
     exchange_bandwidth,
     link_lines,
     links_of,
+    sending_of,
     transfer_seconds,
 )
 from meshtrain.sharding.rules import AXES, LayoutOptions
@@ -260,6 +261,23 @@ def test_a_transfer_beside_a_product_costs_nothing_until_it_is_longer():
     assert streams(hidden, long)[0] == pytest.approx(3 * product)
     bare = recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE)
     assert streams(bare, short)[0] == pytest.approx(1.5 * product)
+
+
+def test_hidden_are_the_seconds_that_a_step_would_take_without_a_transfer():
+    text = recorded.entry(*ARGUMENTS, START, PRODUCT.format(1), DONE)
+    product = streams(text, {"all-gather-start": 0.0})[0]
+    (gather,) = collectives(parse.read(text), {"data": 2})
+    for share, hidden in ((0.5, 0.5), (3.0, 1.0)):
+        walked = Streams(parse.read(text), H100, {gather.name: share * product}, Assumptions())
+        (found,) = sending_of(walked, [gather]).values()
+        assert found == pytest.approx((share * product, hidden * product))
+    walked = Streams(
+        parse.read(recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE)),
+        H100,
+        {gather.name: product},
+        Assumptions(),
+    )
+    assert sending_of(walked, [gather], 2.0) == {("data", "all-gather"): pytest.approx((2 * product, 0.0))}
 
 
 def test_the_ends_of_the_interval_hide_all_transfers_or_none():

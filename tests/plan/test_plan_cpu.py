@@ -184,6 +184,7 @@ def test_the_json_has_what_programs_rely_on(plan, small):
     assert wanted <= keys(content)
     row = {"axis", "kind", "count", "logical_bytes", "wire_bytes", "asynchronous_fraction", "overlapped_fraction"}
     assert all(row <= entry.keys() for entry in content["collectives"])
+    assert all(entry["seconds"] is entry["hidden_seconds"] is None for entry in content["collectives"])
     assert (content["num_devices"], content["fits"]) == (8, None)
 
 

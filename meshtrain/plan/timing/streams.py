@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -112,6 +113,18 @@ class Assumptions:
         return f"the interval: {ends}"
 
 
+class Sending(NamedTuple):
+    """Modelled seconds of the transfers of one kind along the same axes.
+
+    Attributes:
+      seconds: of all of them alone, in a step.
+      hidden_seconds: the part by which the step would not be shorter without them.
+    """
+
+    seconds: float
+    hidden_seconds: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Modelled seconds of a step.
@@ -125,6 +138,7 @@ class Timing:
       assumptions: of the model.
       links: (axes, kind of collective) -> its measured link, or None where nothing like it was measured; empty if no
         links were given.
+      sending: (axes, kind of collective) -> its seconds, times `factor`.
     """
 
     step_seconds: float
@@ -135,6 +149,7 @@ class Timing:
     factor: float
     assumptions: Assumptions
     links: Mapping[tuple[str, str], Link | None] = dataclasses.field(default_factory=dict)
+    sending: Mapping[tuple[str, str], Sending] = dataclasses.field(default_factory=dict)
 
 
 def bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
@@ -403,14 +418,30 @@ def timing(
     transfers = collectives(program, dict(mesh.shape))
     each = transfer_seconds(transfers, mesh, cluster, assumptions)
     alone = {name: latency + bandwidth for name, (latency, bandwidth) in each.items()}
-    total, computed, sent = Streams(program, cluster.accelerator, alone, assumptions).step()
+    streams = Streams(program, cluster.accelerator, alone, assumptions)
+    total, computed, sent = streams.step()
     factor = measured_seconds / total if measured_seconds else 1.0
     step, used = total * factor, links_of(transfers, mesh, assumptions)
     margin = assumptions.calibrated_margin
     low, high = (1 - margin) * step, (1 + margin) * step
     if not measured_seconds:
         low, high = _ends(program, cluster.accelerator, alone, assumptions)
-    return Timing(step, low, high, computed, sent, factor, assumptions, used)
+    sending = sending_of(streams, transfers, factor)
+    return Timing(step, low, high, computed, sent, factor, assumptions, used, sending)
+
+
+def sending_of(streams: Streams, found: Iterable[Collective], factor: float = 1.0) -> dict[tuple[str, str], Sending]:
+    """Returns (axes, kind) -> seconds of these collectives, times a factor: a step is walked with and without them."""
+    total, members = streams.step()[0], dict[tuple[str, str], list[Collective]]()
+    for one in found:
+        members.setdefault((one.axes, one.kind), []).append(one)
+    result = {}
+    for key, alike in members.items():
+        rest = {**streams.transfers, **dict.fromkeys((one.name for one in alike), 0.0)}
+        waited = total - dataclasses.replace(streams, transfers=rest, seconds={}).step()[0]
+        alone = sum(one.count * streams.transfers[one.name] for one in alike)
+        result[key] = Sending(alone * factor, max(0.0, alone - waited) * factor)
+    return result
 
 
 def _ends(
