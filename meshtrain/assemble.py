@@ -64,6 +64,7 @@ from meshtrain.step.shardings import (
     placed_states,
     reshaper,
     shardings,
+    splits_masters,
 )
 from meshtrain.step.state import TrainState, init_state
 from meshtrain.step.step import Apart, Update, eval_step, train_step, weight_update, with_sequence_index
@@ -191,7 +192,10 @@ def _on_mesh(
     of_fields = axes_of_fields(abstract, transformation, params, axes, replicas.trained)
     of_fields = apart.axes_of_fields(of_fields, abstract, params, axes) if apart else of_fields
     names = axes_of_leaves(abstract, of_fields)
-    state, kept = placed_states(abstract, names, rules, mesh, replicas.level, moments_on_host=config.offload.moments)
+    split = splits_masters(task, config.precision, replicas.level, mesh.shape, replicas.trained)
+    state, kept = placed_states(
+        abstract, names, rules, mesh, replicas.level, moments_on_host=config.offload.moments, masters_are_split=split
+    )
     state_shardings = shardings(state)
     replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -199,13 +203,10 @@ def _on_mesh(
     after_update = after_update_of(task, num_chunks)
     update = _update(config, transformation, rates, scaling, state_shardings.opt_state, replicas, after_update)
     step = (apart.step if apart else train_step)(gradients, update, scaling)
-    by_chunk = program is not None and (program.reduces_chunks or mesh.shape[EXPERT] > 1)
     bytes_of_layer = 0 if program else layer_bytes(params, axes, replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
-    kind = mesh.devices.flat[0].device_kind
-    options = options_of(kind, bytes_of_layer, is_late=replicas.is_late, by_chunk=by_chunk, gathers_early=early)
-    by_name = {option.name: option.value for option in options}
-    jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=by_name)
+    options = _options(program, replicas, bytes_of_layer, gathers_early=early)
+    jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options={one.name: one.value for one in options})
     return Assembly(
         config=config,
         mesh=mesh,
@@ -221,13 +222,30 @@ def _on_mesh(
         layer_bytes=bytes_of_layer,
         gathers_early=early,
         options=options,
-        init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(kind)),
+        init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(device_kind(mesh))),
         train_step=jitted(step, out_shardings=(state_shardings, replicated)),
         outer_step=apart and jitted(apart.join, out_shardings=state_shardings),
         eval_step=jax.jit(eval_step(evaluate), out_shardings=replicated),
         logits=jax.jit(logits, out_shardings=replicated) if logits else None,
         to_kept=reshaper(state, kept),
         from_kept=reshaper(kept, state),
+    )
+
+
+def device_kind(mesh: Mesh) -> str:
+    """Returns `jax.Device.device_kind` of a mesh, whose devices are alike."""
+    kind: str = mesh.devices.flat[0].device_kind
+    return kind
+
+
+def _options(
+    program: Program | None, replicas: Replicas, bytes_of_layer: int, *, gathers_early: bool
+) -> tuple[CompilerOption, ...]:
+    """Returns the compiler options of a step; see `compiler.options_of`."""
+    mesh = replicas.mesh
+    by_chunk = program is not None and (program.reduces_chunks or mesh.shape[EXPERT] > 1)
+    return options_of(
+        device_kind(mesh), bytes_of_layer, is_late=replicas.is_late, by_chunk=by_chunk, gathers_early=gathers_early
     )
 
 
@@ -273,8 +291,7 @@ def _with_reductions(config: Config, task: Task, program: Program, bytes_of_laye
       bytes_of_layer: of gradients, see `layer_bytes`.
       mesh: the mesh.
     """
-    kind = mesh.devices.flat[0].device_kind
-    accelerator = find_accelerator(kind) or find_accelerator(REFERENCE)
+    accelerator = find_accelerator(device_kind(mesh)) or find_accelerator(REFERENCE)
     assert accelerator is not None
     peak = accelerator.product_share * accelerator.bfloat16_flops_per_second
     computing_seconds = task.flops_per_token * task.num_units / mesh.size / peak / program.active.mean()

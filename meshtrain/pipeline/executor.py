@@ -101,7 +101,9 @@ def gradients(
         return with_layer_sums(carry.sums, layer_sums), {"layers": layers, **carry.outer}
 
     compute, key_data = replicas.data_parallel(on_stage, MANUAL), jax.random.key_data(rng)
-    (loss, weight, metrics), reduced = compute(params, batch, key_data, jnp.float32(seed))
+    (loss, weight, metrics), reduced = compute(
+        ring.with_cast_layers(stages, params), batch, key_data, jnp.float32(seed)
+    )
     return Sums(loss, weight, metrics, reduced)
 
 
@@ -207,7 +209,7 @@ class Rows:
         """Stores what is the same in every row; `params` and `batch` are this stage's shards."""
         self.stages, self.program, self.replicas = stages, program, replicas
         self.batch, self.rng, self.seed = batch, rng, seed
-        layers, self.outer = ring.split_layers(stages, params)
+        layers, self.outer = ring.split_layers(params)
         mask = jax.tree.map(lambda _: True, params) if replicas.trained is None else replicas.trained
         self.layer_mask = mask["layers"]
         self.trained_outer, self.frozen_outer = select(self.outer, {name: mask[name] for name in self.outer})

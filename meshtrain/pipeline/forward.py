@@ -44,7 +44,7 @@ def evaluate(
     """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> Loss:
-        _, outer = ring.split_layers(stages, params)
+        _, outer = ring.split_layers(params)
 
         def finish(sums: Loss, y: Activations, m: jax.Array) -> Loss:
             part = stages.last(outer, y, ring.microbatch(batch, m), PIPELINE)
@@ -58,7 +58,9 @@ def evaluate(
         sums, layer_sums = forward_only(stages, params, batch, key, num_chunks, finish, initial)
         return with_layer_sums(sums, jax.tree.map(lambda x: jax.lax.psum(x, PIPELINE), layer_sums))
 
-    return _on_mesh(on_stage, mesh, specs, PartitionSpec())(params, batch, jax.random.key_data(rng))
+    return _on_mesh(on_stage, mesh, specs, PartitionSpec())(
+        ring.with_cast_layers(stages, params), batch, jax.random.key_data(rng)
+    )
 
 
 def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Specs, params: Params, batch: Batch) -> jax.Array:
@@ -67,7 +69,7 @@ def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Specs, params: Pa
     assert compute is not None
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> jax.Array:
-        _, outer = ring.split_layers(stages, params)
+        _, outer = ring.split_layers(params)
         key = jax.random.wrap_key_data(key_data)
         final = jax.eval_shape(lambda: stages.first(outer, ring.microbatch(batch, jnp.int32(0)), key, False, PIPELINE))
         shape = jax.eval_shape(lambda y: compute(outer, y, PIPELINE), final)
@@ -77,7 +79,9 @@ def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Specs, params: Pa
         return columns
 
     columns = PartitionSpec(None, None, None, PIPELINE)
-    return _on_mesh(on_stage, mesh, specs, columns)(params, batch, jax.random.key_data(jax.random.key(0)))
+    return _on_mesh(on_stage, mesh, specs, columns)(
+        ring.with_cast_layers(stages, params), batch, jax.random.key_data(jax.random.key(0))
+    )
 
 
 def _on_mesh(on_stage: Callable[..., Arrays], mesh: Mesh, specs: Specs, out_specs: Specs) -> Callable[..., Arrays]:
@@ -107,7 +111,7 @@ def forward_only(
     Raises:
       UserError: see `stages.run_layers`.
     """
-    layers, outer = ring.split_layers(stages, params)
+    layers, outer = ring.split_layers(params)
     num_stages, num_parts = jax.lax.axis_size(PIPELINE), ring.num_microbatches(batch)
 
     def embed(m: jax.Array) -> Activations:

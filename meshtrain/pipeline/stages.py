@@ -43,10 +43,17 @@ def num_microbatches(batch: Batch) -> int:
     return int(jax.tree.leaves(batch)[0].shape[1])
 
 
-def split_layers(stages: Stages, params: Params) -> tuple[Params, Params]:
-    """Returns (the layers in their compute dtypes, if the model casts them once a step; all other parameters)."""
-    layers, outer = params["layers"], {name: value for name, value in params.items() if name != "layers"}
-    return stages.cast(layers) if stages.cast else layers, outer
+def with_cast_layers(stages: Stages, params: Params) -> Params:
+    """Returns parameters with the layers in their compute dtypes, if the model casts them once a step.
+
+    Called before the manual region, which gathers the weights that ZeRO shards: so they are gathered in these dtypes.
+    """
+    return {**params, "layers": stages.cast(params["layers"])} if stages.cast else params
+
+
+def split_layers(params: Params) -> tuple[Params, Params]:
+    """Returns (the layers, all other parameters)."""
+    return params["layers"], {name: value for name, value in params.items() if name != "layers"}
 
 
 def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:

@@ -9,7 +9,9 @@ axis (Rajbhandari et al. 2020). The data axis replicates weights at level 0, and
     2       replicated   sharded      sharded             gradients reduce-scattered M times, new weights gathered once
     3       sharded      sharded      sharded             weights gathered 2 M times, gradients reduce-scattered M times
 
-Parameters are the master weights, float32 unless `precision.param_dtype` says otherwise. The `fsdp` axis does what
+Parameters are the master weights, float32 unless `precision.param_dtype` says otherwise. A pipeline that computes in 16
+bits stores them sharded at levels 1 and 2 too, and gathers them in 16 bits before its first row
+(`step.shardings.splits_masters`). The `fsdp` axis does what
 level 3 does, over an axis of its own: its rules split every weight. `fsdp` inside a host with level 0 over `data`
 across hosts is hybrid sharding.
 

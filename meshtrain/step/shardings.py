@@ -17,8 +17,10 @@ from meshtrain.optim.states import state_axes
 from meshtrain.pipeline import stages
 from meshtrain.sharding import offload
 from meshtrain.sharding.gradients import Replicas
-from meshtrain.sharding.rules import DATA, Rules
+from meshtrain.sharding.rules import DATA, PIPELINE, Rules
 from meshtrain.sharding.stored import (
+    MAX_LEVEL,
+    MOMENTS_LEVEL,
     STACKED,
     Names,
     axes_in,
@@ -40,6 +42,7 @@ from meshtrain.sharding.trees import (
     path_text,
     select,
 )
+from meshtrain.step.precision import PrecisionOptions, compute_dtype, param_dtype
 from meshtrain.step.state import GROUPS, REPLICAS, REPLICATED_FIELDS, RESIDUAL, TrainState
 from meshtrain.step.step import with_sequence_index
 
@@ -149,8 +152,36 @@ def axes_of_leaves(state: Arrays, of_fields: Mapping[str, Sequence[Names]]) -> l
     return [next(left[name]) for name in fields]
 
 
+def splits_masters(
+    task: Task, precision: PrecisionOptions, level: int, mesh_shape: Mapping[str, int], trained: Masks
+) -> bool:
+    """Returns whether a replica stores a shard of each weight at levels 1 and 2 too, as of its moments.
+
+    A pipeline casts its layers once a step, and that copy is whole. So of weights that are wider than what computes,
+    shards are cast and gathered before the first row: fewer bytes than of the new weights behind the update, and no
+    second copy. Frozen weights would be gathered each step for nothing.
+
+    Args:
+      task: what is trained.
+      precision: the dtypes.
+      level: of ZeRO.
+      mesh_shape: the size of each mesh axis.
+      trained: a tree of bool, true for each weight that is trained.
+    """
+    casts = task.stages is not None and task.stages.cast is not None and mesh_shape[PIPELINE] > 1
+    is_wider = jnp.dtype(param_dtype(precision)).itemsize > jnp.dtype(compute_dtype(precision)).itemsize
+    return casts and is_wider and all(jax.tree.leaves(trained)) and MOMENTS_LEVEL <= level < MAX_LEVEL
+
+
 def placed_states(
-    abstract: TrainState, names: list[Names], rules: Rules, mesh: Mesh, level: int, *, moments_on_host: bool
+    abstract: TrainState,
+    names: list[Names],
+    rules: Rules,
+    mesh: Mesh,
+    level: int,
+    *,
+    moments_on_host: bool,
+    masters_are_split: bool = False,
 ) -> tuple[TrainState, TrainState]:
     """Returns the abstract state with a sharding on each leaf, and the same with layers in layer order.
 
@@ -161,6 +192,7 @@ def placed_states(
       mesh: the mesh.
       level: of ZeRO.
       moments_on_host: whether the optimizer's arrays are in host memory; scalars stay on the device.
+      masters_are_split: whether parameters are sharded as their moments, see `splits_masters`.
 
     Raises:
       UserError: a leaf that cannot be split as the rules say.
@@ -175,7 +207,8 @@ def placed_states(
             return spec_of_dims([replicas, *axes_of_dims(of_weight, len(shape) - 1)])
         of_level = 0 if path[0].name in REPLICATED_FIELDS else level
         specs = stored(shape, axes, rules, mesh.shape, of_level, path_text(path))
-        return specs.moment if path[0].name == "opt_state" else specs.parameter
+        is_split = path[0].name == "opt_state" or (path[0].name == "params" and masters_are_split)
+        return specs.moment if is_split else specs.parameter
 
     def placed(shapes: Sequence[Sequence[int]], names: Sequence[Names]) -> TrainState:
         with_shardings = []

@@ -18,6 +18,7 @@ from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.device_memory import held
+from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import assembled, shape_of
 
 # 12.9 billion parameters: 206 GB of training state on a device that has all of it, 26 GB on one of eight that share it.
@@ -100,6 +101,8 @@ def test_guessed_state_is_what_the_assembled_step_holds(small, mesh, optimizer, 
     reduction = CompressionOptions("topk") if level == 1 else ReductionOptions()
     config = small(mesh, zero=ZeroOptions(level), optimizer=optimizer, reduction=reduction)
     assert_guessed(config, mesh)
+    if "pipeline" in mesh:
+        assert_guessed(dataclasses.replace(config, precision=PrecisionOptions("bfloat16")), mesh)
 
 
 @pytest.mark.parametrize(

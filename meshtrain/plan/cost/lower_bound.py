@@ -38,7 +38,8 @@ from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from meshtrain.sharding.stored import MAX_LEVEL, ROUTER, STACKED, Names, axes_in, num_parts
 from meshtrain.sharding.trees import Arrays, select
-from meshtrain.step.precision import compute_dtype, param_dtype
+from meshtrain.step.precision import compute_dtype
+from meshtrain.step.shardings import splits_masters
 
 FSDP = "fsdp"
 FLOAT32_BYTES = 4
@@ -82,7 +83,7 @@ def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> 
     of_weights = (assembly.state.params, replicas.stored, _names(assembly))
     trained = [jax.tree.leaves(select(tree, replicas.trained)[0]) for tree in of_weights]
     for leaf, weight, axes in zip(*trained, strict=True):
-        elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        elements = leaf.size // num_parts(axes_in(weight.parameter), assembly.mesh.shape)
         if only_stacked and not set(axes.names) & set(STACKED):
             continue
         if replicas.level == 0 or weight.data_dim == 0:
@@ -106,9 +107,25 @@ def _bytes_over_data(assembly: Assembly) -> float:
         of_reduced = replicas.reduction.sent_bytes(1, n, False) / wire_share("all-reduce", n)
         of_scattered = replicas.reduction.sent_bytes(1, n, True) / wire_share("reduce-scatter", n)
     times = num_microbatches(assembly.config, assembly.mesh.shape) if replicas.level == SCATTERS_EACH else 1
-    updated = scattered * jnp.dtype(param_dtype(assembly.config.precision)).itemsize
-    sent = 2 * (reduced * of_reduced) + times * (scattered * of_scattered) + updated
+    sent = 2 * (reduced * of_reduced) + times * (scattered * of_scattered) + _gathered_bytes(assembly)
     return sent * wire_share("reduce-scatter", n)
+
+
+def _gathered_bytes(assembly: Assembly) -> int:
+    """Returns the bytes on one device of new weights that are gathered over data once a step; at level 3 none are.
+
+    Where the weights are stored in shards, those of layers are cast first.
+    """
+    params, replicas, task = assembly.state.params, assembly.replicas, assembly.task
+    is_split = splits_masters(task, assembly.config.precision, replicas.level, assembly.mesh.shape, replicas.trained)
+    if is_split and task.stages and task.stages.cast:
+        params = {**params, "layers": jax.eval_shape(task.stages.cast, params["layers"])}
+    leaves = [jax.tree.leaves(select(tree, replicas.trained)[0]) for tree in (params, replicas.stored)]
+    return sum(
+        leaf.size // num_parts(axes_in(weight.parameter), assembly.mesh.shape) * leaf.dtype.itemsize
+        for leaf, weight in zip(*leaves, strict=True)
+        if weight.is_scattered and assembly.apart is None
+    )
 
 
 def layer_gradient_bytes(assembly: Assembly) -> float:
@@ -159,14 +176,14 @@ def _weights(assembly: Assembly) -> list[_Weight]:
     shape, storing, result = dict(assembly.mesh.shape), _storing(assembly), list[_Weight]()
     params = assembly.state.params
     trained = assembly.replicas.trained or jax.tree.map(lambda _: True, params)
-    leaves = [jax.tree.leaves(tree) for tree in (params, _names(assembly), trained)]
+    leaves = [jax.tree.leaves(tree) for tree in (params, assembly.replicas.stored, _names(assembly), trained)]
     itemsize = jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
-    for leaf, axes, is_trained in zip(*leaves, strict=True):
+    for leaf, weight, axes, is_trained in zip(*leaves, strict=True):
         stay = [axis for name in axes.names if name for axis in assembly.rules.gathered[name]]
         # The partitioner gathers over all storage axes of a weight together.
         over = [axis for axis in storing if axis not in stay]
-        num_shards = num_parts([axis for axis in axes_in(leaf.sharding.spec) if axis in over], shape)
-        elements = math.prod(leaf.sharding.shard_shape(leaf.shape)) * (num_shards - 1)
+        num_shards = num_parts([axis for axis in axes_in(weight.parameter) if axis in over], shape)
+        elements = leaf.size // num_parts(axes_in(weight.parameter), shape) * (num_shards - 1)
         size = FLOAT32_BYTES if ROUTER in axes.names else itemsize
         of_layer = bool(set(axes.names) & set(STACKED))
         result.append(_Weight("+".join(over), elements * size, of_layer, is_trained))

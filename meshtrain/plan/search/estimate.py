@@ -27,7 +27,7 @@ from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, de
 from meshtrain.sharding.stored import Names, axes_in, is_names, num_parts, rules_of_level, stored, tree_problems
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths, select
 from meshtrain.step.precision import as_stored, cast, compute_dtype, product_name
-from meshtrain.step.shardings import abstract_params
+from meshtrain.step.shardings import abstract_params, splits_masters
 
 EFFICIENCY = 0.6
 EXPERTS = "experts"  # the logical axis of their dim
@@ -121,10 +121,12 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
     reduction = reductions.of(config)
     has_residual = reduction is not None and bool(jax.tree.leaves(reduction.residual(weights.params)))
     num_float32 = bool(options.period and options.outer_momentum) + has_residual
+    split = splits_masters(weights.task, config.precision, level, shape, weights.trained)
     for path, leaf, axes in weights.leaves:
         specs, size = stored(leaf.shape, axes, rules, shape, level, path), math.prod(leaf.shape)
         here = size // num_parts(axes_in(specs.parameter), shape)
-        total += here * leaf.dtype.itemsize
+        held = size // num_parts(axes_in(specs.moment), shape) if split else here
+        total += held * leaf.dtype.itemsize
         if weights.trained[path]:
             total += num_groups * (size // num_parts(axes_in(specs.gradient), shape) * FLOAT32_BYTES)
             total += num_groups * here * leaf.dtype.itemsize if options.period else 0
