@@ -160,6 +160,20 @@ def test_the_guess_knows_what_save_attention_keeps_and_computes_again(small):
     assert none[1] < some[1] < full[1]
 
 
+def test_the_guess_gathers_experts_over_the_axes_that_store_them_alone(small):
+    """On hosts of four devices, each of a host gathers its own experts, over its own network adapter."""
+    h100 = hardware.ACCELERATORS[0]
+
+    def seconds(expert_dim, **sizes):
+        config = small(model=dataclasses.replace(EXPERTS, expert_dim=expert_dim), precision=BFLOAT16)
+        sent = estimate._sending_seconds(config, shape_of(**sizes), estimate.weights_of(config), h100, 4)
+        return sent[estimate.STORED]
+
+    assert seconds(64, expert=4) == pytest.approx(seconds(32, expert=4))
+    added = seconds(64, fsdp=2, expert=4) - seconds(32, fsdp=2, expert=4)
+    assert added == pytest.approx(3 * 2 * OF_EXPERTS / 4 / h100.network_bytes_per_second)
+
+
 def test_a_plan_says_what_forces_microbatches():
     fits = findings.fewer_microbatches(4, 10 * 2**30, 30 * 2**30)
     assert fits.change == "accumulation_steps=2"

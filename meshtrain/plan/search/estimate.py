@@ -208,10 +208,7 @@ def _sending_seconds(
     """Returns axis -> seconds of what a device sends along it, for axes larger than 1, and `STORED` for weights."""
     link = accelerator.link_bytes_per_second
     network = accelerator.network_bytes_per_second or link
-    # Devices of one host that gather together share their network adapters.
     storing = num_parts(storage_axes(), shape)
-    neighbours = max(1, min(storing, devices_each // shape[TENSOR]))
-    storing_speed = link if neighbours == storing else min(link, network * neighbours)
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts, task = num_microbatches(config, shape), weights.task
     of_stage = weights.num_parameters / (shape[TENSOR] * shape[PIPELINE])
@@ -221,7 +218,13 @@ def _sending_seconds(
     activation = itemsize * units_on_device(config, task, default_rules(config.layout), shape) * task.width
     cost = _cost(config, shape)
     chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
-    gathered = of_stage * (1 - weights.share_of_experts * (1 - 1 / shape[EXPERT]))
+    of_experts, inside = of_stage * weights.share_of_experts, devices_each // shape[TENSOR]
+
+    def gathering(elements: float, num_devices: int, num_inside: int) -> float:
+        """Returns the seconds of all gathers and scatters; devices of a host that gather together share its network."""
+        neighbours = max(1, min(num_devices, num_inside))
+        speed = link if neighbours == num_devices else min(link, network * neighbours)
+        return (GATHERS + SCATTERS) * itemsize * elements * parts / speed if num_devices > 1 else 0.0
 
     def of_activations(axis: str) -> float:
         """Returns the seconds on the links that an axis crosses with tensor, which stays inside a host."""
@@ -230,7 +233,9 @@ def _sending_seconds(
         return sent / (link if is_inside else network)
 
     seconds = {
-        STORED: (GATHERS + SCATTERS) * itemsize * gathered * parts / storing_speed if storing > 1 else 0.0,
+        # Experts stay where they are along their axis, inside a host, and are gathered over the others alone.
+        STORED: gathering(of_stage - of_experts, storing, inside)
+        + gathering(of_experts / shape[EXPERT], storing // shape[EXPERT], inside // shape[EXPERT]),
         EXPERT: of_activations(EXPERT),
         CONTEXT: of_activations(CONTEXT),
         TENSOR: of_activations(TENSOR),
