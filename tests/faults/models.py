@@ -89,7 +89,7 @@ FAULTS = (
         '            num_used(how.cut, index, matrices["up"].shape[0]),\n',
         "            jnp.int32(1),\n",
         "what is beyond an even load is left out without notice, others on each mesh",
-        "models/test_models_experts.py::test_several_parts_have_the_results_and_gradients_of_one[full-one_expert]",
+        "models/test_models_experts.py::test_several_parts_have_the_results_and_gradients_of_one[same-full]",
         "parity/test_parity_experts.py::test_an_evaluation_leaves_no_choice_out",
     ),
     Fault(

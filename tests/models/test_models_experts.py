@@ -131,17 +131,15 @@ def gradients(policy=None):
     return jax.value_and_grad(run, argnums=(0, 1))
 
 
-@pytest.fixture(params=[False, True], ids=["any", "one_expert"])
-def routed_to_one(request):
-    """Activations and weights, where the bias sends all tokens to the same two experts, or none does."""
+ANY, SAME = [0.3, -0.2, 0, 0.1, 0], [9, 0, 0, 9, 0]  # biases; with the latter all tokens choose the same two experts
+
+
+@pytest.mark.parametrize(
+    ("bias", "policy"), [(ANY, None), (SAME, "selective"), (SAME, "full")], ids=["any", "same-selective", "same-full"]
+)
+def test_several_parts_have_the_results_and_gradients_of_one(bias, policy, monkeypatch):
     x, weights = given()
-    bias = jnp.float32([9, 0, 0, 9, 0]) if request.param else weights["router_bias"]
-    return x, {**weights, "router_bias": bias}
-
-
-@pytest.mark.parametrize("policy", [None, "full", "selective"])
-def test_several_parts_have_the_results_and_gradients_of_one(routed_to_one, policy, monkeypatch):
-    x, weights = routed_to_one
+    weights = {**weights, "router_bias": jnp.float32(bias)}
     expected = jax.jit(gradients())(weights, x)
     monkeypatch.setattr(parts, "ROOM", 0.1)
     monkeypatch.setattr(parts, "MOST_ROWS", 2)

@@ -174,6 +174,19 @@ def test_the_guess_gathers_experts_over_the_axes_that_store_them_alone(small):
     assert added == pytest.approx(3 * 2 * OF_EXPERTS / 4 / h100.network_bytes_per_second)
 
 
+def test_the_guess_adds_gradients_up_once_a_microbatch(small):
+    weights, h100, shape = estimate.weights_of(small(model=EXPERTS)), hardware.ACCELERATORS[0], shape_of(expert=2)
+
+    def seconds(parts):
+        config = small(model=EXPERTS, precision=BFLOAT16, accumulation_steps=parts)
+        sent = sum(estimate._sending_seconds(config, shape, weights, h100, 8).values())
+        return estimate.guessed_seconds(config, shape, weights, h100, 8) - sent / 2
+
+    added = 12 * weights.num_parameters / 2 / h100.memory_bytes_per_second
+    assert seconds(4) - seconds(2) == pytest.approx(2 * added)
+    assert seconds(2) - seconds(1) == pytest.approx(2 * added)
+
+
 def test_a_plan_says_what_forces_microbatches():
     fits = findings.fewer_microbatches(4, 10 * 2**30, 30 * 2**30)
     assert fits.change == "accumulation_steps=2"

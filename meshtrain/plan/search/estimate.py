@@ -178,7 +178,7 @@ def guessed_seconds(
     accelerator: Accelerator | None,
     devices_each: int,
 ) -> float:
-    """Returns a guess of the seconds of a step: products with the pipeline's idle rows, and half of the transfers.
+    """Returns a guess of the seconds of a step: products with the pipeline's idle rows, sums, half of the transfers.
 
     Args:
       config: to run.
@@ -199,7 +199,11 @@ def guessed_seconds(
     chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
     bubble = 1 + (shape[PIPELINE] - 1) / (parts * chunks)
     sent = sum(_sending_seconds(config, shape, weights, accelerator, devices_each).values())
-    return work * bubble / (EFFICIENCY * (peak or accelerator.bfloat16_flops_per_second)) + sent / 2
+    # Each of several microbatches reads gradients and sums, and writes sums.
+    summed = weights.num_parameters / math.prod(shape[axis] for axis in (*storage_axes(), TENSOR, PIPELINE))
+    moved = 3 * FLOAT32_BYTES * summed * parts if parts > 1 else 0.0
+    seconds = work * bubble / (EFFICIENCY * (peak or accelerator.bfloat16_flops_per_second)) + sent / 2
+    return seconds + moved / accelerator.memory_bytes_per_second
 
 
 def _sending_seconds(
