@@ -1,4 +1,4 @@
-"""Where the GPU compiler puts the reductions of chunks: `scripts/test --plan` runs this."""
+"""Where the GPU compiler puts the reductions of chunks, and how it gathers weights: `scripts/test --plan` runs this."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import pytest
 
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import text_report
+from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import config as small
 from tests.plan.conftest import planned
@@ -31,3 +32,19 @@ def test_gradients_of_chunks_cross_data_beside_later_rows():
     assert "beside products of later rows" in text_report.text(plan)
     sent = {row.axis: row.wire_bytes for row in plan.traffic if row.kind == "all-reduce" and row.axis == "data"}
     assert sent["data"] == pytest.approx(plan.minimum["data"], rel=0.01)
+
+
+def test_weights_that_replicas_store_in_shards_cross_data_in_16_bits():
+    model = dataclasses.replace(small().model, num_layers=8, embed_dim=256, mlp_dim=1024)
+    given = small(
+        {"data": 2, "pipeline": 4},
+        model=model,
+        zero=ZeroOptions(1),
+        precision=PrecisionOptions("bfloat16"),
+        pipeline=PipelineOptions("1f1b", num_microbatches=4),
+    )
+    plan = planned("h100:1x8", given)
+    gathered = sum(row.wire_bytes for row in plan.traffic if row.kind == "all-gather" and row.axis == "data")
+    scattered = sum(row.wire_bytes for row in plan.traffic if row.kind == "reduce-scatter" and row.axis == "data")
+    assert scattered + gathered == pytest.approx(plan.minimum["data"], rel=0.02)
+    assert gathered < 0.6 * scattered
