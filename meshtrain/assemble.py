@@ -245,7 +245,12 @@ def _options(
     mesh = replicas.mesh
     by_chunk = program is not None and (program.reduces_chunks or mesh.shape[EXPERT] > 1)
     return options_of(
-        device_kind(mesh), bytes_of_layer, is_late=replicas.is_late, by_chunk=by_chunk, gathers_early=gathers_early
+        device_kind(mesh),
+        bytes_of_layer,
+        is_late=replicas.is_late,
+        by_chunk=by_chunk,
+        gathers_early=gathers_early,
+        splits_experts=program is None and mesh.shape[EXPERT] > 1,
     )
 
 

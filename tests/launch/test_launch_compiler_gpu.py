@@ -24,9 +24,11 @@ pytestmark = pytest.mark.gpu_compiler
 WIDTH, LAYERS, DEVICES, LARGE = 2048, 6, 8, 2**17
 WHOLE, SPLIT, STACKED = PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data")
 H100 = "NVIDIA H100 80GB HBM3"
-OPTIONS = {
-    one.name: one.value for one in compiler.options_of(H100, 2 * compiler.LARGE_BYTES, is_late=True, by_chunk=True)
-}
+EARLY = "xla_gpu_enable_latency_hiding_scheduler"
+LIMIT, SLOP = "xla_gpu_experimental_parallel_collective_overlap_limit", "xla_gpu_memory_limit_slop_factor"
+OFF = "COLLECTIVE_PIPELINING_MODE_OFF"
+TABLE = compiler.options_of(H100, 2 * compiler.LARGE_BYTES, is_late=True, by_chunk=True, splits_experts=True)
+OPTIONS = {option.name: option.value for option in TABLE}
 
 
 def gathered(weights, x):
@@ -136,9 +138,8 @@ def products_beside_the_large(text):
     return sum("dot_general" in line.partition("=")[0] for line in lines[start:end])
 
 
-EARLY = "xla_gpu_enable_latency_hiding_scheduler"
-LIMIT, SLOP = "xla_gpu_experimental_parallel_collective_overlap_limit", "xla_gpu_memory_limit_slop_factor"
-OFF = "COLLECTIVE_PIPELINING_MODE_OFF"
+def less(seen):
+    return lambda text: -seen(text)
 
 
 class Trial(NamedTuple):
@@ -157,6 +158,8 @@ class Trial(NamedTuple):
 TRIALS = {
     EARLY: Trial(GATHER, False, asynchronous, (), "a100"),
     "xla_gpu_enable_analytical_latency_estimator": Trial(WEIGHED, False, products_beside_the_large, card="a100"),
+    # It weighs an H100's collectives by size.
+    "xla_gpu_enable_analytical_sol_latency_estimator": Trial(WEIGHED, True, less(products_beside_the_large)),
     "xla_gpu_enable_pipelined_all_gather": Trial(GATHER, False, pipelined),
     "xla_gpu_enable_pipelined_reduce_scatter": Trial(SCATTER_TWO, False, pipelined),
     "xla_gpu_enable_pipelined_all_reduce": Trial(ADD, False, pipelined),

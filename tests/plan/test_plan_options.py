@@ -1,5 +1,7 @@
 """Training and planning compile with the same options."""
 
+import importlib
+import math
 import pathlib
 import re
 import subprocess
@@ -92,6 +94,31 @@ def test_the_loops_of_large_layers_are_pipelined_under_their_new_names(monkeypat
     assert len(pipelined(compiler.LARGE_BYTES + 1)) == num_added
     late = pipelined(compiler.LARGE_BYTES + 1, gathers_early=False)
     assert late == [name for name in pipelined(compiler.LARGE_BYTES + 1) if "gather" not in name]
+
+
+@pytest.mark.parametrize(("version", "num_added"), [("0.10.2", 0), ("0.12.0.1", 4)])
+def test_loops_that_exchange_tokens_have_options_of_their_own(monkeypatch, version, num_added):
+    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
+    dense, experts = values_of("NVIDIA H200"), values_of("NVIDIA H200", splits_experts=True)
+    assert dense.items() <= experts.items()
+    assert len(experts) - len(dense) == num_added
+    late = values_of("NVIDIA H200", splits_experts=True, gathers_early=False)
+    assert [name for name in late if name in compiler.PIPELINED_GATHERS] == []
+    large = values_of("NVIDIA H200", compiler.LARGE_BYTES + 1, splits_experts=True)
+    assert experts.items() <= large.items()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "has_them"), [({"expert": 2}, True), ({"fsdp": 2}, False), ({"expert": 2, "pipeline": 2}, False)]
+)
+def test_they_are_those_of_layers_outside_of_a_pipeline(monkeypatch, sizes, has_them):
+    given = []
+    module = importlib.import_module("meshtrain.assemble")  # whatever the package calls so
+    monkeypatch.setattr(module, "options_of", lambda *_, **named: given.append(named["splits_experts"]) or ())
+    model = DecoderOptions(num_layers=2, embed_dim=32, num_heads=4, vocab_size=257, num_experts=4, expert_dim=16)
+    config = Config(batch_size=8, sequence_length=16, model=model)
+    assemble(config, dict.fromkeys(AXES, 1) | sizes, jax.devices()[: math.prod(sizes.values())])
+    assert given == [has_them]
 
 
 NOISE = """
