@@ -51,12 +51,17 @@ _175B = (
     f"--config=configs/gpt3_175b.py {_GPT} --config.pipeline.num_chunks=3 --config.pipeline.num_microbatches=64 "
     "--config.batch_size=64"
 )
+_405B = (
+    "--config=configs/llama3_405b.py --config.mesh.pipeline=16 --config.pipeline.num_chunks=8 "
+    "--config.model.num_layers=128 --config.model.vocab_multiple=128"
+)
 _PIPELINE = "--config.accumulation_steps=1 --config.zero.level=1 --config.pipeline.schedule=interleaved_1f1b"
 _QWEN = (
     f"--config=configs/qwen3_30b_a3b.py {_PIPELINE} --config.mesh.data=1 --config.mesh.fsdp=1 --config.mesh.pipeline=2 "
     "--config.mesh.expert=8 --config.pipeline.num_chunks=24 --config.pipeline.num_microbatches=32 "
     "--config.batch_size=512 --config.remat.policy=selective"
 )
+_LLAMA_3 = "Llama 3 report, table 4"
 _BRIDGE = "Megatron-Bridge, performance summary"
 _ROWS = "rows in lock step; attention there was not fused"
 
@@ -126,6 +131,22 @@ RUNS = {
         f"--config=configs/mtnlg_530b.py {_GPT} --config.pipeline.num_chunks=3 --config.pipeline.num_microbatches=280 "
         "--config.batch_size=280 --config.remat.policy=selective",
         _ROWS,
+    ),
+    "llama3_405b_8k": Run(
+        _LLAMA_3, 430e12, "h100:1024x8",
+        f"{_405B} --config.mesh.data=64 --config.pipeline.num_microbatches=32 --config.batch_size=2048",
+        "126 layers and weights over data there; rows in lock step",
+    ),
+    "llama3_405b_16k": Run(
+        _LLAMA_3, 400e12, "h100:2048x8",
+        f"{_405B} --config.mesh.data=128 --config.pipeline.num_microbatches=16 --config.batch_size=2048",
+        "126 layers and weights over data there; rows in lock step",
+    ),
+    "llama3_405b_131k": Run(
+        _LLAMA_3, 380e12, "h100:2048x8",
+        f"{_405B} --config.mesh.data=8 --config.mesh.context=16 --config.pipeline.num_microbatches=16 "
+        "--config.batch_size=128 --config.sequence_length=131072",
+        "126 layers and weights over data there; rows in lock step",
     ),
     "mixtral_8x7b": Run(
         "Megatron-Core 0.9, README", 468e12, "h100:8x8",
