@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import meta
+from jax.extend.core import Var
 
 from meshtrain.models.metrics import Load, logged
 from meshtrain.models.moe import experts, parts, routing
@@ -18,7 +19,10 @@ from meshtrain.models.remat import RematOptions, checkpoint_policy
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
+from meshtrain.sharding.jaxprs import inner_jaxprs
+from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 
 NUM_SEQUENCES, NUM_TOKENS, WIDTH = 2, 7, 8
 OPTIONS = DecoderOptions(
@@ -158,6 +162,47 @@ def test_policies_that_save_products_compute_none_again(policy, num_products):
     x, weights = given()
     traced = jax.make_jaxpr(gradients(policy))(weights, x)
     assert str(traced).count(" scan[") == num_products  # the loops of products
+
+
+def bodies(jaxpr):
+    """The jaxprs of all manual regions within one."""
+    for equation in jaxpr.eqns:
+        for inner in inner_jaxprs(equation):
+            yield from [inner] if equation.primitive.name == "shard_map" else bodies(inner)
+
+
+def needed_by(jaxpr, kind):
+    """For each exchange of activations of this kind in a manual region the exchanges whose results it needs."""
+    needs, found = {}, []
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        needed = set().union(*(needs[var] for var in equation.invars if isinstance(var, Var) and var in needs))
+        if name == kind and equation.invars[0].aval.shape[-1] == WIDTH:
+            found.append(needed)
+        if name in ("all_gather", "reduce_scatter"):
+            needed = needed | {(name, id(equation))}
+        needs |= dict.fromkeys(equation.outvars, needed)
+    return found
+
+
+def test_a_turn_sends_while_the_other_computes_forward_and_backward(monkeypatch):
+    """Gathers need nothing of other devices, and a scatter needs the gathers of its own turn alone."""
+    monkeypatch.setattr(parts, "LEAST_ROWS_OF_TURN", 1)
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"expert": 2}, jax.devices()[:2])
+    options = dataclasses.replace(OPTIONS, num_experts=4, shared_experts=0)
+    layer = Experts(options, 0.5, Placement(default_rules(LayoutOptions()), mesh), jnp.float32)
+    x = jnp.ones((4, NUM_TOKENS, WIDTH))
+    weights = meta.unbox(jax.eval_shape(layer.init, jax.random.key(2), x, jnp.int32(0), None))
+    value = lambda weights, x: layer.apply(weights, x, jnp.int32(0), None)[0].sum()  # noqa: E731
+    traced = jax.make_jaxpr(jax.grad(value, argnums=(0, 1)))(weights, x)
+    passes = [body for body in bodies(traced.jaxpr) if needed_by(body, "reduce_scatter")]
+    assert len(passes) == 2
+    for body in passes:
+        assert not set().union(*needed_by(body, "all_gather"))
+        one, other = needed_by(body, "reduce_scatter")
+        assert one
+        assert len(one) == len(other)
+        assert not one & other
 
 
 def test_after_an_update_biases_have_moved_against_the_load_of_their_layer_and_nothing_else_has():

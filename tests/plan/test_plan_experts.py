@@ -81,10 +81,13 @@ def test_what_runs_along_the_axis_alone_is_not_sent_for_weights():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "blocks"), [({"fsdp": 8}, 16 + 8), ({"expert": 2}, 20 + 4), ({"expert": 8}, 20 + 1)], ids=str
+    ("sizes", "blocks"), [({"fsdp": 8}, 16 + 8), ({"expert": 2}, 20 + 4), ({"expert": 8}, 2 * (10 + 1))], ids=str
 )
 def test_room_for_rows_is_that_of_an_even_load_and_a_quarter_more(small, sizes, blocks):
-    """1,024 tokens of two choices on a device, in blocks of 128 rows; one device has all choices in any case."""
+    """1,024 tokens of two choices on a device, in blocks of 128 rows; one device has all choices in any case.
+
+    Eight have 2,048 for an expert, and exchange them in two turns.
+    """
     given = [small(model=model, precision=BFLOAT16) for model in (EXPERTS, MODEL)]
     both = [abstract_task(one).cost(shape_of(**sizes), 1024).kept_bytes for one in given]
     tokens = 1024 * shape_of(**sizes)["expert"] * 64

@@ -1,7 +1,7 @@
 """Mixture of experts: a layer's mlp as several, of which each token goes through a few (Shazeer et al. 2017).
 
-b: sequences in a microbatch, T: tokens a sequence, D: embed dim, E: experts, e: those on one device, F: expert dim,
-k: experts a token, P: parts of the worst load, N: devices with tokens of their own.
+b: sequences in a microbatch, T: tokens a sequence, n: tokens of a turn, D: embed dim, E: experts, e: those on one
+device, F: expert dim, k: experts a token, P: parts of the worst load, N: devices with tokens of their own.
 
 No token is left out, whatever the load. One manual region holds what depends on where tokens go. In it each device
 
@@ -9,6 +9,9 @@ No token is left out, whatever the load. One manual region holds what depends on
 2. sorts the choices of its own experts into blocks of one expert each (`grouped_matmul.py`), and multiplies these rows,
    a part of them at a time (`parts.py`);
 3. adds up the results of each token, and sends each device the sums of its own tokens.
+
+Where there are rows enough, half of the tokens go first and half second (`parts.num_turns`): what one half sends does
+not wait for products of the other.
 
 All gathers and sums here have exact transposes, so that the backward pass needs no code of its own.
 """
@@ -84,7 +87,7 @@ class Experts(nn.Module):
         return result, sums
 
     def _of_experts(self, x: jax.Array, to: Routing) -> tuple[jax.Array, jax.Array]:
-        """Returns what the experts add for each token [b, T, D], and how many devices computed 0, 1, ... P parts."""
+        """Returns what the experts add for each token [b, T, D], and how many turns took 0, 1, ... P parts."""
         place = self.placement
         matrices = self._matrices(x.shape[-1])
         axes = {name: axes for name, (_, axes) in matrices.items()}
@@ -130,7 +133,7 @@ def _sums(
       counts: float32 [b, E], the tokens of each sequence that chose each expert.
       tokens: their weights.
       layer: the layer's index.
-      seen: float32 [P + 1], how many devices computed so many parts.
+      seen: float32 [P + 1], how many turns of devices took so many parts.
     """
     balance, z = routing.balance(to, counts, tokens), routing.z_loss(to, tokens)
     row = jnp.zeros((options.num_layers, options.num_experts), jnp.float32).at[layer].set(jnp.sum(counts, axis=0))
@@ -206,7 +209,7 @@ class _Plan:
     def on_device(
         self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the results for one device's tokens, and 1 at the number of parts it computed, float32 [1, P + 1].
+        """Returns the results for one device's tokens, and how many turns took 0, 1, ... P parts, float32 [1, P + 1].
 
         Args:
           x: [b, T, D], one device's tokens.
@@ -214,23 +217,38 @@ class _Plan:
           gates: float32 [b, T, k].
           matrices: one device's shards.
         """
-        shape, o = x.shape, self.options
         matrices = {name: self._gathered(name, matrix) for name, matrix in matrices.items()}
-        x, chosen, gates = (array.reshape(-1, array.shape[-1]) for array in (x, chosen, gates))
+        flat = [array.reshape(-1, array.shape[-1]) for array in (x, chosen, gates)]
+        num_sharing = jax.lax.axis_size(self.shared) if self.shared else 1
+        num = parts.num_turns(flat[0].shape[0], num_sharing, chosen.shape[-1], self.options.num_experts)
+        turns = zip(*(jnp.split(array, num) for array in flat), strict=True)
+        results, seen = zip(*(self._turn(*turn, matrices) for turn in turns), strict=True)
+        y = reduced(jnp.concatenate(results).reshape(x.shape), self.summed, self.result != self.x)
+        return y, jnp.stack(seen).sum(axis=0, keepdims=True)
+
+    def _turn(
+        self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the results for some of one device's tokens, and 1 at the number of parts they take [P + 1].
+
+        Args:
+          x: [n, D].
+          chosen: int32 [n, k].
+          gates: float32 [n, k].
+          matrices: of the experts here, whole.
+        """
+        o, num_here = self.options, matrices["up"].shape[0]
         chosen, gates = self._from_all(chosen), self._from_all(gates)
-        num_here = matrices["up"].shape[0]
         first = jax.lax.axis_index(self.shared) * num_here if self.shared else 0
-        local = chosen.reshape(-1) - first
+        local = chosen - first
         local = jnp.where((local >= 0) & (local < num_here), local, num_here)
-        num_tokens, num_chosen = chosen.shape
-        cut = Parts.of(num_tokens, num_chosen, num_here, o.num_experts)
-        index = parts.arranged(cut, local.reshape(chosen.shape), num_here)
+        cut = Parts.of(*chosen.shape, num_here, o.num_experts)
+        index = parts.arranged(cut, local, num_here)
         how = parts.How(cut, o.activation, self.platform)
         y = parts.results(how, self._from_all(x), gates.reshape(-1), matrices, index)
         if self.shared:
             y = jax.lax.psum_scatter(y, self.shared, scatter_dimension=0, tiled=True)
-        y = reduced(y.reshape(shape), self.summed, self.result != self.x)
-        return y, jax.nn.one_hot(jnp.maximum(1, parts.num_used(cut, index, num_here))[None], cut.num_parts + 1)
+        return y, jax.nn.one_hot(jnp.maximum(1, parts.num_used(cut, index, num_here)), cut.num_parts + 1)
 
     def _gathered(self, name: str, matrix: jax.Array) -> jax.Array:
         dims = zip(axes_of_dims(self.stored[name], 3), axes_of_dims(self.whole[name], 3), strict=True)

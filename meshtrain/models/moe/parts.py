@@ -28,6 +28,7 @@ from meshtrain.sharding.trees import Arrays
 
 ROOM = 1.25  # rows of a part over those of an even load
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a block
+LEAST_ROWS_OF_TURN = 1024  # of an expert, in the mean: padding stays below a sixteenth
 # Scopes, see `Cost.shares`: of the choices of all tokens those that stand in a row here; the loop over further parts.
 CHOICES, FURTHER = "choices_with_rows", "further_parts"
 Sums = TypeVar("Sums")
@@ -74,6 +75,25 @@ def block_rows(num_choices: int, num_experts: int) -> int:
     """
     mean = max(1, num_choices // num_experts)
     return min(MOST_ROWS, max(LEAST_ROWS, 2 ** (mean.bit_length() - 2) if mean > 1 else 1))
+
+
+def num_turns(num_tokens: int, num_sharing: int, num_chosen: int, num_experts: int) -> int:
+    """Returns in how many turns a device's tokens go through experts: 2 where devices share these, and rows suffice.
+
+    What one turn sends does not depend on the products of the other, so one runs beside the other. Each turn pads
+    blocks of its own.
+
+    >>> num_turns(16384, 8, 8, 128), num_turns(16384, 1, 8, 128), num_turns(1024, 8, 8, 128), num_turns(4095, 8, 2, 8)
+    (2, 1, 1, 1)
+
+    Args:
+      num_tokens: of a device.
+      num_sharing: devices that share experts.
+      num_chosen: k.
+      num_experts: E.
+    """
+    rows = num_tokens * num_sharing * num_chosen / num_experts
+    return 2 if num_sharing > 1 and num_tokens % 2 == 0 and rows >= 2 * LEAST_ROWS_OF_TURN else 1
 
 
 class Index(NamedTuple):

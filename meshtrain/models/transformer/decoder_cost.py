@@ -63,7 +63,8 @@ def cost(
     devices = placement.mesh is not None
     kept = working = 0.0
     if options.num_experts:
-        rows = _parts(options, mesh_shape, units)[0].num_rows
+        cut, num_turns, _, _ = _parts(options, mesh_shape, units)
+        rows = num_turns * cut.num_rows
         wide, inner = options.embed_dim * itemsize, options.expert_dim / mesh_shape[TENSOR] * itemsize
         if remat.policy in ("none", "selective", "dots"):
             kept = rows * 2 * inner  # both products that a row enters
@@ -113,7 +114,7 @@ def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float
     """
     result = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
     if options.num_experts:
-        cut, num_here, num_tokens = _parts(options, mesh_shape, units)
+        cut, _, num_here, num_tokens = _parts(options, mesh_shape, units)
         here = num_here / options.num_experts
         # On average half of an expert's last block is padding.
         used = round(num_tokens * options.experts_per_token * here / cut.block_rows + num_here / 2)
@@ -122,12 +123,17 @@ def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float
     return result
 
 
-def _parts(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> tuple[Parts, int, int]:
-    """Returns how a device cuts the rows of its experts, how many experts it has, and the tokens that may be theirs."""
-    num_here = options.num_experts // num_parts(expert_axes(), mesh_shape)
+def _parts(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> tuple[Parts, int, int, int]:
+    """Returns how a device cuts the rows of its experts.
+
+    That is the cut of a turn, how many turns there are, how many experts it has, and the tokens that may be theirs.
+    """
+    num_here, sharing = options.num_experts // num_parts(expert_axes(), mesh_shape), mesh_shape[EXPERT]
+    num_turns = parts.num_turns(int(units), sharing, options.experts_per_token, options.num_experts)
     # The devices along the expert axis gather their tokens.
-    num_tokens = max(1, int(units * mesh_shape[EXPERT]))
-    return Parts.of(num_tokens, options.experts_per_token, num_here, options.num_experts), num_here, num_tokens
+    num_tokens = max(1, int(units * sharing)) // num_turns
+    cut = Parts.of(num_tokens, options.experts_per_token, num_here, options.num_experts)
+    return cut, num_turns, num_here, num_tokens
 
 
 def kernels(
@@ -160,7 +166,7 @@ def kernels(
 def _of_experts(
     options: DecoderOptions, dtype: DTypeLike, platform: str, mesh_shape: Mapping[str, int], units: float
 ) -> Kernel:
-    cut, num_here, _ = _parts(options, mesh_shape, units)
+    cut, _, num_here, _ = _parts(options, mesh_shape, units)
     sizes = (num_here, options.embed_dim, options.expert_dim // mesh_shape[TENSOR])
     by = grouped_matmul.kernel_for(platform, (cut.num_rows, options.embed_dim), sizes, cut.block_rows, dtype)
     kind = "cuda" if platform == "gpu" else platform
