@@ -222,7 +222,7 @@ class _Plan:
         num_sharing = jax.lax.axis_size(self.shared) if self.shared else 1
         num = parts.num_turns(flat[0].shape[0], num_sharing, chosen.shape[-1], self.options.num_experts)
         turns = zip(*(jnp.split(array, num) for array in flat), strict=True)
-        results, seen = zip(*(self._turn(*turn, matrices) for turn in turns), strict=True)
+        results, seen = zip(*(self._turn(some, to, gate, matrices) for some, to, gate in turns), strict=True)
         y = reduced(jnp.concatenate(results).reshape(x.shape), self.summed, self.result != self.x)
         return y, jnp.stack(seen).sum(axis=0, keepdims=True)
 
@@ -242,7 +242,8 @@ class _Plan:
         first = jax.lax.axis_index(self.shared) * num_here if self.shared else 0
         local = chosen - first
         local = jnp.where((local >= 0) & (local < num_here), local, num_here)
-        cut = Parts.of(*chosen.shape, num_here, o.num_experts)
+        num_tokens, num_chosen = chosen.shape
+        cut = Parts.of(num_tokens, num_chosen, num_here, o.num_experts)
         index = parts.arranged(cut, local, num_here)
         how = parts.How(cut, o.activation, self.platform)
         y = parts.results(how, self._from_all(x), gates.reshape(-1), matrices, index)
