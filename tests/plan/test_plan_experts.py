@@ -81,16 +81,20 @@ def test_what_runs_along_the_axis_alone_is_not_sent_for_weights():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "blocks"), [({"fsdp": 8}, 16 + 8), ({"expert": 2}, 20 + 4), ({"expert": 8}, 2 * (10 + 1))], ids=str
+    ("sizes", "num_tokens", "blocks"),
+    [
+        ({"fsdp": 8}, 1024, 16 + 8),
+        ({"expert": 2}, 1024, 20 + 4),
+        ({"expert": 8}, 1024, 20 + 1),
+        ({"expert": 8}, 4096, 2 * (40 + 1)),
+    ],
+    ids=str,
 )
-def test_room_for_rows_is_that_of_an_even_load_and_a_quarter_more(small, sizes, blocks):
-    """1,024 tokens of two choices on a device, in blocks of 128 rows; one device has all choices in any case.
-
-    Eight have 2,048 for an expert, and exchange them in two turns.
-    """
+def test_room_for_rows_is_that_of_an_even_load_and_a_quarter_more(small, sizes, num_tokens, blocks):
+    """Tokens of two choices, in blocks of 128 rows; one device has all choices in any case. The last go in halves."""
     given = [small(model=model, precision=BFLOAT16) for model in (EXPERTS, MODEL)]
-    both = [abstract_task(one).cost(shape_of(**sizes), 1024).kept_bytes for one in given]
-    tokens = 1024 * shape_of(**sizes)["expert"] * 64
+    both = [abstract_task(one).cost(shape_of(**sizes), num_tokens).kept_bytes for one in given]
+    tokens = num_tokens * shape_of(**sizes)["expert"] * 64
     assert both[0] - both[1] == pytest.approx(2 * 2 * (tokens + 128 * blocks * (64 + 3 * 32)), rel=1e-9)
 
 

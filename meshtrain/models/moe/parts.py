@@ -28,7 +28,7 @@ from meshtrain.sharding.trees import Arrays
 
 ROOM = 1.25  # rows of a part over those of an even load
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a block
-LEAST_ROWS_OF_TURN = 1024  # of an expert, in the mean: padding stays below a sixteenth
+LEAST_ROWS_OF_TURN = 4096  # of an expert, in the mean; with fewer, plans of steps were slower in two turns
 # Scopes, see `Cost.shares`: of the choices of all tokens those that stand in a row here; the loop over further parts.
 CHOICES, FURTHER = "choices_with_rows", "further_parts"
 Sums = TypeVar("Sums")
@@ -83,7 +83,7 @@ def num_turns(num_tokens: int, num_sharing: int, num_chosen: int, num_experts: i
     What one turn sends does not depend on the products of the other, so one runs beside the other. Each turn pads
     blocks of its own.
 
-    >>> num_turns(16384, 8, 8, 128), num_turns(16384, 1, 8, 128), num_turns(1024, 8, 8, 128), num_turns(4095, 8, 2, 8)
+    >>> num_turns(16384, 8, 8, 128), num_turns(16384, 1, 8, 128), num_turns(8192, 8, 8, 128), num_turns(4095, 8, 2, 8)
     (2, 1, 1, 1)
 
     Args:
