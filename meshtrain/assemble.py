@@ -33,18 +33,20 @@ from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline import executor, forward
 from meshtrain.pipeline.program import Program, executable, worth_reducing_early
 from meshtrain.pipeline.schedules import chosen
+from meshtrain.pipeline.stages import Stack, stack_of
 from meshtrain.sharding import offload
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.placement_text import Row, rows
 from meshtrain.sharding.reduction import SUM
-from meshtrain.sharding.rules import DATA, EXPERT, Rules, default_rules, partitioned_axes
+from meshtrain.sharding.rules import DATA, EXPERT, PIPELINE, Rules, default_rules, partitioned_axes
 from meshtrain.sharding.stored import (
     MAX_LEVEL,
     Names,
     activation_sharding,
     axes_in,
+    named_params,
     num_parts,
     rules_of_level,
     stored_tree,
@@ -59,12 +61,12 @@ from meshtrain.step.shardings import (
     after_update_of,
     axes_of_fields,
     axes_of_leaves,
-    in_chunks,
     layer_bytes,
     placed_states,
     reshaper,
     shardings,
     splits_masters,
+    stacked,
 )
 from meshtrain.step.state import TrainState, init_state
 from meshtrain.step.step import Apart, Update, eval_step, train_step, weight_update, with_sequence_index
@@ -99,7 +101,7 @@ class Assembly:
         without groups.
       eval_step: (params, batch) -> sums, jitted.
       logits: (params, batch) -> float32 [B, T, vocabulary], jitted; None where the task has none.
-      to_kept: a state like `state` -> one like `kept_state`, jitted; the identity except for interleaved schedules.
+      to_kept: a state like `state` -> one like `kept_state`, jitted; the identity where their shapes are the same.
       from_kept: the inverse of `to_kept`.
     """
 
@@ -175,9 +177,9 @@ def _on_mesh(
 ) -> Assembly:
     """Returns the state of a task, its shardings and its functions, all abstract."""
     batch = entries(task, config.batch_size)
-    num_chunks = program.schedule.num_chunks if program else 1
-    params, axes = abstract_params(task, num_chunks, mesh.size)
-    num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
+    stack = stack_of(task.stages, mesh.shape[PIPELINE], config.pipeline.num_chunks)
+    params, axes = abstract_params(task, stack, mesh.size)
+    num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(named_params(task.init)[0]))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     replicas = _replicas(config, task, params, axes, rules, mesh)
     make_apart = reductions.apart(config)
@@ -187,20 +189,17 @@ def _on_mesh(
 
     rates, scaling = learning_rates(config, task), loss_scaling(config, task)
     transformation = optimizer(config.optimizer, rates, select(axes, replicas.trained)[0])
-    init = _initializer(config, task, axes, replicas, apart, transformation, scaling, num_chunks)
+    init = _initializer(config, task, axes, replicas, apart, transformation, scaling, stack)
     abstract = jax.eval_shape(lambda: init(jax.random.key_data(jax.random.key(0))))
     of_fields = axes_of_fields(abstract, transformation, params, axes, replicas.trained)
     of_fields = apart.axes_of_fields(of_fields, abstract, params, axes) if apart else of_fields
     names = axes_of_leaves(abstract, of_fields)
-    split = splits_masters(task, config.precision, replicas.level, mesh.shape, replicas.trained)
-    state, kept = placed_states(
-        abstract, names, rules, mesh, replicas.level, moments_on_host=config.offload.moments, masters_are_split=split
-    )
+    state, kept = _placed(config, task, abstract, names, rules, replicas, stack)
     state_shardings = shardings(state)
     replicated = NamedSharding(mesh, PartitionSpec())
 
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, mesh, batch_axes(batch))
-    after_update = after_update_of(task, num_chunks)
+    after_update = after_update_of(task, stack)
     update = _update(config, transformation, rates, scaling, state_shardings.opt_state, replicas, after_update)
     step = (apart.step if apart else train_step)(gradients, update, scaling)
     bytes_of_layer = 0 if program else layer_bytes(params, axes, replicas, config.remat.every)
@@ -230,6 +229,22 @@ def _on_mesh(
         to_kept=reshaper(state, kept),
         from_kept=reshaper(kept, state),
     )
+
+
+def _placed(
+    config: Config,
+    task: Task,
+    abstract: TrainState,
+    names: list[Names],
+    rules: Rules,
+    replicas: Replicas,
+    stack: Stack | None,
+) -> tuple[TrainState, TrainState]:
+    """Returns the abstract state as the step has it and as checkpoints do, with shardings; see `placed_states`."""
+    mesh, level = replicas.mesh, replicas.level
+    split = splits_masters(task, config.precision, level, mesh.shape, replicas.trained)
+    on_host = config.offload.moments
+    return placed_states(abstract, names, rules, mesh, level, stack, moments_on_host=on_host, masters_are_split=split)
 
 
 def device_kind(mesh: Mesh) -> str:
@@ -316,7 +331,7 @@ def _initializer(
     apart: Apart | None,
     transformation: optax.GradientTransformation,
     scaling: loss_scale.Scaling | None,
-    num_chunks: int,
+    stack: Stack | None,
 ) -> Callable[[jax.Array], TrainState]:
     """Returns the function that makes the state before the first step: uint32 key data -> state."""
     is_late = replicas.is_late and task.after_update is not None
@@ -325,7 +340,7 @@ def _initializer(
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
         params = meta.unbox(task.init(jax.random.fold_in(rng, 0)))
-        params = in_chunks(as_stored(params, axes, replicas.trained, config.precision), num_chunks)
+        params = stacked(as_stored(params, axes, replicas.trained, config.precision), stack)
         residual, rng = replicas.residual(select(params, replicas.trained)[0]), jax.random.fold_in(rng, 1)
         state = init_state(params, transformation, rng, scaling, replicas.trained, residual, late_metrics)
         return apart.begun(state) if apart else state

@@ -20,6 +20,7 @@ from meshtrain.files import target_problems
 from meshtrain.launch import distributed
 from meshtrain.models.task import token_batch
 from meshtrain.options import naming, own_values
+from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 from meshtrain.sharding.mesh_picture import mesh_figure, mesh_text
@@ -90,7 +91,7 @@ def kernels_text(assembly: Assembly) -> list[str]:
 
 def trained_text(assembly: Assembly) -> list[str]:
     """Returns one line with the number of trained weights if `optimizer.trainable` freezes some, else none."""
-    params = assembly.state.params
+    params = assembly.kept_state.params
     trained, frozen = (jax.tree.leaves(part) for part in select(params, assembly.replicas.trained))
     if not frozen:
         return []
@@ -125,11 +126,14 @@ def stages_text(assembly: Assembly) -> list[str]:
     schedule = program.schedule
     lines = [f"schedule     {schedule.text}"]
     share = f"1/{schedule.num_stages} of the vocabulary (embedding and head)"
+    layers = layers_in_chunk(stages.num_layers, schedule.num_stages, schedule.num_chunks)
     for stage in range(schedule.num_stages):
         held = layers_of_stage(stage, schedule.num_stages, stages.num_layers, schedule.num_chunks)
-        ranges = ", ".join(f"{part.start} to {part.stop - 1}" if len(part) > 1 else f"{part.start}" for part in held)
-        lines.append(f"stage {stage:<6} layers {ranges}; {share}")
-    layers, policy = stages.num_layers // (schedule.num_stages * schedule.num_chunks), assembly.config.remat.policy
+        parts = (f"{part.start} to {part.stop - 1}" if len(part) > 1 else f"{part.start}" for part in held if part)
+        num_empty = layers * schedule.num_chunks - sum(map(len, held))
+        empty = f" and {num_empty} empty place{'s' if num_empty > 1 else ''}" if num_empty else ""
+        lines.append(f"stage {stage:<6} layers {', '.join(parts)}{empty}; {share}")
+    policy = assembly.config.remat.policy
     most = f"at most {program.num_kept_slots} microbatches x chunks on a stage"
     each = "1 layer" if layers == 1 else f"{layers} layers"
     lines.append(f"kept         for backward rows: residuals of {most}, {each} each (remat.policy={policy})")

@@ -222,7 +222,7 @@ def _batches(assembly: Assembly, corpus: Data, start_step: int) -> Iterator[dict
 
 def parameters_text(assembly: Assembly) -> str:
     """Returns the number of parameters in words, and how many of them are trained if some are frozen."""
-    trained, frozen = (jax.tree.leaves(part) for part in select(assembly.state.params, assembly.replicas.trained))
+    trained, frozen = (jax.tree.leaves(part) for part in select(assembly.kept_state.params, assembly.replicas.trained))
     beside = f", {sum(leaf.size for leaf in trained):,} of them trained" if frozen else ""
     return f"{assembly.task.parameters_text}{beside}"
 

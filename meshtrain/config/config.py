@@ -37,6 +37,7 @@ from meshtrain.observe import profiler
 from meshtrain.optim import learning_rate, moments, optimizers, trainable
 from meshtrain.options import Options, Value, Values, naming, problems, with_own
 from meshtrain.pipeline import check as pipeline_check
+from meshtrain.pipeline.stages import stack_of
 from meshtrain.sharding import mesh
 from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, Rules, default_rules, expert_axes
 from meshtrain.sharding.stored import MAX_LEVEL, level_problems, num_parts, rules_of_level, tree_problems
@@ -229,6 +230,8 @@ def _on_mesh(
         if own:
             return problems  # contradictory options, reported above, may make tracing the weights fail
         raise
+    if stack := stack_of(task.stages, mesh_shape[PIPELINE], config.pipeline.num_chunks):
+        params = {**params, "layers": stack.places(params["layers"])}
     return problems + weight_problems(config, mesh_shape, params, axes, rules)
 
 
@@ -311,12 +314,12 @@ def weight_problems(
 ) -> list[str]:
     """Returns one line for each reason why a task's weights cannot be stored on a mesh of these sizes.
 
-    The dim `layers` is left out: the pipeline's check, which knows the number of chunks, covers it.
+    The dim `layers` is left out: what stacks layers outside of a pipeline's stages is the task's own.
 
     Args:
       config: the configuration. The lines name the options in `config.model` that set the size of a dim.
       mesh_shape: the size of each mesh axis.
-      params: abstract parameters in layer order.
+      params: abstract parameters in layer order, with a pipeline's empty places.
       axes: their logical axes.
       rules: the table, with the storage axes of the ZeRO level.
     """

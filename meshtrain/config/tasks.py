@@ -26,6 +26,7 @@ from meshtrain.models.task import Task
 from meshtrain.models.transformer import task as decoder_task
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.options import Imported, Options
+from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.stored import named_params
 from meshtrain.sharding.trees import Arrays, NamesTree
@@ -110,13 +111,14 @@ def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       config: with `DecoderOptions` as its model, each field within its own bounds.
       mesh_shape: the size of each mesh axis.
     """
-    num_chunks = config.pipeline.num_chunks if mesh_shape["pipeline"] > 1 else 1
+    size, num_layers = mesh_shape["pipeline"], config.model.num_layers
+    in_chunk = layers_in_chunk(num_layers, size, config.pipeline.num_chunks) if size > 1 else 0
     computes_in = compute_name(config.precision), in_fp8(config.precision)
     return [
         *source_problems(config, TOKENS, "packed tokens"),
         *problems.of_decoder(config.model, config.sequence_length, *computes_in, mesh_shape),
         *_vocabulary_problems(config.model, config.data),
-        *remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"], num_chunks=num_chunks),
+        *remat.check(config.remat, num_layers, size, in_chunk=in_chunk),
     ]
 
 

@@ -1,6 +1,7 @@
 """Which activations of a layer are saved for the backward pass, and which are recomputed."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
@@ -131,7 +132,7 @@ def _is_named(primitive: Primitive, params: Mapping[str, Param], names: Collecti
 
 
 def check(
-    options: RematOptions, num_layers: int, num_stages: int, name: str = "model.num_layers", num_chunks: int = 1
+    options: RematOptions, num_layers: int, num_stages: int, name: str = "model.num_layers", in_chunk: int = 0
 ) -> list[str]:
     """Returns one line for each reason why the options do not fit the model or the mesh.
 
@@ -140,7 +141,7 @@ def check(
       num_layers: layers of the whole model.
       num_stages: stages of the pipeline, 1 for none.
       name: the option that holds the number of layers.
-      num_chunks: of each stage.
+      in_chunk: places for layers in a chunk of the pipeline, 0 for none; some may be empty.
     """
     problems = list[str]()
     if options.policy == "offload" and num_stages > 1:
@@ -148,10 +149,11 @@ def check(
             f"remat.policy: got offload with mesh.pipeline = {num_stages}, whose rows pass residuals on in device "
             "memory; allowed: none, full, save_attention, selective, dots; nearest: full"
         )
-    parts = num_stages * num_chunks
-    together = num_layers // parts if num_layers % parts == 0 else num_layers
+    together = math.gcd(in_chunk, num_layers)
     if options.every > 1 and together % options.every:
         fix = nearest_divisor(together, options.every)
-        of = f"{name} = {num_layers}" if parts == 1 else f"the {together} layers of a chunk"
+        of = f"{name} = {num_layers}"
+        if in_chunk:
+            of = f"the {in_chunk} layers of a chunk" + (f" and of {of}" if together < in_chunk else "")
         problems.append(f"remat.every: got {options.every}; allowed: a divisor of {of}; nearest: {fix}")
     return problems

@@ -75,7 +75,8 @@ class Stages:
     stage to stage. Gradients flow through floating leaves; integers and bools are only passed on.
 
     Attributes:
-      num_layers: layers in the whole model, the leading dim of each leaf of `params["layers"]`.
+      num_layers: layers in the whole model, the leading dim of each leaf of `params["layers"]`. Where a pipeline has
+        more places than layers, `repeated` gets zeros for an empty one, and its results are dropped.
       first: (params without layers, batch, rng, train, axis) -> activations, such as [b, T, D].
       repeated: (layers with leading dim K, activations, batch, rng, index of the first layer, train) -> (activations,
         sums). Activations keep their tree, shapes and dtypes. Sums are None, or (loss, metrics) summed over the K
@@ -89,8 +90,9 @@ class Stages:
       cast: layers -> layers in the dtypes in which they compute. It runs once a step, and the copy takes memory during
         the step. None: `repeated` casts them, for each microbatch again.
       num_together: how many layers a pipeline gives to one call of `repeated` in training, a divisor of the layers in a
-        chunk. The residuals that `jax.vjp` saves of a call wait for the backward row, except for those that do not
-        depend on activations: `jax.checkpoint` inside of `repeated` decides what is computed again.
+        chunk, and with empty places of all layers. The residuals that `jax.vjp` saves of a call wait for the backward
+        row, except for those that do not depend on activations: `jax.checkpoint` inside of `repeated` decides what is
+        computed again.
     """
 
     num_layers: int

@@ -6,7 +6,16 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from meshtrain.errors import UserError
-from meshtrain.pipeline.schedules import KEY, Action, PipelineOptions, Schedule, chosen, dependencies, describe
+from meshtrain.pipeline.schedules import (
+    KEY,
+    Action,
+    PipelineOptions,
+    Schedule,
+    chosen,
+    dependencies,
+    describe,
+    layers_in_chunk,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +57,29 @@ def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_mic
       num_layers: layers of the model.
       num_microbatches: parts of a step's batch.
     """
-    lines = list[str]()
-    parts = num_stages * options.num_chunks
-    if num_layers % parts:
-        lines.append(
-            f"model.num_layers: got {num_layers}; allowed: multiples of mesh.pipeline {num_stages} x "
-            f"pipeline.num_chunks {options.num_chunks} = {parts}; nearest: {parts * max(1, round(num_layers / parts))}"
-        )
+    lines = _without_layers(num_layers, num_stages, options.num_chunks)
     try:
         prove(chosen(options, num_stages=num_stages, num_microbatches=num_microbatches))
     except UserError as error:
         lines += error.problems
     return lines
+
+
+def _without_layers(num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
+    """Returns one line if the empty places (`layers_in_chunk`) leave a whole stage, or a chunk of all stages, empty."""
+    most = num_stages * num_chunks * layers_in_chunk(num_layers, num_stages, num_chunks)
+    below = most - num_stages * num_chunks
+    # Places are filled in layer order: the last chunk of all stages comes last, and without chunks the last stage.
+    least = most - (most // num_chunks if num_chunks > 1 else most // num_stages) + 1
+    if num_layers >= least:
+        return []
+    fix = below if below and num_layers - below <= least - num_layers else least
+    allowed = [*([f"{below}"] if below else []), f"{least} to {most}" if least < most else f"{most}"]
+    return [
+        f"model.num_layers: got {num_layers}, with which a {'chunk' if num_chunks > 1 else 'stage'} of mesh.pipeline "
+        f"{num_stages} x pipeline.num_chunks {num_chunks} has no layer; allowed: {', or '.join(allowed)}; "
+        f"nearest: {fix}"
+    ]
 
 
 def prove(schedule: Schedule) -> None:

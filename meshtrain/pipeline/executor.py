@@ -217,7 +217,8 @@ class Rows:
         self.stored_outer = {name: replicas.trained_stored[name] for name in self.outer}
         self.num_stages, self.num_chunks = program.schedule.num_stages, program.schedule.num_chunks
         self.stage = jax.lax.axis_index(PIPELINE)
-        self.num_units = stages.num_layers // (self.num_stages * self.num_chunks * stages.num_together)
+        self.num_units = ring.num_units(stages, self.num_stages, self.num_chunks)
+        self.has_empty = stages.num_layers % (self.num_stages * self.num_chunks) != 0
         self.units = ring.in_units(layers, self.num_chunks, stages.num_together)
         self.first_input = self.embed(self.outer, jnp.int32(program.first_microbatch))
         zero = jnp.int32(0)
@@ -294,7 +295,10 @@ class Rows:
 
         def one(state: Arrays, _: None) -> tuple[Arrays, LayerSums]:
             x, kept, place, slot = state
-            y, sums, residuals = self.unit.forward(ring.take(self.units, place), x, self.given(cell, place))
+            given = self.given(cell, place)
+            y, sums, residuals = self.unit.forward(ring.take(self.units, place), x, given)
+            if self.has_empty:
+                y, sums = ring.passed_by(given[1] < self.stages.num_layers, x, y, sums)
             return (y, _write(kept, residuals, slot), place + 1, slot + 1), sums
 
         x = ring.take(carry.inputs, cell.input_slot)
@@ -332,10 +336,13 @@ class Rows:
         def one(state: Arrays, _: None) -> tuple[Arrays, None]:
             total, cotangent, place, sum_place, slot = state
             weights, given = ring.take(self.units, place), self.given(cell, place)
-            part, cotangent = self.unit.backward(ring.take(carry.kept, slot), weights, given, cotangent, self.seed)
-            part = self.replicas.part(part, self.stored_layers)
-            total = ring.add_at(total, part, sum_place, cell.active)
-            return (total, cotangent, place - 1, sum_place - 1, slot - 1), None
+            part, before = self.unit.backward(ring.take(carry.kept, slot), weights, given, cotangent, self.seed)
+            part, active = self.replicas.part(part, self.stored_layers), cell.active
+            if self.has_empty:
+                is_layer = given[1] < self.stages.num_layers
+                before, active = ring.where(is_layer, before, cotangent), active & is_layer
+            total = ring.add_at(total, part, sum_place, active)
+            return (total, before, place - 1, sum_place - 1, slot - 1), None
 
         # All indices are carried. Of indices computed in the loop's body each kernel would compute its own copy. That
         # of the sums is never a constant: XLA would evaluate the barrier in `add_at`, and fails (jax 0.12.0.1).

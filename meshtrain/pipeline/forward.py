@@ -120,6 +120,8 @@ def forward_only(
     def run_layers(chunk: int, x: Activations, m: jax.Array) -> tuple[Activations, LayerSums]:
         weights = ring.chunk_of(layers, jnp.int32(chunk), num_chunks)
         start = ring.first_layer(chunk, num_stages, stages.num_layers, num_chunks)
+        if stages.num_layers % (num_stages * num_chunks):
+            return ring.run_chunk(stages, weights, x, ring.microbatch(batch, m), rng, start)
         return ring.run_layers(stages, weights, x, ring.microbatch(batch, m), rng, start, False)
 
     zero = jnp.zeros((), jnp.int32)

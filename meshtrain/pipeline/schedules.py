@@ -52,6 +52,15 @@ class Schedule(NamedTuple):
         return f"{self.name}, {self.num_microbatches} microbatches, {self.num_chunks} chunks a stage"
 
 
+def layers_in_chunk(num_layers: int, num_stages: int, num_chunks: int) -> int:
+    """Returns K, the places for layers in a chunk: L / (S V), rounded up. The last of K S V places may be empty.
+
+    >>> layers_in_chunk(96, 8, 4), layers_in_chunk(94, 8, 4)
+    (3, 3)
+    """
+    return -(-num_layers // (num_stages * num_chunks))
+
+
 def describe(action: Action | None, num_chunks: int = 1) -> str:
     """Returns an action as a cell of a table: `F3`, or `F3.1` where stages have several chunks; empty for idle."""
     if action is None:

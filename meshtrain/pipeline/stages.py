@@ -1,22 +1,29 @@
 """Operations of one stage on its own shards, inside a manual region over the pipeline axis.
 
 M: microbatches, b: sequences in a microbatch, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage,
-K: layers in a chunk, U: layers in a unit (`Stages.num_together`), L: layers.
+K: places for layers in a chunk, U: layers in a unit (`Stages.num_together`), L: layers.
 
 Layers are stored as [K S, ...] where V is 1, else as [V, K S, ...], with the dim of size K S sharded over the stages.
 Chunk c of stage s holds the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order, so a
 leaf [L, ...] of a checkpoint is a reshape. Dims may stand before these, such as that of the replicas.
+
+Where S V does not divide L, the places from L on are empty. Their numbers are zeros, which checkpoints do not have. A
+stage computes them too; their results are dropped as those of idle rows are, so activations pass through unchanged,
+gradients are zeros, and what an optimizer makes of zeros is never read.
 """
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, nearest_divisor
 from meshtrain.models.metrics import are_metrics, is_scalar
 from meshtrain.models.task import Activations, Batch, LayerSums, Params, Stages
 from meshtrain.models.vocabulary.losses import psum_of_one
+from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Tree
 
@@ -59,6 +66,22 @@ def split_layers(params: Params) -> tuple[Params, Params]:
 def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
     """Returns the layers of one chunk of this stage, each leaf [K, ...]."""
     return layers if num_chunks == 1 else take(layers, chunk)
+
+
+def num_units(stages: Stages, num_stages: int, num_chunks: int) -> int:
+    """Returns K / U.
+
+    Raises:
+      UserError: U does not divide K, or a unit would have both layers and empty places.
+    """
+    in_chunk, together = layers_in_chunk(stages.num_layers, num_stages, num_chunks), stages.num_together
+    common = math.gcd(in_chunk, stages.num_layers)
+    if common % together:
+        raise UserError(
+            f"stages.num_together: got {together}; allowed: a divisor of the {in_chunk} layers of a chunk and of all "
+            f"{stages.num_layers}; nearest: {nearest_divisor(common, together)}"
+        )
+    return in_chunk // together
 
 
 def in_units(layers: Params, num_chunks: int, num_in_unit: int) -> Params:
@@ -107,6 +130,30 @@ def run_layers(
     return y, sums
 
 
+def run_chunk(
+    stages: Stages, layers: Params, x: Activations, batch: Batch, rng: jax.Array, start: jax.Array
+) -> tuple[Activations, LayerSums]:
+    """Returns the result of `run_layers` without dropout, of a chunk whose last places may be empty.
+
+    One layer is computed after the other, so that each empty place can be passed by.
+    """
+
+    def one(state: tuple[Activations, jax.Array], weights: Params) -> tuple[tuple[Activations, jax.Array], LayerSums]:
+        x, index = state
+        weights = jax.tree.map(lambda leaf: leaf[None], weights)
+        y, sums = run_layers(stages, weights, x, batch, rng, index, False)
+        y, sums = passed_by(index < stages.num_layers, x, y, sums)
+        return (y, index + 1), sums
+
+    (y, _), sums = jax.lax.scan(one, (x, start), layers)
+    return y, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums)
+
+
+def passed_by(is_layer: jax.Array, x: Activations, y: Activations, sums: LayerSums) -> tuple[Activations, LayerSums]:
+    """Returns a layer's output and sums; of an empty place its input and zeros."""
+    return where(is_layer, (y, sums), (x, zeros_like(sums)))
+
+
 def _text(tree: Tree) -> str:
     leaf_text = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)  # noqa: E731
     return str(jax.tree.map(leaf_text, tree)).replace("'", "")
@@ -141,8 +188,8 @@ def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> 
 
 def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array:
     """Returns the index in the whole model of the first layer of this stage's chunk: (c S + s) K."""
-    layers_in_chunk = num_layers // (num_stages * num_chunks)
-    return (chunk * num_stages + jax.lax.axis_index(PIPELINE)) * layers_in_chunk
+    in_chunk = layers_in_chunk(num_layers, num_stages, num_chunks)
+    return (chunk * num_stages + jax.lax.axis_index(PIPELINE)) * in_chunk
 
 
 def from_stage(tree: Arrays, here: jax.Array) -> Arrays:
@@ -179,27 +226,81 @@ def zeros_like(tree: Arrays) -> Arrays:
 
 def layers_of_stage(stage: int, num_stages: int, num_layers: int, num_chunks: int) -> list[range]:
     """Returns the layers that a stage holds, a range for each of its chunks."""
-    size = num_layers // (num_stages * num_chunks)
+    size = layers_in_chunk(num_layers, num_stages, num_chunks)
     starts = [(chunk * num_stages + stage) * size for chunk in range(num_chunks)]
-    return [range(start, start + size) for start in starts]
+    return [range(start, max(start, min(start + size, num_layers))) for start in starts]
 
 
-CHUNKS = "chunks"
+CHUNKS, LAYERS = "chunks", "layers"
 
 
-def chunked(layers: Params, num_chunks: int) -> Params:
-    """Returns a tree of [L, ...] as [V, L / V, ...]; the same tree where V is 1."""
-    if num_chunks == 1:
-        return layers
-    return jax.tree.map(lambda leaf: leaf.reshape(num_chunks, leaf.shape[0] // num_chunks, *leaf.shape[1:]), layers)
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """How the layers of a pipeline are stacked in memory: L, S and V."""
+
+    num_layers: int
+    num_stages: int
+    num_chunks: int
+
+    @property
+    def num_places(self) -> int:
+        """K S V: places for layers, empty ones counted."""
+        return self.num_stages * self.num_chunks * layers_in_chunk(self.num_layers, self.num_stages, self.num_chunks)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The leading dims of the stack in memory: [K S], or [V, K S]."""
+        return (self.num_places,) if self.num_chunks == 1 else (self.num_chunks, self.num_places // self.num_chunks)
+
+    @property
+    def names(self) -> Names:
+        """The logical axes of `shape`."""
+        return (CHUNKS, LAYERS)[-len(self.shape) :]
+
+    def of_layers(self, layers: Params) -> Params:
+        """Returns a tree of [L, ...] as it is in memory; the same tree where the shapes are the same."""
+        return jax.tree.map(lambda leaf: relaid(leaf, (*self.shape, *leaf.shape[1:])), layers)
+
+    def places_shape(self, shape: Sequence[int], names: Names) -> tuple[int, ...]:
+        """Returns the shape of a leaf in layer order with K S V in place of L."""
+        is_stack = lambda size, name: name == LAYERS and size == self.num_layers  # noqa: E731
+        return tuple(self.num_places if is_stack(*dim) else dim[0] for dim in zip(shape, names, strict=True))
+
+    def places(self, layers: Params) -> Params:
+        """Returns abstract arrays [K S V, ...] for those of a tree of [L, ...]."""
+        place = lambda leaf: jax.ShapeDtypeStruct((self.num_places, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
+        return jax.tree.map(place, layers)
 
 
-def layer_order_shape(shape: Sequence[int], names: Names) -> tuple[int, ...]:
-    """Returns the shape [L, ...] of a leaf, given its shape and logical axes in memory."""
-    if CHUNKS not in names:
+def stack_of(stages: Stages | None, num_stages: int, num_chunks: int) -> Stack | None:
+    """Returns how layers are stacked on a pipeline of this size; None on one of size 1, or without stages."""
+    return None if stages is None or num_stages == 1 else Stack(stages.num_layers, num_stages, num_chunks)
+
+
+def relaid(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Returns an array with stacked layers in another shape: from [.., L, ..] to `Stack.shape` with zeros, or back."""
+    if x.shape == tuple(shape):
+        return x
+    start = next(dim for dim, (size, other) in enumerate(zip(x.shape, shape, strict=False)) if size != other)
+    num_after = min(x.ndim, len(shape)) - start - 1
+    in_order = x.reshape(*x.shape[:start], -1, *x.shape[x.ndim - num_after :])
+    num_wanted = math.prod(shape[start : len(shape) - num_after])
+    if in_order.shape[start] > num_wanted:
+        in_order = jax.lax.slice_in_dim(in_order, 0, num_wanted, axis=start)
+    num_empty = num_wanted - in_order.shape[start]
+    widths = [(0, num_empty if dim == start else 0) for dim in range(in_order.ndim)]
+    return (jnp.pad(in_order, widths) if num_empty else in_order).reshape(shape)
+
+
+def layer_order_shape(shape: Sequence[int], names: Names, stack: Stack | None) -> tuple[int, ...]:
+    """Returns the shape [.., L, ..] of a leaf, given its shape and logical axes in memory."""
+    if stack is None or LAYERS not in names:
         return tuple(shape)
-    at = names.index(CHUNKS)
-    return (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])
+    end = names.index(LAYERS) + 1
+    start = max(0, end - len(stack.shape))
+    if (tuple(shape[start:end]), names[start:end]) != (stack.shape, stack.names):
+        return tuple(shape)  # of layers outside of the pipeline
+    return (*shape[:start], stack.num_layers, *shape[end:])
 
 
 def layer_order_names(names: Names) -> Names:

@@ -266,6 +266,17 @@ def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in parts]
 
 
+def split_elsewhere(
+    spec: PartitionSpec, shape: Sequence[int], axes: tuple[str, ...], mesh_shape: Mapping[str, int]
+) -> PartitionSpec:
+    """Returns a spec with these mesh axes added to the first dim whose shards they divide; the same where none is."""
+    dims = axes_of_dims(spec, len(shape))
+    for dim, (size, split) in enumerate(zip(shape, dims, strict=True)):
+        if size % num_parts((*split, *axes), mesh_shape) == 0:
+            return spec_of_dims([*dims[:dim], (*split, *axes), *dims[dim + 1 :]])
+    return spec
+
+
 def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
     """Returns the mesh axes in a spec, in their order."""
     return tuple(axis for dim in axes_of_dims(spec, len(spec)) for axis in dim)

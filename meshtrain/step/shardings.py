@@ -1,6 +1,7 @@
 """The abstract training state: its shapes, the logical axes and the sharding of each leaf. No array is allocated.
 
-In memory an interleaved pipeline has the layers in chunks; checkpoints have them in layer order (`pipeline.stages`).
+In memory a pipeline may have the layers in chunks, and empty places after them; checkpoints have them in layer order
+(`pipeline.stages`).
 """
 
 import math
@@ -15,6 +16,7 @@ from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, checked_after_update
 from meshtrain.optim.states import state_axes
 from meshtrain.pipeline import stages
+from meshtrain.pipeline.stages import Stack, relaid
 from meshtrain.sharding import offload
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.rules import DATA, PIPELINE, Rules
@@ -29,6 +31,7 @@ from meshtrain.sharding.stored import (
     named_params,
     num_parts,
     spec_of_dims,
+    split_elsewhere,
     stored,
 )
 from meshtrain.sharding.trees import (
@@ -47,13 +50,13 @@ from meshtrain.step.state import GROUPS, REPLICAS, REPLICATED_FIELDS, RESIDUAL, 
 from meshtrain.step.step import with_sequence_index
 
 
-def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Params, NamesTree]:
+def abstract_params(task: Task, stack: Stack | None, num_devices: int) -> tuple[Params, NamesTree]:
     """Returns abstract parameters as they are stored, and their logical axes; see `named_params`."""
     params, axes = named_params(task.init, on_one_device=num_devices == 1)
-    if num_chunks > 1:
-        of_layers = jax.tree.map(lambda names: (stages.CHUNKS, *names), axes["layers"], is_leaf=is_names)
+    if stack is not None:
+        of_layers = jax.tree.map(lambda names: (*stack.names[:-1], *names), axes["layers"], is_leaf=is_names)
         axes = {**axes, "layers": of_layers}
-    return jax.eval_shape(lambda params: in_chunks(params, num_chunks), params), axes
+    return jax.eval_shape(lambda params: stacked(params, stack), params), axes
 
 
 def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
@@ -66,24 +69,25 @@ def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
     return jax.eval_shape(metrics, named_params(task.init)[0], shapes)
 
 
-def in_chunks(params: Params, num_chunks: int) -> Params:
-    """Returns parameters in layer order reshaped to chunks, as the step takes them."""
-    return params if num_chunks == 1 else {**params, "layers": stages.chunked(params["layers"], num_chunks)}
+def stacked(params: Params, stack: Stack | None) -> Params:
+    """Returns parameters in layer order as the step takes them."""
+    return params if stack is None else {**params, "layers": stack.of_layers(params["layers"])}
 
 
-def after_update_of(task: Task, num_chunks: int) -> AfterUpdate | None:
+def after_update_of(task: Task, stack: Stack | None) -> AfterUpdate | None:
     """Returns `Task.after_update` for parameters as the step has them; only those that it moves are reshaped."""
     after_update = task.after_update and checked_after_update(task.after_update)
-    if after_update is None or num_chunks == 1:
+    if after_update is None or stack is None or stack.shape == (stack.num_layers,):
         return after_update
 
-    def on_chunks(params: Params, metrics: Metrics) -> Params:
-        in_order = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), params["layers"])
+    def on_stack(params: Params, metrics: Metrics) -> Params:
+        feature_dims = lambda leaf: leaf.shape[len(stack.shape) :]  # noqa: E731
+        in_order = jax.tree.map(lambda leaf: relaid(leaf, (stack.num_layers, *feature_dims(leaf))), params["layers"])
         after = after_update({**params, "layers": in_order}, metrics)
-        of_step = lambda new, old, leaf: leaf if new is old else new.reshape(leaf.shape)  # noqa: E731
+        of_step = lambda new, old, leaf: leaf if new is old else relaid(new, leaf.shape)  # noqa: E731
         return {**after, "layers": jax.tree.map(of_step, after["layers"], in_order, params["layers"])}
 
-    return on_chunks
+    return on_stack
 
 
 def layer_bytes(params: Params, axes: NamesTree, replicas: Replicas, num_together: int) -> int:
@@ -179,11 +183,14 @@ def placed_states(
     rules: Rules,
     mesh: Mesh,
     level: int,
+    stack: Stack | None,
     *,
     moments_on_host: bool,
     masters_are_split: bool = False,
 ) -> tuple[TrainState, TrainState]:
     """Returns the abstract state with a sharding on each leaf, and the same with layers in layer order.
+
+    Layers that the pipeline does not divide are split along another dim in layer order, where one divides.
 
     Args:
       abstract: the state.
@@ -191,6 +198,7 @@ def placed_states(
       rules: the table.
       mesh: the mesh.
       level: of ZeRO.
+      stack: the pipeline's layers; None: there is none.
       moments_on_host: whether the optimizer's arrays are in host memory; scalars stay on the device.
       masters_are_split: whether parameters are sharded as their moments, see `splits_masters`.
 
@@ -200,6 +208,11 @@ def placed_states(
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
 
     def spec(path: Sequence[KeyEntry], shape: Sequence[int], axes: Names) -> PartitionSpec:
+        at = axes.index(stages.LAYERS) if stack and stages.LAYERS in axes else -1
+        if stack and at >= 0 and shape[at] == stack.num_layers and stack.num_layers % stack.num_stages:
+            over_stages = rules.parameters[stages.LAYERS]
+            rest = spec(path, shape, (*axes[:at], None, *axes[at + 1 :]))
+            return split_elsewhere(rest, shape, over_stages, mesh.shape)
         if axes[:1] in ((REPLICAS,), (GROUPS,)):
             # One for each: data splits the first dim, and the others are split as those of the weight.
             of_weight = stored(shape[1:], axes[1:], rules, mesh.shape, 0, path_text(path)).parameter
@@ -220,7 +233,7 @@ def placed_states(
         return jax.tree.unflatten(structure, with_shardings)
 
     shapes = [leaf.shape for _, leaf in leaves]
-    in_order = [stages.layer_order_shape(shape, axes) for shape, axes in zip(shapes, names, strict=True)]
+    in_order = [stages.layer_order_shape(shape, axes, stack) for shape, axes in zip(shapes, names, strict=True)]
     kept = placed(in_order, [stages.layer_order_names(axes) for axes in names])
     return placed(shapes, names), kept
 
@@ -231,7 +244,7 @@ def shardings(abstract: Arrays) -> Shardings:
 
 
 def reshaper(before: Arrays, after: Arrays) -> ArrayFunction:
-    """Returns the function that reshapes a tree of arrays; the identity where the shapes are the same.
+    """Returns the function that stacks layers as another tree has them; the identity where the shapes are the same.
 
     Args:
       before: the abstract tree, with shardings, of the argument.
@@ -242,6 +255,6 @@ def reshaper(before: Arrays, after: Arrays) -> ArrayFunction:
 
     def reshape(tree: Arrays) -> Arrays:
         on_device = offload.fetched(tree, shardings(before))
-        return jax.tree.map(lambda x, like: x.reshape(like.shape), on_device, after)
+        return jax.tree.map(lambda x, like: relaid(x, like.shape), on_device, after)
 
     return jax.jit(reshape, out_shardings=shardings(after))

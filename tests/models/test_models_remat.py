@@ -139,9 +139,10 @@ def test_no_number_changes(options, axes):
         (RematOptions("offload"), 2, ["remat.policy: got offload with mesh.pipeline = 2", "nearest: full"]),
         (RematOptions("full", every=4), 1, []),
         (RematOptions("full"), 4, []),
+        (RematOptions("full", every=3), 3, ["the 3 layers of a chunk and of model.num_layers = 8", "nearest: 1"]),
     ],
 )
 def test_what_does_not_fit(options, num_stages, words):
-    found = remat.check(options, 8, num_stages)
+    found = remat.check(options, 8, num_stages, in_chunk=-(-8 // num_stages) if num_stages > 1 else 0)
     assert len(found) == bool(words)
     assert all(word in line for line in found for word in words)

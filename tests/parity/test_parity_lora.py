@@ -47,9 +47,10 @@ MESHES = {
         {"data": 2, "context": 2, "tensor": 2},
     ),
     "a pipeline in chunks": ({"zero": {"level": 2}, "pipeline": IN_CHUNKS}, {"data": 2, "pipeline": 2}),
+    "empty places": ({"model": CONFIG["model"] | {"num_layers": 3}}, {"fsdp": 2, "pipeline": 2}),
     "experts": (OF_EXPERTS | {"accumulation_steps": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}),
 }
-SLOW = ("experts",)
+SLOW = ("empty places", "experts")
 
 
 def batch():
@@ -87,8 +88,9 @@ def stepped(changes, axes):
 
 
 @functools.cache
-def on_one_device(*, has_experts):
-    return stepped(OF_EXPERTS if has_experts else {}, {})
+def on_one_device(model):
+    """As `stepped`, for the options of a model as (name, value)."""
+    return stepped({"model": dict(model)}, {})
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def on_one_device(*, has_experts):
     [pytest.param(*given, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, given in MESHES.items()],
 )
 def test_adapters_get_the_gradients_of_one_device_and_nothing_else_moves(changes, axes):
-    _, start, _, expected, expected_loss = on_one_device(has_experts="model" in changes)
+    _, start, _, expected, expected_loss = on_one_device(tuple((CONFIG | changes)["model"].items()))
     assembly, before, after, gradients, loss = stepped(changes, axes)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert set(gradients) == set(expected) == {path for path in before if is_adapter(path)}

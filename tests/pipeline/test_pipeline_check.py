@@ -144,12 +144,19 @@ def test_a_row_of_both_kinds_is_named():
         ({}, (4, 8, 4), []),
         ({"schedule": "gpipe"}, (4, 8, 1), []),
         ({"schedule": "interleaved_1f1b", "num_chunks": 2}, (4, 8, 4), []),
-        ({}, (4, 10, 4), [["model.num_layers: got 10", "mesh.pipeline 4 x pipeline.num_chunks 1 = 4", "nearest: 8"]]),
-        ({}, (4, 1, 4), [["model.num_layers: got 1", "nearest: 4"]]),
+        ({}, (4, 10, 4), []),
+        ({}, (4, 9, 4), [["model.num_layers: got 9", "a stage", "allowed: 8, or 10 to 12; nearest: 8"]]),
+        ({}, (4, 1, 4), [["model.num_layers: got 1", "allowed: 4; nearest: 4"]]),
+        ({"schedule": "interleaved_1f1b", "num_chunks": 4}, (8, 94, 64), []),
+        ({"schedule": "interleaved_1f1b", "num_chunks": 8}, (16, 126, 128), []),
+        ({"schedule": "interleaved_1f1b", "num_chunks": 2}, (2, 5, 2), []),
         (
             {"schedule": "interleaved_1f1b", "num_chunks": 2},
-            (4, 12, 6),
-            [["num_layers: got 12", "= 8", "nearest: 16"], ["num_microbatches: got 6", "nearest: 8"]],
+            (4, 4, 6),
+            [
+                ["num_layers: got 4", "a chunk", "allowed: 5 to 8; nearest: 5"],
+                ["num_microbatches: got 6", "nearest: 8"],
+            ],
         ),
     ],
 )

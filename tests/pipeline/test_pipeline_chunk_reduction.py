@@ -126,7 +126,7 @@ def test_options_for_collectives_beside_rows_go_with_experts_in_pipelines_too(ex
 def compiled(level, reduces_chunks=True):
     """The toy model on two replicas of two stages, three chunks each: (compiled step, parameters as it takes them)."""
     params = toy.parameters(NUM_LAYERS)
-    params["layers"] = stages.chunked(params["layers"], NUM_CHUNKS)
+    params["layers"] = stages.Stack(NUM_LAYERS, NUM_STAGES, NUM_CHUNKS).of_layers(params["layers"])
     over_stages = PartitionSpec(None, PIPELINE)
     specs = {"table": PartitionSpec(PIPELINE), "layers": over_stages, "head": PartitionSpec(None, PIPELINE)}
     stored = {

@@ -4,6 +4,7 @@ M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, V: voc
 """
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from meshtrain.errors import UserError
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums
 from meshtrain.models.vocabulary import losses
 from meshtrain.pipeline import executor, forward, stages
@@ -105,9 +107,14 @@ def mesh_of(num_stages, num_replicas=1):
     return make_mesh(sizes, jax.devices()[: num_stages * num_replicas])
 
 
-def compute_on(mesh, schedule, params):
-    """Returns the executor's function of (params, batch, key), two layers a chunk."""
-    num_layers = 2 * schedule.num_stages * schedule.num_chunks
+def num_places(schedule):
+    """Two layers a chunk."""
+    return 2 * schedule.num_stages * schedule.num_chunks
+
+
+def compute_on(mesh, schedule, params, num_empty=0):
+    """Returns the executor's function of (params, batch, key), two places for layers a chunk, the last ones empty."""
+    num_layers = num_places(schedule) - num_empty
     over_stages = PartitionSpec("pipeline") if schedule.num_chunks == 1 else PartitionSpec(None, "pipeline")
     specs = {
         "table": PartitionSpec("pipeline"),
@@ -118,22 +125,33 @@ def compute_on(mesh, schedule, params):
     return functools.partial(executor.gradients, model(num_layers), executable(schedule), Replicas(mesh, stored))
 
 
-def run(schedule, num_replicas=1):
-    """Returns what the executor makes of two layers a chunk, gradients in layer order."""
-    num_layers = 2 * schedule.num_stages * schedule.num_chunks
+def run(schedule, num_replicas=1, num_empty=0, in_empty=0.0):
+    """Returns what the executor makes of two places for layers a chunk, gradients in the order of places.
+
+    The last places are empty: their weights are `in_empty`.
+    """
+    num_layers = num_places(schedule) - num_empty
     params = parameters(num_layers)
-    params["layers"] = stages.chunked(params["layers"], schedule.num_chunks)
-    compute = compute_on(mesh_of(schedule.num_stages, num_replicas), schedule, params)
+    stack = stages.Stack(num_layers, schedule.num_stages, schedule.num_chunks)
+    is_layer = stack.of_layers(jax.tree.map(jnp.ones_like, params["layers"]))
+    layers = stack.of_layers(params["layers"])
+    params["layers"] = jax.tree.map(lambda here, leaf: jnp.where(here > 0, leaf, in_empty), is_layer, layers)
+    compute = compute_on(mesh_of(schedule.num_stages, num_replicas), schedule, params, num_empty)
     run_once = jax.jit(compute)
     sums = jax.device_get(run_once(params, batch_of(schedule.num_microbatches), jax.random.key(3)))
-    in_order = jax.tree.map(lambda leaf: leaf.reshape(num_layers, *leaf.shape[-1:]), sums.gradients["layers"]["scale"])
-    kernel = sums.gradients["layers"]["kernel"].reshape(num_layers, WIDTH, WIDTH)
-    return sums._replace(gradients={**sums.gradients, "layers": {"kernel": kernel, "scale": in_order}})
+    num_dims = len(stack.shape)
+    in_order = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[num_dims:]), sums.gradients["layers"])
+    return sums._replace(gradients={**sums.gradients, "layers": in_order})
 
 
-def assert_right(sums, schedule):
-    """Sums to 1e-5, gradients leaf by leaf and layer by layer, relative to each one's norm."""
-    expected = reference(2 * schedule.num_stages * schedule.num_chunks, schedule.num_microbatches)
+def assert_right(sums, schedule, num_empty=0):
+    """Sums to 1e-5, gradients leaf by leaf and layer by layer, relative to each one's norm; of empty places zeros."""
+    num_layers = num_places(schedule) - num_empty
+    expected = reference(num_layers, schedule.num_microbatches)
+    found = sums.gradients["layers"]
+    assert not any(leaf[num_layers:].any() for leaf in found.values()), "an empty place has a gradient"
+    of_layers = {name: leaf[:num_layers] for name, leaf in found.items()}
+    sums = sums._replace(gradients={**sums.gradients, "layers": of_layers})
     assert sums.weight == expected.weight
     assert sums.metrics == expected.metrics
     np.testing.assert_allclose(sums.loss, expected.loss, rtol=SCALAR_BOUND)
@@ -170,6 +188,25 @@ def waiting_table():
 )
 def test_sums_and_gradients_are_those_of_one_device(schedule):
     assert_right(run(schedule), schedule)
+
+
+@pytest.mark.parametrize(
+    "schedule, num_empty, in_empty",
+    [
+        (schedule_of("1f1b", 4), 1, np.nan),
+        (schedule_of("interleaved_1f1b", 2, 4, 2), 3, np.inf),
+        pytest.param(schedule_of("gpipe", 2), 1, np.nan, marks=pytest.mark.slow),
+    ],
+    ids=["1f1b", "interleaved", "gpipe"],
+)
+def test_empty_places_are_passed_by_whatever_their_numbers_are(schedule, num_empty, in_empty):
+    assert_right(run(schedule, num_empty=num_empty, in_empty=in_empty), schedule, num_empty)
+
+
+def test_a_unit_of_layers_and_empty_places_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "model", lambda n: Stages(n, first, repeated, last, num_together=2))
+    with pytest.raises(UserError, match=r"num_together: got 2; allowed: a divisor of the 2 .* all 3; nearest: 1"):
+        run(schedule_of("1f1b"), num_empty=1)
 
 
 def test_replicas_of_a_pipeline_sum_their_gradients():

@@ -125,23 +125,23 @@ def specs_of(num_chunks):
 
 def stored(num_layers, num_chunks):
     params = parameters(num_layers)
-    return {**params, "layers": stages.chunked(params["layers"], num_chunks)}
+    return {**params, "layers": stages.Stack(num_layers, NUM_STAGES, num_chunks).of_layers(params["layers"])}
 
 
 def mesh():
     return make_mesh(SIZES, jax.devices()[:4])
 
 
-def run(name, num_chunks=1):
+def run(name, num_chunks=1, num_empty=0):
     """Returns (loss, weight, metrics) and gradients by the executor, two layers a chunk, gradients in layer order."""
-    num_layers = 2 * NUM_STAGES * num_chunks
+    num_layers = 2 * NUM_STAGES * num_chunks - num_empty
     program = executable(build(name, num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, num_chunks=num_chunks))
     params = stored(num_layers, num_chunks)
     where = jax.tree.map(lambda leaf, spec: Stored.alike(spec, leaf.ndim), params, specs_of(num_chunks))
     compute = functools.partial(executor.gradients, stages_of(num_layers), program, Replicas(mesh(), where))
     sums = jax.device_get(jax.jit(compute)(params, batch_of(), jax.random.key(3), SEED))
     like = parameters(num_layers)
-    gradients = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), sums.gradients, like)
+    gradients = jax.tree.map(lambda leaf, like: stages.relaid(leaf, like.shape), sums.gradients, like)
     return (sums.loss, sums.weight, sums.metrics), gradients
 
 
@@ -152,9 +152,11 @@ def assert_right(found, expected):
         assert np.linalg.norm(g - reference) <= 5e-6 * np.linalg.norm(reference), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("name, num_chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
-def test_sums_of_layers_reach_loss_metrics_and_gradients(name, num_chunks):
-    assert_right(run(name, num_chunks), reference(2 * NUM_STAGES * num_chunks))
+@pytest.mark.parametrize(
+    "name, num_chunks, num_empty", [("gpipe", 1, 0), ("1f1b", 1, 1), ("1f1b", 1, 0), ("interleaved_1f1b", 2, 0)]
+)
+def test_sums_of_layers_reach_loss_metrics_and_gradients(name, num_chunks, num_empty):
+    assert_right(run(name, num_chunks, num_empty), reference(2 * NUM_STAGES * num_chunks - num_empty))
 
 
 def test_the_auxiliary_loss_is_no_trifle():
@@ -206,8 +208,8 @@ def test_a_break_is_noticed(broken, monkeypatch):
         assert_right(found, expected)
 
 
-def check_evaluation(num_chunks):
-    num_layers = 2 * NUM_STAGES * num_chunks
+def check_evaluation(num_chunks, num_empty=0):
+    num_layers = 2 * NUM_STAGES * num_chunks - num_empty
     compute = functools.partial(forward.evaluate, stages_of(num_layers), num_chunks, mesh(), specs_of(num_chunks))
     run = jax.jit(compute)
     found = jax.device_get(run(stored(num_layers, num_chunks), batch_of(), jax.random.key(0)))
@@ -216,8 +218,9 @@ def check_evaluation(num_chunks):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, jax.device_get(expected))
 
 
-def test_evaluation_adds_sums_of_layers():
-    check_evaluation(2)
+@pytest.mark.parametrize("num_empty", [0, 3])
+def test_evaluation_adds_sums_of_layers(num_empty):
+    check_evaluation(2, num_empty)
 
 
 def test_evaluation_that_counts_idle_rows_is_noticed(monkeypatch):

@@ -11,6 +11,7 @@ from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import html_page
+from meshtrain.plan.cost import lower_bound
 from meshtrain.plan.search import candidates, changes, estimate, ranking
 from meshtrain.plan.target import clusters
 from meshtrain.sharding.mesh import MeshOptions
@@ -55,6 +56,26 @@ def test_wider_searches_change_microbatches_and_remat(small):
     assert policies == {"full", "selective", "none"}
     schedules = {one.change["pipeline.schedule"] for one in found if "pipeline.schedule" in one.change}
     assert "1f1b" in schedules
+
+
+def test_pipelines_with_empty_places_are_candidates_and_take_the_memory_and_time_of_their_places(small):
+    """Five layers on two stages are six places, on two stages of two chunks eight."""
+    config = small(model=dataclasses.replace(small().model, num_layers=5))
+    found = candidates.candidates(config, cluster_of("h100", 1, 8), only_mesh=False)
+    kinds = {(one.shape["pipeline"], one.change["pipeline.num_chunks"]) for one in found if one.shape["pipeline"] > 1}
+    assert {(2, 1), (2, 2)} <= kinds
+    mesh = {"data": 2, "pipeline": 2, "tensor": 2}
+    chunks = PipelineOptions(schedule="interleaved_1f1b", num_microbatches=4, num_chunks=2)
+    for pipeline, num_places in ((PipelineOptions("1f1b", num_microbatches=4), 6), (chunks, 8)):
+        uneven = dataclasses.replace(small(mesh), model=config.model, pipeline=pipeline)
+        even = dataclasses.replace(uneven, model=dataclasses.replace(config.model, num_layers=num_places))
+        assert_guessed(uneven, mesh)
+        weights, shape = estimate.weights_of(uneven), shape_of(**mesh)
+        assert estimate.state_bytes(uneven, shape, weights) == estimate.state_bytes(
+            even, shape, estimate.weights_of(even)
+        )
+        idle = lower_bound.idle_share(assembled(uneven))
+        assert 1 - idle == pytest.approx((1 - lower_bound.idle_share(assembled(even))) * 5 / num_places)
 
 
 def test_at_most_two_of_each_mesh_are_compiled(small):
@@ -183,7 +204,8 @@ def test_what_a_pipeline_keeps_is_guessed_by_policy_and_schedule(small):
 
     def kept(policy, schedule="1f1b", num_chunks=1):
         options = PipelineOptions(schedule=schedule, num_microbatches=4, num_chunks=num_chunks)
-        config = small(shape, remat=RematOptions(policy), pipeline=options)
+        model = dataclasses.replace(small().model, num_layers=8)
+        config = small(shape, model=model, remat=RematOptions(policy), pipeline=options)
         weights = estimate.weights_of(config)
         return estimate.guessed_bytes(config, shape, weights) - estimate.state_bytes(config, shape, weights)
 

@@ -57,7 +57,7 @@ def test_what_the_devices_make_of_an_open_axis(refused, tmp_path):
     [line] = refused(tmp_path, "mesh.data=-1", "batch_size=12")
     assert line.startswith("batch_size: got 12; allowed: a multiple of 8 = mesh.data 8")
     [line] = refused(tmp_path, "mesh.pipeline=-1")
-    assert line.startswith("model.num_layers: got 4; allowed: multiples of mesh.pipeline 8")
+    assert line.startswith("model.num_layers: got 4, with which a stage of mesh.pipeline 8 x")
 
 
 @pytest.mark.parametrize(

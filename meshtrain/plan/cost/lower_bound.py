@@ -35,6 +35,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches, units_on_device
 from meshtrain.launch.links import wire_share
 from meshtrain.pipeline.program import Segment, Signature, segments
+from meshtrain.pipeline.stages import Stack
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from meshtrain.sharding.stored import MAX_LEVEL, ROUTER, STACKED, Names, axes_in, num_parts
 from meshtrain.sharding.trees import Arrays, select
@@ -262,8 +263,15 @@ def outer_wire_bytes_minimum(assembly: Assembly) -> float:
 
 
 def idle_share(assembly: Assembly) -> float:
-    """Returns the share of a pipeline's rows in which a stage idles, averaged over stages; 0 without a pipeline."""
-    return 1 - float(assembly.program.active.mean()) if assembly.program is not None else 0.0
+    """Returns the share of a pipeline's rows in which a stage idles, averaged over stages; 0 without a pipeline.
+
+    In a chunk with empty places it idles for their part of the row.
+    """
+    program, stages = assembly.program, assembly.task.stages
+    if program is None or stages is None:
+        return 0.0
+    stack = Stack(stages.num_layers, program.schedule.num_stages, program.schedule.num_chunks)
+    return 1 - float(program.active.mean()) * stack.num_layers / stack.num_places
 
 
 def executor_bytes(assembly: Assembly) -> float | None:

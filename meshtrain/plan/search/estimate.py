@@ -21,6 +21,7 @@ from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.states import state_axes
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.pipeline.stages import Stack, stack_of
 from meshtrain.plan.cost.lower_bound import FLOAT32_BYTES, GATHERS, SCATTERS, SCATTERS_EACH
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, default_rules, storage_axes
@@ -85,7 +86,7 @@ def weights_of(config: Config) -> Weights:
       UserError: see `tasks.find`, and `optimizer.trainable` that matches nothing.
     """
     task = abstract_task(config)
-    params, axes = abstract_params(task, 1, 2)
+    params, axes = abstract_params(task, None, 2)
     mask = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
     params = jax.eval_shape(lambda: as_stored(_zeros(params), axes, mask, config.precision))
     chosen, chosen_axes = select(params, mask)[0], select(axes, mask)[0]
@@ -102,7 +103,20 @@ def _zeros(tree: Arrays) -> Arrays:
 
 def placement_problems(config: Config, shape: Mapping[str, int], weights: Weights) -> list[str]:
     """Returns one line for each weight that the rules cannot place on a mesh."""
-    return tree_problems(weights.params, weights.axes, default_rules(config.layout), shape, level=0)
+    params, stack = weights.params, _stack(config, shape, weights.task)
+    if stack is not None:
+        params = {**params, "layers": stack.places(params["layers"])}
+    return tree_problems(params, weights.axes, default_rules(config.layout), shape, level=0)
+
+
+def _stack(config: Config, shape: Mapping[str, int], task: Task) -> Stack | None:
+    return stack_of(task.stages, shape[PIPELINE], config.pipeline.num_chunks)
+
+
+def _places_a_layer(config: Config, shape: Mapping[str, int], task: Task) -> float:
+    """Returns how many places for layers a pipeline computes for each layer: more than one where some are empty."""
+    stack = _stack(config, shape, task)
+    return stack.num_places / stack.num_layers if stack else 1.0
 
 
 def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> int:
@@ -122,8 +136,10 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
     has_residual = reduction is not None and bool(jax.tree.leaves(reduction.residual(weights.params)))
     num_float32 = bool(options.period and options.outer_momentum) + has_residual
     split = splits_masters(weights.task, config.precision, level, shape, weights.trained)
+    stack = _stack(config, shape, weights.task)
     for path, leaf, axes in weights.leaves:
-        specs, size = stored(leaf.shape, axes, rules, shape, level, path), math.prod(leaf.shape)
+        dims = leaf.shape if stack is None else stack.places_shape(leaf.shape, axes)
+        specs, size = stored(dims, axes, rules, shape, level, path), math.prod(dims)
         here = size // num_parts(axes_in(specs.parameter), shape)
         held = size // num_parts(axes_in(specs.moment), shape) if split else here
         total += held * leaf.dtype.itemsize
@@ -134,15 +150,17 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
     if config.offload.moments:
         return total
     for leaf, names in weights.moments:
-        spec = stored(leaf.shape, names, rules, shape, level).moment
-        total += num_groups * (math.prod(leaf.shape) // num_parts(axes_in(spec), shape) * leaf.dtype.itemsize)
+        dims = leaf.shape if stack is None else stack.places_shape(leaf.shape, names)
+        spec = stored(dims, names, rules, shape, level).moment
+        total += num_groups * (math.prod(dims) // num_parts(axes_in(spec), shape) * leaf.dtype.itemsize)
     return total
 
 
 def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> float:
     """Returns a guess of the bytes of one device: state, saved activations, logits."""
     cost = _cost(config, shape)
-    kept = _microbatches_kept(config, shape) * cost.kept_bytes + cost.working_bytes
+    kept = _microbatches_kept(config, shape) * cost.kept_bytes * _places_a_layer(config, shape, weights.task)
+    kept += cost.working_bytes
     return state_bytes(config, shape, weights) + kept
 
 
@@ -197,7 +215,7 @@ def guessed_seconds(
     again = 1.0 if policy == "full" else 1 - attention if policy == "save_attention" else 0.0
     work = task.num_units * flops / math.prod(shape.values()) * (1 + again / 3)
     chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
-    bubble = 1 + (shape[PIPELINE] - 1) / (parts * chunks)
+    bubble = (1 + (shape[PIPELINE] - 1) / (parts * chunks)) * _places_a_layer(config, shape, task)
     sent = sum(_sending_seconds(config, shape, weights, accelerator, devices_each).values())
     # Each of several microbatches reads gradients and sums, and writes sums.
     summed = weights.num_parameters / math.prod(shape[axis] for axis in (*storage_axes(), TENSOR, PIPELINE))
