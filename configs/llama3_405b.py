@@ -1,6 +1,6 @@
 """Llama 3 405B (Grattafiori et al. 2024): data 64 x pipeline 14 x tensor 8.
 
-Purpose: nine chunks of one layer on each of 14 stages, since 2 is the largest power of two that divides 126 layers;
+Purpose: nine chunks of one layer on each of 14 stages, so that no place of the pipeline is empty;
   ZeRO level 1; 14.7 M tokens a step.
 Parameters: 405,853,388,800 (405.9 B).
 Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.

@@ -53,7 +53,7 @@ _175B = (
 )
 _405B = (
     "--config=configs/llama3_405b.py --config.mesh.pipeline=16 --config.pipeline.num_chunks=8 "
-    "--config.model.num_layers=128 --config.model.vocab_multiple=128"
+    "--config.model.vocab_multiple=128"
 )
 _PIPELINE = "--config.accumulation_steps=1 --config.zero.level=1 --config.pipeline.schedule=interleaved_1f1b"
 _QWEN = (
@@ -135,18 +135,18 @@ RUNS = {
     "llama3_405b_8k": Run(
         _LLAMA_3, 430e12, "h100:1024x8",
         f"{_405B} --config.mesh.data=64 --config.pipeline.num_microbatches=32 --config.batch_size=2048",
-        "126 layers and weights over data there; rows in lock step",
+        "weights over data there; rows in lock step",
     ),
     "llama3_405b_16k": Run(
         _LLAMA_3, 400e12, "h100:2048x8",
         f"{_405B} --config.mesh.data=128 --config.pipeline.num_microbatches=16 --config.batch_size=2048",
-        "126 layers and weights over data there; rows in lock step",
+        "weights over data there; rows in lock step",
     ),
     "llama3_405b_131k": Run(
         _LLAMA_3, 380e12, "h100:2048x8",
         f"{_405B} --config.mesh.data=8 --config.mesh.context=16 --config.pipeline.num_microbatches=16 "
         "--config.batch_size=128 --config.sequence_length=131072",
-        "126 layers and weights over data there; rows in lock step",
+        "weights over data there; rows in lock step",
     ),
     "mixtral_8x7b": Run(
         "Megatron-Core 0.9, README", 468e12, "h100:8x8",
