@@ -7,11 +7,9 @@ import argparse
 import dataclasses
 import json
 import math
-import operator
 import sys
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -25,7 +23,7 @@ from meshtrain.errors import UserError, run
 from meshtrain.hf.config_json import is_described
 from meshtrain.launch import peers
 from meshtrain.models.task import Params, Task
-from meshtrain.run.evaluation import Sums, first_examples, means, summed
+from meshtrain.run.evaluation import Sums, first_examples, means, sets_of, summed, together
 from meshtrain.run.opened import open_data, open_files, text_of
 from meshtrain.run.weights import assembled, configuration, restored
 from meshtrain.sharding.mesh import describe
@@ -77,7 +75,7 @@ def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tok
             f"data: got no validation examples with data.source={config.data.source}; allowed: data with a validation "
             f"split, or files of text or tokens, which are scored whole; nearest: {fix}"
         )
-    return {VALIDATION: found.validation}, found.text
+    return sets_of(found.validation, VALIDATION), found.text
 
 
 def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray | None:
@@ -102,15 +100,14 @@ def evaluated(assembly: Assembly, params: Params, scored: Scored) -> tuple[dict[
       params: its weights.
       scored: on what. All parts share one compiled step.
     """
-    values, total = dict[str, Values](), Sums()
+    values, parts = dict[str, Values](), dict[str, Sums]()
     for name, examples in tqdm(scored.parts.items(), desc="evaluate", disable=None, leave=False):
         sums = summed(assembly, params, examples, scored.num_batches)
         if scored.byte_lengths is not None:
             indices = first_examples(assembly.config, len(examples), scored.num_batches)
             sums["bytes"] = bytes_of_targets(examples, indices, scored.byte_lengths)
-        values[name] = _values(sums, assembly.task.unit)
-        total = jax.tree.map(operator.add, total, sums) if total else sums
-    return values, _values(total, assembly.task.unit)
+        values[name], parts[name] = _values(sums, assembly.task.unit), sums
+    return values, _values(together(parts), assembly.task.unit)
 
 
 def _values(sums: Sums, unit: str) -> Values:

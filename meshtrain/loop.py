@@ -55,6 +55,7 @@ class Actions:
       write: (step, values) -> None: writes a row into the run's files.
       diagnose: (state, number) -> text: the array that first was not finite (`guard.first_not_finite` gave its number)
         and the checkpoint to go back to.
+      drawn: step -> what has been drawn from each source of the data.
       outer_step: state -> state: joins the groups that train apart; it returns before the devices are done.
     """
 
@@ -65,6 +66,7 @@ class Actions:
     rate: Callable[[int, Mapping[str, float]], None]
     write: Callable[[int, Mapping[str, float | None]], None]
     diagnose: Callable[[TrainState, int], str]
+    drawn: Callable[[int], dict[str, float]] = lambda step: {}
     outer_step: Callable[[TrainState], TrainState] = lambda state: state
 
 
@@ -193,7 +195,7 @@ class Log:
             values: dict[str, float | None] = dict(scalars(done.result))
             for name in (guard.IN_A_ROW, guard.FIRST_NOT_FINITE):
                 del values[name]
-            values |= self.throughput.since_last_row(done.step, self.clock)
+            values |= self.throughput.since_last_row(done.step, self.clock) | self.actions.drawn(done.step)
             if self.observers.own_times:
                 values |= self.observers.own_times.exchange(done.step, values, self.observers.progress.line)
             self.row(done.step, values | self.observers.goodput.values())

@@ -29,7 +29,7 @@ from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
 from meshtrain.run import saving, start, summary, workdir
 from meshtrain.run.evaluation import evaluate
-from meshtrain.run.opened import open_data
+from meshtrain.run.opened import drawn, open_data, warn_of_repeats
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
@@ -119,6 +119,7 @@ def train_resolved(
             corpus = open_data(config, assembly.task, make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint)
             say(corpus.summary)
+        warn_of_repeats(config, assembly.task, corpus)
         start.refuse_other_weights(assembly, run)
         saving.refuse_unknown_metric(assembly, corpus)
         with workdir.locked(run), saving.checkpoints_of(assembly, run) as checkpoints:
@@ -194,6 +195,7 @@ def run_steps(
             rate=checkpoints.rate,
             write=trackers.write,
             diagnose=functools.partial(saving.diagnosis, checkpoints),
+            drawn=functools.partial(drawn, config, assembly.task, corpus),
             outer_step=outer_step,
         )
         run_begun_seconds = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds)

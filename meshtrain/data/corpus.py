@@ -14,9 +14,10 @@ import numpy as np
 
 from meshtrain.data import chat
 from meshtrain.data.own_source import Data
-from meshtrain.data.packing import Example, Examples, TokenPairs, TokenStream, pack
-from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_files, is_own
-from meshtrain.data.text import find_files, read_documents, share, standard_library
+from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, pack
+from meshtrain.data.parts import PATH, Part, joined, named_parts, read_each, uses
+from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_parts, is_own
+from meshtrain.data.text import read_documents, share, standard_library
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError
@@ -80,10 +81,10 @@ def vocabulary_of(options: DataOptions) -> int:
 
 
 def _first_file(options: DataOptions) -> Path:
-    files, problems = find_files(options.path)
+    parts, problems = named_parts(options.path, "")
     if problems:
         raise UserError(*problems)
-    return files[0]
+    return parts[0].files[0]
 
 
 def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
@@ -138,21 +139,24 @@ def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, 
 
 def _streams(
     options: DataOptions, files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int
-) -> tuple[TokenStream, TokenStream, str, str]:
-    """Returns the streams of both splits, the digest of their ids, and a description of the source."""
+) -> tuple[tuple[TokenStream, TokenStream], str]:
+    """Returns the streams of both splits, and the digest of their ids."""
     if options.source == "tokens":
-        arrays, digest = open_token_files(files, vocab_size)
-        train, validation = _cut(TokenStream(tuple(arrays), tokenizer.end_id), options.validation_fraction)
-        return train, validation, digest, f"{len(files)} token file(s)"
-    if problems := vocabulary_problems(tokenizer, vocab_size):
-        raise UserError(*problems)
+        arrays, digest = open_token_files(files, vocab_size, read_sidecar(_first_file(options)))
+        return _cut(TokenStream(tuple(arrays), tokenizer.end_id), options.validation_fraction), digest
     train, validation = _text_streams(options, files, tokenizer)
     ids = hashlib.sha256()
     for part in (*train.parts, *validation.parts):
         ids.update(np.ascontiguousarray(part).data)
+    return (train, validation), ids.hexdigest()
+
+
+def _what(options: DataOptions, parts: Sequence[Part]) -> str:
+    """Returns a description of the source."""
+    if options.source == "tokens":
+        return f"{sum(len(part.files) for part in parts if part.key == PATH)} token file(s)"
     version = ".".join(str(number) for number in sys.version_info[:3])
-    what = f"standard library of Python {version}" if options.source == "python" else f"text of {options.path}"
-    return train, validation, ids.hexdigest(), what
+    return f"standard library of Python {version}" if options.source == "python" else f"text of {options.path}"
 
 
 def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
@@ -166,28 +170,37 @@ def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
       UserError: a line for each thing wrong with the data: missing, empty, unreadable, not UTF-8, ids past the
         vocabulary, too little for one sequence.
     """
-    files = checked_files(options)
+    parts = checked_parts(options)
     if options.source == "synthetic":
         return _synthetic(asked)
     tokenizer = tokenizer_for(options, asked.ids_below)
-    *streams, digest, what = _streams(options, files, tokenizer, asked.ids_below)
-    names = ("training", "validation") if options.validation_fraction else ("training",)
-    splits = [pack(stream, asked.sequence_length, options.packing) for stream in streams]
+    if options.source != "tokens" and (problems := vocabulary_problems(tokenizer, asked.ids_below)):
+        raise UserError(*problems)
+    if options.validation_path:
+        options = dataclasses.replace(options, validation_fraction=0.0)
+    found = read_each(parts, lambda part: _streams(options, part.files, tokenizer, asked.ids_below))
+    streams = [pair for pair, _ in found]
+    packed = [tuple(pack(stream, asked.sequence_length, options.packing) for stream in pair) for pair in streams]
     problems = [
-        f"data: {len(stream)} tokens are left for {name}; allowed: at least one sequence, sequence_length + 1 = "
-        f"{asked.sequence_length + 1} tokens; nearest: a smaller sequence_length, more data, or another "
-        "validation_fraction"
-        for name, stream, examples in zip(names, streams, splits, strict=False)
+        f"data: {len(stream)} tokens are left for {what}{part.name and f' of {part.name}'}; allowed: at least one "
+        f"sequence, sequence_length + 1 = {asked.sequence_length + 1} tokens; nearest: a smaller sequence_length, more "
+        "data, or another validation_fraction"
+        for part, pair, both in zip(parts, streams, packed, strict=True)
+        for what, stream, examples in zip(uses(part, options.validation_fraction), pair, both, strict=False)
         if not len(examples)
     ]
     if problems:
         raise UserError(*problems)
-    (train, validation), lengths = splits, [len(stream) for stream in streams]
+    train, validation = joined(parts, [(first, second) for first, second in packed])
+    lengths = [len(stream) for pair in streams for stream in pair]
+    weights = train.weights if isinstance(train, Parts) else ()
+    told = (*(digest for _, digest in found), *lengths, tokenizer.end_id, *weights)
     return Corpus(
         train=train,
         validation=validation,
-        fingerprint=hashlib.sha256(f"{digest} {lengths[0]} {lengths[1]} {tokenizer.end_id}".encode()).hexdigest(),
-        summary=f"{what}: {sum(lengths):,} tokens, {len(train):,} + {len(validation):,} sequences",
+        fingerprint=hashlib.sha256(" ".join(map(str, told)).encode()).hexdigest(),
+        summary=f"{_what(options, parts)}: {sum(lengths):,} tokens, {len(train):,} + {len(validation):,} sequences"
+        + (train.shares() if isinstance(train, Parts) else ""),
         text=tokenizer,
     )
 
@@ -223,7 +236,13 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
     Raises:
       UserError: a line for each thing wrong with the files, and for each file without a document of two tokens.
     """
-    files, vocab_size = checked_files(options), asked.ids_below
+    parts, vocab_size = checked_parts(dataclasses.replace(options, validation_path="")), asked.ids_below
+    if len(parts) > 1:
+        raise UserError(
+            f"data.path: got weights in '{options.path}'; allowed: files, each of which is scored by itself; nearest: "
+            + ",".join(str(path) for part in parts for path in part.files)
+        )
+    files = parts[0].files
     tokenizer = tokenizer_for(options, vocab_size)
     if options.source == "chat":
         return chat.open_whole(options, files, tokenizer, asked)

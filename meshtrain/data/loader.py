@@ -3,11 +3,14 @@
 Shapes: B batch_size (global).
 
 Sample g of a run is row g % B of step g // B, and example `order[g % E]` of epoch g // E, where E is the number of
-examples and the order is drawn anew for each epoch. So the state of the data is one integer, the next sample index,
-B * step, and a resumed run replays no data.
+examples and the order is drawn anew for each epoch. Of a mixture, the source of sample g depends on g and the weights,
+and each source has its own epochs. So the state of the data is one integer, the next sample index, B * step, and a
+resumed run replays no data.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
@@ -16,6 +19,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from meshtrain.data.packing import Parts
 from meshtrain.errors import UserError, nearest
 
 FromUser: TypeAlias = Any  # what a user's function returns, or a part of it, before it is checked
@@ -49,13 +53,13 @@ def next_sample(step: int, batch_size: int) -> int:
 
 
 def sample_order(
-    num_examples: int, *, seed: int, shuffle: bool = True, num_epochs: int | None = None
+    num_examples: int, *, seed: int | Sequence[int], shuffle: bool = True, num_epochs: int | None = None
 ) -> grain.MapDataset[int]:
     """Returns which example each sample is, by the sample's index.
 
     Args:
       num_examples: how many examples an epoch has.
-      seed: of the shuffle, 0 .. 2**32 - 1; each epoch is shuffled differently.
+      seed: of the shuffle, one or several of 0 .. 2**32 - 1; each epoch is shuffled differently.
       shuffle: False keeps the examples' own order.
       num_epochs: None repeats forever.
     """
@@ -64,6 +68,51 @@ def sample_order(
         # Grain shuffles epoch e with seed + e. Hashing the seed keeps epochs of runs with neighbouring seeds different.
         order = order.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
     return order.repeat(num_epochs)
+
+
+@functools.cache
+def turns(weights: tuple[int, ...]) -> np.ndarray:
+    """Returns which source each of sum(weights) samples in a row is from, int32 [sum(weights)].
+
+    At every sample each source is less than one sample away from its share s: its sample n has a turn at one of the
+    places floor((n - 1) / s) <= place < ceil(n / s), and of the sources that may have one, that with the nearest end
+    has it. Source: Tijdeman, The chairman assignment problem, 1980. Grain's `MapDataset.mix` rounds weights, so that
+    7 : 3 becomes 233 : 100, and may be two samples off with three sources.
+
+    Args:
+      weights: whole numbers above 0 without a common divisor, so that the pattern is the shortest.
+    """
+    total, had, result = sum(weights), [0] * len(weights), list[int]()
+    ends = [-(-total // weight) for weight in weights]
+    for place in range(total):
+        ready = (one for one, weight in enumerate(weights) if had[one] * total < weight * (place + 1))
+        source = min(ready, key=ends.__getitem__)
+        had[source] += 1
+        ends[source] = -(-(had[source] + 1) * total // weights[source])
+        result.append(source)
+    return np.asarray(result, np.int32)
+
+
+def drawn_of(weights: tuple[int, ...], num_samples: int) -> np.ndarray:
+    """Returns how many of the first samples of a mixture are from each source, int64 [sources]."""
+    periods, rest = divmod(num_samples, sum(weights))
+    return periods * np.asarray(weights) + np.bincount(turns(weights)[:rest], minlength=len(weights))
+
+
+def mixed_order(mixture: Parts, *, seed: int) -> grain.MapDataset[int]:
+    """Returns which example of a mixture each sample is, forever; each source has an order and epochs of its own."""
+    sizes, pattern = [len(part) for part in mixture.parts.values()], turns(mixture.weights)
+    orders = [sample_order(size, seed=(seed, source)) for source, size in enumerate(sizes)]
+    before = np.empty(len(pattern), np.int64)  # of the same source, in the pattern
+    for source, weight in enumerate(mixture.weights):
+        before[pattern == source] = np.arange(weight)
+
+    def example(sample: int) -> int:
+        period, place = divmod(sample, len(pattern))
+        source = int(pattern[place])
+        return int(mixture.starts[source]) + orders[source][period * mixture.weights[source] + int(before[place])]
+
+    return grain.MapDataset.range(sys.maxsize).map(example)
 
 
 def example_problems(
@@ -198,7 +247,10 @@ def batches(
     """
     if not len(examples):
         return iter(())
-    order = sample_order(len(examples), seed=seed, shuffle=shuffle, num_epochs=num_epochs)
+    if isinstance(examples, Parts) and examples.weights:
+        order = mixed_order(examples, seed=seed)
+    else:
+        order = sample_order(len(examples), seed=seed, shuffle=shuffle, num_epochs=num_epochs)
     first = next(iter(batch.values()))
     batch_size, rows = first.shape[0], _local_rows(first.sharding, first.shape)
     steps = grain.MapDataset.range(-(-len(order) // batch_size))

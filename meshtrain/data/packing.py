@@ -7,7 +7,7 @@ target counts, else 0). Segment ids count from 1 within a row; 0 is padding. Pos
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -171,6 +171,58 @@ class FirstFitExamples:
         """Yields (token, target) for every position with weight 1, where all tokens but a document's first count."""
         assert self.counted is None, "answers are no corpus"
         return self.stream.pairs(max(len(self.stream) - 1, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Examples of several sources, one after the other.
+
+    Attributes:
+      parts: name -> its examples.
+      weights: of a mixture, how many of sum(weights) samples in a row each source has; () for examples that are not
+        drawn by weight.
+    """
+
+    parts: Mapping[str, Examples]
+    weights: tuple[int, ...] = ()
+    starts: np.ndarray = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "starts", np.cumsum([0] + [len(part) for part in self.parts.values()]))
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        place = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return list(self.parts.values())[place][index - int(self.starts[place])]
+
+    def pairs(self) -> TokenPairs:
+        """Yields (token, target) of each source, once and without regard to the weights."""
+        for part in self.parts.values():
+            yield from part.pairs()
+
+    def shares(self) -> str:
+        """Returns what a mixture draws from each source, in words: rows of documents packed whole differ in tokens."""
+        if not self.weights:
+            return ""
+        sizes = [(_num_inputs(part), len(part)) for part in self.parts.values()]
+        drawn = [weight * tokens / rows for weight, (tokens, rows) in zip(self.weights, sizes, strict=True)]
+        return "".join(
+            f"; {name} {weight / sum(self.weights):.2%} of sequences, {tokens / sum(drawn):.2%} of tokens "
+            f"({size[0]:,} in {size[1]:,})"
+            for name, weight, tokens, size in zip(self.parts, self.weights, drawn, sizes, strict=True)
+        )
+
+
+def _num_inputs(examples: Examples) -> int:
+    """Returns how many tokens are inputs, padding left out."""
+    if isinstance(examples, FirstFitExamples):
+        return int(examples.piece_lengths.sum())
+    assert isinstance(examples, StreamExamples)
+    return len(examples) * examples.sequence_length
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:

@@ -7,7 +7,8 @@ from pathlib import Path
 from meshtrain.data import chat_template
 from meshtrain.data.loader import Examples, Shaped
 from meshtrain.data.own_source import Data
-from meshtrain.data.text import find_files, tokens_as_text
+from meshtrain.data.parts import Part, named_parts
+from meshtrain.data.text import tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems
 from meshtrain.errors import Problems, UserError
@@ -17,9 +18,9 @@ from meshtrain.options import problems as option_problems
 # Sources of packed tokens -> what they read of what a user may name.
 INPUTS: Mapping[str, tuple[str, ...]] = {
     "python": ("tokenizer", "chat_template"),
-    "text": ("path", "tokenizer", "chat_template"),
-    "tokens": ("path", "chat_template"),
-    "chat": ("path", "tokenizer", "chat_template"),
+    "text": ("path", "validation_path", "tokenizer", "chat_template"),
+    "tokens": ("path", "validation_path", "chat_template"),
+    "chat": ("path", "validation_path", "tokenizer", "chat_template"),
     "synthetic": (),
 }
 TOKENS = tuple(INPUTS)
@@ -45,10 +46,16 @@ class DataOptions:
     path: str = option(
         "",
         "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; .jsonl for chat; images for "
-        "idx, whose labels are beside them; '' otherwise",
+        "idx, whose labels are beside them; '' otherwise. FILES:WEIGHT, comma separated, is a mixture of tokens, text or "
+        "chat, the weights being shares of sequences",
         names="path",
     )
-    validation_path: str = option("", "files of images for validation; '': a share of those of data.path", names="path")
+    validation_path: str = option(
+        "",
+        "files for validation, comma separated, each scored by itself as eval_loss/NAME: FILE, or NAME=FILES; '': a "
+        "share of the data of data.path",
+        names="path",
+    )
     text_field: str = option(
         "text", "the field of a .jsonl line that holds the document", only_for={"source": ("text",)}
     )
@@ -69,7 +76,10 @@ class DataOptions:
         only_for=READ,
     )
     validation_fraction: float = option(
-        0.05, "share of the data kept for validation, 0 to below 1", minimum=0, only_for={"source": CHATS}
+        0.05,
+        "share of the data kept for validation, 0 to below 1",
+        minimum=0,
+        only_for={"source": CHATS, "validation_path": ("",)},
     )
     num_threads: int = option(2, "threads that read ahead; 0 reads when asked", minimum=0, maximum=1024)
     num_prefetch_batches: int = option(4, "batches read ahead, on the host", minimum=1)
@@ -188,22 +198,23 @@ def check(options: DataOptions, reads_data: bool = True) -> list[str]:
     if "chat_template" in inputs:
         problems += chat_template.file_problems(options.chat_template)
     if "path" in inputs:
-        files, found = find_files(options.path)
+        parts, found = named_parts(options.path, options.validation_path)
         problems += found
         if not found:
-            problems += Problems(_KINDS[options.source](files)).lines()
+            kinds = ((part.key, line) for part in parts for line in _KINDS[options.source](part.files))
+            problems += Problems(line.replace("data.path", key, 1) for key, line in kinds).lines()
     return problems
 
 
-def checked_files(options: DataOptions) -> list[Path]:
-    """Returns the files of `data.path`, of a source of packed tokens.
+def checked_parts(options: DataOptions) -> list[Part]:
+    """Returns what `data.path` and `data.validation_path` name, of a source of packed tokens; one part without files.
 
     Raises:
       UserError: a line for each problem of the options and of these files, see `check`.
     """
     if problems := option_problems(options, "data") + check(options):
         raise UserError(*problems)
-    return find_files(options.path)[0]
+    return named_parts(options.path, options.validation_path)[0] if "path" in INPUTS[options.source] else [Part()]
 
 
 def _sidecar_problems(files: Iterable[Path]) -> list[str]:

@@ -10,6 +10,8 @@ from meshtrain.errors import is_finite
 from meshtrain.files import Json, JsonObject, read_json
 
 EVALUATED = "eval_"  # what the names of an evaluation's metrics begin with
+LOSS_OF = "eval_loss/"  # the loss of one validation set: its name follows
+EPOCHS = "epochs/"  # how often a source of a mixture was drawn: its name follows, as it does behind `tokens/`
 OF_EACH = re.compile(r"(.+)_each/(\d{1,9})")  # the load of one expert: the name of the metric, and the expert
 
 

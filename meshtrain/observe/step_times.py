@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import numpy as np
 
-from meshtrain.observe.run_files import OF_EACH
+from meshtrain.observe.run_files import EPOCHS, LOSS_OF, OF_EACH
 from meshtrain.sharding.trees import Arrays
 
 
@@ -239,7 +239,12 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
             said_already.add(unit)
     parts = [text(value) for name, text in known.items() if (value := values.get(name)) is not None]
     for name, value in values.items():
-        if value is not None and name not in known and name not in said_already and not OF_EACH.fullmatch(name):
+        is_said = name in known or name.partition("/")[0] in said_already or name.startswith(EPOCHS)
+        if value is None or is_said or OF_EACH.fullmatch(name):
+            continue
+        if name.startswith(LOSS_OF):
+            parts.append(f"{name.removeprefix(LOSS_OF)} {value:.4f}")
+        else:
             parts.append(f"{name.replace('_', ' ')} {value:.4g}")
     return "  ".join(part for part in parts if part)
 

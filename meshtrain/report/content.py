@@ -12,7 +12,7 @@ from meshtrain.cli.flags import flatten
 from meshtrain.cli.tables import format_bytes
 from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars
 from meshtrain.observe.page import as_it_stands, escaped, folded, heading, page, table
-from meshtrain.observe.run_files import EVALUATED
+from meshtrain.observe.run_files import EPOCHS, EVALUATED
 from meshtrain.report import loads
 from meshtrain.report.curves import figure, metrics
 from meshtrain.report.runs import Run
@@ -40,6 +40,8 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
     ]
     if drawn:
         parts += [heading("Load of each expert over the mean, mean of layers"), *drawn]
+    if rows := _sources(runs):
+        parts += [heading("Sources of data"), table(rows, ["run", "source", "epochs", "drawn"])]
     parts += [heading("Configuration"), *_configurations(runs)]
     if memory := _memory(runs):
         parts += [heading("Memory of a device"), *memory]
@@ -81,6 +83,16 @@ def _overview(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
             ]
         )
     return cells, header
+
+
+def _sources(runs: Sequence[Run]) -> list[list[str]]:
+    """Returns a row for each source of each mixture: run, name, epochs, and units drawn."""
+    rows = []
+    for run in runs:
+        for name in (name.removeprefix(EPOCHS) for name in run.log.curves if name.startswith(EPOCHS)):
+            epochs, units = _last(run, EPOCHS + name), _last(run, f"{run.log.unit}/{name}")
+            rows.append([run.name, name, f"{epochs or 0:.2f}", f"{units or 0:,.0f} {run.log.unit}"])
+    return rows
 
 
 def _last(run: Run, metric: str) -> float | None:

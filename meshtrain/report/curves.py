@@ -13,7 +13,7 @@ import numpy as np
 
 from meshtrain.files import JsonObject
 from meshtrain.observe import charts
-from meshtrain.observe.run_files import EVALUATED, OF_EACH
+from meshtrain.observe.run_files import EPOCHS, EVALUATED, OF_EACH
 from meshtrain.report.logs import Curve, Log
 
 # Points on the page, over all curves: about 45 bytes each, beside 4.8 MB of Plotly's own script.
@@ -87,7 +87,8 @@ def metrics(logs: Sequence[Log]) -> list[str]:
         for log in logs
         for name, curve in log.curves.items()
         if name not in _LEFT_OUT
-        and name not in units
+        and name.partition("/")[0] not in units
+        and not name.startswith(EPOCHS)
         and not OF_EACH.fullmatch(name)
         and (name not in _IF_ANY or np.nanmax(curve.values) > 0)
         and (name not in _IF_SEVERAL or len(curve.steps) > 1)

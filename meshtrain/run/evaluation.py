@@ -1,7 +1,9 @@
 """Sums and means over examples that are evaluated."""
 
+import functools
 import itertools
 import operator
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import jax
@@ -11,6 +13,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.data.loader import Examples, batches, sample_order
 from meshtrain.data.own_source import Data
+from meshtrain.data.packing import Parts
 from meshtrain.models.metrics import logged
 from meshtrain.models.task import Params, limits
 from meshtrain.observe.run_files import EVALUATED
@@ -21,9 +24,28 @@ Sums: TypeAlias = dict[str, Arrays]  # name -> float64 [], or a kind of `metrics
 
 
 def evaluate(assembly: Assembly, corpus: Data, state: TrainState) -> dict[str, float]:
-    """Returns mean loss and metrics over the same validation sequences each time, each of them counted once."""
-    sums = summed(assembly, state.params, corpus.validation, assembly.config.num_eval_batches)
-    return {EVALUATED + name: value for name, value in means(sums).items()}
+    """Returns mean loss and metrics over the same validation sequences each time, each of them counted once.
+
+    Of several validation sets it is all that is counted of each, and the loss of each by itself, `eval_loss/NAME`.
+    """
+    count = functools.partial(summed, assembly, state.params, num_batches=assembly.config.num_eval_batches)
+    sums = {name: count(examples) for name, examples in sets_of(corpus.validation).items()}
+    values = means(together(sums))
+    values |= {f"loss/{name}": means(one)["loss"] for name, one in sums.items() if len(sums) > 1}
+    return {EVALUATED + name: value for name, value in values.items()}
+
+
+def sets_of(validation: Examples, name: str = "") -> Mapping[str, Examples]:
+    """Returns name -> examples of each validation set; the only one is called `name`."""
+    return validation.parts if isinstance(validation, Parts) else {name: validation}
+
+
+def together(sums: Mapping[str, Sums]) -> Sums:
+    """Returns the sums over several sets of examples; empty where all are."""
+    total = Sums()
+    for one in sums.values():
+        total = jax.tree.map(operator.add, total, one) if total else one
+    return total
 
 
 def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: int) -> Sums:
@@ -62,3 +84,12 @@ def first_examples(config: Config, num_examples: int, num_batches: int) -> list[
     order = sample_order(num_examples, seed=config.seed, num_epochs=1)
     wanted = num_batches * config.batch_size or num_examples
     return [order[index] for index in range(min(wanted, num_examples))]
+
+
+def scored(config: Config, validation: Examples) -> list[int]:
+    """Returns which validation examples an evaluation of a run counts: the first of each set, see `first_examples`."""
+    found, start = list[int](), 0
+    for examples in sets_of(validation).values():
+        found += [start + number for number in first_examples(config, len(examples), config.num_eval_batches)]
+        start += len(examples)
+    return found

@@ -6,12 +6,17 @@ from meshtrain import options
 from meshtrain.config import data_sources
 from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus, tokenizer_for
-from meshtrain.data.loader import Examples, example_problems
+from meshtrain.data.loader import Examples, drawn_of, example_problems, next_sample
 from meshtrain.data.own_source import Data, MakeData, opened
+from meshtrain.data.packing import Parts
 from meshtrain.data.sources import Asked, is_own
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, warn
+from meshtrain.launch import peers
 from meshtrain.models.task import Task, entries, limits
+from meshtrain.observe.run_files import EPOCHS
+
+MOST_EPOCHS = 4
 
 
 def asked(config: Config, task: Task) -> Asked:
@@ -44,6 +49,32 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     if problems := example_problems(result.train[0], wanted.batch, wanted.limits, where):
         raise UserError(*problems)
     return result
+
+
+def drawn(config: Config, task: Task, corpus: Data, step: int) -> dict[str, float]:
+    """Returns what a run has drawn from each source of a mixture after a step, by arithmetic on the step alone.
+
+    `epochs/NAME`, and `tokens/NAME` (or the task's unit in place of tokens); nothing where there is one source.
+    """
+    if not (isinstance(corpus.train, Parts) and corpus.train.weights):
+        return {}
+    counts = drawn_of(corpus.train.weights, next_sample(step, config.batch_size))
+    values = dict[str, float]()
+    for (name, part), count in zip(corpus.train.parts.items(), counts, strict=True):
+        values[f"{EPOCHS}{name}"] = float(count / len(part))
+        values[f"{task.unit}/{name}"] = int(count) * task.num_units // config.batch_size
+    return values
+
+
+def warn_of_repeats(config: Config, task: Task, corpus: Data) -> None:
+    """Warns of each source of a mixture that a run repeats more than four times.
+
+    Repetitions beyond that are worth little: Muennighoff et al., Scaling data-constrained language models, 2023.
+    """
+    for name, value in drawn(config, task, corpus, config.num_steps).items():
+        if name.startswith(EPOCHS) and value > MOST_EPOCHS and peers.is_main_process():
+            warn(f"data.path: {name.removeprefix(EPOCHS)} is repeated {value:.1f} times in num_steps = "
+                 f"{config.num_steps:,}; nearest: a smaller weight for it, or more data")  # fmt: skip
 
 
 def open_files(config: Config, task: Task) -> Mapping[str, Examples] | None:

@@ -13,7 +13,8 @@ from meshtrain.config.config import to_json
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own_source import Data
 from meshtrain.errors import SaveFailed, UserError, unknown, warn
-from meshtrain.observe.run_files import EVALUATED
+from meshtrain.observe.run_files import EVALUATED, LOSS_OF
+from meshtrain.run.evaluation import sets_of
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
 
@@ -82,6 +83,8 @@ def refuse_unknown_metric(assembly: Assembly, corpus: Data) -> None:
         )
     sums = jax.eval_shape(assembly.eval_step, assembly.state.params, assembly.batch)
     names = [EVALUATED + name for name in ("loss", *sorted(sums.keys() - {"loss", "weight"}))]
+    if len(sets := sets_of(corpus.validation)) > 1:
+        names += [LOSS_OF + name for name in sets]
     if options.best_metric not in names:
         line = unknown("checkpoint.best_metric", options.best_metric, names)
         raise UserError(line if "did you mean" in line else f"{line}; nearest: {names[0]}")

@@ -18,8 +18,9 @@ from meshtrain.launch import peers
 from meshtrain.models.task import Params
 from meshtrain.observe.run_files import EVALUATED, SAMPLES_FILE
 from meshtrain.run import workdir
-from meshtrain.run.evaluation import first_examples
+from meshtrain.run.evaluation import scored
 from meshtrain.run.generating import decode_of, folded, generator, problems_of_task
+from meshtrain.run.opened import drawn
 from meshtrain.sharding.rules import Rules
 from meshtrain.step.state import TrainState
 
@@ -61,6 +62,8 @@ def show(
     lines += [f"validation {name:<6} {value:.4f}" for name, value in metrics_of_evaluation(values).items()]
     unit = assembly.task.unit
     lines.append(f"{unit:<17} {int(state.step) * assembly.task.num_units:,}")
+    of_sources = drawn(assembly.config, assembly.task, corpus, int(state.step))
+    lines += [f"{name:<17} {value:,.{0 if name.startswith(unit) else 2}f}" for name, value in of_sources.items()]
     if rate := rate_of_the_run(values, assembly.task.num_units):
         lines.append(f"{f'{unit} a second':<17} {rate:,.0f}")
     here = Path.cwd()
@@ -92,9 +95,9 @@ def bigram_of(config: Config, corpus: Corpus, run: Path) -> float | None:
       corpus: text that the bigram model learns from.
       run: the run's folder, which stores the result.
     """
-    scored = first_examples(config, len(corpus.validation), config.num_eval_batches)
-    compute = functools.partial(bigram_loss, corpus.train, corpus.validation, indices=scored)
-    result: float | None = workdir.kept(run, f"bigram_loss_on_{len(scored)}", compute)
+    indices = scored(config, corpus.validation)
+    compute = functools.partial(bigram_loss, corpus.train, corpus.validation, indices=indices)
+    result: float | None = workdir.kept(run, f"bigram_loss_on_{len(indices)}", compute)
     return result
 
 

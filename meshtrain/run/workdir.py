@@ -208,8 +208,8 @@ def refuse_other_corpus(run: Path, fingerprint: str) -> None:
     if "fingerprint" in facts and facts["fingerprint"] != fingerprint:
         raise UserError(
             f"workdir {run}: its run learned from data with hash {facts['fingerprint'][:12]}, and these have "
-            f"{fingerprint[:12]} (another Python, or files that changed); allowed: the same data; nearest: another "
-            "--workdir"
+            f"{fingerprint[:12]} (another Python, other weights, or files that changed); allowed: the same data; "
+            f"nearest: another --workdir, with --config.init_from={run} to begin with its weights"
         )
 
 
