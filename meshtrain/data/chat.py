@@ -18,9 +18,8 @@ import numpy as np
 
 from meshtrain.data.chat_template import ASSISTANT, BEGIN, END, ChatTemplate, Message, Spans, open_template
 from meshtrain.data.own_source import Data
-from meshtrain.data.packing import FirstFitExamples, Parts, TokenStream, pack_whole
-from meshtrain.data.parts import VALIDATION_PATH, joined, read_each, uses
-from meshtrain.data.sources import Asked, DataOptions, checked_parts
+from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
+from meshtrain.data.sources import Asked, DataOptions, checked_files
 from meshtrain.data.text import share
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError, nearest, warn
@@ -251,34 +250,29 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
             "data.source: got chat, whose answers alone count, with a task whose batch has no 'weights'; allowed: a "
             "task whose loss is weighted by them; nearest: task=decoder"
         )
-    parts, sequence_length = checked_parts(options), asked.sequence_length
+    files, sequence_length = checked_files(options), asked.sequence_length
     tokenizer = open_tokenizer(options.tokenizer, options.end_token)
-    lines = read_each(parts, lambda part: lines_of(options, part.files, tokenizer, asked.ids_below))
-    fraction = 0.0 if options.validation_path else options.validation_fraction
-    pairs = [_split(some, fraction) for some in lines]
-    tokens = [[tokenized(tokenizer, split) for split in pair] for pair in pairs]
-    fitted = [[as_examples(split, sequence_length, tokenizer) for split in pair] for pair in tokens]
+    lines = lines_of(options, files, tokenizer, asked.ids_below)
+    splits = _split(lines, options.validation_fraction)
+    tokens = [tokenized(tokenizer, split) for split in splits]
+    fitted = [as_examples(split, sequence_length, tokenizer) for split in tokens]
+    names = ("training", "validation") if options.validation_fraction else ("training",)
     empty = [
-        f"{part.key}: got {len(split)} lines for {use}{part.name and f' of {part.name}'}, {one.num_dropped} of them "
-        f"without a token of an answer within sequence_length = {sequence_length}; allowed: at least one line with an "
-        "answer; nearest: more lines, or another validation_fraction"
-        for part, pair, both in zip(parts, pairs, fitted, strict=True)
-        for use, split, one in zip(uses(part, fraction), pair, both, strict=False)
+        f"data.path: got {len(split)} lines for {name}, {one.num_dropped} of them without a token of an answer within "
+        f"sequence_length = {sequence_length}; allowed: at least one line with an answer; nearest: more lines, or "
+        "another validation_fraction"
+        for name, split, one in zip(names, splits, fitted, strict=False)
         if not one.num_lines
     ]
     if empty:
         raise UserError(*empty)
-    train, validation = joined(parts, [(first.examples, second.examples) for first, second in fitted])
-    held = [pair[part.key != VALIDATION_PATH] for part, pair in zip(reversed(parts), reversed(pairs), strict=True)]
-    weights = train.weights if isinstance(train, Parts) else ()
-    of_parts = [one for both in fitted for one in both if one.num_lines or len(parts) == 1]
     return Data(
-        train=train,
-        validation=validation,
-        fingerprint=_fingerprint([split for pair in tokens for split in pair], weights),
-        summary=f"chat of {options.path}: {summary(of_parts)}{train.shares() if isinstance(train, Parts) else ''}",
+        train=fitted[0].examples,
+        validation=fitted[1].examples,
+        fingerprint=_fingerprint(tokens),
+        summary=f"chat of {options.path}: {summary(fitted)}",
         text=tokenizer,
-        prompts=_prompts(next(filter(None, (*held, pairs[0][0])), [])),
+        prompts=_prompts(splits[1] or splits[0]),
     )
 
 
@@ -409,8 +403,8 @@ def losses(fitted: Sequence[Fitted]) -> str:
     return f"{truncated:,} lines truncated, {dropped:,} dropped without a token of an answer"
 
 
-def _fingerprint(splits: Sequence[Sequence[Tokens]], weights: Sequence[int]) -> str:
-    digest = hashlib.sha256("".join(f"{weight};" for weight in weights).encode())
+def _fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
+    digest = hashlib.sha256()
     for lines in splits:
         digest.update(f"{len(lines)}".encode())
         for line in lines:

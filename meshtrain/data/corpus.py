@@ -4,20 +4,22 @@ Shapes: T sequence_length, V vocabulary.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from meshtrain.data import chat
 from meshtrain.data.own_source import Data
-from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, pack
-from meshtrain.data.parts import PATH, Part, joined, named_parts, read_each, uses
-from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_parts, is_own
-from meshtrain.data.text import read_documents, share, standard_library
+from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, num_inputs, pack
+from meshtrain.data.parts import PATH, Part, named_parts
+from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_files, is_own
+from meshtrain.data.text import find_files, read_documents, share, standard_library
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError
@@ -84,7 +86,7 @@ def _first_file(options: DataOptions) -> Path:
     parts, problems = named_parts(options.path, "")
     if problems:
         raise UserError(*problems)
-    return parts[0].files[0]
+    return find_files(parts[0].paths)[0][0]
 
 
 def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
@@ -139,24 +141,21 @@ def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, 
 
 def _streams(
     options: DataOptions, files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int
-) -> tuple[tuple[TokenStream, TokenStream], str]:
-    """Returns the streams of both splits, and the digest of their ids."""
+) -> tuple[TokenStream, TokenStream, str, str]:
+    """Returns the streams of both splits, the digest of their ids, and a description of the source."""
     if options.source == "tokens":
-        arrays, digest = open_token_files(files, vocab_size, read_sidecar(_first_file(options)))
-        return _cut(TokenStream(tuple(arrays), tokenizer.end_id), options.validation_fraction), digest
+        arrays, digest = open_token_files(files, vocab_size)
+        train, validation = _cut(TokenStream(tuple(arrays), tokenizer.end_id), options.validation_fraction)
+        return train, validation, digest, f"{len(files)} token file(s)"
+    if problems := vocabulary_problems(tokenizer, vocab_size):
+        raise UserError(*problems)
     train, validation = _text_streams(options, files, tokenizer)
     ids = hashlib.sha256()
     for part in (*train.parts, *validation.parts):
         ids.update(np.ascontiguousarray(part).data)
-    return (train, validation), ids.hexdigest()
-
-
-def _what(options: DataOptions, parts: Sequence[Part]) -> str:
-    """Returns a description of the source."""
-    if options.source == "tokens":
-        return f"{sum(len(part.files) for part in parts if part.key == PATH)} token file(s)"
     version = ".".join(str(number) for number in sys.version_info[:3])
-    return f"standard library of Python {version}" if options.source == "python" else f"text of {options.path}"
+    what = f"standard library of Python {version}" if options.source == "python" else f"text of {options.path}"
+    return train, validation, ids.hexdigest(), what
 
 
 def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
@@ -170,38 +169,99 @@ def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
       UserError: a line for each thing wrong with the data: missing, empty, unreadable, not UTF-8, ids past the
         vocabulary, too little for one sequence.
     """
-    parts = checked_parts(options)
+    files = checked_files(options)
     if options.source == "synthetic":
         return _synthetic(asked)
     tokenizer = tokenizer_for(options, asked.ids_below)
-    if options.source != "tokens" and (problems := vocabulary_problems(tokenizer, asked.ids_below)):
-        raise UserError(*problems)
-    if options.validation_path:
-        options = dataclasses.replace(options, validation_fraction=0.0)
-    found = read_each(parts, lambda part: _streams(options, part.files, tokenizer, asked.ids_below))
-    streams = [pair for pair, _ in found]
-    packed = [tuple(pack(stream, asked.sequence_length, options.packing) for stream in pair) for pair in streams]
+    *streams, digest, what = _streams(options, files, tokenizer, asked.ids_below)
+    names = ("training", "validation") if options.validation_fraction else ("training",)
+    splits = [pack(stream, asked.sequence_length, options.packing) for stream in streams]
     problems = [
-        f"data: {len(stream)} tokens are left for {what}{part.name and f' of {part.name}'}; allowed: at least one "
-        f"sequence, sequence_length + 1 = {asked.sequence_length + 1} tokens; nearest: a smaller sequence_length, more "
-        "data, or another validation_fraction"
-        for part, pair, both in zip(parts, streams, packed, strict=True)
-        for what, stream, examples in zip(uses(part, options.validation_fraction), pair, both, strict=False)
+        f"data: {len(stream)} tokens are left for {name}; allowed: at least one sequence, sequence_length + 1 = "
+        f"{asked.sequence_length + 1} tokens; nearest: a smaller sequence_length, more data, or another "
+        "validation_fraction"
+        for name, stream, examples in zip(names, streams, splits, strict=False)
         if not len(examples)
     ]
     if problems:
         raise UserError(*problems)
-    train, validation = joined(parts, [(first, second) for first, second in packed])
-    lengths = [len(stream) for pair in streams for stream in pair]
-    weights = train.weights if isinstance(train, Parts) else ()
-    told = (*(digest for _, digest in found), *lengths, tokenizer.end_id, *weights)
+    (train, validation), lengths = splits, [len(stream) for stream in streams]
     return Corpus(
         train=train,
         validation=validation,
-        fingerprint=hashlib.sha256(" ".join(map(str, told)).encode()).hexdigest(),
-        summary=f"{_what(options, parts)}: {sum(lengths):,} tokens, {len(train):,} + {len(validation):,} sequences"
-        + (train.shares() if isinstance(train, Parts) else ""),
+        fingerprint=hashlib.sha256(f"{digest} {lengths[0]} {lengths[1]} {tokenizer.end_id}".encode()).hexdigest(),
+        summary=f"{what}: {sum(lengths):,} tokens, {len(train):,} + {len(validation):,} sequences",
         text=tokenizer,
+    )
+
+
+def open_parts(open_one: Callable[[DataOptions, Asked], Data], options: DataOptions, asked: Asked) -> Data:
+    """Opens the sources of `data.path` and the sets of `data.validation_path`, each as a source of its own.
+
+    Args:
+      open_one: opens one source, such as `open_corpus`.
+      options: of a source of packed tokens.
+      asked: by the run.
+
+    Raises:
+      UserError: a line for each problem of each of them.
+    """
+    if problems := check(options):
+        raise UserError(*problems)
+    parts = named_parts(options.path, options.validation_path)[0]
+    fraction = 0.0 if options.validation_path else options.validation_fraction
+    own = dataclasses.replace(options, validation_path="", validation_fraction=fraction)
+    of_each = [dataclasses.replace(own, path=part.paths) for part in parts]
+    if len(parts) == 1:
+        return open_one(of_each[0], asked)
+    opened, problems = list[Data](), _other_tokenizers(parts, of_each)
+    for part, its_options in zip(parts, of_each, strict=True):
+        try:
+            opened.append(open_one(its_options, asked))
+        except UserError as error:
+            problems += [line.replace(PATH, part.key, 1) for line in error.problems]
+    if problems:
+        raise UserError(*Problems(dict.fromkeys(problems)).lines())
+    return _joined(parts, opened)
+
+
+def _other_tokenizers(parts: Sequence[Part], of_each: Sequence[DataOptions]) -> list[str]:
+    """Returns one line for each part whose token files another tokenizer wrote than those of the first."""
+    if of_each[0].source != "tokens":
+        return []
+    files = [read_sidecar(_first_file(one)) for one in of_each]
+    written = [(file.tokenizer_sha256, file.vocab_size, file.end_id) for file in files]
+    return [
+        f"{part.key}: got '{part.paths}' of another tokenizer than '{parts[0].paths}'; allowed: files prepared with "
+        "one tokenizer; nearest: prepare them again"
+        for part, one in zip(parts, written, strict=True)
+        if one != written[0]
+    ]
+
+
+def _joined(parts: Sequence[Part], opened: Sequence[Data]) -> Data:
+    """Returns the data of a run: a mixture of several sources, and several validation sets by their names."""
+    named = [(part, typing.cast(Examples, data.train)) for part, data in zip(parts, opened, strict=True)]
+    sources = {part.name: examples for part, examples in named if part.key == PATH}
+    sets = {part.name: examples for part, examples in named if part.key != PATH}
+    if not sets:
+        sets = {name: typing.cast(Examples, data.validation) for name, data in zip(sources, opened, strict=True)}
+    weights = [part.weight for part in parts if part.key == PATH]
+    tokens = [weight * num_inputs(one) / len(one) for weight, one in zip(weights, sources.values(), strict=True)]
+    shares = [
+        f"{weight / sum(weights):.2%} of sequences, {one / sum(tokens):.2%} of tokens,"
+        for weight, one in zip(weights, tokens, strict=True)
+    ]
+    hows = [*(shares if len(sources) > 1 else [""]), *["for validation,"] * len(sets)]
+    what = [f"{part.name} {how} {data.summary}".strip() for part, how, data in zip(parts, hows, opened, strict=False)]
+    told = (*(data.fingerprint for data in opened), *weights)
+    return dataclasses.replace(
+        opened[0],
+        train=Parts(sources, tuple(weights)) if len(sources) > 1 else sources[""],
+        validation=Parts(sets) if len(sets) > 1 else next(iter(sets.values())),
+        fingerprint=hashlib.sha256(" ".join(map(str, told)).encode()).hexdigest(),
+        summary="; ".join(what),
+        prompts=opened[-1].prompts,
     )
 
 
@@ -236,13 +296,7 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
     Raises:
       UserError: a line for each thing wrong with the files, and for each file without a document of two tokens.
     """
-    parts, vocab_size = checked_parts(dataclasses.replace(options, validation_path="")), asked.ids_below
-    if len(parts) > 1:
-        raise UserError(
-            f"data.path: got weights in '{options.path}'; allowed: files, each of which is scored by itself; nearest: "
-            + ",".join(str(path) for part in parts for path in part.files)
-        )
-    files = parts[0].files
+    files, vocab_size = checked_files(options), asked.ids_below
     tokenizer = tokenizer_for(options, vocab_size)
     if options.source == "chat":
         return chat.open_whole(options, files, tokenizer, asked)
@@ -266,7 +320,7 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
 
 SOURCES: Mapping[str, Source] = {
     name: Source(
-        open=chat.open_chat if name == "chat" else open_corpus,
+        open=functools.partial(open_parts, chat.open_chat if name == "chat" else open_corpus),
         check=check,
         tokenizer=tokenizer_for,
         vocab_size=vocabulary_of,

@@ -204,24 +204,12 @@ class Parts:
         for part in self.parts.values():
             yield from part.pairs()
 
-    def shares(self) -> str:
-        """Returns what a mixture draws from each source, in words: rows of documents packed whole differ in tokens."""
-        if not self.weights:
-            return ""
-        sizes = [(_num_inputs(part), len(part)) for part in self.parts.values()]
-        drawn = [weight * tokens / rows for weight, (tokens, rows) in zip(self.weights, sizes, strict=True)]
-        return "".join(
-            f"; {name} {weight / sum(self.weights):.2%} of sequences, {tokens / sum(drawn):.2%} of tokens "
-            f"({size[0]:,} in {size[1]:,})"
-            for name, weight, tokens, size in zip(self.parts, self.weights, drawn, sizes, strict=True)
-        )
 
-
-def _num_inputs(examples: Examples) -> int:
+def num_inputs(examples: Examples) -> int:
     """Returns how many tokens are inputs, padding left out."""
     if isinstance(examples, FirstFitExamples):
         return int(examples.piece_lengths.sum())
-    assert isinstance(examples, StreamExamples)
+    assert isinstance(examples, StreamExamples), examples
     return len(examples) * examples.sequence_length
 
 

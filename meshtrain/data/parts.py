@@ -6,66 +6,65 @@ the name of a file, or a glob that matches one, is that and nothing else.
 
 import glob
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from meshtrain.data.packing import Examples, Parts
 from meshtrain.data.text import find_files
-from meshtrain.errors import Problems, UserError
 
 PATH, VALIDATION_PATH = "data.path", "data.validation_path"
 MOST_PERIOD = 100_000  # samples after which each source has its whole share
-_T = TypeVar("_T")
 
 
 class Part(NamedTuple):
-    """Files that belong together.
+    """A source, or a validation set.
 
     Attributes:
-      name: of a source of a mixture or a validation set; `` for the only source.
-      files: in order.
+      name: `` for the only source.
+      paths: its files or globs, comma separated.
       key: the option that names them.
       weight: of a source of a mixture, a whole number.
     """
 
-    name: str = ""
-    files: Sequence[Path] = ()
+    name: str
+    paths: str
     key: str = PATH
     weight: int = 1
 
 
 def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[str]]:
     """Returns what the two options name, the sources first, and one line for each problem; no file is read."""
-    items = [_weighted(text.strip()) for text in path.split(",") if text.strip()]
+    items = [_weighted(text) for text in _texts(path)]
     if any(weight is not None for _, weight in items):
-        parts, problems = _named([files for files, _ in items], PATH)
+        parts, problems = _named([paths for paths, _ in items], PATH)
         weights, wrong = _whole_weights(items)
         problems += wrong
-        if not problems:
-            parts = [part._replace(weight=weight) for part, weight in zip(parts, weights, strict=True)]
+        parts = [part._replace(weight=weight) for part, weight in zip(parts, weights, strict=False)] or parts
         if len(items) == 1:  # it is no mixture
             parts = [parts[0]._replace(name="")]
     else:
-        files, problems = find_files(path)
-        parts = [Part("", files)]
-    held, found = _named([text.strip() for text in validation_path.split(",") if text.strip()], VALIDATION_PATH)
-    trained = {file for part in parts for file in part.files}
+        parts, problems = [Part("", path)], find_files(path)[1]
+    held, found = _named(_texts(validation_path), VALIDATION_PATH)
+    trained = {file for part in parts for file in find_files(part.paths)[0]}
     found += [
         f"{VALIDATION_PATH}: got '{file}', which {PATH} names too; allowed: files that are not trained on; nearest: "
         "leave it out"
         for part in held
-        for file in part.files
+        for file in find_files(part.paths)[0]
         if file in trained
     ]
-    return parts + held, Problems(problems + found).lines()
+    return parts + held, problems + found
+
+
+def _texts(paths: str) -> list[str]:
+    return [text.strip() for text in paths.split(",") if text.strip()]
 
 
 def _weighted(text: str) -> tuple[str, str | None]:
     """Returns what stands before and after the last colon; None: there is no weight."""
-    files, _, weight = text.rpartition(":")
-    return (text, None) if not files or "/" in weight or find_files(text)[0] else (files, weight)
+    paths, _, weight = text.rpartition(":")
+    return (text, None) if not paths or "/" in weight or find_files(text)[0] else (paths, weight)
 
 
 def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[str]]:
@@ -77,13 +76,12 @@ def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[str]]:
             # A file's stem, or the folder that a glob is in.
             plain = [place for place in Path(item).parts if not glob.has_magic(place)]
             name, paths = Path(*plain).stem or item, item
-        files, found = find_files(paths)
-        problems += [line.replace(PATH, key, 1) for line in found]
+        problems += [line.replace(PATH, key, 1) for line in find_files(paths)[1]]
         if name in parts:
             problems.append(
                 f"{key}: got '{name}' twice as a name; allowed: one each; nearest: {name}{len(parts) + 1}={paths}"
             )
-        parts[name] = Part(name, files, key)
+        parts[name] = Part(name, paths, key)
     return list(parts.values()), problems
 
 
@@ -96,16 +94,16 @@ def _whole_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], 
     weights = [_positive(weight) for _, weight in items]
     if not all(weights):
         return [], [
-            f"{PATH}: got weight '{weight or ''}' of '{files}'; allowed: a number above 0 for each source; nearest: "
-            f"{files}:1"
-            for (files, weight), number in zip(items, weights, strict=True)
+            f"{PATH}: got weight '{weight or ''}' of '{paths}'; allowed: a number above 0 for each source; nearest: "
+            f"{paths}:1"
+            for (paths, weight), number in zip(items, weights, strict=True)
             if not number
         ]
     shares = [weight / sum(weights) for weight in weights]
     if (period := math.lcm(*(share.denominator for share in shares))) <= MOST_PERIOD:
         return [int(share * period) for share in shares], []
     rounded = [max(round(float(share), 4), 1e-4) for share in shares]
-    fix = ", ".join(f"{files}:{share:g}" for (files, _), share in zip(items, rounded, strict=True))
+    fix = ", ".join(f"{paths}:{share:g}" for (paths, _), share in zip(items, rounded, strict=True))
     return [], [
         f"{PATH}: got weights whose shares are whole after {period:,} samples; allowed: after at most {MOST_PERIOD:,}, "
         f"as shares of four digits are; nearest: {fix}"
@@ -118,46 +116,3 @@ def _positive(text: str | None) -> Fraction:
         return Fraction(text or "") if 0 < float(text or "") < math.inf else Fraction()
     except ValueError:
         return Fraction()
-
-
-def read_each(parts: Sequence[Part], read: Callable[[Part], _T]) -> list[_T]:
-    """Returns what a function returns for each part; the problems of all parts come together, each under its option.
-
-    Raises:
-      UserError: the function has raised it, with lines about `data.path`.
-    """
-    results, problems = list[_T](), dict[str, None]()
-    for part in parts:
-        try:
-            results.append(read(part))
-        except UserError as error:
-            problems |= dict.fromkeys(line.replace(PATH, part.key, 1) for line in error.problems)
-    if problems:
-        raise UserError(*Problems(problems).lines())
-    return results
-
-
-def uses(part: Part, validation_fraction: float) -> tuple[str, ...]:
-    """Returns what the splits of a part are for: the one that trains and the one held out, if any is."""
-    if part.key == VALIDATION_PATH:
-        return ("validation",)
-    return ("training", "validation") if validation_fraction else ("training",)
-
-
-def joined(parts: Sequence[Part], examples: Sequence[tuple[Examples, Examples]]) -> tuple[Examples, Examples]:
-    """Returns the examples to train on and those for validation.
-
-    Args:
-      parts: from `named_parts`.
-      examples: of each part those to train on, of a validation set all; and those that a source holds out.
-    """
-    train, own, held = dict[str, Examples](), dict[str, Examples](), dict[str, Examples]()
-    for part, (first, second) in zip(parts, examples, strict=True):
-        if part.key == PATH:
-            train[part.name], own[part.name] = first, second
-        else:
-            held[part.name] = first
-    held = held or own
-    weights = tuple(part.weight for part in parts if part.key == PATH)
-    mixed = train[""] if "" in train else Parts(train, weights)
-    return mixed, Parts(held) if len(held) > 1 else next(iter(held.values()))

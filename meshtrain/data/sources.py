@@ -7,8 +7,8 @@ from pathlib import Path
 from meshtrain.data import chat_template
 from meshtrain.data.loader import Examples, Shaped
 from meshtrain.data.own_source import Data
-from meshtrain.data.parts import Part, named_parts
-from meshtrain.data.text import tokens_as_text
+from meshtrain.data.parts import PATH, named_parts
+from meshtrain.data.text import find_files, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems
 from meshtrain.errors import Problems, UserError
@@ -46,14 +46,14 @@ class DataOptions:
     path: str = option(
         "",
         "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; .jsonl for chat; images for "
-        "idx, whose labels are beside them; '' otherwise. FILES:WEIGHT, comma separated, is a mixture of tokens, text or "
-        "chat, the weights being shares of sequences",
+        "idx, whose labels are beside them; '' otherwise. FILES:WEIGHT, comma separated, is a mixture of text, tokens or "
+        "chat by shares of sequences",
         names="path",
     )
     validation_path: str = option(
         "",
-        "files for validation, comma separated, each scored by itself as eval_loss/NAME: FILE, or NAME=FILES; '': a "
-        "share of the data of data.path",
+        "files for validation, comma separated, each scored as eval_loss/NAME: FILE, or NAME=FILES; '': a share of the "
+        "data of data.path",
         names="path",
     )
     text_field: str = option(
@@ -199,22 +199,29 @@ def check(options: DataOptions, reads_data: bool = True) -> list[str]:
         problems += chat_template.file_problems(options.chat_template)
     if "path" in inputs:
         parts, found = named_parts(options.path, options.validation_path)
-        problems += found
+        problems += Problems(found).lines()
         if not found:
-            kinds = ((part.key, line) for part in parts for line in _KINDS[options.source](part.files))
-            problems += Problems(line.replace("data.path", key, 1) for key, line in kinds).lines()
+            kind = _KINDS[options.source]
+            lines = ((part.key, line) for part in parts for line in kind(find_files(part.paths)[0]))
+            problems += Problems(line.replace(PATH, key, 1) for key, line in lines).lines()
     return problems
 
 
-def checked_parts(options: DataOptions) -> list[Part]:
-    """Returns what `data.path` and `data.validation_path` name, of a source of packed tokens; one part without files.
+def checked_files(options: DataOptions) -> list[Path]:
+    """Returns the files of `data.path`, of a source of packed tokens.
 
     Raises:
-      UserError: a line for each problem of the options and of these files, see `check`.
+      UserError: a line for each problem of the options and of these files, see `check`; or it is a mixture.
     """
     if problems := option_problems(options, "data") + check(options):
         raise UserError(*problems)
-    return named_parts(options.path, options.validation_path)[0] if "path" in INPUTS[options.source] else [Part()]
+    first, *others = named_parts(options.path, "")[0]
+    if others:
+        raise UserError(
+            f"{PATH}: got weights in '{options.path}', where each file is scored by itself; allowed: files or globs; "
+            f"nearest: {','.join(part.paths for part in (first, *others))}"
+        )
+    return find_files(first.paths)[0]
 
 
 def _sidecar_problems(files: Iterable[Path]) -> list[str]:

@@ -155,15 +155,12 @@ def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
     return tokenizer
 
 
-def open_token_files(
-    files: Sequence[Path], vocab_size: int, first: TokenFile | None = None
-) -> tuple[list[np.ndarray], str]:
+def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.ndarray], str]:
     """Memory-maps token files that belong together.
 
     Args:
       files: the .bin files, in order.
       vocab_size: the model's; every id must be below.
-      first: the description of a file that they belong to; None: the first of them.
 
     Returns:
       One read-only array [num_tokens] a file, and the digest of them all.
@@ -176,12 +173,11 @@ def open_token_files(
     digest = hashlib.sha256()
     for path in files:
         described.append(one := read_sidecar(path))
-        first = first or one
         names = ("vocab_size", "end_id", "tokenizer_sha256")
-        differing = [name for name in names if getattr(one, name) != getattr(first, name)]
+        differing = [name for name in names if getattr(one, name) != getattr(described[0], name)]
         problems += [
             f"data.path: '{path}' has {name} {getattr(one, name)!r}, but the first file has "
-            f"{getattr(first, name)!r}; allowed: files prepared with one tokenizer; nearest: prepare them again"
+            f"{getattr(described[0], name)!r}; allowed: files prepared with one tokenizer; nearest: prepare them again"
             for name in differing
         ]
         file_digest, problem = scan(path, one, vocab_size)

@@ -31,7 +31,7 @@ def evaluate(assembly: Assembly, corpus: Data, state: TrainState) -> dict[str, f
     count = functools.partial(summed, assembly, state.params, num_batches=assembly.config.num_eval_batches)
     sums = {name: count(examples) for name, examples in sets_of(corpus.validation).items()}
     values = means(together(sums))
-    values |= {f"loss/{name}": means(one)["loss"] for name, one in sums.items() if len(sums) > 1}
+    values |= {f"loss/{name}": means(one)["loss"] for name, one in sums.items() if one and len(sums) > 1}
     return {EVALUATED + name: value for name, value in values.items()}
 
 

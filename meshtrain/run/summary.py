@@ -16,7 +16,7 @@ from meshtrain.generation.answers import Wanted, answers, fitting
 from meshtrain.generation.sampling import Sampling
 from meshtrain.launch import peers
 from meshtrain.models.task import Params
-from meshtrain.observe.run_files import EVALUATED, SAMPLES_FILE
+from meshtrain.observe.run_files import EPOCHS, EVALUATED, SAMPLES_FILE
 from meshtrain.run import workdir
 from meshtrain.run.evaluation import scored
 from meshtrain.run.generating import decode_of, folded, generator, problems_of_task
@@ -63,7 +63,8 @@ def show(
     unit = assembly.task.unit
     lines.append(f"{unit:<17} {int(state.step) * assembly.task.num_units:,}")
     of_sources = drawn(assembly.config, assembly.task, corpus, int(state.step))
-    lines += [f"{name:<17} {value:,.{0 if name.startswith(unit) else 2}f}" for name, value in of_sources.items()]
+    for name in (name.removeprefix(EPOCHS) for name in of_sources if name.startswith(EPOCHS)):
+        lines.append(f"{name:<17} {of_sources[f'{unit}/{name}']:,} {unit}, {of_sources[EPOCHS + name]:.2f} epochs")
     if rate := rate_of_the_run(values, assembly.task.num_units):
         lines.append(f"{f'{unit} a second':<17} {rate:,.0f}")
     here = Path.cwd()
