@@ -29,6 +29,7 @@ from meshtrain.run.weights import assembled, configuration, restored
 from meshtrain.sharding.mesh import describe
 
 Values = Mapping[str, float]
+NAMED = {"data.source", "data.path"}
 VALIDATION = "validation"  # the only part where no files are named
 
 
@@ -60,7 +61,7 @@ def opened(assembly: Assembly, overrides: Mapping[str, str]) -> Scored:
     """
     num_batches = assembly.config.num_eval_batches if "num_eval_batches" in overrides else 0
     config, task = dataclasses.replace(assembly.config, num_eval_batches=num_batches), assembly.task
-    names_files = bool({"data.source", "data.path"} & overrides.keys())
+    names_files = bool(NAMED & overrides.keys())
     files = open_files(config, task) if names_files else None
     parts, tokenizer = (files, text_of(config, task)) if files is not None else _validation(config, task)
     return Scored(parts, _byte_lengths(assembly, tokenizer), num_batches)
@@ -159,6 +160,8 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     extra.add_argument("--step", type=int, help="the checkpoint to evaluate (default: the newest)")
     extra.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     arguments = flags.arguments(argv, extra)
+    if NAMED & arguments.overrides.keys():  # they are scored alone
+        arguments.overrides.setdefault("data.validation_path", "")
     problems = []
     if arguments.step is not None and arguments.step < 0:
         problems.append(f"--step: got {arguments.step}; allowed: the step of a checkpoint; nearest: leave it out")

@@ -69,7 +69,7 @@ def _weighted(text: str) -> tuple[str, str | None]:
 
 def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[str]]:
     """Returns the part that each item names, and one line for each that has no files or another one's name."""
-    parts, problems = dict[str, Part](), list[str]()
+    parts, problems = list[Part](), list[str]()
     for item in items:
         name, _, paths = item.rpartition("=")
         if not name or "/" in name or find_files(item)[0]:
@@ -77,12 +77,12 @@ def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[str]]:
             plain = [place for place in Path(item).parts if not glob.has_magic(place)]
             name, paths = Path(*plain).stem or item, item
         problems += [line.replace(PATH, key, 1) for line in find_files(paths)[1]]
-        if name in parts:
+        if name in (part.name for part in parts):
             problems.append(
                 f"{key}: got '{name}' twice as a name; allowed: one each; nearest: {name}{len(parts) + 1}={paths}"
             )
-        parts[name] = Part(name, paths, key)
-    return list(parts.values()), problems
+        parts.append(Part(name, paths, key))
+    return parts, problems
 
 
 def _whole_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], list[str]]:

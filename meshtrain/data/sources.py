@@ -46,8 +46,8 @@ class DataOptions:
     path: str = option(
         "",
         "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; .jsonl for chat; images for "
-        "idx, whose labels are beside them; '' otherwise. FILES:WEIGHT, comma separated, is a mixture of text, tokens or "
-        "chat by shares of sequences",
+        "idx, whose labels are beside them; '' otherwise. FILES:WEIGHT, comma separated, is a mixture by shares of "
+        "sequences, of text, tokens or chat",
         names="path",
     )
     validation_path: str = option(

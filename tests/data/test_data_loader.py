@@ -9,7 +9,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.data import loader
-from meshtrain.data.loader import batches, next_sample, sample_order
+from meshtrain.data.loader import batches, drawn_of, mixed_order, next_sample, sample_order, turns
+from meshtrain.data.packing import Parts
 from meshtrain.errors import UserError
 
 LENGTH = 4
@@ -21,6 +22,7 @@ class Numbered:
 
     num_examples: int
     read: list = dataclasses.field(default_factory=list)
+    start: int = 0
 
     def __len__(self):
         return self.num_examples
@@ -29,7 +31,7 @@ class Numbered:
         if not 0 <= index < self.num_examples:
             raise IndexError(index)
         self.read.append(int(index))
-        tokens = np.arange(LENGTH, dtype=np.int32) + 10 * np.int32(index)
+        tokens = np.arange(LENGTH, dtype=np.int32) + 10 * np.int32(self.start + index)
         same = dict.fromkeys(("targets", "segment_ids", "positions"), np.ones(LENGTH, np.int32))
         return {"tokens": tokens, **same, "weights": np.ones(LENGTH, np.float32)}
 
@@ -118,11 +120,21 @@ SHARDINGS = {
 }
 
 
+def alone():
+    return Numbered(30)
+
+
+def mixed():
+    """Three sources, of examples 0 to 11, 12 to 16, and 17 to 29."""
+    return Parts({"a": Numbered(12), "b": Numbered(5, start=12), "c": Numbered(13, start=17)}, (5, 3, 1))
+
+
+@pytest.mark.parametrize("examples", [alone, mixed])
 @pytest.mark.parametrize("make", SHARDINGS.values(), ids=SHARDINGS)
-def test_the_mesh_changes_nothing_but_where_rows_lie(make):
-    wanted = drawn(Numbered(30), 5, sharding=sharded(1, 1, num_devices=1))
+def test_the_mesh_changes_nothing_but_where_rows_lie(make, examples):
+    wanted = drawn(examples(), 5, sharding=sharded(1, 1, num_devices=1))
     sharding = make()
-    iterator = batches(Numbered(30), batch=batch_on(sharding), seed=3)
+    iterator = batches(examples(), batch=batch_on(sharding), seed=3)
     for expected in wanted:
         batch = next(iterator)
         assert set(batch) == {"tokens", "targets", "segment_ids", "positions", "weights"}
@@ -147,10 +159,11 @@ class OneProcess:
 
 @pytest.mark.parametrize("spec", [P("data"), P(("sequence", "data")), P(None, "sequence"), P()])
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_each_process_reads_its_own_rows_of_the_same_batch(spec, num_processes):
+@pytest.mark.parametrize("examples", [alone, mixed])
+def test_each_process_reads_its_own_rows_of_the_same_batch(spec, num_processes, examples):
     whole = sharded(4, 2, spec)
-    order = sample_order(30, seed=3)
-    [wanted] = drawn(Numbered(30), 1, start_step=2)
+    order = mixed_order(mixed(), seed=3) if examples is mixed else sample_order(30, seed=3)
+    [wanted] = drawn(examples(), 1, start_step=2)
     for devices in np.array_split(np.asarray(jax.devices()), num_processes):
         process = OneProcess(whole, tuple(devices))
         rows = loader._local_rows(process, (8, LENGTH))
@@ -158,10 +171,52 @@ def test_each_process_reads_its_own_rows_of_the_same_batch(spec, num_processes):
             row for index in process.addressable_devices_indices_map((8, LENGTH)).values() for row in range(8)[index[0]]
         }
         assert rows.tolist() == sorted(held)
-        examples = Numbered(30)
-        local = loader._local_batch(examples, order, next_sample(2, 8), rows, batch_on(whole), {})
+        data = examples()
+        local = loader._local_batch(data, order, next_sample(2, 8), rows, batch_on(whole), {})
         assert np.array_equal(local["tokens"], wanted["tokens"][rows])
-        assert len(examples.read) == len(rows)
+        sources = [data] if examples is alone else data.parts.values()
+        assert sum(len(source.read) for source in sources) == len(rows)
+
+
+WEIGHTS = [(1,), (1, 1), (7, 3), (14, 5, 1), (1, 1, 1, 1), (99, 1), (40, 30, 20, 5, 3, 1, 1), (467, 401, 89, 31, 7, 2)]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_at_every_sample_each_source_is_less_than_one_sample_away_from_its_share(weights):
+    num_samples = 3 * sum(weights)
+    sources = [int(turns(weights)[sample % sum(weights)]) for sample in range(num_samples)]
+    had = np.cumsum(np.asarray(sources)[:, None] == np.arange(len(weights)), axis=0)
+    shares = np.asarray(weights) * np.arange(1, num_samples + 1)[:, None]
+    assert np.abs(had * sum(weights) - shares).max() < sum(weights)
+    for sample in range(0, num_samples, 7):
+        assert drawn_of(weights, sample + 1).tolist() == had[sample].tolist()
+
+
+def test_shares_do_not_drift():
+    """10^15 samples: 7 : 3 rounded to hundredths of the smaller would be off by 3 * 10^11."""
+    assert drawn_of((7, 3), 10**15).tolist() == [7 * 10**14, 3 * 10**14]
+
+
+def test_a_mixture_takes_each_source_in_epochs_of_its_own():
+    mixture, num_samples = mixed(), 9 * 13 * 2
+    order = mixed_order(mixture, seed=3)
+    samples = [order[sample] for sample in range(num_samples)]
+    assert drawn_of(mixture.weights, num_samples).tolist() == [130, 78, 26]
+    sources = ((0, 12), (12, 5), (17, 13))
+    for first, size in sources:
+        own = [number for number in samples if first <= number < first + size]
+        epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
+        assert all(sorted(epoch) == list(range(first, first + size)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+    far = [order[10**12 + sample] for sample in range(90)]
+    assert [sum(first <= one < first + size for one in far) for first, size in sources] == [50, 30, 10]
+    assert [mixed_order(mixture, seed=4)[sample] for sample in range(90)] != samples[:90]
+
+
+@pytest.mark.parametrize("start_step", [1, 5, 17])
+def test_a_mixture_resumes_exactly(start_step):
+    whole = numbers(drawn(mixed(), 20))
+    assert numbers(drawn(mixed(), 20 - start_step, start_step=start_step)) == whole[start_step:]
 
 
 def test_the_last_batch_of_an_evaluation_is_filled_with_nothing():
