@@ -19,7 +19,7 @@ from meshtrain.data.own_source import Data
 from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, num_inputs, pack
 from meshtrain.data.parts import PATH, Part, named_parts
 from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_files, is_own
-from meshtrain.data.text import find_files, read_documents, share, standard_library
+from meshtrain.data.text import read_documents, share, standard_library
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError
@@ -86,7 +86,7 @@ def _first_file(options: DataOptions) -> Path:
     parts, problems = named_parts(options.path, "")
     if problems:
         raise UserError(*problems)
-    return find_files(parts[0].paths)[0][0]
+    return parts[0].files[0]
 
 
 def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
@@ -206,30 +206,30 @@ def open_parts(open_one: Callable[[DataOptions, Asked], Data], options: DataOpti
     Raises:
       UserError: a line for each problem of each of them.
     """
-    if problems := check(options):
-        raise UserError(*problems)
-    parts = named_parts(options.path, options.validation_path)[0]
+    parts, problems = named_parts(options.path, options.validation_path)
+    if problems and options.path:  # some sources read no files
+        raise UserError(*Problems(problems).lines())
     fraction = 0.0 if options.validation_path else options.validation_fraction
     own = dataclasses.replace(options, validation_path="", validation_fraction=fraction)
     of_each = [dataclasses.replace(own, path=part.paths) for part in parts]
     if len(parts) == 1:
         return open_one(of_each[0], asked)
-    opened, problems = list[Data](), _other_tokenizers(parts, of_each)
+    opened = list[Data]()
     for part, its_options in zip(parts, of_each, strict=True):
         try:
             opened.append(open_one(its_options, asked))
         except UserError as error:
             problems += [line.replace(PATH, part.key, 1) for line in error.problems]
+    if not problems and options.source == "tokens":
+        problems = _other_tokenizers(parts)
     if problems:
         raise UserError(*Problems(dict.fromkeys(problems)).lines())
     return _joined(parts, opened)
 
 
-def _other_tokenizers(parts: Sequence[Part], of_each: Sequence[DataOptions]) -> list[str]:
+def _other_tokenizers(parts: Sequence[Part]) -> list[str]:
     """Returns one line for each part whose token files another tokenizer wrote than those of the first."""
-    if of_each[0].source != "tokens":
-        return []
-    files = [read_sidecar(_first_file(one)) for one in of_each]
+    files = [read_sidecar(part.files[0]) for part in parts]
     written = [(file.tokenizer_sha256, file.vocab_size, file.end_id) for file in files]
     return [
         f"{part.key}: got '{part.paths}' of another tokenizer than '{parts[0].paths}'; allowed: files prepared with "

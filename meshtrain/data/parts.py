@@ -23,12 +23,14 @@ class Part(NamedTuple):
     Attributes:
       name: `` for the only source.
       paths: its files or globs, comma separated.
+      files: which these are, in order.
       key: the option that names them.
       weight: of a source of a mixture, a whole number.
     """
 
     name: str
     paths: str
+    files: Sequence[Path]
     key: str = PATH
     weight: int = 1
 
@@ -44,14 +46,15 @@ def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[str]]
         if len(items) == 1:  # it is no mixture
             parts = [parts[0]._replace(name="")]
     else:
-        parts, problems = [Part("", path)], find_files(path)[1]
+        files, problems = find_files(path)
+        parts = [Part("", path, files)]
     held, found = _named(_texts(validation_path), VALIDATION_PATH)
-    trained = {file for part in parts for file in find_files(part.paths)[0]}
+    trained = {file for part in parts for file in part.files}
     found += [
         f"{VALIDATION_PATH}: got '{file}', which {PATH} names too; allowed: files that are not trained on; nearest: "
         "leave it out"
         for part in held
-        for file in find_files(part.paths)[0]
+        for file in part.files
         if file in trained
     ]
     return parts + held, problems + found
@@ -76,12 +79,13 @@ def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[str]]:
             # A file's stem, or the folder that a glob is in.
             plain = [place for place in Path(item).parts if not glob.has_magic(place)]
             name, paths = Path(*plain).stem or item, item
-        problems += [line.replace(PATH, key, 1) for line in find_files(paths)[1]]
+        files, found = find_files(paths)
+        problems += [line.replace(PATH, key, 1) for line in found]
         if name in (part.name for part in parts):
             problems.append(
                 f"{key}: got '{name}' twice as a name; allowed: one each; nearest: {name}{len(parts) + 1}={paths}"
             )
-        parts.append(Part(name, paths, key))
+        parts.append(Part(name, paths, files, key))
     return parts, problems
 
 

@@ -8,7 +8,7 @@ from meshtrain.data import chat_template
 from meshtrain.data.loader import Examples, Shaped
 from meshtrain.data.own_source import Data
 from meshtrain.data.parts import PATH, named_parts
-from meshtrain.data.text import find_files, tokens_as_text
+from meshtrain.data.text import tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems
 from meshtrain.errors import Problems, UserError
@@ -202,7 +202,7 @@ def check(options: DataOptions, reads_data: bool = True) -> list[str]:
         problems += Problems(found).lines()
         if not found:
             kind = _KINDS[options.source]
-            lines = ((part.key, line) for part in parts for line in kind(find_files(part.paths)[0]))
+            lines = ((part.key, line) for part in parts for line in kind(part.files))
             problems += Problems(line.replace(PATH, key, 1) for key, line in lines).lines()
     return problems
 
@@ -221,7 +221,7 @@ def checked_files(options: DataOptions) -> list[Path]:
             f"{PATH}: got weights in '{options.path}', where each file is scored by itself; allowed: files or globs; "
             f"nearest: {','.join(part.paths for part in (first, *others))}"
         )
-    return find_files(first.paths)[0]
+    return list(first.files)
 
 
 def _sidecar_problems(files: Iterable[Path]) -> list[str]:

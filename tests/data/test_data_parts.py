@@ -138,7 +138,7 @@ def test_a_bigram_model_learns_from_all_sources(folder):
 
 def test_token_files_of_two_tokenizers_are_no_mixture(folder):
     described = json.loads((folder / "held.bin.json").read_text())
-    (folder / "held.bin.json").write_text(json.dumps(described | {"vocab_size": 258}))
+    (folder / "held.bin.json").write_text(json.dumps(described | {"end_id": 255}))
     with pytest.raises(UserError) as caught:
         opened("tokens", "web.bin:1, code.bin:1", validation_path="held.bin")
     assert caught.value.problems[0].startswith(
