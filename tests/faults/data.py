@@ -11,20 +11,6 @@ FAULTS = (
         "data/test_data_loader.py::test_resuming_reads_nothing_that_came_before",
     ),
     Fault(
-        "data/loader.py",
-        "orders[source][period * mixture.weights[source] + int(before[place])]",
-        "orders[source][sample]",
-        "a source of a mixture leaves out examples of its epoch",
-        "data/test_data_loader.py::test_a_mixture_takes_each_source_in_epochs_of_its_own",
-    ),
-    Fault(
-        "data/corpus.py",
-        "told = (*(data.fingerprint for data in opened), *weights)",
-        "told = [data.fingerprint for data in opened]",
-        "a run goes on with other weights of its sources",
-        "data/test_data_parts.py::test_sources_are_mixed_and_validation_has_files_of_its_own[text-txt]",
-    ),
-    Fault(
         "data/packing.py",
         '"weights": np.float32(1) - is_end.astype(np.float32),',
         '"weights": np.ones(length, np.float32),',
