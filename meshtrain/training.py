@@ -198,9 +198,8 @@ def run_steps(
             drawn=functools.partial(drawn, config, assembly.task, corpus),
             outer_step=outer_step,
         )
-        run_begun_seconds = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds)
-        goodput = Goodput(run_begun_seconds, trackers.done)
-        observers = loop.Observers(progress, profiler, watchdog, goodput, own_times)
+        since_seconds = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds)
+        observers = loop.Observers(progress, profiler, watchdog, Goodput(since_seconds, trackers.done), own_times)
         stream = _batches(assembly, corpus, start_step)
         last = loop.run(state, start_step, stream, timetable(config), throughput_of(assembly), actions, observers)
         with watchdog.patient():
