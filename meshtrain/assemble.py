@@ -204,7 +204,9 @@ def _on_mesh(
     step = (apart.step if apart else train_step)(gradients, update, scaling)
     bytes_of_layer = 0 if program else layer_bytes(params, axes, replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
-    options = _options(program, replicas, bytes_of_layer, gathers_early=early)
+    whole = jax.tree.map(lambda leaf, axes: placement.weight_spec(leaf.shape, axes), params, axes)
+    has_experts = any(EXPERT in axes_in(spec) for spec in jax.tree.leaves(whole))
+    options = _options(program, replicas, bytes_of_layer, gathers_early=early, splits_experts=has_experts)
     jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options={one.name: one.value for one in options})
     return Assembly(
         config=config,
@@ -254,18 +256,16 @@ def device_kind(mesh: Mesh) -> str:
 
 
 def _options(
-    program: Program | None, replicas: Replicas, bytes_of_layer: int, *, gathers_early: bool
+    program: Program | None, replicas: Replicas, bytes_of_layer: int, *, gathers_early: bool, splits_experts: bool
 ) -> tuple[CompilerOption, ...]:
     """Returns the compiler options of a step; see `compiler.options_of`."""
-    mesh = replicas.mesh
-    by_chunk = program is not None and (program.reduces_chunks or mesh.shape[EXPERT] > 1)
     return options_of(
-        device_kind(mesh),
+        device_kind(replicas.mesh),
         bytes_of_layer,
         is_late=replicas.is_late,
-        by_chunk=by_chunk,
+        by_chunk=program is not None and (program.reduces_chunks or splits_experts),
         gathers_early=gathers_early,
-        splits_experts=program is None and mesh.shape[EXPERT] > 1,
+        splits_experts=program is None and splits_experts,
     )
 
 

@@ -38,6 +38,7 @@ class Trained:
       losses: of each step.
       grad_norms: of each step, before clipping.
       loads: in each step that of experts and of each of them, which come from counts of tokens; empty without experts.
+      expert_parts: the most parts in which a device computed the rows of its experts; 1 without experts.
     """
 
     initial: Leaves
@@ -46,6 +47,7 @@ class Trained:
     losses: np.ndarray
     grad_norms: np.ndarray
     loads: tuple[float | list[float], ...] = ()
+    expert_parts: float = 1
 
 
 def assert_same(got: Trained, expected: Trained, *, zero_gradients: bool = False) -> None:

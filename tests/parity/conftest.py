@@ -33,12 +33,12 @@ def reference() -> Callable[[Config], Trained]:
 
 
 @pytest.fixture(scope="session")
-def assert_parity(reference: Callable[[Config], Trained]) -> Callable[..., None]:
-    """A function (configuration, mesh axes) -> None that compares a run on the mesh with its reference."""
+def assert_parity(reference: Callable[[Config], Trained]) -> Callable[..., Trained]:
+    """A function (configuration, mesh axes) -> a run on the mesh, compared with its reference."""
 
-    def compare(config: Config, **axes: int) -> None:
-        assert_same(
-            runs.train(config, runs.sizes(**axes)), reference(config), zero_gradients=runs.has_zero_gradients(config)
-        )
+    def compare(config: Config, **axes: int) -> Trained:
+        got = runs.train(config, runs.sizes(**axes))
+        assert_same(got, reference(config), zero_gradients=runs.has_zero_gradients(config))
+        return got
 
     return compare

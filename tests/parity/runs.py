@@ -12,7 +12,7 @@ import optax
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.models.metrics import all_logged
+from meshtrain.models.metrics import EXPERT_PARTS, all_logged
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
@@ -124,16 +124,17 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
         state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     initial = by_path(assembly.to_kept(state).params)
     step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
-    losses, norms, loads, gradients = [], [], [], {}
+    losses, norms, loads, gradients, parts = [], [], [], {}, [1.0]
     for batch in example_batches(config.num_steps):
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
         state, metrics = step(state, placed)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
         loads += [np.asarray(metrics[name]).tolist() for name in metrics if name.startswith(LOAD)]
+        parts += [float(metrics[name]) for name in metrics if name == EXPERT_PARTS]
         gradients = gradients or first_moments(assembly.to_kept(state).opt_state)
     final = by_path(assembly.to_kept(state).params)
-    return Trained(initial, final, gradients, np.array(losses), np.array(norms), tuple(loads))
+    return Trained(initial, final, gradients, np.array(losses), np.array(norms), tuple(loads), max(parts))
 
 
 @functools.cache

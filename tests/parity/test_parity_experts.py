@@ -27,11 +27,9 @@ CONFIG = dataclasses.replace(runs.CONFIG, model=MIXTRAL)
 IN_CHUNKS = PipelineOptions(schedule="interleaved_1f1b", num_microbatches=4, num_chunks=2)
 SCATTERED, AGAIN = LayoutOptions(sequence_parallel=True), RematOptions("full")
 LITTLE = 0.3  # room of a part, so that a device computes several; and its tokens go in two turns
-FAST = [
-    ({"fsdp": 2, "expert": 2, "tensor": 2}, {"accumulation_steps": 2, "layout": SCATTERED}),
+WHOLE = {"fsdp": 2, "expert": 2, "tensor": 2}, {"accumulation_steps": 2, "layout": SCATTERED}
+CUT = [  # the first is fast
     ({"data": 2, "expert": 4}, {"model": DEEPSEEK, "accumulation_steps": 2, "zero": ZeroOptions(level=2)}),
-]
-SLOW = [
     ({"data": 2, "expert": 2}, {"model": DEEPSEEK, "zero": ZeroOptions(level=3), "remat": RematOptions("dots")}),
     ({"data": 2, "fsdp": 2, "expert": 2}, {"zero": ZeroOptions(level=1), "remat": AGAIN, "accumulation_steps": 2}),
     ({"expert": 2, "context": 2, "tensor": 2}, {"model": DEEPSEEK, "accumulation_steps": 2}),
@@ -44,20 +42,21 @@ def names(cases):
     return ["-".join(f"{axis}{size}" for axis, size in mesh.items()) for mesh, _ in cases]
 
 
-@pytest.mark.parametrize(("mesh", "changes"), FAST, ids=names(FAST))
-def test_mesh_changes_no_number_and_no_count(mesh, changes, assert_parity, monkeypatch):
-    if "data" in mesh:
-        monkeypatch.setattr(parts, "ROOM", LITTLE)
-        monkeypatch.setattr(parts, "LEAST_ROWS_OF_TURN", 1)
+def test_mesh_changes_no_number_and_no_count(assert_parity):
+    mesh, changes = WHOLE
     assert_parity(dataclasses.replace(CONFIG, **changes), **mesh)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "changes"), SLOW, ids=names(SLOW))
-def test_other_meshes_and_levels_change_no_number_and_no_count(mesh, changes, assert_parity, monkeypatch):
+@pytest.mark.parametrize(
+    ("mesh", "changes"), [CUT[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CUT[1:])], ids=names(CUT)
+)
+def test_parts_and_turns_change_no_number_and_no_count(mesh, changes, assert_parity, monkeypatch):
+    turns, num_turns = [], parts.num_turns
+    monkeypatch.setattr(parts, "num_turns", lambda *given: turns.append(num_turns(*given)) or turns[-1])
     monkeypatch.setattr(parts, "ROOM", LITTLE)
     monkeypatch.setattr(parts, "LEAST_ROWS_OF_TURN", 1)
-    assert_parity(dataclasses.replace(CONFIG, **changes), **mesh)
+    got = assert_parity(dataclasses.replace(CONFIG, **changes), **mesh)
+    assert (max(turns), got.expert_parts > 1) == (2, True)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Training and planning compile with the same options."""
 
+import dataclasses
 import importlib
 import math
 import pathlib
@@ -109,16 +110,30 @@ def test_loops_that_exchange_tokens_have_options_of_their_own(monkeypatch, versi
 
 
 @pytest.mark.parametrize(
-    ("sizes", "has_them"), [({"expert": 2}, True), ({"fsdp": 2}, False), ({"expert": 2, "pipeline": 2}, False)]
+    ("sizes", "num_experts", "of_loops", "of_rows"),
+    [
+        ({"expert": 2}, 4, True, False),
+        ({"fsdp": 2}, 4, False, False),
+        ({"expert": 2}, 0, False, False),
+        ({"expert": 2, "pipeline": 2}, 4, False, True),
+        ({"fsdp": 2, "pipeline": 2}, 4, False, False),
+        ({"expert": 2, "pipeline": 2}, 0, False, False),
+    ],
 )
-def test_they_are_those_of_layers_outside_of_a_pipeline(monkeypatch, sizes, has_them):
+def test_options_of_split_experts_are_given_only_where_there_are_some(
+    monkeypatch, sizes, num_experts, of_loops, of_rows
+):
+    """Without experts the axis splits the batch and the storage of weights."""
     given = []
     module = importlib.import_module("meshtrain.assemble")  # whatever the package calls so
-    monkeypatch.setattr(module, "options_of", lambda *_, **named: given.append(named["splits_experts"]) or ())
-    model = DecoderOptions(num_layers=2, embed_dim=32, num_heads=4, vocab_size=257, num_experts=4, expert_dim=16)
+    monkeypatch.setattr(
+        module, "options_of", lambda *_, **named: given.append((named["splits_experts"], named["by_chunk"])) or ()
+    )
+    model = DecoderOptions(num_layers=2, embed_dim=32, num_heads=4, vocab_size=257, mlp_dim=16)
+    model = dataclasses.replace(model, num_experts=num_experts, expert_dim=16)
     config = Config(batch_size=8, sequence_length=16, model=model)
     assemble(config, dict.fromkeys(AXES, 1) | sizes, jax.devices()[: math.prod(sizes.values())])
-    assert given == [has_them]
+    assert given == [(of_loops, of_rows)]
 
 
 NOISE = """
