@@ -1,11 +1,12 @@
 """One command line: `python -m meshtrain COMMAND ...`, and `meshtrain COMMAND ...` once the package is installed."""
 
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from meshtrain import options
+from meshtrain import __version__, options
 from meshtrain.cli.flags import program
 from meshtrain.cli.tables import aligned
 from meshtrain.errors import UserError, run, unknown
@@ -30,7 +31,8 @@ COMMANDS = {
     "launch": ("meshtrain.launch.__main__", "start a program in several processes on this machine"),
     "config": ("meshtrain.config.__main__", "list the fields of a configuration: type, default, meaning"),
 }
-_EXAMPLE = "train --config=configs/3d.py"
+_EXAMPLE = "train --config=3d"
+_NAMED_WITH = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")  # by `--version`
 
 
 def usage() -> str:
@@ -42,10 +44,19 @@ def usage() -> str:
             "",
             aligned(rows, ("command", "what it does")),
             "",
-            f"`{program()} COMMAND --help` lists a command's arguments.",
+            f"`{program()} COMMAND --help` lists a command's arguments; `{program()} --version` says what is installed.",
             f"An example: {program()} {_EXAMPLE}",
         ]
     )
+
+
+def versions() -> str:
+    """Returns what `--version` prints: a line for meshtrain and for each package that decides what it computes."""
+    lines = [f"meshtrain {__version__}"]
+    for name in _NAMED_WITH:
+        found = [distribution.version for distribution in importlib.metadata.distributions(name=name)]
+        lines.append(f"{name} {found[0] if found else 'not installed'}")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,6 +71,9 @@ def main(argv: Sequence[str]) -> int:
     command, *rest = argv or [""]
     if command in ("-h", "--help"):
         print(usage())
+        return 0
+    if command == "--version":
+        print(versions())
         return 0
     if command not in COMMANDS:
         line = unknown("command", command, list(COMMANDS))

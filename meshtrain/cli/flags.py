@@ -31,8 +31,9 @@ _MOST_LISTED = 20  # files of a folder
 _DEEPEST = 20  # nested groups; without a limit a mapping that contains itself would recurse forever
 _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
-`python -m meshtrain config` lists the fields with their types, defaults and meanings.
+`{} config` lists the fields with their types, defaults and meanings.
 """
+NEAR_EXAMPLE = "; nearest: --config=3d"  # ends a line: a configuration that runs, from any folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +111,13 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
     parser = Parser(
         prog=extra.prog if extra else None,
         description=extra.description if extra else None,
-        epilog=_USAGE,
+        epilog=_USAGE.format(program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[extra] if extra else [],
         conflict_handler="resolve",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="a Python file with get_config(), such as configs/3d.py")
+    parser.add_argument("--config", metavar="FILE", help="a Python file with get_config(), or the name of one of meshtrain's own: 3d")
     parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/ and the config's name)")
     parser.add_argument("--config.GROUP.FIELD", dest="_", metavar="VALUE", help="sets one field of the configuration")
     namespace, unknown_words = parser.parse_known_args(rest)
@@ -171,24 +172,38 @@ def unknown_arguments(words: Sequence[str], allowed: Sequence[str]) -> list[str]
     return lines
 
 
+def named() -> dict[str, pathlib.Path]:
+    """Returns name -> file of meshtrain's own configurations, which an installation holds in the package.
+
+    >>> named()["3d"].name
+    '3d.py'
+    """
+    package = pathlib.Path(__file__).parents[1]
+    files = list((package / "configs").glob("*.py")) or list((package.parent / "configs").glob("*.py"))
+    return {path.stem: path for path in sorted(files)}
+
+
 def load(path: str, keys: Sequence[str]) -> Imported:
     """Runs a configuration file and returns what its `get_config()` returns.
 
     Args:
-      path: a Python file.
+      path: a Python file, or else the name of one of meshtrain's own.
       keys: the dotted keys of the configuration, to suggest one for a misspelt name.
 
     Raises:
       UserError: one line: no such file, not Python, no `get_config`, or an exception in it with its line number.
     """
     if (what := what_is_at(path)) != "a file":
-        raise UserError(_no_file(path, what))
+        own = named()
+        if path not in own:
+            raise UserError(_no_file(path, what, list(own)))
+        path = str(own[path])
     # Compiled rather than imported: 3d.py is no legal module name, and an import would write a __pycache__.
     module: dict[str, Imported] = {"__name__": pathlib.Path(path).stem, "__file__": path}
     try:
         exec(compile(pathlib.Path(path).read_bytes(), path, "exec"), module)
         if "get_config" not in module:
-            fix = nearest("get_config", [name for name in module if callable(module[name])]) or near_example()
+            fix = nearest("get_config", [name for name in module if callable(module[name])]) or NEAR_EXAMPLE
             raise UserError(f"--config: '{path}' has no get_config(); allowed: a function of that name{fix}")
         given = module["get_config"]()
         if inspect.iscoroutine(given):
@@ -199,19 +214,12 @@ def load(path: str, keys: Sequence[str]) -> Imported:
     except SyntaxError as error:
         line = f":{error.lineno}" if error.lineno else ""
         reason = f"{path}{line}: {type(error).__name__}: {error.msg}"
-        raise UserError(f"{reason}; allowed: Python in UTF-8{near_example()}") from error
+        raise UserError(f"{reason}; allowed: Python in UTF-8{NEAR_EXAMPLE}") from error
     except BaseException as error:  # SystemExit too: a configuration file must not end the program
         raise UserError(_raised_inside(path, error, keys)) from error
 
 
-def near_example() -> str:
-    """Returns `; nearest: ` and a configuration file that runs, for the end of a line."""
-    is_here = what_is_at("configs/3d.py") == "a file"  # of the repository; an installation has none
-    one_line = "a file of one line, from meshtrain.config import default as get_config"
-    return f"; nearest: {'configs/3d.py' if is_here else one_line}"
-
-
-def _no_file(path: str, what: str) -> str:
+def _no_file(path: str, what: str, own: Sequence[str]) -> str:
     folder = pathlib.Path(path).parent
     others = []
     if what_is_at(folder) == "a folder":
@@ -219,8 +227,8 @@ def _no_file(path: str, what: str) -> str:
     listed = f"; in that folder: {', '.join(others[:_MOST_LISTED])}" if others else ""
     states = {"nothing there": "does not exist", "a folder": "is not a file but a folder"}
     got = states[what] if what in states else f"cannot be read: {what}"
-    fix = nearest(path, others) or near_example()
-    return f"--config: '{path}' {got}; allowed: a Python file with get_config(){listed}{fix}"
+    fix = nearest(path, others) or nearest(pathlib.Path(path).stem, own) or NEAR_EXAMPLE
+    return f"--config: '{path}' {got}; allowed: a Python file with get_config(), or {', '.join(own)}{listed}{fix}"
 
 
 def _raised_inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
@@ -233,9 +241,9 @@ def _raised_inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
     word = re.match(r'\W*(?:Key ")?(\w+)', reason)
     last_frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, (AttributeError, KeyError)) and word and "ml_collections" in last_frame.filename:
-        fix = nearest(word[1], names) or near_example()
-        return f"{where}: unknown key '{word[1]}'; allowed: what `python -m meshtrain config` lists{fix}"
-    return f"{where}: {type(error).__name__}: {reason}; allowed: a get_config() that returns{near_example()}"
+        fix = nearest(word[1], names) or NEAR_EXAMPLE
+        return f"{where}: unknown key '{word[1]}'; allowed: what `{program()} config` lists{fix}"
+    return f"{where}: {type(error).__name__}: {reason}; allowed: a get_config() that returns{NEAR_EXAMPLE}"
 
 
 def schema(options: Options, prefix: str = "") -> dict[str, Entry]:
@@ -376,7 +384,7 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> str:
     if top in groups:
         allowed = ", ".join(name for name in entries if name.startswith(f"{top}."))
     else:
-        allowed = "what `python -m meshtrain config` lists"
+        allowed = f"what `{program()} config` lists"
     return f"{key}: unknown key; allowed: {allowed}{fix}"
 
 

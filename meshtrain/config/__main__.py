@@ -1,8 +1,9 @@
-"""Prints every field of a configuration: `python -m meshtrain config [--config=FILE]`."""
+"""Fields and files of configurations: `python -m meshtrain config [--config=FILE] [--copy=NAME]`."""
 
 import argparse
 import dataclasses
 import json
+import pathlib
 import shutil
 import sys
 import textwrap
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 from meshtrain.cli import flags
 from meshtrain.cli.tables import aligned
 from meshtrain.config.config import Config, defaults_of, parse
-from meshtrain.errors import run
+from meshtrain.errors import UserError, run, unknown
+from meshtrain.files import write_whole
 
 WIDTH = 120  # characters in a line, where no terminal says how many it has
 LEAST_TEXT = 30  # characters for the meanings, however narrow the terminal
@@ -44,10 +46,35 @@ def table(config: Config, width: int) -> str:
     return aligned(lines, [header[i] for i in shown])
 
 
+def copy(name: str) -> pathlib.Path:
+    """Writes one of meshtrain's own configurations into the working directory and returns the file.
+
+    Raises:
+      UserError: no such configuration, a file of its name that is there, or a folder that cannot be written.
+    """
+    own, file = flags.named(), pathlib.Path(f"{name}.py")
+    if name not in own:
+        line = unknown("--copy", name, list(own))
+        raise UserError(line if "did you mean" in line else f"{line}; nearest: 3d")
+    if file.exists():
+        raise UserError(f"--copy: got '{name}', and {file} is here; allowed: a new file; nearest: another folder")
+    if problems := flags.unwritable(pathlib.Path(), "--copy", "another folder"):
+        raise UserError(*problems)
+    write_whole(file, own[name].read_bytes())
+    return file
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints every field of the configuration that the arguments name, or of the default one."""
     extra = argparse.ArgumentParser(prog="python -m meshtrain config", description=main.__doc__, add_help=False)
+    extra.add_argument(
+        "--copy", metavar="NAME", help=f"write one of meshtrain's own here, to be changed: {', '.join(flags.named())}"
+    )
     config, arguments = parse(argv, extra, reads_data=False)
+    if arguments.copy is not None:
+        file = copy(arguments.copy)
+        print(f"{file}: change it, then {flags.program()} train --config={file}")
+        return 0
     if arguments.config is None and not arguments.overrides:
         config = Config()  # the declared defaults: `parse` has filled in the vocabulary of the data
     print(table(config, shutil.get_terminal_size((WIDTH, 0)).columns))

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from meshtrain.cli.flags import program
 from meshtrain.errors import UserError, nearest, run
 from meshtrain.launch import local_processes
 
@@ -15,9 +16,9 @@ from meshtrain.launch import local_processes
 def parser() -> argparse.ArgumentParser:
     """Returns the description of the command line, up to the `--`."""
     result = argparse.ArgumentParser(
-        prog="python -m meshtrain launch",
+        prog=f"{program()} launch",
         description="Starts a program in several processes that find each other, and ends them together.",
-        usage="%(prog)s --processes=N [--devices=N] [--restarts=N] -- -m meshtrain train --config=configs/3d.py ...",
+        usage="%(prog)s --processes=N [--devices=N] [--restarts=N] -- -m meshtrain train --config=3d ...",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -54,7 +55,7 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
     if not command:
         problems.append(
             "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train "
-            "--config=configs/3d.py"
+            "--config=3d"
         )
     limits = {
         "processes": (1, local_processes.MAX_PROCESSES),

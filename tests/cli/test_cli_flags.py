@@ -1,4 +1,5 @@
 import argparse
+import contextlib
 import dataclasses
 import pathlib
 import subprocess
@@ -34,6 +35,7 @@ class Bounded:
 
 
 ENTRIES = flags.schema(Outer())
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize(
@@ -258,15 +260,31 @@ def test_so_is_a_module_whose_exception_cannot_be_shown(tmp_path, monkeypatch):
         options.imported_function("task", "unspeakable:f", ["decoder"])
 
 
-def test_the_nearest_file_is_one_that_is_there(tmp_path, monkeypatch):
-    """An installation has no folder configs: the line ends with a file that anyone can write."""
-    with pytest.raises(UserError, match=r"; nearest: configs/3d.py$"):
-        flags.load(str(tmp_path / "zzz.py"), [])
+def test_meshtrain_s_own_configurations_have_names_in_any_folder(tmp_path, monkeypatch):
+    """An installation has no folder configs: what a line suggests runs there too."""
+    assert {*flags.named()} == {path.stem for path in CONFIGS.glob("*.py")}
+    own = flags.load(str(CONFIGS / "3d.py"), [])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=rf"allowed: .*, or 3d, data, .*{flags.NEAR_EXAMPLE}$"):
+        flags.load("zzz.py", [])
+    with pytest.raises(UserError, match=r"did you mean '3d'\?$"):
         flags.load("configs/3d.py", [])
-    _, _, line = str(caught.value).partition("; nearest: a file of one line, ")
-    assert resolve(load(tmp_path / "x.py", line)) == Config(model=DecoderOptions(vocab_size=257))
+    assert flags.NEAR_EXAMPLE.endswith("--config=3d")
+    assert flags.load("3d", []) == own
+    (tmp_path / "tiny").write_text("def get_config():\n    return {'seed': 7}")
+    assert flags.load("tiny", []) == {"seed": 7}, "a file of one's own comes first"
+    assert flags.default_workdir("3d") == flags.default_workdir("configs/3d.py")
+
+
+@pytest.mark.parametrize(("typed", "program"), [("/a/bin/meshtrain", "meshtrain"), ("-m", "python -m meshtrain")])
+def test_usage_says_what_was_typed(typed, program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [typed])
+    for words, mark in ((["train", "--help"], f"`{program} config`"), (["launch", "--help"], ""), (["--help"], "")):
+        with contextlib.suppress(SystemExit):
+            __main__.main(words)
+        said = capsys.readouterr().out
+        assert said.startswith(f"usage: {program} "), words
+        assert mark in said
 
 
 def test_a_file_that_is_not_there(tmp_path):

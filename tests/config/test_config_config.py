@@ -282,3 +282,18 @@ def test_checks_of_weights_touch_no_device():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "mesh.tensor" in done.stdout
+
+
+def test_a_configuration_of_ours_is_copied_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert fields.main(["--copy=llama3_8b"]) == 0
+    assert capsys.readouterr().out.endswith(" train --config=llama3_8b.py\n")
+    copied = tmp_path / "llama3_8b.py"
+    assert copied.read_bytes() == (ROOT / "configs" / "llama3_8b.py").read_bytes()
+    copied.write_text("changed")
+    refused = {"llama3_8b": "llama3_8b.py is here; allowed: ", "llama3_8": r"did you mean 'llama3_8b'\?$"}
+    for name, line in (refused | {"../x": "nearest: 3d$"}).items():
+        with pytest.raises(UserError, match=rf"^--copy: got '{name}'.*{line}"):
+            fields.main([f"--copy={name}"])
+    assert copied.read_text() == "changed"
+    assert list(tmp_path.iterdir()) == [copied]

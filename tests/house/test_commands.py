@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.metadata
 import pathlib
 import runpy
 import subprocess
@@ -10,6 +11,7 @@ import tomllib
 
 import pytest
 
+import meshtrain
 from meshtrain.__main__ import COMMANDS, main
 from meshtrain.errors import UserError
 
@@ -36,7 +38,7 @@ QUESTIONS = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from meshtrain.__main__ import main
-for words in (["--help"], ["train", "--help"], ["launch", "--help"]):
+for words in (["--help"], ["--version"], ["train", "--help"], ["launch", "--help"]):
     try:
         assert main(words) == 0
     except SystemExit as end:
@@ -56,6 +58,9 @@ def test_help_and_a_misspelt_command_are_answered_without_jax():
     )
     for command, (_, text) in COMMANDS.items():
         assert any(line.split(maxsplit=1) == [command, text] for line in done.stdout.splitlines()), command
+    for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint"):
+        assert f"\n{name} {importlib.metadata.version(name)}\n" in done.stdout, "the versions"
+    assert f"\nmeshtrain {meshtrain.__version__}\n" in done.stdout
     assert "--workdir" in done.stdout, "the help of train"
     assert "--restarts" in done.stdout, "the help of launch"
 
@@ -63,7 +68,7 @@ def test_help_and_a_misspelt_command_are_answered_without_jax():
 @pytest.mark.parametrize("words", [[], ["--config=configs/3d.py"], ["qqqq"]])
 def test_without_a_command_the_line_shows_one(words):
     with pytest.raises(
-        UserError, match=r"^command: got '.*'; allowed: train, .*; nearest: train --config=configs/3d.py$"
+        UserError, match=r"^command: got '.*'; allowed: train, .*; nearest: train --config=3d$"
     ):
         main(words)
 
