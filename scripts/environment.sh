@@ -3,6 +3,7 @@
 #   prepare_environment [EXTRA ...]   installs meshtrain with these extras of pyproject.toml (`cuda`: the one that fits
 #                                     the NVIDIA driver, if any); sets `environment`: run "$environment/bin/python"
 #
+# constraints.txt names the versions, but not for the word `newest` among the extras (.venv-newest), nor for .venv-eval.
 # Reads PYTHON, the interpreter to build on (python3). The folder is .venv; .venv-plan with the compilers for planning
 # (extras plan-*), because with them installed every `import jax` looks for accelerators and prints that none is there;
 # .venv-eval with the evaluation harness (extra eval), whose packages take 760 MB and ask for older versions of others;
@@ -82,7 +83,7 @@ choose_cuda() {
 # Prints what is installed in the environment, in the form that `install` writes: "KEY extras: EXTRA ..."
 recorded() { cat "$environment/meshtrain-installed" 2>/dev/null || true; }
 
-# True where everything wanted is there. Takes the key (folder, Python, pyproject.toml) and the extras.
+# True where everything wanted is there. Takes the key (folder, Python, the files with versions) and the extras.
 up_to_date() {
   local key=$1 extra have
   shift
@@ -99,6 +100,7 @@ prepare_environment() {
   [[ " $* " == *" plan-"* ]] && environment+=-plan
   [[ " $* " == *" eval "* ]] && environment+=-eval
   [[ " $* " == *" transformers "* ]] && environment+=-transformers
+  [[ " $* " == *" newest "* ]] && environment+=-newest
   if [[ -n ${PYTHON:-} && $version != "$(version_of python3)" ]]; then
     environment+=-$version
   fi
@@ -107,8 +109,9 @@ prepare_environment() {
     choose_cuda
     extras=(${extras[@]/#cuda/$cuda})
   fi
+  extras=(${extras[@]/#newest/})
   base="$root python$version"
-  key="$base $(sha256sum <"$root/pyproject.toml" | cut -c -16)"
+  key="$base $(cat "$root/pyproject.toml" "$root/constraints.txt" | sha256sum | cut -c -16)"
   if ! up_to_date "$key" "${extras[@]}"; then
     # One at a time: a second script started meanwhile waits, and then finds everything there.
     exec 9<"$root/scripts"
@@ -124,7 +127,7 @@ prepare_environment() {
 # Makes the environment or brings it up to date. Its record says `installing` until all is done, so that one that was
 # interrupted is made afresh, while a changed pyproject.toml or a new extra is added to what is there.
 install() {
-  local base=$1 key=$2 have extra extras record
+  local base=$1 key=$2 have extra extras record constraints=(--constraint "$root/constraints.txt")
   shift 2
   "$interpreter" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$interpreter has no module venv; on Debian and Ubuntu: apt install python3-venv"
@@ -152,7 +155,8 @@ install() {
     "$interpreter" -I -m venv "$environment" >&2 || fail "making $environment failed; see above"
   fi
   echo installing >"$record"
-  "$environment/bin/python" -I -m pip install -qq --disable-pip-version-check --no-input \
+  [[ ${environment##*/} =~ -(newest|eval) ]] && constraints=()
+  "$environment/bin/python" -I -m pip install -qq --disable-pip-version-check --no-input "${constraints[@]}" \
     --editable "$root${extras:+[${extras// /,}]}" >&2 </dev/null || fail "the installation failed; see pip's lines above"
   echo "$key extras: $extras" >"$record"
 }

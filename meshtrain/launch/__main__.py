@@ -54,8 +54,7 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
     ]
     if not command:
         problems.append(
-            "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train "
-            "--config=3d"
+            "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train --config=3d"
         )
     limits = {
         "processes": (1, local_processes.MAX_PROCESSES),

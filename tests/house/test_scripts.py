@@ -25,7 +25,8 @@ case "$*" in
   *version_info*) printf %s "${FAKE_VERSION:-3.11}" ;;
   *"import ensurepip, venv"*) exit "${FAKE_NO_VENV:-0}" ;;
   "-I -m venv "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && echo "venv $4" >>"$FAKE_LOG" ;;
-  *"-m pip install"*) echo "pip ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
+  *"-m pip install"*"--constraint $FAKE_CONSTRAINTS --editable "*) echo "pip ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
+  *"-m pip install"*) echo "newest ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
   *) echo "run $*" >>"$FAKE_LOG" ;;
 esac
 """
@@ -43,7 +44,8 @@ class Machine:
         self.log = folder / "log"
         self.bin.mkdir()
         shutil.copytree(ROOT / "scripts", self.root / "scripts")
-        shutil.copy(ROOT / "pyproject.toml", self.root)
+        for name in ("constraints.txt", "pyproject.toml"):
+            shutil.copy(ROOT / name, self.root)
         for name in PROGRAMS.split():
             (self.bin / name).symlink_to(shutil.which(name))
         self.program("python3", PYTHON)
@@ -57,7 +59,12 @@ class Machine:
         self.log.write_text("")
         done = subprocess.run(
             [self.root / "scripts" / script, *words],
-            env={"PATH": str(self.bin), "FAKE_LOG": str(self.log), **environment},
+            env={
+                "PATH": str(self.bin),
+                "FAKE_LOG": str(self.log),
+                "FAKE_CONSTRAINTS": str(self.root / "constraints.txt"),
+                **environment,
+            },
             cwd=self.bin.parent,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -177,7 +184,7 @@ PLANS = [
 STARTS = [
     ("test", "x", ".venv", "dev", "-m pytest x"),
     ("test", "--plan -x", ".venv-plan", "dev,plan-gpu,plan-tpu", f"{PYTEST} -m gpu_compiler and not slow -x"),
-    ("test", "--eval -x", ".venv-eval", "dev,eval", "-m pytest -m harness tests/run/test_run_harness.py -x"),
+    ("test", "--release -x", ".venv", "dev,release", "-m pytest -m release tests/release -x"),
     ("test", "--browser -x", ".venv", "dev,browser", "-m pytest -m browser tests/browser -x"),
     ("test", "--faults step", ".venv", "dev", "-m tests.faults step"),
     ("report", "runs/3d '--html=a b.html'", ".venv", "report", "-m meshtrain report runs/3d --html=a b.html"),
@@ -195,6 +202,18 @@ def test_each_script_runs_in_the_environment_that_it_names(machine, script, word
     assert (code, said.count("\n")) == (0, 1)
     installed = f"pip {machine.root}[{extras}]" if extras else f"pip {machine.root}"
     assert calls == [f"venv {machine.root}/{folder}", installed, f"run {program}"]
+
+
+@pytest.mark.parametrize(("words", "folder", "extras"), [("--jax", "newest", "dev"), ("--eval", "eval", "dev,eval")])
+def test_the_newest_packages_come_where_the_tested_ones_are_not_wanted(machine, words, folder, extras):
+    calls = machine.run("test", words, "-x")[2]
+    assert calls[:2] == [f"venv {machine.root}/.venv-{folder}", f"newest {machine.root}[{extras}]"]
+    assert calls[2].startswith("run -m pytest -")
+    assert calls[2].endswith(" -x")
+    assert machine.run("test", words, "-x")[2] == calls[2:]
+    changed = machine.root / "constraints.txt"
+    changed.write_text(changed.read_text().replace("jax==0.10.2", "jax==0.10.3"))
+    assert machine.run("test", words, "-x")[2] == calls[1:]
 
 
 def test_the_compilers_of_accelerators_that_are_not_there_have_a_folder_of_their_own(machine):
@@ -337,6 +356,7 @@ STAGES = [
     "python3 ",
     "python3.12 --jax",
     "python3 --slow",
+    "python3 --release",
     "python3 --eval",
     "python3 install_browser",
     "python3 --browser",
@@ -385,7 +405,7 @@ def test_stages_for_which_there_is_no_time_fail(ci):
     code, said, stages = ci(seconds=2, FAKE_SLEEPS="--slow")
     assert (code, stages) == (1, STAGES[:3])
     assert "ci: FAILED: did not end within 2 seconds of all stages: scripts/test --slow" in said
-    assert said.count("ci: FAILED: did not run") == 6
+    assert said.count("ci: FAILED: did not run") == 7
 
 
 @pytest.mark.parametrize(
@@ -420,7 +440,7 @@ def test_a_fresh_checkout_installs_for_real(tmp_path):
     """No CUDA comes with it, and the program answers from any folder."""
     for name in ("scripts", "meshtrain", "configs"):
         shutil.copytree(ROOT / name, tmp_path / "new" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / "new")
     script = tmp_path / "new" / "scripts" / "train"
     environment = {**os.environ, "PYTHON": sys.executable}

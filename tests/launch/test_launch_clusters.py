@@ -2,7 +2,9 @@
 
 import os
 import pathlib
+import re
 import subprocess
+import tomllib
 
 import pytest
 import yaml
@@ -60,7 +62,11 @@ def test_the_batch_script_asks_for_the_devices_of_its_configuration():
 @pytest.fixture
 def kubernetes():
     """kind -> document."""
-    return {each["kind"]: each for each in yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())}
+    return documents("kubernetes.yaml")
+
+
+def documents(name):
+    return {each["kind"]: each for each in yaml.safe_load_all((ROOT / "scripts" / name).read_text())}
 
 
 def test_the_job_is_indexed_and_its_pods_find_each_other(kubernetes):
@@ -95,3 +101,30 @@ def test_the_account_may_read_what_jax_asks_for(kubernetes):
         == kubernetes["ServiceAccount"]["metadata"]["name"]
     )
     assert kubernetes["RoleBinding"]["roleRef"]["name"] == kubernetes["Role"]["metadata"]["name"]
+
+
+def test_the_jobset_is_the_same_job_whose_pods_start_together(kubernetes):
+    files = documents("jobset.yaml")
+    jobset, job = files.pop("JobSet")["spec"], kubernetes["Job"]["spec"]
+    assert files == {kind: kubernetes[kind] for kind in ("ServiceAccount", "Role", "RoleBinding")}
+    [one] = jobset["replicatedJobs"]
+    assert one["replicas"] == 1
+    pod = job["template"]["spec"]
+    del pod["subdomain"]  # JobSet gives the pods its own name as their domain, which JAX expects
+    assert one["template"]["spec"] == job | {"backoffLimit": 0}
+    [rule] = jobset["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+def test_the_image_is_the_one_that_the_dockerfile_builds(kubernetes):
+    text = (ROOT / "Dockerfile").read_text()
+    [image] = re.findall(r"--tag (\S+)", text)
+    pod = kubernetes["Job"]["spec"]["template"]["spec"]
+    assert {container["image"] for container in pod["initContainers"] + pod["containers"]} == {image}
+    assert pod["securityContext"] == {"runAsNonRoot": True, "fsGroup": int(re.search(r"^USER (\d+)$", text, re.M)[1])}
+    mounts = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
+    assert "/runs" in mounts
+    assert " /runs\n" in text
+    [extras] = re.findall(r"^# DEVICES is (.+?)\.", text, re.M)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {*re.split(", | or ", extras), "kubernetes"} <= {*project["optional-dependencies"]}

@@ -1,0 +1,21 @@
+# An image of meshtrain, for scripts/kubernetes.yaml and scripts/jobset.yaml:
+#
+#   docker build --build-arg DEVICES=cuda12 --tag registry.example.com/meshtrain:latest .
+#
+# DEVICES is cuda12, cuda13, tpu or cpu. `docker run --rm IMAGE train --config=tiny` tries it.
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim
+ARG DEVICES=cuda12
+
+WORKDIR /opt/meshtrain
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
+COPY meshtrain meshtrain
+COPY configs configs
+RUN pip install --no-cache-dir --constraint constraints.txt ".[${DEVICES},kubernetes]"
+
+# By number: Kubernetes' runAsNonRoot knows no names. /runs is where a volume is mounted.
+RUN useradd --uid 1000 --create-home meshtrain && install --directory --owner=meshtrain /runs
+USER 1000
+WORKDIR /home/meshtrain
+ENTRYPOINT ["meshtrain"]
+CMD ["--help"]
