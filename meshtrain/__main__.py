@@ -44,7 +44,7 @@ def usage() -> str:
             "",
             aligned(rows, ("command", "what it does")),
             "",
-            f"`{program()} COMMAND --help` lists a command's arguments; `{program()} --version` says what is installed.",
+            f"`{program()} COMMAND --help` lists a command's arguments, `{program()} --version` what is installed.",
             f"An example: {program()} {_EXAMPLE}",
         ]
     )

@@ -54,7 +54,7 @@ from meshtrain.sharding.stored import (
 from meshtrain.sharding.trees import NamesTree, Shardings, leaves_with_paths, select
 from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
-from meshtrain.step.precision import as_stored, compute_name, in_fp8, product_name, reduce_dtype
+from meshtrain.step.precision import PrecisionOptions, as_stored, compute_name, in_fp8, product_name, reduce_dtype
 from meshtrain.step.shardings import (
     abstract_metrics,
     abstract_params,
@@ -206,7 +206,8 @@ def _on_mesh(
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
     whole = jax.tree.map(lambda leaf, axes: placement.weight_spec(leaf.shape, axes), params, axes)
     has_experts = any(EXPERT in axes_in(spec) for spec in jax.tree.leaves(whole))
-    options = _options(program, replicas, bytes_of_layer, gathers_early=early, splits_experts=has_experts)
+    of_step = (program, replicas, bytes_of_layer, config.precision)
+    options = _options(*of_step, gathers_early=early, splits_experts=has_experts)
     jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options={one.name: one.value for one in options})
     return Assembly(
         config=config,
@@ -256,7 +257,13 @@ def device_kind(mesh: Mesh) -> str:
 
 
 def _options(
-    program: Program | None, replicas: Replicas, bytes_of_layer: int, *, gathers_early: bool, splits_experts: bool
+    program: Program | None,
+    replicas: Replicas,
+    bytes_of_layer: int,
+    precision: PrecisionOptions,
+    *,
+    gathers_early: bool,
+    splits_experts: bool,
 ) -> tuple[CompilerOption, ...]:
     """Returns the compiler options of a step; see `compiler.options_of`."""
     return options_of(
@@ -266,6 +273,7 @@ def _options(
         by_chunk=program is not None and (program.reduces_chunks or splits_experts),
         gathers_early=gathers_early,
         splits_experts=program is None and splits_experts,
+        is_deterministic=precision.deterministic,
     )
 
 

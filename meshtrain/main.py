@@ -33,9 +33,7 @@ def main(argv: Sequence[str]) -> int:
         _, config, training = options.imported_modules("jax.numpy", "meshtrain.config.config", "meshtrain.training")
         problems = flags.unwritable(arguments.workdir)
         if arguments.config is None and not any(line.startswith("--config:") for line in arguments.problems):
-            problems.append(
-                f"--config: got nothing; allowed: a file with get_config(), or the name of one of meshtrain's own{flags.NEAR_EXAMPLE}"
-            )
+            problems.append(f"--config: got nothing; allowed: a file with get_config(), or a name{flags.NEAR_EXAMPLE}")
         configuration = config.configure(arguments, problems)
         training.train_resolved(configuration, arguments.workdir, begun_seconds=begun_seconds)
     return 0

@@ -117,9 +117,7 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
         conflict_handler="resolve",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="a Python file with get_config(), or the name of one of meshtrain's own: 3d"
-    )
+    parser.add_argument("--config", metavar="FILE", help="a Python file with get_config(), or a name, such as 3d")
     parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/ and the config's name)")
     parser.add_argument("--config.GROUP.FIELD", dest="_", metavar="VALUE", help="sets one field of the configuration")
     namespace, unknown_words = parser.parse_known_args(rest)

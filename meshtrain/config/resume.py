@@ -21,6 +21,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "what the backward pass saves or recomputes, and which kernel runs: the same function": (
         "remat", "model.attention", "model.loss_chunk",
     ),
+    "how sums are rounded on GPUs: the same function": ("precision.deterministic",),
     # Dropout is keyed by a sequence's index in the global batch, and the loss scale is that of its mean loss: neither
     # depends on the number of parts. Only the order of a sum changes, as with another mesh or number of microbatches.
     # An auxiliary loss that is not a sum over sequences depends on both.

@@ -108,6 +108,16 @@ CHUNK_GPU_OPTIONS = (
 )
 
 
+# With `precision.deterministic`. It includes xla_gpu_exclude_nondeterministic_ops, and times no kernels to choose one.
+DETERMINISTIC_GPU_OPTIONS = (
+    CompilerOption(
+        "xla_gpu_deterministic_ops",
+        True,
+        "the same bits each time: rows that are added up are sorted first, and no kernel is chosen by its time",
+    ),
+)
+
+
 CPU_OPTIONS = (
     CompilerOption(
         "xla_cpu_copy_insertion_use_region_analysis",
@@ -145,6 +155,7 @@ def options_of(
     by_chunk: bool = False,
     gathers_early: bool = True,
     splits_experts: bool = False,
+    is_deterministic: bool = False,
 ) -> tuple[CompilerOption, ...]:
     """Returns the options for `jax.Device.device_kind`; none for TPUs, whose compiler's defaults suffice.
 
@@ -156,6 +167,7 @@ def options_of(
         experts in its layers.
       gathers_early: whether a loop over layers may gather for the next layer, see `Assembly.gathers_early`.
       splits_experts: whether loops over layers, outside of a pipeline, exchange tokens between experts.
+      is_deterministic: whether the same program has to give the same bits each time.
     """
     table: tuple[CompilerOption, ...] = CPU_OPTIONS if device_kind == "cpu" else ()
     if device_kind.startswith("NVIDIA"):
@@ -163,6 +175,7 @@ def options_of(
         table += CHUNK_GPU_OPTIONS if by_chunk else ()
         table += EXPERT_GPU_OPTIONS if splits_experts else ()
         table += LARGE_GPU_OPTIONS if splits_experts or layer_bytes > LARGE_BYTES else ()
+        table += DETERMINISTIC_GPU_OPTIONS if is_deterministic else ()
     table = table if gathers_early else tuple(option for option in table if option.name not in PIPELINED_GATHERS)
     installed = _numbers(importlib.metadata.version("jaxlib"))
     return tuple(one for one in table if _numbers(one.since) <= installed < _numbers(one.before))

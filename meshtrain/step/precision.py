@@ -18,7 +18,7 @@ FP8, _BESIDE_FP8 = "fp8", "bfloat16"
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionOptions:
-    """Five dtypes: all by `policy`, or each by its own option."""
+    """Five dtypes: all by `policy`, or each by its own option; and whether the same step gives the same bits."""
 
     policy: str = option(
         "float32",
@@ -50,6 +50,11 @@ class PrecisionOptions:
         "auto",
         "of logits, which softmax and loss cast to float32; auto: the policy's",
         choices=("auto", *_DTYPES),
+    )
+    deterministic: bool = option(
+        False,
+        "compiles the step for GPUs with operations that give the same bits each time, and chooses none by its time, "
+        "which makes it slower; without effect on other devices",
     )
 
 

@@ -10,9 +10,7 @@ import pytest
 
 from meshtrain import __main__, options
 from meshtrain.cli import flags
-from meshtrain.config.config import Config, resolve
 from meshtrain.errors import UserError
-from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.options import option
 
 

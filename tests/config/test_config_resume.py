@@ -24,7 +24,7 @@ def nested(key, value):
 @pytest.mark.parametrize(
     "key",
     [
-        "accumulation_steps", "data.path", "model.attention", "model.loss_chunk",
+        "accumulation_steps", "data.path", "model.attention", "model.loss_chunk", "precision.deterministic",
         "mesh.tensor", "num_steps",
     ],
 )  # fmt: skip

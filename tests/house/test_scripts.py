@@ -25,7 +25,7 @@ case "$*" in
   *version_info*) printf %s "${FAKE_VERSION:-3.11}" ;;
   *"import ensurepip, venv"*) exit "${FAKE_NO_VENV:-0}" ;;
   "-I -m venv "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && echo "venv $4" >>"$FAKE_LOG" ;;
-  *"-m pip install"*"--constraint $FAKE_CONSTRAINTS --editable "*) echo "pip ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
+  *"-m pip install"*" $FAKE_CONSTRAINTS --editable "*) echo "pip ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
   *"-m pip install"*) echo "newest ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
   *) echo "run $*" >>"$FAKE_LOG" ;;
 esac

@@ -27,7 +27,9 @@ H100 = "NVIDIA H100 80GB HBM3"
 EARLY = "xla_gpu_enable_latency_hiding_scheduler"
 LIMIT, SLOP = "xla_gpu_experimental_parallel_collective_overlap_limit", "xla_gpu_memory_limit_slop_factor"
 OFF = "COLLECTIVE_PIPELINING_MODE_OFF"
-TABLE = compiler.options_of(H100, 2 * compiler.LARGE_BYTES, is_late=True, by_chunk=True, splits_experts=True)
+TABLE = compiler.options_of(
+    H100, 2 * compiler.LARGE_BYTES, is_late=True, by_chunk=True, splits_experts=True, is_deterministic=True
+)
 OPTIONS = {option.name: option.value for option in TABLE}
 
 
@@ -57,6 +59,11 @@ def small_and_large(small, large, x, w):
     for _ in range(6):
         x = jnp.tanh(x @ w)
     return *gathers, x
+
+
+def added_up(rows, values):
+    """The gradient of a look-up: several rows of it may be the same."""
+    return jnp.zeros((WIDTH, WIDTH), jnp.float32).at[rows.astype(jnp.int32)].add(values.astype(jnp.float32))
 
 
 def scatter(x):
@@ -93,6 +100,9 @@ WEIGHED = Program(
 )
 
 
+LOOKED_UP = Program(added_up, [(TOKENS[0],), TOKENS], (SPLIT, SPLIT), SPLIT)
+
+
 def compiled(card, program, options):
     """The text of the scheduled program on eight devices of one host."""
     mesh = Mesh(np.asarray(open_cluster(f"{card}:1x{DEVICES}").devices), ("data",), axis_types=(AxisType.Auto,))
@@ -119,6 +129,11 @@ def pipelined(text):
 def joined(text):
     """The fewer collectives, the larger."""
     return -len(collectives(parse.read(text), {"data": DEVICES}))
+
+
+def sorts(text):
+    """Sorted rows are added up in their order; atomic additions come in any."""
+    return text.count(" sort(")
 
 
 def in_flight(text):
@@ -169,6 +184,7 @@ TRIALS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": Trial(ADD_TWO, 1, joined),
     "xla_gpu_reduce_scatter_combine_threshold_bytes": Trial(SCATTER_TWO, 1, joined),
     LIMIT: Trial(BESIDE, 1, in_flight, (EARLY, SLOP)),
+    "xla_gpu_deterministic_ops": Trial(LOOKED_UP, False, sorts, ()),
     SLOP: Trial(BESIDE, 95, in_flight, (EARLY, LIMIT)),  # 95: XLA's own
 }
 

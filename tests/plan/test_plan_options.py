@@ -17,6 +17,7 @@ from meshtrain.launch import compiler
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan.target import compile as compiling
 from meshtrain.sharding.rules import AXES
+from meshtrain.step.precision import PrecisionOptions
 
 ROOT = pathlib.Path(__file__).parents[2]
 VERSIONS = ("0.10.2", "0.12.0.1")
@@ -109,6 +110,14 @@ def test_loops_that_exchange_tokens_have_options_of_their_own(monkeypatch, versi
     assert experts.items() <= large.items()
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_same_bits_each_time_are_an_option_of_gpus(monkeypatch, version):
+    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
+    kinds = ("NVIDIA H200", "cpu", "TPU v5")
+    added = [values_of(kind, is_deterministic=True).items() - values_of(kind).items() for kind in kinds]
+    assert added == [{("xla_gpu_deterministic_ops", True)}, set(), set()]
+
+
 @pytest.mark.parametrize(
     ("sizes", "num_experts", "of_loops", "of_rows"),
     [
@@ -126,14 +135,14 @@ def test_options_of_split_experts_are_given_only_where_there_are_some(
     """Without experts the axis splits the batch and the storage of weights."""
     given = []
     module = importlib.import_module("meshtrain.assemble")  # whatever the package calls so
-    monkeypatch.setattr(
-        module, "options_of", lambda *_, **named: given.append((named["splits_experts"], named["by_chunk"])) or ()
-    )
+    asked = ("splits_experts", "by_chunk", "is_deterministic")
+    monkeypatch.setattr(module, "options_of", lambda *_, **named: given.append([named[one] for one in asked]) or ())
     model = DecoderOptions(num_layers=2, embed_dim=32, num_heads=4, vocab_size=257, mlp_dim=16)
     model = dataclasses.replace(model, num_experts=num_experts, expert_dim=16)
-    config = Config(batch_size=8, sequence_length=16, model=model)
+    precision = PrecisionOptions(deterministic=of_loops)
+    config = Config(batch_size=8, sequence_length=16, model=model, precision=precision)
     assemble(config, dict.fromkeys(AXES, 1) | sizes, jax.devices()[: math.prod(sizes.values())])
-    assert given == [(of_loops, of_rows)]
+    assert given == [[of_loops, of_rows, of_loops]]
 
 
 NOISE = """
