@@ -108,12 +108,16 @@ CHUNK_GPU_OPTIONS = (
 )
 
 
-# With `precision.deterministic`. It includes xla_gpu_exclude_nondeterministic_ops, and times no kernels to choose one.
+# With `precision.deterministic`.
 DETERMINISTIC_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_deterministic_ops",
         True,
         "the same bits each time: rows that are added up are sorted first, and no kernel is chosen by its time",
+    ),
+    # jaxlib 0.12 does not compile Triton's for a GPU that is not there with the first option.
+    CompilerOption(
+        "xla_gpu_enable_triton_gemm", False, "products are cuBLAS', by its own choice of kernel", since="0.12"
     ),
 )
 

@@ -10,11 +10,4 @@ FAULTS = (
         "a file's value takes precedence over the command line's",
         "config/test_config_config.py::test_a_file_edits_and_the_command_line_goes_before_it",
     ),
-    Fault(
-        "cli/flags.py",
-        """ or list((package.parent / "configs").glob("*.py"))""",
-        "",
-        "a checkout finds no configuration by its name",
-        "cli/test_cli_flags.py::test_meshtrain_s_own_configurations_have_names_in_any_folder",
-    ),
 )

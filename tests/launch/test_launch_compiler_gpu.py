@@ -136,6 +136,10 @@ def sorts(text):
     return text.count(" sort(")
 
 
+def of_cublas(text):
+    return text.count("__cublas$lt$matmul")
+
+
 def in_flight(text):
     """The most collectives that run at once."""
     now, most = 0, 0
@@ -185,6 +189,7 @@ TRIALS = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": Trial(SCATTER_TWO, 1, joined),
     LIMIT: Trial(BESIDE, 1, in_flight, (EARLY, SLOP)),
     "xla_gpu_deterministic_ops": Trial(LOOKED_UP, False, sorts, ()),
+    "xla_gpu_enable_triton_gemm": Trial(GATHER, True, of_cublas),
     SLOP: Trial(BESIDE, 95, in_flight, (EARLY, LIMIT)),  # 95: XLA's own
 }
 
