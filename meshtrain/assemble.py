@@ -204,10 +204,8 @@ def _on_mesh(
     step = (apart.step if apart else train_step)(gradients, update, scaling)
     bytes_of_layer = 0 if program else layer_bytes(params, axes, replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
-    whole = jax.tree.map(lambda leaf, axes: placement.weight_spec(leaf.shape, axes), params, axes)
-    has_experts = any(EXPERT in axes_in(spec) for spec in jax.tree.leaves(whole))
-    of_step = (program, replicas, bytes_of_layer, config.precision)
-    options = _options(*of_step, gathers_early=early, splits_experts=has_experts)
+    splits = _splits_experts(placement, params, axes)
+    options = _options(program, replicas, bytes_of_layer, config.precision, gathers_early=early, splits_experts=splits)
     jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options={one.name: one.value for one in options})
     return Assembly(
         config=config,
@@ -254,6 +252,12 @@ def device_kind(mesh: Mesh) -> str:
     """Returns `jax.Device.device_kind` of a mesh, whose devices are alike."""
     kind: str = mesh.devices.flat[0].device_kind
     return kind
+
+
+def _splits_experts(placement: Placement, params: Params, axes: NamesTree) -> bool:
+    """Returns whether a weight stays split over the axis of experts while it computes."""
+    whole = jax.tree.map(lambda leaf, axes: placement.weight_spec(leaf.shape, axes), params, axes)
+    return any(EXPERT in axes_in(spec) for spec in jax.tree.leaves(whole))
 
 
 def _options(
