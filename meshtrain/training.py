@@ -63,6 +63,8 @@ def train(
 ) -> Result:
     """Trains from the beginning, or from the newest checkpoint in the directory. `meshtrain.train` is this function.
 
+    In a notebook::
+
         import meshtrain
 
         config = meshtrain.default()

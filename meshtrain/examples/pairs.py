@@ -101,6 +101,10 @@ def packed(
 
     Raises:
       UserError: a line for each pair that does not fit into a row.
+
+    >>> rows = packed([([5, 6], [7]), ([8], [9])], source_length=5, target_length=4)
+    >>> rows[0]["source_tokens"].tolist(), rows[0]["targets"].tolist()
+    ([5, 6, 0, 8, 0], [7, 0, 9, 0])
     """
     if lengths is None:
         counted = [(len(source) + 1, len(target) + 1) for source, target in (pairs[i] for i in range(len(pairs)))]

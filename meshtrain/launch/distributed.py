@@ -70,6 +70,8 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
 def simulate(num_devices: int) -> None:
     """Makes JAX run on this many simulated CPU devices: for notebooks and scripts, before anything else uses JAX.
 
+    In the first cell::
+
         import meshtrain
         meshtrain.simulate(8)
 

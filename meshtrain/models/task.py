@@ -293,6 +293,9 @@ def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:
 
     `tokens`, `targets`, `segment_ids` (0 is padding) and `positions` (within the document) are int32 [B, T]. `weights`
     are float32 [B, T], 1 where the target counts.
+
+    >>> {name: entry.shape for name, entry in token_batch(8, 128).items() if name != "positions"}
+    {'tokens': (8, 128), 'targets': (8, 128), 'segment_ids': (8, 128), 'weights': (8, 128)}
     """
     shape, axes = (batch_size, sequence_length), ("batch", "sequence")
     ints, floats = Entry(shape, jnp.int32, axes), Entry(shape, jnp.float32, axes)

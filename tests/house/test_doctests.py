@@ -1,8 +1,9 @@
-"""The examples in the docstrings of functions that people call from notebooks run and show what comes out."""
+"""The examples in docstrings run and show what comes out."""
 
 import doctest
 import importlib
 import inspect
+import pathlib
 import textwrap
 
 import pytest
@@ -11,26 +12,18 @@ import meshtrain
 from meshtrain.config.config import resolve
 from meshtrain.training import train
 
-MODULES = (
-    "config.config",
-    "sharding.rules",
-    "sharding.trees",
-    "optim.learning_rate",
-    "optim.masks",
-    "optim.optimizers",
-    "optim.trainable",
-    "pipeline.check",
-    "pipeline.schedules",
-    "errors",
-    "cli.flags",
-    "files",
-    "cli.tables",
+ROOT = pathlib.Path(__file__).parents[2]
+FILES = [*(ROOT / "meshtrain").rglob("*.py"), *(ROOT / "scripts" / "benchmarks").glob("*.py")]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in FILES
+    if ">>> " in path.read_text(encoding="utf-8")
 )
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_show_what_comes_out(name):
-    module = importlib.import_module(f"meshtrain.{name}")
+    module = importlib.import_module(name)
     said = []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     for test in doctest.DocTestFinder(exclude_empty=True).find(module):
@@ -52,7 +45,7 @@ def test_the_example_of_train_is_a_run(monkeypatch):
 
     monkeypatch.setattr(meshtrain, "train", stand_in, raising=False)
     inspect.signature(train).bind("config", "directory")
-    example = inspect.getdoc(train).split("\n\n", maxsplit=1)[1].split("Args:")[0]
+    example = inspect.getdoc(train).split("::\n\n", maxsplit=1)[1].split("Args:")[0]
     exec(textwrap.dedent(example), {})
     [(config, directory)] = runs
     assert (config.mesh.data, config.num_steps, directory) == (2, 100, "runs/mine")

@@ -185,7 +185,7 @@ STARTS = [
     ("test", "x", ".venv", "dev", "-m pytest x"),
     ("test", "--plan -x", ".venv-plan", "dev,plan-gpu,plan-tpu", f"{PYTEST} -m gpu_compiler and not slow -x"),
     ("test", "--release -x", ".venv", "dev,release", "-m pytest -m release tests/release -x"),
-    ("test", "--browser -x", ".venv", "dev,browser", "-m pytest -m browser tests/browser -x"),
+    ("test", "--browser -x", ".venv", "dev,browser,docs", "-m pytest -m browser tests/browser -x"),
     ("test", "--faults step", ".venv", "dev", "-m tests.faults step"),
     ("report", "runs/3d '--html=a b.html'", ".venv", "report", "-m meshtrain report runs/3d --html=a b.html"),
     *(("plan", words, ".venv-plan" if extra else ".venv", extra, f"-m meshtrain plan {words}")
@@ -214,6 +214,14 @@ def test_the_newest_packages_come_where_the_tested_ones_are_not_wanted(machine, 
     changed = machine.root / "constraints.txt"
     changed.write_text(changed.read_text().replace("jax==0.10.2", "jax==0.10.3"))
     assert machine.run("test", words, "-x")[2] == calls[1:]
+
+
+def test_the_site_is_made_with_the_reference_of_this_version(machine):
+    code, _, calls = machine.run("docs", "-j2")
+    assert (code, calls[0]) == (0, f"venv {machine.root}/.venv")
+    assert calls[1:3] == [f"pip {machine.root}[docs]", "run -m scripts.benchmarks.reference"]
+    assert calls[3].startswith("run -m sphinx -q -E -W ")
+    assert calls[3].endswith(" -j2 . build/site")
 
 
 def test_the_compilers_of_accelerators_that_are_not_there_have_a_folder_of_their_own(machine):

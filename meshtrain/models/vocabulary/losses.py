@@ -137,7 +137,11 @@ def gradient(residuals: tuple[jax.Array, ...], cotangent: jax.Array, vocab_size:
 
 
 def without_padding(logits: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:
-    """Returns float32 logits [b, T, v] in which the columns from `vocab_size` on are at minus infinity."""
+    """Returns float32 logits [b, T, v] in which the columns from `vocab_size` on are at minus infinity.
+
+    >>> without_padding(jnp.zeros((1, 1, 4)), vocab_size=3).tolist()
+    [[[0.0, 0.0, 0.0, -inf]]]
+    """
     return jnp.where(_columns(logits, axis) < vocab_size, logits.astype(jnp.float32), -jnp.inf)
 
 
