@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # imported where it is used, because it takes half a second
     from matplotlib.figure import Figure
 
 MAX_DEVICES_SHOWN = 32
+LABEL = 0.62  # inches above the cards of a panel: its title, and a line with the labels of the columns
 # A stage's colours: its cards' background, and the slices it holds. After eight stages they start over.
 STAGE_COLOURS = ("#dbe9f6", "#fdebd0", "#dff0d8", "#f4dcea", "#e6e0f3", "#f9ddd8", "#d9f0ef", "#f3efd2")
 SLICE_COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#c0392b", "#17807a", "#8a7a12")
@@ -37,7 +38,7 @@ def _shown(shape: Mapping[str, int]) -> dict[str, list[int]]:
     room = {axis: min(shape[axis], MAX_DEVICES_SHOWN + 1) for axis in AXES}
     while math.prod(room.values()) > MAX_DEVICES_SHOWN:
         room[max(room, key=lambda axis: room[axis])] -= 1
-    return {axis: [*range(num - 1), shape[axis] - 1] for axis, num in room.items()}
+    return {axis: [*range(num - 1), shape[axis] - 1 if num > 1 else 0] for axis, num in room.items()}
 
 
 def _positions(indices: Mapping[str, Sequence[int]], names: Sequence[str]) -> list[dict[str, int]]:
@@ -122,7 +123,7 @@ def mesh_figure(shape: Mapping[str, int]) -> "Figure":
     blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
     panels_across = max(1, min(len(blocks), 8 // len(across)))
     panels_down = -(-len(blocks) // panels_across)
-    panel_width, panel_height = len(across) * 1.12 + 0.3, len(shown[PIPELINE]) * 1.5 + 0.72
+    panel_width, panel_height = len(across) * 1.12 + 0.3, len(shown[PIPELINE]) * 1.5 + 0.1 + _above(shape)
     width, height = max(4.6, panels_across * (panel_width + 0.2) + 1.2), panels_down * (panel_height + 0.2) + 1.35
     figure = Figure(figsize=(width, height), dpi=150, facecolor="white")
     canvas = figure.add_axes((0, 0, 1, 1))
@@ -137,7 +138,7 @@ def mesh_figure(shape: Mapping[str, int]) -> "Figure":
         heading = f"…   {heading}" if _gap(shape, blocks, i, _block_axes()) else heading
         canvas.text(x + 0.18, y + 0.22, heading, fontsize=9.5, weight="bold", va="center", color="#333a44")
         if i % panels_across == 0 and shape[PIPELINE] > 1:
-            _stages(canvas, y, shown[PIPELINE])
+            _stages(canvas, y + _above(shape), shown[PIPELINE])
         _cards(canvas, x, y, shape, block, shown[PIPELINE], across)
     canvas.text(0.25, height - 0.3, _note(shape), fontsize=8, va="center", color="#4a525e")
     return figure
@@ -153,11 +154,17 @@ def _note(shape: Mapping[str, int]) -> str:
     return f"Filled: what a device holds.{split}{down}"
 
 
+def _above(shape: Mapping[str, int]) -> float:
+    """Returns the inches of a panel above its cards; labels of three axes or more take a line each."""
+    num_axes = sum(shape[axis] > 1 for axis in _weight_axes())
+    return LABEL + (0.14 * (num_axes - 1) if num_axes > 2 else 0)
+
+
 def _stages(canvas: "Axes", y: float, stages: Sequence[int]) -> None:
-    """Draws the labels of the stages, left of a row of panels."""
+    """Draws the labels of the stages, left of a row of panels whose cards begin at y."""
     for j, p in enumerate(stages):
         before = "…\n" if j > 0 and p != stages[j - 1] + 1 else ""
-        canvas.text(0.98, y + 0.62 + j * 1.5 + 0.65, f"{before}{PIPELINE} {p}", fontsize=9, ha="right", va="center")
+        canvas.text(0.98, y + j * 1.5 + 0.65, f"{before}{PIPELINE} {p}", fontsize=9, ha="right", va="center")
 
 
 def _cards(
@@ -170,11 +177,14 @@ def _cards(
     across: Sequence[Mapping[str, int]],
 ) -> None:
     """Draws the cards of one panel, and the headings of its columns."""
+    top = y + _above(shape)
     for k, at in enumerate(across):
         left = x + 0.2 + k * 1.12
-        canvas.text(left + 0.5, y + 0.46, _heading(shape, at), fontsize=8, ha="center", va="center")
+        heading = _heading(shape, at)
+        heading = heading.replace(", ", "\n") if _above(shape) > LABEL else heading
+        canvas.text(left + 0.5, top - 0.08, heading, fontsize=8, ha="center", va="bottom")
         for j, p in enumerate(stages):
-            _card(canvas, left, y + 0.62 + j * 1.5, shape, {**block, PIPELINE: p, **at})
+            _card(canvas, left, top + j * 1.5, shape, {**block, PIPELINE: p, **at})
 
 
 def _box(

@@ -5,6 +5,7 @@ import pytest
 
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.mesh_picture import MAX_DEVICES_SHOWN, mesh_figure, mesh_text
+from meshtrain.sharding.rules import AXES
 from tests.sharding.conftest import shape_of
 
 
@@ -51,6 +52,13 @@ def test_stages_are_named_where_there_is_a_pipeline(sizes, labels):
     texts = mesh_figure(shape_of(**sizes)).axes[0].texts
     assert sum(text.get_text().startswith("pipeline ") for text in texts) == labels
     assert min(text.get_fontsize() for text in texts) >= 7.5, "points: 10 pixels on a page"
+
+
+def test_labels_of_many_axes_stand_below_each_other():
+    texts = [text.get_text() for text in mesh_figure(shape_of(**dict.fromkeys(AXES, 2))).axes[0].texts]
+    assert "fsdp 0\nexpert 1\ncontext 0\ntensor 1" in texts
+    assert "data 0" in texts, "the first of those for which there is no room"
+    assert "fsdp 0, tensor 1" in [text.get_text() for text in mesh_figure(shape_of(fsdp=2, tensor=2)).axes[0].texts]
 
 
 def test_devices_in_letters_are_those_of_the_mesh():
