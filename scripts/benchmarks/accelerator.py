@@ -1,0 +1,159 @@
+"""One day with an accelerator: what these pages only model or simulate, measured and written to a file.
+
+    scripts/bench accelerator --out=accelerator.json
+
+Steps are ordered by what they are worth, each in a process of its own: one that fails is one line, and the next one
+runs. Started again with the same file, those that are done are kept. At its end the program prints the table of
+docs/results/accelerator.md.
+
+Extras: cuda
+"""
+
+import argparse
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import UserError, run
+from meshtrain.files import JsonObject, target_problems, write_whole
+from scripts.benchmarks import accelerator_steps as steps
+
+ROOT = Path(__file__).parents[2]
+LIMIT_MINUTES = 40.0
+STEP_SECONDS = 600  # of one step; a hang must end
+GIB = 2**30
+
+Step = Callable[[bool, Mapping[str, Any]], JsonObject]  # (tiny, results of other steps) -> what was measured
+
+
+def alone(function: Callable[[Any, bool], JsonObject], subject: Any) -> Step:
+    """Returns the step that measures one of several subjects, and reads no other results."""
+    return lambda tiny, before: function(subject, tiny)
+
+
+COMPARED = [model for model in steps.MODELS if model != steps.LONG]
+STEPS: dict[str, Step] = {
+    "versions": steps.versions,
+    **{f"attention {kernel}": alone(steps.attention, kernel) for kernel in steps.KERNELS},
+    "fp8": steps.fp8,
+    **{model: alone(steps.speed, model) for model in COMPARED},
+    **{f"{model} in plain JAX": alone(steps.bare, model) for model in COMPARED},
+    "bits": alone(steps.bits, False),
+    "bits, deterministic": alone(steps.bits, True),
+    "kill and resume": steps.killed,
+    steps.LONG: alone(steps.speed, steps.LONG),
+    "collectives": steps.collectives,
+    **{f"{model} planned": functools.partial(steps.planned, model) for model in steps.MODELS},
+}
+
+
+def table(found: Mapping[str, Any]) -> list[str]:
+    """Returns the lines of the table of results, a row for each step; cells of what was not measured are empty.
+
+    Args:
+      found: the name of a step -> its entry in the file.
+    """
+    lines = ["| step | measured |", "| --- | --- |"]
+    for name in STEPS:
+        entry = found.get(name, {})
+        result = entry.get("result")
+        lines.append(f"| {name} | {_cell(result) if result else entry.get('failed', '')} |")
+    return lines
+
+
+def _cell(result: Mapping[str, Any]) -> str:
+    """Returns one step's numbers in words: bytes in GiB, shares in percent, others with three digits."""
+    parts = []
+    for name, value in result.items():
+        words = name.replace("_", " ")
+        if isinstance(value, Mapping):
+            parts.append(f"{words}: {_cell(value)}")
+        elif name.endswith("_bytes"):
+            parts.append(f"{words.removesuffix(' bytes')} {'-' if value is None else f'{value / GIB:.3g} GiB'}")
+        elif isinstance(value, float):
+            parts.append(f"{words} {value:,.3g}" if value < 1000 else f"{words} {value:,.0f}")
+        elif "\n" not in str(value):
+            parts.append(f"{words} {'-' if value in (None, '') else value}")
+    return ", ".join(parts)
+
+
+def performed(name: str, out: Path, tiny: bool, seconds: float) -> JsonObject:
+    """Runs one step in a process of its own, and returns its entry: its result, or one line on how it failed."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "result.json")
+        words = [f"--out={out}", f"--step={name}", f"--to={target}", *(["--tiny"] if tiny else [])]
+        command = [sys.executable, "-m", "scripts.benchmarks.accelerator", *words]
+        settings = {"JAX_TRACEBACK_FILTERING": "off"} | ({"JAX_PLATFORMS": "cpu"} if tiny else {})
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            _, said = process.communicate(timeout=seconds)
+            failed = "" if process.returncode == 0 else steps.last_line(said) or f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the runs that it has started, which hold the device
+            process.communicate()
+            failed = f"not done within {seconds:.0f} seconds"
+        outcome: JsonObject = {"failed": failed[:300]} if failed else {"result": json.loads(target.read_text())}
+    return outcome | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def measured(out: Path, tiny: bool, limit_minutes: float) -> dict[str, Any]:
+    """Runs the steps that the file has not, and returns all entries; the file is written after each step."""
+    content: dict[str, Any] = {"tiny": tiny, "steps": {}}
+    if out.exists():
+        content = json.loads(out.read_text(encoding="utf-8"))
+    if content["tiny"] != tiny:
+        had = "with" if content["tiny"] else "without"
+        fix = f"--out=new-{out.name}"
+        raise UserError(f"--out: got {out}, of a start {had} --tiny; allowed: one of the same kind; nearest: {fix}")
+    found: dict[str, Any] = content["steps"]
+    deadline = time.monotonic() + 60 * limit_minutes
+    for number, name in enumerate(STEPS, 1):
+        left = deadline - time.monotonic()
+        if "result" in found.get(name, {}):
+            continue
+        if left <= 0:
+            print(f"{limit_minutes:.0f} minutes are up before '{name}': the same command goes on there")
+            break
+        print(f"{number:>2} of {len(STEPS)}  {name:<28}", end="", flush=True)
+        found[name] = performed(name, out, tiny, min(left, STEP_SECONDS))
+        print(f"{found[name]['seconds']:>6} s  {found[name].get('failed') or 'done'}", flush=True)
+        write_whole(out, json.dumps(content, indent=2) + "\n")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs all steps and prints the table, or one step for the process that asks for it; returns 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="scripts/bench accelerator", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", required=True, metavar="FILE.json", help="where results are kept and read again")
+    parser.add_argument("--minutes", type=float, default=LIMIT_MINUTES, help="after which no step begins (40)")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on this machine's CPU: shows that it runs")
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    out = Path(given.out).resolve()
+    if given.step:
+        known = json.loads(out.read_text(encoding="utf-8"))["steps"] if out.exists() else {}
+        results = {name: entry["result"] for name, entry in known.items() if "result" in entry}
+        given.to.write_text(json.dumps(STEPS[given.step](given.tiny, results)), encoding="utf-8")
+        return 0
+    if problems := [] if out.exists() else target_problems("--out", given.out, "accelerator.json"):
+        raise UserError(*problems)
+    found = measured(out, given.tiny, given.minutes)
+    print("", *table(found), sep="\n")
+    return int(any("failed" in entry for entry in found.values()))
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))
