@@ -92,7 +92,9 @@ def performed(name: str, out: Path, tiny: bool, seconds: float) -> JsonObject:
         target = Path(folder, "result.json")
         words = [f"--out={out}", f"--step={name}", f"--to={target}", *(["--tiny"] if tiny else [])]
         command = [sys.executable, "-m", "scripts.benchmarks.accelerator", *words]
-        settings = {"JAX_TRACEBACK_FILTERING": "off"} | ({"JAX_PLATFORMS": "cpu"} if tiny else {})
+        # The fraction is the one for which the plan says whether a step fits.
+        settings = {"JAX_TRACEBACK_FILTERING": "off", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
+        settings |= {"JAX_PLATFORMS": "cpu"} if tiny else {}
         process = subprocess.Popen(
             command, cwd=ROOT, env=os.environ | settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             start_new_session=True,

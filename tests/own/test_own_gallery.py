@@ -56,7 +56,8 @@ def test_three_steps_of_ones_own_model_are_the_same_on_64_devices_and_on_one(tmp
 
 def test_the_fine_tuning_of_the_page_is_the_one_of_the_guide():
     """Three steps of which are run by test_own_finetuning.py."""
-    shown = [line for line in page("fine_tune").splitlines() if line.startswith("$ python -m ")]
+    lines = re.sub(r" \\\n +", " ", page("fine_tune")).splitlines()
+    shown = [line for line in lines if line.startswith("$ python -m ")]
     assert shown
     assert {*shown} <= {finetune.shown(words) for words in finetune.commands(finetune.FOLDER)}
 
