@@ -17,8 +17,9 @@ from jax.typing import DTypeLike
 
 from meshtrain.models.attention.multi_head import Memory, MultiHead, Slots
 from meshtrain.models.decoder_options import ROTARY, TransformerShape
-from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
+from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, weight
 from meshtrain.models.remat import MIDDLE, RESIDUAL
+from meshtrain.models.rotary import rotary_angles
 from meshtrain.models.task import Params
 from meshtrain.models.transformer.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE
 from meshtrain.models.vocabulary import head

@@ -7,10 +7,11 @@ from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject
 from meshtrain.hf.config_json import CONFIG_FILE, differences, in_no_table, of_json
 from meshtrain.hf.families import FAMILIES
-from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, WINDOW_KEYS, WINDOWED, turns
+from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, SCALINGS, WINDOW_KEYS, WINDOWED, turns
 from meshtrain.models.transformer.decoder import DecoderOptions
 
 # What Gemma alone has; in other families these options have their defaults.
+_BIASES = ("qkv_biases", "attention_biases", "mlp_biases")
 _OF_GEMMA = ("centered_scales", "post_norms", "scaled_embeddings", "attention_scalar", "attention_cap", "logit_cap")
 
 
@@ -30,12 +31,12 @@ def family_of(options: DecoderOptions) -> str:
     named = ["norm", "activation", "positions", "biases"]
     named += ["num_experts", "router", "router_scale", "shared_experts"] if options.num_experts else []
     local = ("global_every", "rope_local_base") if options.window else ()
-    named += [name for name in ("window", "qkv_biases", "qk_norm", *_OF_GEMMA, *local) if getattr(options, name)]
+    named += ["rope_scaling"] if options.rope_factor != 1.0 else []
+    named += [name for name in (*_BIASES, "window", "qk_norm", *_OF_GEMMA, *local) if getattr(options, name)]
     got = ", ".join(f"model.{name}={getattr(options, name)}" for name in named)
     raise UserError(
-        f"model: got {got}, which no model of Hugging Face has together; allowed: those of Llama, Mistral, Qwen 2, "
-        "Qwen 3, Gemma 2, Gemma 3, GPT-2, Mixtral or Qwen 3 MoE; nearest: "
-        "the options that `python -m meshtrain hf config` prints for one"
+        f"model: got {got}, which no model of Hugging Face has together; allowed: those of one of "
+        f"{', '.join(FAMILIES)}; nearest: the options that `python -m meshtrain hf config` prints for one"
     )
 
 
@@ -60,9 +61,8 @@ def as_json(
     if rows.is_rotary:
         stated |= {"head_dim": options.width_of_head, "max_position_embeddings": length, **_rope(options)}
         stated |= _gemma(options, family) if options.post_norms else _window(options, family)
-        stated |= {"attention_bias": False} if family in ("llama", "qwen3", "qwen3_moe") else {}
         stated |= _experts(options, family) if options.num_experts else {}
-        stated |= {"mlp_bias": False} if family == "llama" else {}
+        stated |= {"use_bias": True} if options.biases else {}
     else:
         stated["n_positions"] = options.max_positions or length
     stated |= {"bos_token_id": None, "eos_token_id": end_id if end_id >= 0 else None}
@@ -77,13 +77,9 @@ def _rope(options: DecoderOptions) -> JsonObject:
     """Returns rotary positions in both spellings."""
     theta, scaling = {"rope_theta": options.rope_base}, None
     if options.rope_factor != 1.0:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": options.rope_factor,
-            "low_freq_factor": options.rope_low,
-            "high_freq_factor": options.rope_high,
-            "original_max_position_embeddings": options.rope_original_length,
-        }
+        kind = options.rope_scaling
+        values = {key: getattr(options, name) for key, name in SCALINGS[kind].items()}
+        scaling = {"rope_type": kind, **{key: value for key, value in values.items() if value != 0.0 or value is False}}
     return {"rope_parameters": (scaling or {"rope_type": "default"}) | theta, "rope_scaling": scaling, **theta}
 
 

@@ -238,10 +238,11 @@ def _contradictions(shape: DecoderOptions) -> list[str]:
                      f"allowed: a whole number; {PUBLISHED}")  # fmt: skip
     if shape.positions == "rotary" and shape.width_of_head % 2:
         found.append(f"head_dim: got {shape.width_of_head}; allowed: an even number; {PUBLISHED}")
-    if shape.rope_factor != 1.0 and not shape.rope_high > shape.rope_low:
+    scaling = shape.scaling
+    if scaling and scaling.kind != "linear" and not scaling.high > scaling.low:
+        low, high = (key for key, name in positions.SCALINGS[scaling.kind].items() if name in ("rope_low", "rope_high"))
         found.append(
-            f"rope_parameters.high_freq_factor: got {shape.rope_high}; allowed: above low_freq_factor="
-            f"{shape.rope_low}; {PUBLISHED}"
+            f"rope_parameters.{high}: got {scaling.high}; allowed: above {low}={scaling.low}; {PUBLISHED}"
         )
     if shape.experts_per_token > shape.num_experts > 0:
         found.append(f"num_experts_per_tok: got {shape.experts_per_token}; allowed: at most the {shape.num_experts} "

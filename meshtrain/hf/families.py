@@ -52,6 +52,12 @@ _LLAMA_FIELDS = {
     "rms_norm_eps": "norm_epsilon",
     "tie_word_embeddings": "tied_embeddings",
 }
+_BIASES = {"attention_bias": "attention_biases", "mlp_bias": "mlp_biases"}
+_NO_BIASES: Mapping[str, Json] = dict.fromkeys(_BIASES, False)
+_STARCODER2_FIELDS = {
+    **{key: name for key, name in _LLAMA_FIELDS.items() if name != "norm_epsilon"},
+    "norm_epsilon": "norm_epsilon",
+}
 _GPT2_FIELDS = {
     "n_embd": "embed_dim",
     "n_inner": "mlp_dim",
@@ -76,18 +82,15 @@ _MIXTRAL_FIELDS = {
 }
 _QWEN3_MOE_FIELDS = {
     **_LLAMA_FIELDS,
+    "attention_bias": "attention_biases",
     "moe_intermediate_size": "expert_dim",
     "num_experts": "num_experts",
     "num_experts_per_tok": "experts_per_token",
 }
 # Losses of routers are options of a run; they change no logits.
 _OF_ROUTERS = ("output_router_logits", "router_aux_loss_coef")
-_GEMMA: Mapping[str, Value] = {
-    "activation": "geglu",
-    "centered_scales": True,
-    "post_norms": True,
-    "scaled_embeddings": True,
-}
+_GEMMA1: Mapping[str, Value] = {"activation": "geglu", "centered_scales": True, "scaled_embeddings": True}
+_GEMMA: Mapping[str, Value] = {**_GEMMA1, "post_norms": True}
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _TANH = ("gelu_pytorch_tanh",)
 _LIKE_GEMMA = ("max_position_embeddings", ("hidden_activation", _TANH))
@@ -99,14 +102,46 @@ _LIKE_LLAMA = ("max_position_embeddings", _SWIGLU)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
-        _LLAMA_FIELDS,
+        _LLAMA_FIELDS | _BIASES,
         {},
-        {**_UNTIED, "num_key_value_heads": None, "rope_theta": 10000.0},
+        {**_UNTIED, **_NO_BIASES, "num_key_value_heads": None, "rope_theta": 10000.0},
         *_LIKE_LLAMA,
     ),
     "mistral": Family("MistralForCausalLM", _LLAMA_FIELDS, {}, {**_UNTIED, "sliding_window": 4096}, *_LIKE_LLAMA),
     "qwen2": Family("Qwen2ForCausalLM", _LLAMA_FIELDS, {"qkv_biases": True}, _UNTIED, *_LIKE_LLAMA),
-    "qwen3": Family("Qwen3ForCausalLM", _LLAMA_FIELDS, {"qk_norm": True}, {"tie_word_embeddings": False}, *_LIKE_LLAMA),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _LLAMA_FIELDS | {"attention_bias": "attention_biases"},
+        {"qk_norm": True},
+        {"tie_word_embeddings": False, "attention_bias": False},
+        *_LIKE_LLAMA,
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        _LLAMA_FIELDS | {"attention_bias": "qkv_biases"},
+        {},
+        {"tie_word_embeddings": False, "head_dim": 128, "attention_bias": True},
+        *_LIKE_LLAMA,
+        only={"attention_out_bias": (False,)},
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        _STARCODER2_FIELDS,
+        {"norm": "layernorm", "activation": "gelu", "biases": True},
+        {"head_dim": None, "tie_word_embeddings": True},
+        "max_position_embeddings",
+        ("hidden_act", _TANH),
+        only={"use_bias": (True,), "mlp_type": ("default",), "norm_type": ("layer_norm",)},
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        _LLAMA_FIELDS,
+        _GEMMA1,
+        {"tie_word_embeddings": True},
+        "max_position_embeddings",
+        ("hidden_act", (*_TANH, "gelu")),  # older files say gelu and mean this one
+        only={"hidden_activation": _TANH, "use_bidirectional_attention": (False,)},
+    ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         _GEMMA_FIELDS,
@@ -137,7 +172,7 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen3MoeForCausalLM",
         _QWEN3_MOE_FIELDS,
         {"qk_norm": True},
-        {"tie_word_embeddings": False, "norm_topk_prob": False},
+        {"tie_word_embeddings": False, "attention_bias": False, "norm_topk_prob": False},
         *_LIKE_LLAMA,
         only={
             "decoder_sparse_step": (1,),
@@ -194,13 +229,13 @@ _HARMLESS_TEXT = """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _flash_attn_2_enabled
     _name_or_path _num_labels attention_dropout attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
     bos_token bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id diversity_penalty
-    do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token eos_token_id
+    do_sample dtype early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eos_token eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
     id2label initializer_range is_decoder is_llama_config label2id length_penalty max_length max_new_tokens
     max_position_embeddings max_sequence_length meshtrain_ignored min_length model_max_length model_type n_ctx
     neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
     output_hidden_states output_scores pad_token pad_token_id prefix pretraining_tp problem_type remove_invalid_values
-    reorder_and_upcast_attn repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
+    reorder_and_upcast_attn repetition_penalty resid_pdrop residual_dropout return_dict return_dict_in_generate sep_token_id
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
     task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
     transformers.js_config transformers_version typical_p unk_token unk_token_id use_bfloat16 use_cache

@@ -62,6 +62,12 @@ _QKV_BIASES = (
     Weight("layers/attention/key_bias", "model.layers.{}.self_attn.k_proj.bias", "G H", "(G H)"),
     Weight("layers/attention/value_bias", "model.layers.{}.self_attn.v_proj.bias", "G H", "(G H)"),
 )
+_OUTPUT_BIAS = Weight("layers/attention/output_bias", "model.layers.{}.self_attn.o_proj.bias", "D", "D")
+_MLP_BIASES = (
+    Weight("layers/mlp/gate_bias", "model.layers.{}.mlp.gate_proj.bias", "F", "F"),
+    Weight("layers/mlp/up_bias", "model.layers.{}.mlp.up_proj.bias", "F", "F"),
+    Weight("layers/mlp/down_bias", "model.layers.{}.mlp.down_proj.bias", "D", "D"),
+)
 _QK_NORM = (
     Weight("layers/attention/query_norm/scale", "model.layers.{}.self_attn.q_norm.weight", "H", "H"),
     Weight("layers/attention/key_norm/scale", "model.layers.{}.self_attn.k_norm.weight", "H", "H"),
@@ -76,7 +82,6 @@ _MIXTRAL = (
 )
 _QWEN3_MOE = (
     *_WITHOUT_MLP,
-    *_QK_NORM,
     Weight("layers/experts/router", "model.layers.{}.mlp.gate.weight", "D E", "E D"),
     Weight("layers/experts/gate", "model.layers.{}.mlp.experts.{}.gate_proj.weight", "D X", "X D"),
     Weight("layers/experts/up", "model.layers.{}.mlp.experts.{}.up_proj.weight", "D X", "X D"),
@@ -118,16 +123,25 @@ _GPT2 = (
     Weight("head/norm/scale", "transformer.ln_f.weight", "D", "D"),
     Weight("head/norm/bias", "transformer.ln_f.bias", "D", "D"),
 )
+_STARCODER2 = (
+    *_WITHOUT_MLP,
+    *_QKV_BIASES,
+    _OUTPUT_BIAS,
+    Weight("layers/attention_norm/bias", "model.layers.{}.input_layernorm.bias", "D", "D"),
+    Weight("layers/mlp_norm/bias", "model.layers.{}.post_attention_layernorm.bias", "D", "D"),
+    Weight("layers/mlp/up", "model.layers.{}.mlp.c_fc.weight", "D F", "F D"),
+    Weight("layers/mlp/up_bias", "model.layers.{}.mlp.c_fc.bias", "F", "F"),
+    Weight("layers/mlp/down", "model.layers.{}.mlp.c_proj.weight", "F D", "D F"),
+    Weight("layers/mlp/down_bias", "model.layers.{}.mlp.c_proj.bias", "D", "D"),
+    Weight("head/norm/bias", "model.norm.bias", "D", "D"),
+)
 _HEAD = Weight("head/kernel", "lm_head.weight", "D V", "V D")
 
 _TABLES = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA + _QKV_BIASES,
-    "qwen3": _LLAMA + _QK_NORM,
     "gemma2": _GEMMA2,
-    "gemma3_text": _GEMMA2 + _QK_NORM,
+    "gemma3_text": _GEMMA2,
     "gpt2": _GPT2,
+    "starcoder2": _STARCODER2,
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
 }
@@ -139,7 +153,11 @@ _CONSTANTS = re.compile(
 
 def weights(family: str, options: DecoderOptions) -> list[Weight]:
     """Returns a row for each weight of the decoder with these options; a family is a key of `config.FAMILIES`."""
-    return [*_TABLES[family], *(() if options.tied_embeddings else (_HEAD,))]
+    table = [*(_TABLES[family] if family in _TABLES else _LLAMA), *(() if options.tied_embeddings else (_HEAD,))]
+    table += _QKV_BIASES if options.qkv_biases or options.attention_biases else ()
+    table += (_OUTPUT_BIAS,) if options.attention_biases else ()
+    table += _MLP_BIASES if options.mlp_biases else ()
+    return table + [*(_QK_NORM if options.qk_norm else ())]
 
 
 def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]:

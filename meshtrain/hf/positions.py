@@ -11,15 +11,30 @@ from meshtrain.hf.values import PUBLISHED, refusal, shown, take
 from meshtrain.options import Value, Values
 
 _ROPE_KEYS = {"rope_type": "", "rope_theta": "rope_base"}
-_LLAMA3_KEYS = {
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low",
-    "high_freq_factor": "rope_high",
-    "original_max_position_embeddings": "rope_original_length",
+# `rope_type` -> key -> option.
+SCALINGS: Mapping[str, Mapping[str, str]] = {
+    "llama3": {
+        "factor": "rope_factor",
+        "low_freq_factor": "rope_low",
+        "high_freq_factor": "rope_high",
+        "original_max_position_embeddings": "rope_original_length",
+    },
+    "linear": {"factor": "rope_factor"},
+    "yarn": {
+        "factor": "rope_factor",
+        "beta_slow": "rope_low",
+        "beta_fast": "rope_high",
+        "original_max_position_embeddings": "rope_original_length",
+        "attention_factor": "rope_attention",
+        "truncate": "rope_whole_pairs",
+    },
 }
+_KINDS = ("default", *SCALINGS)
+_YARN_ABSENT: Mapping[str, Json] = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0, "truncate": True}
 WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",),
     "mixtral": ("sliding_window",),
+    "starcoder2": ("sliding_window",),
     "qwen2": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     "qwen3": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     "gemma2": ("sliding_window", "sliding_window_size", "layer_types"),
@@ -31,7 +46,7 @@ LOCAL_BASE = "rope_local_base_freq"
 # Every how many layers one has no window, where no key says it.
 _TURNS = {"gemma2": 2, GEMMA3: 6}
 # Option of the decoder -> the key that states it.
-KEYS = {name: key for key, name in (_ROPE_KEYS | _LLAMA3_KEYS).items() if name}
+KEYS = {name: key for each in (_ROPE_KEYS, *SCALINGS.values()) for key, name in each.items() if name}
 KEYS |= {"window": "sliding_window", "rope_local_base": LOCAL_BASE}
 
 
@@ -64,7 +79,7 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     base = given[LOCAL_BASE] if LOCAL_BASE in given else None
     local, wrong = _rope({"rope_parameters": halves[WINDOWED], "rope_theta": base}, family)
     if "rope_factor" in local:
-        wrong.append(refusal("rope_parameters.rope_type", "llama3", "default"))
+        wrong.append(refusal("rope_parameters.rope_type", local["rope_scaling"], "default"))
     for line in wrong:
         inside = line.replace("rope_parameters.", f"rope_parameters.{WINDOWED}.")
         inside = inside.replace("rope_theta or rope_scaling say", f"{LOCAL_BASE} says")
@@ -99,17 +114,22 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]
     stated = {"rope_type": "default", **{key: family.absent[key] for key in _ROPE_KEYS if key in family.absent}}
     stated |= older | newer
     where = "rope_parameters" if newer else "rope_scaling"
-    if stated["rope_type"] not in ("default", "llama3"):
-        return {}, [*problems, refusal(f"{where}.rope_type", stated["rope_type"], "default, llama3")]
-    wanted = _ROPE_KEYS | (_LLAMA3_KEYS if stated["rope_type"] == "llama3" else {})
-    fields: Values = {}
+    kind = stated["rope_type"]
+    if kind not in _KINDS:
+        return {}, [*problems, refusal(f"{where}.rope_type", kind, ", ".join(_KINDS))]
+    wanted = _ROPE_KEYS | SCALINGS[kind] if kind in SCALINGS else _ROPE_KEYS
+    fields: Values = {"rope_scaling": kind} if kind in SCALINGS else {}
+    if kind == "yarn":
+        stated = {**_YARN_ABSENT, "original_max_position_embeddings": given.get(family.length), **stated}
     for name, option in wanted.items():
         if option:
             key = name if name == "rope_theta" and not newer else f"{where}.{name}"
             take(fields, problems, option, key, stated.get(name))
     for name in stated.keys() - wanted.keys():
         if (name, stated[name]) != ("partial_rotary_factor", 1.0):
-            problems.append(refusal(f"{where}.{name}", stated[name], f"{', '.join(wanted)} with {stated['rope_type']}"))
+            problems.append(refusal(f"{where}.{name}", stated[name], f"{', '.join(wanted)} with {kind}"))
+    if kind == "yarn" and fields.get("rope_factor") == 1.0 and fields.get("rope_attention") not in (0.0, 1.0):
+        problems.append(refusal(f"{where}.attention_factor", stated["attention_factor"], "none with a factor of 1"))
     return fields, problems
 
 

@@ -4,10 +4,14 @@ import dataclasses
 import math
 
 from meshtrain.models.attention.attention import Attention
+from meshtrain.models.rotary import Scaling
 from meshtrain.options import AllBut, Conditions, option
 
 ROTARY = {"positions": ("rotary",)}
 _SCALED: Conditions = {"rope_factor": AllBut(1.0), **ROTARY}
+_RAMPED: Conditions = {"rope_scaling": ("llama3", "yarn"), **_SCALED}
+_YARN: Conditions = {"rope_scaling": ("yarn",), **_SCALED}
+_WITHOUT_BIASES: Conditions = {"biases": (False,)}
 _WINDOWED, _OF_EXPERTS = {"window": AllBut(0)}, {"num_experts": AllBut(0)}
 ROUTERS = ("softmax", "sigmoid")
 
@@ -69,11 +73,29 @@ class DecoderOptions(TransformerShape):
         0, "rows of learned positions; 0 means sequence_length", minimum=0, only_for={"positions": ("learned",)}
     )
     rope_base: float = option(10000.0, "rotary base (theta)", minimum=1.0, only_for=ROTARY)
-    rope_factor: float = option(1.0, "Llama-3 rope scaling factor; 1 means none", minimum=1.0, only_for=ROTARY)
-    rope_low: float = option(1.0, "Llama-3 rope scaling: low frequency factor", only_for=_SCALED)
-    rope_high: float = option(4.0, "Llama-3 rope scaling: high frequency factor", only_for=_SCALED)
+    rope_factor: float = option(
+        1.0, "rope scaling: by which low frequencies are divided; 1: none are", minimum=1.0, only_for=ROTARY
+    )
+    rope_scaling: str = option(
+        "llama3", "which frequencies rope scaling divides: those of Llama 3, of YaRN, or all of them (linear)",
+        choices=("llama3", "yarn", "linear"), only_for=_SCALED,
+    )  # fmt: skip
+    rope_low: float = option(
+        1.0, "rope scaling: frequencies of fewer turns in the length before it are divided (low_freq_factor; beta_slow)",
+        only_for=_RAMPED,
+    )  # fmt: skip
+    rope_high: float = option(
+        4.0, "rope scaling: those of more turns stay (high_freq_factor; beta_fast, 32 as published)", only_for=_RAMPED
+    )
     rope_original_length: int = option(
-        8192, "Llama-3 rope scaling: sequence length before scaling, in tokens", minimum=1, only_for=_SCALED
+        8192, "rope scaling: sequence length before it, in tokens", minimum=1, only_for=_RAMPED
+    )
+    rope_attention: float = option(
+        0.0, "YaRN: rotated queries and keys are multiplied by it; 0: by 0.1 ln(rope_factor) + 1", minimum=0.0,
+        only_for=_YARN,
+    )  # fmt: skip
+    rope_whole_pairs: bool = option(
+        True, "YaRN: the first and the last pair between both are rounded outwards", only_for=_YARN
     )
     norm: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
@@ -90,8 +112,15 @@ class DecoderOptions(TransformerShape):
     scaled_embeddings: bool = option(False, "embeddings of tokens are multiplied by sqrt(embed_dim), as in Gemma")
     biases: bool = option(False, "biases in projections, mlp and LayerNorm")
     qkv_biases: bool = option(
-        False, "biases on queries, keys and values alone, as in Qwen 2", only_for={"biases": (False,)}
+        False, "biases on queries, keys and values alone, as in Qwen 2", only_for=_WITHOUT_BIASES
     )
+    attention_biases: bool = option(
+        False, "biases on the four projections of attention alone, a key of Llama's", only_for=_WITHOUT_BIASES
+    )
+    mlp_biases: bool = option(
+        False, "biases on the projections of the mlp alone, a key of Llama's",
+        only_for={**_WITHOUT_BIASES, "num_experts": (0,)},
+    )  # fmt: skip
     qk_norm: bool = option(False, "RMSNorm of each head's queries and keys before rotary positions, as in Qwen 3")
     window: int = option(
         0, "how many tokens a token attends to, itself among them, as in Mistral; 0: all before it", minimum=0
@@ -172,6 +201,21 @@ class DecoderOptions(TransformerShape):
         return self.experts_per_token / self.num_experts if self.num_experts else 1.0
 
     @property
+    def scaling(self) -> Scaling | None:
+        """How frequencies of rotary positions are scaled; None: they are not."""
+        if self.rope_factor == 1.0:
+            return None
+        ramp = (self.rope_low, self.rope_high, self.rope_original_length)
+        return Scaling(self.rope_factor, *ramp, self.rope_scaling, self.rope_whole_pairs)
+
+    @property
+    def stretch(self) -> float | None:
+        """What rotated queries and keys are multiplied by (Peng et al. 2023, section 3.4); None: nothing."""
+        if self.rope_factor == 1.0 or self.rope_scaling != "yarn":
+            return None
+        return self.rope_attention or 0.1 * math.log(self.rope_factor) + 1.0
+
+    @property
     def attends(self) -> Attention:
         """What the attention of a layer computes."""
         return Attention(
@@ -182,8 +226,8 @@ class DecoderOptions(TransformerShape):
             window=self.window,
             scalar=self.attention_scalar,
             cap=self.attention_cap,
-            qkv_biases=self.biases or self.qkv_biases,
-            output_bias=self.biases,
+            qkv_biases=self.biases or self.qkv_biases or self.attention_biases,
+            output_bias=self.biases or self.attention_biases,
             qk_epsilon=self.norm_epsilon if self.qk_norm else None,
             centered_scales=self.centered_scales,
         )

@@ -3,7 +3,6 @@
 b: sequences in a microbatch, T: tokens a sequence, D: embed dim, F: mlp dim, H: head dim.
 """
 
-import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -183,6 +182,7 @@ class Mlp(nn.Module):
     output_std: float
     placement: Placement
     dtype: DTypeLike
+    gate_bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -198,8 +198,10 @@ class Mlp(nn.Module):
         hidden = checkpoint_name(hidden, UP)
         if self.activation in GATES:
             gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
-            opened = checkpoint_name(multiplied(self, "gate", x, gate, ("embed", "mlp"), place), UP)
-            hidden = GATES[self.activation](opened) * hidden
+            opened = multiplied(self, "gate", x, gate, ("embed", "mlp"), place)
+            if self.gate_bias:
+                opened = opened + weight(self, "gate_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
+            hidden = GATES[self.activation](checkpoint_name(opened, UP)) * hidden
         elif self.activation == "relu":
             hidden = jax.nn.relu(hidden)
         else:
@@ -238,39 +240,3 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array, site: int) -> jax.Array:
         return jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x.shape[1:])
 
     return jnp.where(jax.vmap(mask)(keys), x / (1.0 - rate), 0.0).astype(x.dtype)
-
-
-def rotary_angles(
-    positions: jax.Array, head_dim: int, base: float, scaling: tuple[float, float, float, int] | None
-) -> jax.Array:
-    """Returns the angle of each pair of channels at each position (Su et al. 2021), float32 [b, T, H / 2].
-
-    angle = position * base^(-2i / H). With Llama-3's scaling (its reference code; Hugging Face's type `llama3`)
-    wavelengths above original_length / low are stretched by `factor`, those below original_length / high stay,
-    and those in between interpolate the two frequencies linearly in original_length / wavelength.
-
-    Args:
-      positions: int32 [b, T].
-      head_dim: H, even.
-      base: theta, 10,000 in the paper.
-      scaling: (factor, low, high, original_length in tokens), or None.
-    """
-    frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is not None:
-        factor, low, high, original_length = scaling
-        turns = original_length * frequencies / (2 * math.pi)
-        unscaled = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-        frequencies = frequencies * (unscaled + (1.0 - unscaled) / factor)
-    return positions[..., None].astype(jnp.float32) * frequencies
-
-
-def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotates the pair (x[i], x[i + H / 2]) of each head by its angle, in float32.
-
-    Args:
-      x: [b, T, heads, H].
-      angles: float32 [b, T, H / 2].
-    """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cosine, sine = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1).astype(x.dtype)

@@ -34,7 +34,8 @@ def of_decoder(
             f"sequence_length: got {sequence_length}; allowed: at most model.max_positions = {options.max_positions} "
             f"with learned positions; nearest: {options.max_positions}"
         )
-    if options.rope_factor != 1 and not 0 < options.rope_low < options.rope_high:
+    scaling = options.scaling
+    if scaling and scaling.kind != "linear" and not 0 < scaling.low < scaling.high:
         problems.append(
             f"model.rope_low, model.rope_high: got {options.rope_low}, {options.rope_high}; allowed: 0 < rope_low < "
             f"rope_high; nearest: 1.0, 4.0"

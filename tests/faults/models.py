@@ -72,7 +72,7 @@ FAULTS = (
     Fault(
         "models/transformer/decoder.py",
         "options.rope_local_base, None)",
-        "options.rope_local_base, scaling)",
+        "options.rope_local_base, options.scaling)",
         "layers with a window have the scaled rotary positions of those without one",
         "models/test_models_layers.py::test_options_reach_the_angles",
     ),

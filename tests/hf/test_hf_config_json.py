@@ -58,15 +58,30 @@ def test_what_an_absent_key_means_is_what_transformers_says(tmp_path):
 
 # name of the model, changes (None takes a key away), how the lines begin
 REFUSED = {
-    "yarn": (
+    "longrope": (
         "llama",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-        ["rope_parameters.rope_type: got 'yarn'; allowed: default, llama3; nearest: none, this model cannot"],
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}},
+        ["rope_parameters.rope_type: got 'longrope'; allowed: default, llama3, linear, yarn; nearest: none, this mod"],
     ),
-    "linear, older": (
+    "dynamic, older": (
         "llama",
-        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        ["rope_scaling.rope_type: got 'linear'"],
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        ["rope_scaling.rope_type: got 'dynamic'"],
+    ),
+    "yarn of another paper": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7}},
+        ["rope_parameters.mscale: got 0.7; allowed: rope_type, rope_theta, factor, beta_slow, beta_fast, original_max"],
+    ),
+    "yarn that scales scores alone": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.0, "attention_factor": 1.2}},
+        ["rope_parameters.attention_factor: got 1.2; allowed: none with a factor of 1"],
+    ),
+    "a ramp upwards": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 0.5}},
+        ["rope_parameters.beta_fast: got 0.5; allowed: above beta_slow=1.0"],
     ),
     "a factor that default ignores": (
         "llama",
@@ -109,10 +124,12 @@ REFUSED = {
     ),
     "code": ("llama", {"auto_map": {"AutoModel": "x.Y"}}, ["auto_map: got"]),
     "biases": (
-        "llama",
+        "mistral-window",
         {"attention_bias": True, "mlp_bias": True},
         ["attention_bias: got True; allowed: False", "mlp_bias: got True"],
     ),
+    "a bias of the output": ("seed-oss", {"attention_out_bias": True}, ["attention_out_bias: got True; allowed: False"]),
+    "no biases": ("starcoder2", {"use_bias": False}, ["use_bias: got False; allowed: True"]),
     "activation": ("llama", {"hidden_act": "gelu"}, ["hidden_act: got 'gelu'; allowed: silu"]),
     "erf": (
         "gpt2",
@@ -129,7 +146,7 @@ REFUSED = {
     "family": (
         "llama",
         {"model_type": "lama"},
-        ["model_type: got 'lama'; allowed: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, mixtral, qwen3_moe, gp"],
+        ["model_type: got 'lama'; allowed: llama, mistral, qwen2, qwen3, "],
     ),
     "no family": ("llama", {"model_type": 3}, ["model_type: got '3'"]),
     "later layers": (
@@ -182,12 +199,12 @@ REFUSED = {
         {
             "rope_local_base_freq": 1e4,
             "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 5e2, "factor": 8.0},
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 5e2, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5e1},
             },
         },
         [
-            "rope_parameters.full_attention.rope_type: got 'linear'; allowed: default, llama3",
+            "rope_parameters.full_attention.rope_type: got 'dynamic'; allowed: default, llama3",
             "rope_parameters.sliding_attention.rope_theta: got 50.0, and rope_local_base_freq says 10000.0",
         ],
     ),
@@ -236,8 +253,8 @@ REFUSED = {
     "odd heads": ("llama", {"head_dim": 7}, ["head_dim: got 7; allowed: an even number"]),
     "all at once": (
         "llama",
-        {"hidden_size": None, "hidden_act": "relu", "x": 1, "rope_parameters": {"rope_type": "yarn"}},
-        ["hidden_act: got 'relu'", "hidden_size: got nothing", "rope_parameters.rope_type: got 'yarn'", "x: got 1"],
+        {"hidden_size": None, "hidden_act": "relu", "x": 1, "rope_parameters": {"rope_type": "su"}},
+        ["hidden_act: got 'relu'", "hidden_size: got nothing", "rope_parameters.rope_type: got 'su'", "x: got 1"],
     ),
 }
 
@@ -276,7 +293,7 @@ CHANGES = {
     "sliding_window": (16, "attention"),
     "layer_types": (["sliding_attention"] * 2, ""),
     "query_pre_attn_scalar": (8, "attention"),
-    "attention_bias": (True, "tensors"),
+    "use_bias": (True, "tensors"),
     "architectures": (["LlamaForSequenceClassification"], "tensors"),
     "num_experts": (4, "tensors"),
     "n_embd": (32, "tensors"),
@@ -318,7 +335,7 @@ def test_a_key_in_no_table_is_refused_with_the_words_that_accept_it(tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    ["gptj", "opt", "gpt_oss", "stablelm", "smollm3", "gemma", "gemma3", "gemma3n_text", "qwen2_moe", "mistral3"],
+    ["gptj", "opt", "gpt", "stablelm", "smollm", "gemma4", "gemma3n_text", "qwen2_moe", "ministral3", "deepseek_v3"],
 )
 def test_another_model_type_is_not_guessed(kind, tmp_path):
     [line] = refused(tmp_path, {"model_type": kind})

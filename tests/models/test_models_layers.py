@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.models.layers import Norm, dropout, rotary_angles, rotate
+from meshtrain.models.layers import Norm, dropout
+from meshtrain.models.rotary import Scaling, rotary_angles, rotate
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions, angles_of
 from meshtrain.models.transformer.task import decoder
@@ -42,7 +43,7 @@ def test_llama3_scaling_of_rotary_frequencies():
     expected, cases = scaled_frequencies()
     assert min(cases.values()) > 0
     positions = np.array([[0, 1, 100, 8191, 131071]])
-    got = rotary_angles(jnp.asarray(positions), HEAD_DIM, BASE, (FACTOR, LOW, HIGH, ORIGINAL))
+    got = rotary_angles(jnp.asarray(positions), HEAD_DIM, BASE, Scaling(FACTOR, LOW, HIGH, ORIGINAL))
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, positions[..., None] * expected, rtol=1e-5)
 

@@ -17,8 +17,9 @@ from jax.typing import DTypeLike
 from meshtrain.models.attention import blockwise, context_parallel, dot_product, splash, triton
 from meshtrain.models.attention.attention import Attention, Documents
 from meshtrain.models.attention.select import GPU, Case, chosen
-from meshtrain.models.layers import Norm, multiplied, normal, rotate, weight
+from meshtrain.models.layers import Norm, multiplied, normal, weight
 from meshtrain.models.remat import HEADS, QKV
+from meshtrain.models.rotary import rotate
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.stored import axes_of_dims
 
@@ -76,6 +77,7 @@ class MultiHead(nn.Module):
         memory: Memory | None = None,
         slots: Slots | None = None,
         is_global: jax.Array | None = None,
+        stretch: jax.Array | float | None = None,
     ) -> jax.Array:
         """Applies attention: with `causal` a query attends to the tokens up to its own, else to all of them.
 
@@ -91,6 +93,7 @@ class MultiHead(nn.Module):
             there is no cache.
           is_global: bool scalar, whether queries attend to all tokens before them in spite of the window; None: they do
             not. It is data, so that scanned layers with and without a window are compiled once.
+          stretch: see `rotate`.
         """
         attention, (source, of_keys) = self.attention, (x, documents) if memory is None else memory
         causal = attention.causal
@@ -98,8 +101,8 @@ class MultiHead(nn.Module):
         assert (documents is None) == (of_keys is None), "either queries and keys have documents, or none of them"
         assert causal or not attention.window, "a window is counted back from the query"
         q = self._normed("query_norm", self._project("query", x, attention.num_heads, "heads"))
-        k, v = self._keys_and_values(source, angles, slots)
-        q = q if angles is None else rotate(q, angles)
+        k, v = self._keys_and_values(source, angles, slots, stretch)
+        q = q if angles is None else rotate(q, angles, stretch)
         # Initial weights do not depend on the kernel. They are initialized in float32, which cuDNN's kernel rejects.
         # Their shapes are computed before JAX may query devices. No kernel takes a single query.
         how = "xla"
@@ -127,14 +130,14 @@ class MultiHead(nn.Module):
         return result
 
     def _keys_and_values(
-        self, source: jax.Array, angles: jax.Array | None, slots: Slots | None
+        self, source: jax.Array, angles: jax.Array | None, slots: Slots | None, stretch: jax.Array | float | None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns keys, rotated, and values: [b, S, G, H] without a cache, otherwise [b, C, G, H]."""
         if slots is not None and not self.attention.causal:
             return self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values")
         k = self._normed("key_norm", self._project("key", source, self.attention.num_kv_heads, "kv_heads"))
         v = self._project("value", source, self.attention.num_kv_heads, "kv_heads")
-        k = k if angles is None else rotate(k, angles)
+        k = k if angles is None else rotate(k, angles, stretch)
         if self.is_mutable_collection(NEW) and not self.is_initializing():
             self.put_variable(NEW, "keys", k)
             self.put_variable(NEW, "values", v)

@@ -18,10 +18,11 @@ from jax.typing import DTypeLike
 from meshtrain.models.attention.multi_head import CACHE, NEW, MultiHead, Slots
 from meshtrain.models.decoder_options import DecoderOptions as DecoderOptions
 from meshtrain.models.decoder_options import TransformerShape
-from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
+from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, weight
 from meshtrain.models.moe.experts import Experts
 from meshtrain.models.moe.routing import Tokens
 from meshtrain.models.remat import MIDDLE, RESIDUAL, RematOptions, checkpoint_policy
+from meshtrain.models.rotary import rotary_angles
 from meshtrain.models.task import Batch, LayerSums, Params
 from meshtrain.models.transformer.cache import latest
 from meshtrain.models.vocabulary import head, losses
@@ -128,7 +129,9 @@ class Layer(nn.Module):
         x = checkpoint_name(x, RESIDUAL)
         normed = gather_sequence(norm(name="attention_norm")(x), place)
         attend = jax.named_scope(LOCAL_OR_GLOBAL)(attention) if o.alternates else attention
-        added = self._residual(attend(normed, own_angles, documents, slots=own_slots, is_global=is_global))
+        stretch = self._stretch(is_global)
+        added = attend(normed, own_angles, documents, slots=own_slots, is_global=is_global, stretch=stretch)
+        added = self._residual(added)
         added = norm(name="attention_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
         x = checkpoint_name(x + dropout(added, rate, keys, ATTENTION_SITE), MIDDLE)
         normed = gather_sequence(norm(name="mlp_norm")(x), place)
@@ -136,7 +139,8 @@ class Layer(nn.Module):
         if o.num_experts:
             added, sums = Experts(o, output_std, place, self.dtype, name="experts")(normed, layer, tokens)
         else:
-            mlp = Mlp(o.mlp_dim, o.activation, o.biases, o.init_std, output_std, place, self.dtype, name="mlp")
+            biases, stds = o.biases or o.mlp_biases, (o.init_std, output_std)
+            mlp = Mlp(o.mlp_dim, o.activation, biases, *stds, place, self.dtype, o.mlp_biases, name="mlp")
             added = mlp(normed)
         added = self._residual(added)
         added = norm(name="mlp_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
@@ -145,6 +149,14 @@ class Layer(nn.Module):
 
     def _residual(self, x: jax.Array) -> jax.Array:
         return self.placement.activation(x, ("batch", "residual_sequence", "embed"))
+
+    def _stretch(self, is_global: jax.Array | None) -> jax.Array | float | None:
+        """Returns what rotated queries and keys of this layer are multiplied by; those with a base of their own are not.
+        """
+        o = self.options
+        if o.stretch is None or not (o.window and o.rope_local_base):
+            return o.stretch
+        return None if is_global is None else jnp.where(is_global, o.stretch, 1.0)
 
 
 class Head(nn.Module):
@@ -275,10 +287,7 @@ def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | ByKi
     """Returns the rotary angles of int32 positions [b, T], float32 [b, T, H / 2]; None with learned positions."""
     if options.positions != "rotary":
         return None
-    scaling = (options.rope_factor, options.rope_low, options.rope_high, options.rope_original_length)
-    angles = rotary_angles(
-        positions, options.width_of_head, options.rope_base, scaling if options.rope_factor != 1.0 else None
-    )
+    angles = rotary_angles(positions, options.width_of_head, options.rope_base, options.scaling)
     if not options.window or not options.rope_local_base:
         return angles
     local = rotary_angles(positions, options.width_of_head, options.rope_local_base, None)

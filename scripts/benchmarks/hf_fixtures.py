@@ -1,0 +1,176 @@
+"""Makes the small models of tests/hf/fixtures with the package transformers, and the logits that it computes with them.
+
+    scripts/bench hf_fixtures FOLDER [NAME ...]
+
+NAME/ has config.json, config.v4.json (the same with the keys of older files), model.safetensors with random weights,
+norms and biases too, expected.npz (input_ids int32 [2, 24], logits float32 [2, 24, vocabulary]), and teeth.json: by how
+much the logits move where a key has another value, so that a tolerance of 1e-4 notices each.
+
+Extras: transformers
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshtrain.errors import run
+
+LENGTH, LENGTH_OF_YARN = 24, 16
+ROUGHLY_ONE = ("norm.weight", "layernorm.weight")
+SMALL = {
+    "vocab_size": 67, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None,
+}  # fmt: skip
+DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": LENGTH_OF_YARN,
+    "beta_fast": 2.0, "beta_slow": 0.1,
+}  # fmt: skip
+HALVES = {"full_attention": YARN | {"rope_theta": 500000.0},
+          "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}  # fmt: skip
+TURNS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+class Model(NamedTuple):
+    """One fixture.
+
+    Attributes:
+      kind: its `model_type`.
+      options: of its configuration class, besides `SMALL` and `DEFAULT`.
+      teeth: keys with other values, by what they change.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    teeth: Mapping[str, Mapping[str, Any]] = {}
+
+
+MODELS: Mapping[str, Model] = {
+    "gemma": Model("gemma", {"tie_word_embeddings": True}),
+    "seed-oss": Model("seed_oss", {"attention_bias": True}),
+    "starcoder2": Model(
+        "starcoder2",
+        {"sliding_window": 6, "tie_word_embeddings": True, "head_dim": None},
+        {"without window": {"sliding_window": None}},
+    ),
+    "llama-biases": Model("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3-biases": Model("qwen3", {"attention_bias": True}),
+    "llama-linear": Model("llama", {"rope_parameters": LINEAR}, {"without scaling": {"rope_parameters": DEFAULT}}),
+    "qwen2-yarn": Model(
+        "qwen2",
+        {"rope_parameters": YARN, "head_dim": None},
+        {
+            "without scaling": {"rope_parameters": DEFAULT},
+            "without the attention factor": {"rope_parameters": YARN | {"attention_factor": 1.0}},
+            "pairs not rounded": {"rope_parameters": YARN | {"truncate": False}},
+        },
+    ),
+    "mistral-yarn": Model(
+        "mistral",
+        {"rope_parameters": YARN | {"attention_factor": 1.3, "truncate": False}, "sliding_window": 20},
+        {"pairs rounded": {"rope_parameters": YARN | {"attention_factor": 1.3}}},
+    ),
+}  # fmt: skip
+
+
+def older(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with the keys of transformers 4."""
+    result = dict(stated)
+    result["torch_dtype"], result["transformers_version"] = result.pop("dtype"), "4.46.0"
+    if "text_config" in result:
+        result["text_config"] = older({"dtype": "float32", **result["text_config"]})
+    rope = result.pop("rope_parameters", None)
+    if rope is None:
+        return result
+    everywhere = dict(rope.get("full_attention", rope))
+    result["rope_theta"] = everywhere.pop("rope_theta")
+    everywhere.pop("partial_rotary_factor", None)
+    result["rope_scaling"] = None if everywhere == {"rope_type": "default"} else everywhere
+    if result["model_type"] == "gemma3_text":
+        result["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    return result
+
+
+def logits(folder: pathlib.Path, ids: np.ndarray) -> np.ndarray:
+    """Returns the logits of a folder, float32."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, attn_implementation="eager")
+    model = class_of(config).from_pretrained(folder, config=config, dtype=torch.float32)
+    with torch.no_grad():
+        found: np.ndarray = model.eval()(torch.from_numpy(ids).long()).logits.numpy()
+    return found
+
+
+def class_of(config: Any) -> Any:
+    """Returns the class of models with this configuration: with images where it has two halves."""
+    import transformers
+
+    has_images = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
+
+
+def make(name: str, folder: pathlib.Path) -> None:
+    """Writes one fixture."""
+    import torch
+    import transformers
+
+    row = MODELS[name]
+    torch.manual_seed(sum(name.encode()))
+    options = {"rope_parameters": DEFAULT, **SMALL, **row.options}
+    options = {key: value for key, value in options.items() if key != "head_dim" or value is not None}
+    if "text_config" in row.options:
+        options = dict(row.options)
+    config = transformers.AutoConfig.for_model(row.kind, **options)
+    config._attn_implementation = "eager"
+    model = class_of(config).from_config(config).float()
+    for key, value in model.named_parameters():
+        noise = torch.randn_like(value) * (0.3 if value.ndim > 1 else 0.4)
+        value.data = value.data + noise if key.endswith(ROUGHLY_ONE) else noise
+    model.save_pretrained(folder)
+    ids = np.random.default_rng(len(name)).integers(0, 67, (2, LENGTH)).astype(np.int32)
+    expected = logits(folder, ids)
+    np.savez_compressed(folder / "expected.npz", input_ids=ids, logits=expected)
+    stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.v4.json", older(stated))
+    teeth = {"size of logits (std)": round(float(expected.std()), 6)}
+    teeth["v4 config in transformers"] = moved(folder, ids, expected, older(stated))
+    for what, changes in row.teeth.items():
+        teeth[what] = moved(folder, ids, expected, stated | dict(changes))
+    write_json(folder / "teeth.json", teeth)
+    (folder / "generation_config.json").unlink()
+    print(f"{sum(path.stat().st_size for path in folder.iterdir()):8,} bytes  {name}  {teeth}", flush=True)
+
+
+def moved(folder: pathlib.Path, ids: np.ndarray, expected: np.ndarray, stated: Mapping[str, Any]) -> float:
+    """Returns the largest difference of the logits with another config.json."""
+    with tempfile.TemporaryDirectory() as other:
+        write_json(pathlib.Path(other) / "config.json", stated)
+        (pathlib.Path(other) / "model.safetensors").symlink_to((folder / "model.safetensors").absolute())
+        return round(float(np.abs(logits(pathlib.Path(other), ids) - expected).max()), 6)
+
+
+def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+    """Writes an object, sorted."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the models that are named, or all."""
+    for name in argv[1:] or MODELS:
+        folder = pathlib.Path(argv[0]) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        make(name, folder)
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))
