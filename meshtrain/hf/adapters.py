@@ -82,11 +82,17 @@ def _names(row: Weight, layer: int) -> list[str]:
 
 
 def _shapes(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the shapes of lora_A and lora_B; the parts of a matrix have equal sizes."""
+    """Returns the shapes of lora_A and lora_B."""
     own = _adapted(rows, leaves)
     a, b = (leaves[f"{own[0].path}{end}"].shape for end in (A, B))
     rank = len(own) * b[1]
-    return (rank, math.prod(a[1:-1])), (len(rows) * math.prod(b[2:]), rank)
+    return (rank, math.prod(a[1:-1])), (sum(_num_outputs(row, leaves) for row in rows), rank)
+
+
+def _num_outputs(row: Weight, leaves: Mapping[str, jax.Array]) -> int:
+    """Returns how many numbers a matrix makes; a part without an adapter of its own is a projection, [L, D, ...]."""
+    path = f"{row.path}{B}" if f"{row.path}{B}" in leaves else row.path
+    return math.prod(leaves[path].shape[2:])
 
 
 def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -95,10 +101,10 @@ def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int
     own = _adapted(rows, leaves)
     for index, row in enumerate(own):
         a, b = (export.on_host(leaves[f"{row.path}{end}"], layer) for end in (A, B))
-        rank, outputs, part = len(b), b[0].size, rows.index(row)
+        rank, begin = len(b), sum(_num_outputs(one, leaves) for one in rows[: rows.index(row)])
         ranks = slice(index * rank, (index + 1) * rank)
         of_a[ranks] = a.reshape(-1, rank).T
-        of_b[part * outputs : (part + 1) * outputs, ranks] = b.reshape(rank, -1).T
+        of_b[begin : begin + b[0].size, ranks] = b.reshape(rank, -1).T
     return of_a, of_b
 
 

@@ -7,7 +7,9 @@ from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject
 from meshtrain.hf.config_json import CONFIG_FILE, differences, in_no_table, of_json
 from meshtrain.hf.families import FAMILIES
-from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, SCALINGS, WINDOW_KEYS, WINDOWED, turns
+from meshtrain.hf.positions import (
+    FULL, GEMMA3, IN_HALVES, LOCAL_BASE, SCALINGS, SMOLLM3, TURNS, WINDOW_KEYS, WINDOWED, rotated, turns,
+)  # fmt: skip
 from meshtrain.models.transformer.decoder import DecoderOptions
 
 # What Gemma alone has; in other families these options have their defaults.
@@ -32,7 +34,11 @@ def family_of(options: DecoderOptions) -> str:
     named += ["num_experts", "router", "router_scale", "shared_experts"] if options.num_experts else []
     local = ("global_every", "rope_local_base") if options.window else ()
     named += ["rope_scaling"] if options.rope_factor != 1.0 else []
-    named += [name for name in (*_BIASES, "window", "qk_norm", *_OF_GEMMA, *local) if getattr(options, name)]
+    named += [
+        name
+        for name in (*_BIASES, "unrotated_every", "qk_norm_of_all", "window", "qk_norm", *_OF_GEMMA, *local)
+        if getattr(options, name)
+    ]
     got = ", ".join(f"model.{name}={getattr(options, name)}" for name in named)
     raise UserError(
         f"model: got {got}, which no model of Hugging Face has together; allowed: those of one of "
@@ -60,15 +66,18 @@ def as_json(
     stated |= values | {rows.activation[0]: rows.activation[1][0]}
     if rows.is_rotary:
         stated |= {"head_dim": options.width_of_head, "max_position_embeddings": length, **_rope(options)}
-        stated |= _gemma(options, family) if options.post_norms else _window(options, family)
+        in_turns = family in TURNS
+        stated |= _turns(options, family) if in_turns else _window(options, family)
+        stated |= _gemma(options) if in_turns and options.centered_scales else {}
+        stated |= _unrotated(options) if family == SMOLLM3 else {}
         stated |= _experts(options, family) if options.num_experts else {}
         stated |= {"use_bias": True} if options.biases else {}
     else:
         stated["n_positions"] = options.max_positions or length
     stated |= {"bos_token_id": None, "eos_token_id": end_id if end_id >= 0 else None}
     stated |= {"initializer_range": options.init_std, "use_cache": True}
-    if family == GEMMA3:
-        stated |= _ropes_in_turns(options, stated)
+    if family in IN_HALVES:
+        stated |= _ropes_in_turns(options, stated, family)
     ignored = {"meshtrain_ignored": in_no_table(original)} if in_no_table(original) else {}
     return stated | _both_ropes(original, stated) | ignored | {"dtype": dtype, "torch_dtype": dtype}
 
@@ -83,26 +92,37 @@ def _rope(options: DecoderOptions) -> JsonObject:
     return {"rope_parameters": (scaling or {"rope_type": "default"}) | theta, "rope_scaling": scaling, **theta}
 
 
-def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
+def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json], family: str) -> JsonObject:
     """Returns rotary positions of layers with a window and of those without, in both spellings."""
     has_own = options.window > 0 and options.rope_local_base > 0
     base = options.rope_local_base if has_own else options.rope_base
     local = {"rope_type": "default", "rope_theta": base}
-    return {"rope_parameters": {FULL: stated["rope_parameters"], WINDOWED: local}, LOCAL_BASE: base}
+    halves: JsonObject = {"rope_parameters": {FULL: stated["rope_parameters"], WINDOWED: local}}
+    return halves | ({LOCAL_BASE: base} if family == GEMMA3 else {})
 
 
-def _gemma(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns what Gemma alone has; a cap of 0 is null, and without a window all layers are full."""
+def _turns(options: DecoderOptions, family: str) -> JsonObject:
+    """Returns the windows of layers in turns; without a window all layers are full."""
     every = options.global_every if options.window else 1
-    stated: JsonObject = {
+    stated: JsonObject = {"sliding_window": options.window or None, "layer_types": turns(options.num_layers, every)}
+    return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})
+
+
+def _unrotated(options: DecoderOptions) -> JsonObject:
+    """Returns which layers of SmolLM 3 have rotary positions; none of them has a window."""
+    every = options.unrotated_every
+    layers: JsonObject = {"no_rope_layers": rotated(options.num_layers, every), "use_sliding_window": False}
+    return layers | ({"no_rope_layer_interval": every} if every else {})
+
+
+def _gemma(options: DecoderOptions) -> JsonObject:
+    """Returns what Gemma alone has; a cap of 0 is null."""
+    return {
         "query_pre_attn_scalar": options.attention_scalar or options.width_of_head,
         "attn_logit_softcapping": options.attention_cap or None,
         "final_logit_softcapping": options.logit_cap or None,
-        "sliding_window": options.window or None,
-        "layer_types": turns(options.num_layers, every),
         "attention_bias": False,
     }
-    return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})
 
 
 def _experts(options: DecoderOptions, family: str) -> JsonObject:

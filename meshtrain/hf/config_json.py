@@ -13,7 +13,7 @@ from meshtrain.data.tokenizer import TOKENIZER
 from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at
 from meshtrain.hf import positions
-from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, ONLY, Family
+from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, OF_IMAGES, ONLY, WITH_IMAGES, Family
 from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, take
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.options import Options, Value, Values
@@ -76,14 +76,44 @@ def described(directory: str | Path, ignore: str | None = "") -> Described:
     return of_json(_loaded(path), path, ignore)
 
 
+def of_text(directory: str | Path) -> JsonObject:
+    """Returns the config.json of a folder's model of text: the file's object, or its half where there are images too.
+
+    Raises:
+      UserError: there is no such file.
+    """
+    return _text_half(_loaded(expanded(directory) / CONFIG_FILE))
+
+
+def has_images(directory: str | Path) -> bool:
+    """Returns whether a folder's model of text is one half of it."""
+    return _loaded(expanded(directory) / CONFIG_FILE).get("model_type") in WITH_IMAGES
+
+
+def _text_half(given: JsonObject) -> JsonObject:
+    """Returns the object of the model of text alone; as it is where a config.json has no such halves."""
+    kind, text = given.get("model_type"), given.get("text_config") or {}
+    if not isinstance(kind, str) or kind not in WITH_IMAGES or not isinstance(text, dict):
+        return given
+    row, has_ropes = WITH_IMAGES[kind], text.get("rope_parameters") is not None
+    found: JsonObject = {"architectures": [FAMILIES[row.text].architecture], "model_type": row.text}
+    found |= {key: value for key, value in given.items() if key not in OF_IMAGES}
+    found |= {key: value for key, value in row.absent.items() if not (has_ropes and key.startswith("rope_"))} | text
+    # A head of its own is one even where only the outer object says so.
+    return found | ({"tie_word_embeddings": False} if given.get("tie_word_embeddings") is False else {})
+
+
 def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Described:
     """Returns what the object of a config.json describes; see `described`. Errors name `path`."""
+    given = _text_half(dict(given))
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         # A program writes it, so another spelling than of case and marks is another model.
         letters = re.sub(r"[\W_]", "", str(kind)).lower()
         fix = next((f"did you mean '{name}'?" for name in FAMILIES if name.replace("_", "") == letters), NO_WAY)
-        raise UserError(f"{path}: model_type: got {shown(str(kind))}; allowed: {', '.join(FAMILIES)}; {fix}")
+        raise UserError(
+            f"{path}: model_type: got {shown(str(kind))}; allowed: {', '.join((*FAMILIES, *WITH_IMAGES))}; {fix}"
+        )
     given, found = _renamed(given, FAMILIES[kind])
     fields, problems = _fields(given, FAMILIES[kind])
     found += problems + _refused(given, kind) + ([] if ignore is None else _strange(given, ignore))
@@ -241,9 +271,7 @@ def _contradictions(shape: DecoderOptions) -> list[str]:
     scaling = shape.scaling
     if scaling and scaling.kind != "linear" and not scaling.high > scaling.low:
         low, high = (key for key, name in positions.SCALINGS[scaling.kind].items() if name in ("rope_low", "rope_high"))
-        found.append(
-            f"rope_parameters.{high}: got {scaling.high}; allowed: above {low}={scaling.low}; {PUBLISHED}"
-        )
+        found.append(f"rope_parameters.{high}: got {scaling.high}; allowed: above {low}={scaling.low}; {PUBLISHED}")
     if shape.experts_per_token > shape.num_experts > 0:
         found.append(f"num_experts_per_tok: got {shape.experts_per_token}; allowed: at most the {shape.num_experts} "
                      f"experts; {PUBLISHED}")  # fmt: skip

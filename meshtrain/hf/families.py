@@ -22,6 +22,7 @@ class Family(NamedTuple):
       length: the key with the most positions.
       activation: the key with the mlp's function, and the functions that the decoder has.
       is_rotary: whether keys describe rotary positions.
+      scales_rope: whether they may be scaled.
       off: keys of `fields` that have to be there, and whose null is the option's default.
       only: more keys that are legal with these values alone; a missing one means what `absent` says, if it does.
       same: key -> another name for it in some files.
@@ -35,6 +36,7 @@ class Family(NamedTuple):
     length: str
     activation: tuple[str, tuple[str, ...]]
     is_rotary: bool = True
+    scales_rope: bool = True
     off: tuple[str, ...] = ()
     only: Mapping[str, tuple[Json, ...]] = {}
     same: Mapping[str, str] = {}
@@ -99,6 +101,9 @@ _GEMMA_ONLY = {"hidden_act": _TANH, "use_bidirectional_attention": (False,)}
 _SWIGLU = ("hidden_act", ("silu",))
 _UNTIED: Mapping[str, Json] = {"head_dim": None, "tie_word_embeddings": False}
 _LIKE_LLAMA = ("max_position_embeddings", _SWIGLU)
+_OLMO_FIELDS = _LLAMA_FIELDS | {"attention_bias": "attention_biases"}
+_OLMO: Mapping[str, Value] = {"qk_norm": True, "qk_norm_of_all": True, "post_norms": True, "pre_norms": False}
+_OLMO_ABSENT: Mapping[str, Json] = {**_UNTIED, "num_key_value_heads": None, "attention_bias": False}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -133,6 +138,26 @@ FAMILIES: Mapping[str, Family] = {
         ("hidden_act", _TANH),
         only={"use_bias": (True,), "mlp_type": ("default",), "norm_type": ("layer_norm",)},
     ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _LLAMA_FIELDS,
+        {},
+        {**_UNTIED, "num_key_value_heads": None},
+        *_LIKE_LLAMA,
+        scales_rope=False,
+        idle=("auto_map", "original_max_position_embeddings"),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        _LLAMA_FIELDS | _BIASES,
+        {},
+        {**_NO_BIASES, "head_dim": None, "num_key_value_heads": None, "tie_word_embeddings": True},
+        *_LIKE_LLAMA,
+        only={"use_sliding_window": (False,)},
+        idle=("sliding_window", "max_window_layers"),
+    ),
+    "olmo2": Family("Olmo2ForCausalLM", _OLMO_FIELDS, _OLMO, _OLMO_ABSENT, *_LIKE_LLAMA),
+    "olmo3": Family("Olmo3ForCausalLM", _OLMO_FIELDS, _OLMO, _OLMO_ABSENT, *_LIKE_LLAMA),
     "gemma": Family(
         "GemmaForCausalLM",
         _LLAMA_FIELDS,
@@ -193,6 +218,39 @@ FAMILIES: Mapping[str, Family] = {
         is_rotary=False,
     ),
 }
+
+
+class WithImages(NamedTuple):
+    """How one `model_type` describes a model of text, the keys of `text_config`, beside one of images.
+
+    Attributes:
+      text: the `model_type` of the text.
+      absent: key of the text -> what it means if it is missing, besides what `Family` says.
+    """
+
+    text: str
+    absent: Mapping[str, Json]
+
+
+WITH_IMAGES: Mapping[str, WithImages] = {
+    "gemma3": WithImages(
+        "gemma3_text",
+        {
+            "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "rms_norm_eps": 1e-6,
+            "hidden_activation": _TANH[0], "max_position_embeddings": 131072, "query_pre_attn_scalar": 256,
+            "sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        },
+    ),
+    "mistral3": WithImages("mistral", {}),
+}  # fmt: skip
+# Keys beside `text_config` that are about images alone, or about both halves.
+OF_IMAGES = frozenset(
+    """
+    architectures boi_token_index eoi_token_index image_token_id image_token_index mm_tokens_per_image model_type
+    multimodal_projector_bias projector_hidden_act spatial_merge_size text_config vision_config vision_feature_layer
+    """.split()
+)
 # Legal in every family with these values alone; the decoder has nothing for another one.
 ONLY: Mapping[str, tuple[Json, ...]] = {
     "attention_bias": (False,),
@@ -210,8 +268,8 @@ ONLY: Mapping[str, tuple[Json, ...]] = {
 _DIFFERENT_TEXT = {
     "attention": """
         _sliding_window_pattern alibi attention_chunk_size attention_multiplier attn_logit_softcapping layer_types
-        max_window_layers no_rope_layers partial_rotary_factor query_pre_attn_scalar rope_interleaved
-        rope_local_base_freq rope_parameters rope_scaling rope_theta rotary_pct scale_attn_by_inverse_layer_idx
+        max_window_layers no_rope_layer_interval no_rope_layers partial_rotary_factor query_pre_attn_scalar
+        rope_interleaved rope_local_base_freq rope_parameters rope_scaling rope_theta rotary_pct scale_attn_by_inverse_layer_idx
         scale_attn_weights sliding_window sliding_window_pattern sliding_window_size use_bidirectional_attention
         use_mrope use_sliding_window
     """,

@@ -36,12 +36,14 @@ class Folder:
       model: what config.json describes.
       table: a row for each weight of the model, with the names of these files.
       stored: name -> tensor, those of the table alone.
+      left_out: how many tensors belong to a model of images beside it.
     """
 
     directory: Path
     model: Described
     table: Sequence[Weight]
     stored: Mapping[str, tensor_files.Stored]
+    left_out: int = 0
 
 
 def opened(directory: str | Path, ignore: str | None = "") -> Folder:
@@ -68,7 +70,7 @@ def opened(directory: str | Path, ignore: str | None = "") -> Folder:
     if found := _mismatches(folder, model, table, stored):
         raise UserError(*found)
     used = {name: one for name, one in stored.items() if not names.is_ignored(name, model.options)}
-    return Folder(folder, model, table, used)
+    return Folder(folder, model, table, used, sum(map(names.is_of_images, stored)))
 
 
 def refuse_differences(folder: Folder) -> None:

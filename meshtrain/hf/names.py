@@ -2,8 +2,9 @@
 
 A layout lists dims: D embed dim, N query heads, G key and value heads, H head dim, F mlp dim, E experts, X expert dim,
 V vocabulary without padding, P learned positions. `(N H)` is one dim of a file in which both stand, N outermost. `3` is
-the dim of a file in which queries, keys and values stand side by side, `2` that of gates and what they multiply. Rotary
-pairs are halves of a head in both, so no head is permuted.
+the dim of a file in which queries, keys and values stand side by side, `2` that of gates and what they multiply, and `J`
+has the heads of queries, keys and values one after the other. Rotary pairs are halves of a head in both, so no head is
+permuted.
 
 The names are those of the state dicts of the package transformers (Wolf et al. 2020).
 """
@@ -18,6 +19,7 @@ from meshtrain.models.transformer.decoder import DecoderOptions
 
 _GPT2_PREFIX = "transformer."  # old files lack it
 _SIDE_BY_SIDE = {"3": 3, "2": 2}
+_JOINT, _HEADS_OF = "J", ("N", "G", "G")  # the heads of each part of J
 _STACKS = "LE"
 
 
@@ -29,7 +31,7 @@ class Weight(NamedTuple):
       name: of the tensor; a first `{}` stands for the layer's index, a second one for the expert's.
       layout: of our leaf, without the dims that stack layers and experts with a tensor of their own.
       stored: the layout of the tensor.
-      part: index into the dim `3` or `2` of `stored`.
+      part: index into the dim `3` or `2` of `stored`, or which heads of `J` these are.
     """
 
     path: str
@@ -42,6 +44,11 @@ class Weight(NamedTuple):
     def stacks(self) -> str:
         """The leading dims of our leaf that are not in `layout`: L stacks layers, E experts."""
         return _STACKS[: self.name.count("{}")]
+
+    @property
+    def letters(self) -> list[str]:
+        """The dims of `stored`, with the own heads in the place of J."""
+        return [_HEADS_OF[self.part] if letter == _JOINT else letter for letter in re.findall(r"\w", self.stored)]
 
 
 _LLAMA = (
@@ -72,6 +79,10 @@ _QK_NORM = (
     Weight("layers/attention/query_norm/scale", "model.layers.{}.self_attn.q_norm.weight", "H", "H"),
     Weight("layers/attention/key_norm/scale", "model.layers.{}.self_attn.k_norm.weight", "H", "H"),
 )
+_QK_NORM_OF_ALL = (
+    Weight("layers/attention/query_norm/scale", "model.layers.{}.self_attn.q_norm.weight", "N H", "(N H)"),
+    Weight("layers/attention/key_norm/scale", "model.layers.{}.self_attn.k_norm.weight", "G H", "(G H)"),
+)
 _WITHOUT_MLP = tuple(row for row in _LLAMA if not row.path.startswith("layers/mlp/"))
 _MIXTRAL = (
     *_WITHOUT_MLP,
@@ -100,6 +111,16 @@ _GEMMA2 = (
     Weight("layers/attention_post_norm/scale", "model.layers.{}.post_attention_layernorm.weight", "D", "D"),
     Weight("layers/mlp_norm/scale", "model.layers.{}.pre_feedforward_layernorm.weight", "D", "D"),
     Weight("layers/mlp_post_norm/scale", "model.layers.{}.post_feedforward_layernorm.weight", "D", "D"),
+)
+# Norms after attention and mlp alone.
+_OLMO2 = tuple(row for row in _GEMMA2 if row.path not in ("layers/attention_norm/scale", "layers/mlp_norm/scale"))
+_PHI3 = (
+    *(row for row in _LLAMA if row.path.rpartition("/")[2] not in ("query", "key", "value", "gate", "up")),
+    Weight("layers/attention/query", "model.layers.{}.self_attn.qkv_proj.weight", "D N H", "(J H) D", 0),
+    Weight("layers/attention/key", "model.layers.{}.self_attn.qkv_proj.weight", "D G H", "(J H) D", 1),
+    Weight("layers/attention/value", "model.layers.{}.self_attn.qkv_proj.weight", "D G H", "(J H) D", 2),
+    Weight("layers/mlp/gate", "model.layers.{}.mlp.gate_up_proj.weight", "D F", "(2 F) D", 0),
+    Weight("layers/mlp/up", "model.layers.{}.mlp.gate_up_proj.weight", "D F", "(2 F) D", 1),
 )
 _GPT2 = (
     Weight("embedding/table", "transformer.wte.weight", "V D", "V D"),
@@ -140,6 +161,9 @@ _HEAD = Weight("head/kernel", "lm_head.weight", "D V", "V D")
 _TABLES = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
+    "phi3": _PHI3,
     "gpt2": _GPT2,
     "starcoder2": _STARCODER2,
     "mixtral": _MIXTRAL,
@@ -151,19 +175,26 @@ _CONSTANTS = re.compile(
 )
 
 
+# Of files with a model of images: what stands before the names of the text, and the names of all else.
+_OF_TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefix -> what it replaces
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
+
+
 def weights(family: str, options: DecoderOptions) -> list[Weight]:
     """Returns a row for each weight of the decoder with these options; a family is a key of `config.FAMILIES`."""
     table = [*(_TABLES[family] if family in _TABLES else _LLAMA), *(() if options.tied_embeddings else (_HEAD,))]
     table += _QKV_BIASES if options.qkv_biases or options.attention_biases else ()
     table += (_OUTPUT_BIAS,) if options.attention_biases else ()
     table += _MLP_BIASES if options.mlp_biases else ()
-    return table + [*(_QK_NORM if options.qk_norm else ())]
+    norms = _QK_NORM_OF_ALL if options.qk_norm_of_all else _QK_NORM
+    return table + [*(norms if options.qk_norm else ())]
 
 
 def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]:
     """Returns the table with the names and layouts that files use.
 
-    Old files of GPT-2 have no prefix, and some of experts have one tensor for all experts of a layer.
+    Old files of GPT-2 have no prefix, some of experts have one tensor for all experts of a layer, and some with images
+    have another prefix.
 
     Args:
       table: from `weights`.
@@ -172,15 +203,23 @@ def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]
     fused = {row.path: row for row in _FUSED if row.name.format(0) in names}
     if len(fused) > 1:  # files with a tensor for each expert may have the router's name as well
         table = [fused[row.path] if row.path in fused else row for row in table]
+    for prefix, replaced in _OF_TEXT.items():
+        if any(name.startswith(prefix) for name in names):
+            return [row._replace(name=re.sub(f"^{replaced}", prefix, row.name)) for row in table]
     if any(name.startswith(_GPT2_PREFIX) for name in names):
         return list(table)
     return [weight._replace(name=weight.name.removeprefix(_GPT2_PREFIX)) for weight in table]
 
 
+def is_of_images(name: str) -> bool:
+    """Returns whether a tensor belongs to a model of images beside that of text, which is left out."""
+    return _OF_IMAGES.fullmatch(name) is not None
+
+
 def is_ignored(name: str, options: DecoderOptions) -> bool:
-    """Returns whether a tensor without a row in the table is no weight: a constant, or the copy of a tied table."""
-    is_copy = options.tied_embeddings and name == _HEAD.name
-    return is_copy or _CONSTANTS.fullmatch(name) is not None
+    """Returns whether a tensor without a row in the table is no weight of the text: a constant, a tied table's copy."""
+    is_copy = options.tied_embeddings and name.endswith(_HEAD.name)
+    return is_copy or is_of_images(name) or _CONSTANTS.fullmatch(name) is not None
 
 
 def sizes(options: DecoderOptions) -> dict[str, int]:
@@ -196,6 +235,7 @@ def sizes(options: DecoderOptions) -> dict[str, int]:
         "P": options.max_positions,
         "E": options.num_experts,
         "X": options.expert_dim,
+        _JOINT: options.num_heads + 2 * options.num_kv_heads,
         **_SIDE_BY_SIDE,
     }
 
@@ -237,8 +277,12 @@ def as_ours(tensor: np.ndarray, weight: Weight, size: Mapping[str, int]) -> np.n
       weight: its row of the table.
       size: from `sizes`.
     """
-    letters = re.findall(r"\w", weight.stored)
-    apart = tensor.reshape([size[letter] for letter in letters])
+    of_file, letters = re.findall(r"\w", weight.stored), weight.letters
+    apart = tensor.reshape([size[letter] for letter in of_file])
+    if _JOINT in of_file:
+        begin = sum(size[letter] for letter in _HEADS_OF[: weight.part])
+        own = slice(begin, begin + size[_HEADS_OF[weight.part]])
+        apart = apart[(slice(None),) * of_file.index(_JOINT) + (own,)]
     for beside in _SIDE_BY_SIDE.keys() & letters:
         # Indexing instead of `take`, which would copy.
         apart = apart[(slice(None),) * letters.index(beside) + (weight.part,)]
@@ -254,12 +298,13 @@ def as_stored(leaves: Sequence[np.ndarray], rows: Sequence[Weight], size: Mappin
       rows: their rows of the table, all with one name, by `part`.
       size: from `sizes`.
     """
-    letters = re.findall(r"\w", rows[0].stored)
-    parts = []
+    letters, parts = re.findall(r"\w", rows[0].stored), []
     for leaf, row in zip(leaves, rows, strict=True):
         own = row.layout.split()
         cut = leaf[tuple(slice(0, size[letter]) for letter in own)]
-        parts.append(cut.transpose([own.index(letter) for letter in letters if letter not in _SIDE_BY_SIDE]))
+        parts.append(cut.transpose([own.index(letter) for letter in row.letters if letter not in _SIDE_BY_SIDE]))
+    if _JOINT in letters:
+        return np.concatenate(parts, axis=letters.index(_JOINT)).reshape(stored_shape(rows[0], size))
     beside = next((place for place, letter in enumerate(letters) if letter in _SIDE_BY_SIDE), None)
     stacked = parts[0] if beside is None else np.stack(parts, axis=beside)
     return stacked.reshape(stored_shape(rows[0], size))

@@ -1,4 +1,4 @@
-"""Rotary positions and windows of a config.json: of all layers alike, or in turns (Gemma 2 and 3).
+"""Rotary positions and windows of a config.json: of all layers alike, or in turns (Gemma 2 and 3, OLMo 3, SmolLM 3).
 
 The rules are those of the configuration classes of the package transformers (Wolf et al. 2020).
 """
@@ -34,6 +34,8 @@ _YARN_ABSENT: Mapping[str, Json] = {"beta_slow": 1.0, "beta_fast": 32.0, "attent
 WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",),
     "mixtral": ("sliding_window",),
+    "phi3": ("sliding_window",),
+    "olmo3": ("sliding_window", "layer_types"),
     "starcoder2": ("sliding_window",),
     "qwen2": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     "qwen3": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
@@ -41,10 +43,13 @@ WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
     "gemma3_text": ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types"),
 }
 WINDOWED, FULL = "sliding_attention", "full_attention"
-GEMMA3 = "gemma3_text"
+GEMMA3, OLMO3, SMOLLM3 = "gemma3_text", "olmo3", "smollm3"
+IN_HALVES = (GEMMA3, OLMO3)  # with rotary positions for layers with a window, and others for those without
 LOCAL_BASE = "rope_local_base_freq"
 # Every how many layers one has no window, where no key says it.
-_TURNS = {"gemma2": 2, GEMMA3: 6}
+TURNS = {"gemma2": 2, GEMMA3: 6, OLMO3: 4}
+UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
+_UNROTATED_EVERY = 4
 # Option of the decoder -> the key that states it.
 KEYS = {name: key for each in (_ROPE_KEYS, *SCALINGS.values()) for key, name in each.items() if name}
 KEYS |= {"window": "sliding_window", "rope_local_base": LOCAL_BASE}
@@ -54,21 +59,24 @@ def keys(kind: str) -> set[str]:
     """Returns the keys that `rotary` and `windows` read, of a family."""
     result = {"layer_types", *(WINDOW_KEYS[kind] if kind in WINDOW_KEYS else ())}
     result |= {"rope_theta", "rope_scaling", "rope_parameters"} if FAMILIES[kind].is_rotary else set()
-    return result | ({LOCAL_BASE} if kind == GEMMA3 else set())
+    return result | ({LOCAL_BASE} if kind == GEMMA3 else set()) | ({*UNROTATED} if kind == SMOLLM3 else set())
 
 
 def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     """Returns the options of rotary positions, and one line for each problem with them.
 
-    In files of Gemma 3 `rope_parameters` has an object for layers with a window and one for those without; in older
-    files `rope_local_base_freq` is for those with a window.
+    In files of Gemma 3 and OLMo 3 `rope_parameters` has an object for layers with a window and one for those without.
+    In older files `rope_local_base_freq` is for those with a window, or the base is that of all layers (OLMo 3).
 
     Args:
       given: the JSON object.
       kind: a key of `FAMILIES`.
     """
     family = FAMILIES[kind]
-    if kind != GEMMA3:
+    if kind == SMOLLM3:
+        (fields, problems), (every, wrong) = _rope(given, family), _unrotated(given)
+        return fields | every, problems + wrong
+    if kind not in IN_HALVES:
         return _rope(given, family)
     parameters = given.get("rope_parameters")
     halves = {WINDOWED: None, FULL: None} if parameters is None else parameters
@@ -76,15 +84,35 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
         return {}, [refusal("rope_parameters", parameters, f"an object with {FULL} and {WINDOWED}")]
     fields, problems = _rope({**given, "rope_parameters": halves[FULL]}, family)
     problems = [line.replace("rope_parameters.", f"rope_parameters.{FULL}.") for line in problems]
-    base = given[LOCAL_BASE] if LOCAL_BASE in given else None
+    local_key = LOCAL_BASE if kind == GEMMA3 else "rope_theta"
+    base = given[local_key] if local_key in given else None
     local, wrong = _rope({"rope_parameters": halves[WINDOWED], "rope_theta": base}, family)
     if "rope_factor" in local:
         wrong.append(refusal("rope_parameters.rope_type", local["rope_scaling"], "default"))
     for line in wrong:
         inside = line.replace("rope_parameters.", f"rope_parameters.{WINDOWED}.")
-        inside = inside.replace("rope_theta or rope_scaling say", f"{LOCAL_BASE} says")
-        problems.append(f"{LOCAL_BASE}{line.removeprefix('rope_theta')}" if line.startswith("rope_theta") else inside)
+        inside = inside.replace("rope_theta or rope_scaling say", f"{local_key} says")
+        problems.append(f"{local_key}{line.removeprefix('rope_theta')}" if line.startswith("rope_theta") else inside)
     return fields | ({"rope_local_base": local["rope_base"]} if "rope_base" in local else {}), problems
+
+
+def _unrotated(given: Mapping[str, Json]) -> tuple[Values, list[str]]:
+    """Returns `unrotated_every`, by the list of layers (1: it is rotated), otherwise by the length of a turn."""
+    layers, every = (given.get(key) for key in UNROTATED)
+    if layers is None:
+        fields, problems = dict[str, Value](), list[str]()
+        take(fields, problems, "unrotated_every", UNROTATED[1], _UNROTATED_EVERY if every is None else every)
+        return fields, problems
+    every = layers.index(0) + 1 if isinstance(layers, list) and 0 in layers else 0
+    num_layers = given.get("num_hidden_layers")
+    if isinstance(num_layers, int) and layers != rotated(num_layers, every):
+        return {}, [refusal(UNROTATED[0], layers, f"{num_layers} layers, of which every nth is 0 and the others are 1")]
+    return {"unrotated_every": every}, []
+
+
+def rotated(num_layers: int, every: int) -> list[Json]:
+    """Returns 1 for each layer, and 0 where each `every`th has no rotary positions; 0: all have them."""
+    return [int(not every or layer % every != 0) for layer in range(1, num_layers + 1)]
 
 
 def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
@@ -115,8 +143,9 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]
     stated |= older | newer
     where = "rope_parameters" if newer else "rope_scaling"
     kind = stated["rope_type"]
-    if kind not in _KINDS:
-        return {}, [*problems, refusal(f"{where}.rope_type", kind, ", ".join(_KINDS))]
+    kinds = _KINDS if family.scales_rope else _KINDS[:1]
+    if kind not in kinds:
+        return {}, [*problems, refusal(f"{where}.rope_type", kind, ", ".join(kinds))]
     wanted = _ROPE_KEYS | SCALINGS[kind] if kind in SCALINGS else _ROPE_KEYS
     fields: Values = {"rope_scaling": kind} if kind in SCALINGS else {}
     if kind == "yarn":
@@ -140,7 +169,7 @@ def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
       given: the JSON object.
       kind: a key of `FAMILIES`.
     """
-    if kind in _TURNS:
+    if kind in TURNS:
         return _in_turns(given, kind)
     own = WINDOW_KEYS[kind] if kind in WINDOW_KEYS else ()
     fields, problems = _alike(given, kind) if own else ({}, [])
@@ -161,7 +190,7 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     """Returns `window` and `global_every`, the length of a turn: by `layer_types`, otherwise by a pattern's length."""
     num_layers, window, types = (given.get(key) for key in ("num_hidden_layers", "sliding_window", "layer_types"))
     patterns = {key: given[key] for key in WINDOW_KEYS[kind] if key.endswith("_pattern") and given.get(key) is not None}
-    key, every = next(iter(patterns.items()), ("", _TURNS[kind]))
+    key, every = next(iter(patterns.items()), ("", TURNS[kind]))
     if types is not None:
         every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else 0
     elif any(value != every for value in patterns.values()) or type(every) is not int or every < 1:

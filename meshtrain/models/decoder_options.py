@@ -97,12 +97,19 @@ class DecoderOptions(TransformerShape):
     rope_whole_pairs: bool = option(
         True, "YaRN: the first and the last pair between both are rounded outwards", only_for=_YARN
     )
+    unrotated_every: int = option(
+        0, "layers without rotary positions: every fourth (4, as in SmolLM 3), ...; 0: none", minimum=0, only_for=ROTARY
+    )
     norm: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
     centered_scales: bool = option(False, "norms multiply by 1 + scale, as in Gemma; scales start at 0")
     post_norms: bool = option(
         False, "norms of what attention and mlp add to the residual stream as well, as in Gemma 2 and 3"
     )
+    pre_norms: bool = option(
+        True, "with post_norms, norms of what attention and mlp read, too; OLMo 2 and 3 have none",
+        only_for={"post_norms": (True,)},
+    )  # fmt: skip
     activation: str = option(
         "swiglu",
         "activation function of the mlp: gelu, or gated with silu (swiglu) or gelu (geglu)",
@@ -111,9 +118,7 @@ class DecoderOptions(TransformerShape):
     tied_embeddings: bool = option(False, "the head uses the embedding table")
     scaled_embeddings: bool = option(False, "embeddings of tokens are multiplied by sqrt(embed_dim), as in Gemma")
     biases: bool = option(False, "biases in projections, mlp and LayerNorm")
-    qkv_biases: bool = option(
-        False, "biases on queries, keys and values alone, as in Qwen 2", only_for=_WITHOUT_BIASES
-    )
+    qkv_biases: bool = option(False, "biases on queries, keys and values alone, as in Qwen 2", only_for=_WITHOUT_BIASES)
     attention_biases: bool = option(
         False, "biases on the four projections of attention alone, a key of Llama's", only_for=_WITHOUT_BIASES
     )
@@ -122,6 +127,10 @@ class DecoderOptions(TransformerShape):
         only_for={**_WITHOUT_BIASES, "num_experts": (0,)},
     )  # fmt: skip
     qk_norm: bool = option(False, "RMSNorm of each head's queries and keys before rotary positions, as in Qwen 3")
+    qk_norm_of_all: bool = option(
+        False, "one such norm over all heads of the queries, and one over those of the keys, as in OLMo 2 and 3",
+        only_for={"qk_norm": (True,)},
+    )  # fmt: skip
     window: int = option(
         0, "how many tokens a token attends to, itself among them, as in Mistral; 0: all before it", minimum=0
     )
@@ -229,5 +238,6 @@ class DecoderOptions(TransformerShape):
             qkv_biases=self.biases or self.qkv_biases or self.attention_biases,
             output_bias=self.biases or self.attention_biases,
             qk_epsilon=self.norm_epsilon if self.qk_norm else None,
+            qk_of_all=self.qk_norm_of_all,
             centered_scales=self.centered_scales,
         )

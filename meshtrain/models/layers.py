@@ -139,12 +139,13 @@ def reduced(x: jax.Array, over: tuple[str, ...], scatters: bool) -> jax.Array:
 
 
 class Norm(nn.Module):
-    """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dim, in float32.
+    """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dim or dims, in float32.
 
     [b, T, D] -> [b, T, D], or [b, T, heads, H] -> [b, T, heads, H], in the dtype of the input.
 
     Attributes:
       centered: multiplies by 1 + scale, with scales that start at 0, instead of by the scale.
+      axes: the logical axes of the scale, one for each dim that the norm is over.
     """
 
     kind: str
@@ -152,20 +153,22 @@ class Norm(nn.Module):
     bias: bool
     placement: Placement
     centered: bool = False
+    axes: tuple[str, ...] = ("norm",)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes each position, or each head of it."""
         ones, zeros = nn.initializers.ones_init(), nn.initializers.zeros_init()
-        y = x.astype(jnp.float32)
+        dims = tuple(range(-len(self.axes), 0))
+        shape, y = x.shape[dims[0] :], x.astype(jnp.float32)
         if self.kind == "layernorm":
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+            y = y - jnp.mean(y, axis=dims, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=dims, keepdims=True) + self.epsilon)
         start = zeros if self.centered else ones
-        scale = weight(self, "scale", x.shape[-1:], ("norm",), start, self.placement, jnp.float32)
+        scale = weight(self, "scale", shape, self.axes, start, self.placement, jnp.float32)
         y = y * (1.0 + scale if self.centered else scale)
         if self.bias:
-            y = y + weight(self, "bias", x.shape[-1:], ("norm",), zeros, self.placement, jnp.float32)
+            y = y + weight(self, "bias", shape, self.axes, zeros, self.placement, jnp.float32)
         return y.astype(x.dtype)
 
 

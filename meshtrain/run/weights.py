@@ -136,7 +136,7 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
                 if step is not None:
                     checkpoints.refuse_unknown(step)
             return []
-        problems = hf_folder.opened(directory, config.init_ignore)
+        opened = hf_folder.opened(directory, config.init_ignore)
     except UserError as error:
         return list(error.problems)
     if step is not None:
@@ -147,10 +147,12 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
         return [
             f"task: got {config.task}, and {directory} is a Hugging Face model; allowed: decoder; nearest: task=decoder"
         ]
-    lines = hf_config.differences(config.model, problems.model.options, config.sequence_length, directory)
-    lines += _other_tokenizer(config, problems.directory)
-    if 0 < problems.model.max_length < config.sequence_length and not lines and peers.is_main_process():
-        most = problems.model.max_length
+    lines = hf_config.differences(config.model, opened.model.options, config.sequence_length, directory)
+    lines += _other_tokenizer(config, opened.directory)
+    if opened.left_out and not lines and peers.is_main_process():
+        warn(f"{directory}: {opened.left_out} tensors of its model of images are left out; this is its model of text")
+    if 0 < opened.model.max_length < config.sequence_length and not lines and peers.is_main_process():
+        most = opened.model.max_length
         warn(f"sequence_length: got {config.sequence_length}; the model in {directory} was trained on at most {most}")
     return lines
 

@@ -35,6 +35,8 @@ YARN = {
 }  # fmt: skip
 HALVES = {"full_attention": YARN | {"rope_theta": 500000.0},
           "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}  # fmt: skip
+OF_IMAGES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "image_size": 16, "patch_size": 8}  # fmt: skip
 TURNS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
 
@@ -76,6 +78,42 @@ MODELS: Mapping[str, Model] = {
         "mistral",
         {"rope_parameters": YARN | {"attention_factor": 1.3, "truncate": False}, "sliding_window": 20},
         {"pairs rounded": {"rope_parameters": YARN | {"attention_factor": 1.3}}},
+    ),
+    "phi3": Model("phi3", {"sliding_window": 6, "head_dim": None}),
+    "smollm3": Model(
+        "smollm3",
+        {"no_rope_layer_interval": 2, "rope_parameters": YARN, "tie_word_embeddings": True},
+        {"all layers rotated": {"no_rope_layers": [1, 1]}},
+    ),
+    "olmo2": Model("olmo2", {"head_dim": None}),
+    "olmo3": Model(
+        "olmo3",
+        {**TURNS, "rope_parameters": HALVES, "head_dim": None},
+        {
+            "yarn in all layers": {"rope_parameters": dict.fromkeys(HALVES, HALVES["full_attention"])},
+            "no window": {"layer_types": ["full_attention"] * 2},
+        },
+    ),
+    "gemma3-images": Model(
+        "gemma3",
+        {
+            "text_config": SMALL | TURNS | {
+                "model_type": "gemma3_text", "rms_norm_eps": 1e-5, "query_pre_attn_scalar": 20,
+                "rope_parameters": {"full_attention": LINEAR,
+                                    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
+            },
+            "vision_config": {**OF_IMAGES, "model_type": "siglip_vision_model"},
+            "mm_tokens_per_image": 4, "image_token_index": 66, "boi_token_index": 65, "eoi_token_index": 64,
+        },
+    ),
+    "mistral3-images": Model(
+        "mistral3",
+        {
+            "text_config": SMALL | {"model_type": "mistral", "sliding_window": 6, "rope_parameters": DEFAULT,
+                                    "tie_word_embeddings": False},
+            "vision_config": {**OF_IMAGES, "head_dim": 4, "model_type": "pixtral"},
+            "image_token_index": 66, "tie_word_embeddings": False,
+        },
     ),
 }  # fmt: skip
 

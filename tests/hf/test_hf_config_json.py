@@ -114,6 +114,22 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         ["rope_parameters.partial_rotary_factor: got 0.5"],
     ),
+    "layers without rotary positions, in no order": (
+        "smollm3",
+        {"no_rope_layers": [0, 1]},
+        ["no_rope_layers: got [0, 1]; allowed: 2 layers, of which every nth is 0 and the others are 1"],
+    ),
+    "windows of layers without them": ("smollm3", {"use_sliding_window": True}, ["use_sliding_window: got True"]),
+    "longer texts of phi": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]}},
+        ["rope_parameters.rope_type: got 'longrope'; allowed: default; nearest: none"],
+    ),
+    "two halves of olmo": (
+        "olmo3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        ["rope_parameters: got {'rope_type': 'default', 'rope_theta': 10000.0}; allowed: an object with full_att"],
+    ),
     "quantized": (
         "llama",
         {"quantization_config": {"quant_method": "gptq"}},
@@ -128,7 +144,11 @@ REFUSED = {
         {"attention_bias": True, "mlp_bias": True},
         ["attention_bias: got True; allowed: False", "mlp_bias: got True"],
     ),
-    "a bias of the output": ("seed-oss", {"attention_out_bias": True}, ["attention_out_bias: got True; allowed: False"]),
+    "a bias of the output": (
+        "seed-oss",
+        {"attention_out_bias": True},
+        ["attention_out_bias: got True; allowed: False"],
+    ),
     "no biases": ("starcoder2", {"use_bias": False}, ["use_bias: got False; allowed: True"]),
     "activation": ("llama", {"hidden_act": "gelu"}, ["hidden_act: got 'gelu'; allowed: silu"]),
     "erf": (
@@ -340,6 +360,25 @@ def test_a_key_in_no_table_is_refused_with_the_words_that_accept_it(tmp_path):
 def test_another_model_type_is_not_guessed(kind, tmp_path):
     [line] = refused(tmp_path, {"model_type": kind})
     assert line.endswith("; nearest: none, this model cannot be imported")
+
+
+def test_the_text_beside_images_may_leave_out_what_transformers_knows(tmp_path):
+    """As the published files of Gemma 3 4B and Mistral Small 3.1 do."""
+    shape = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text = shape | {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16"}
+    found = of(tmp_path, outer | {"text_config": text, "vision_config": {}, "mm_tokens_per_image": 256})
+    assert (found.family, found.dtype, found.max_length) == ("gemma3_text", "bfloat16", 131072)
+    o = found.options
+    assert (o.num_heads, o.num_kv_heads, o.head_dim, o.vocab_size, o.attention_scalar) == (8, 4, 256, 262208, 256)
+    assert (o.rope_base, o.rope_local_base, o.rope_factor, o.rope_scaling) == (1e6, 1e4, 8.0, "linear")
+    assert (o.window, o.global_every, o.tied_embeddings, o.norm_epsilon) == (1024, 6, True, 1e-6)
+    lines = refused(tmp_path, {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}})
+    assert lines[0].startswith("model_type: got 'ministral3'; allowed: ")
+    lines = refused(tmp_path, outer | {"text_config": text, "quantization_config": {}, "x": 1})
+    assert [line.partition(":")[0] for line in lines] == ["quantization_config", "x"]
+    untied = of(tmp_path, outer | {"text_config": text, "tie_word_embeddings": False})
+    assert not untied.options.tied_embeddings
 
 
 def test_a_model_type_in_another_spelling_is_named(tmp_path):

@@ -1,5 +1,6 @@
 """Models of each family give the logits that the package transformers computed, on one device, on meshes, by cache."""
 
+import re
 import shutil
 
 import jax
@@ -13,7 +14,7 @@ from meshtrain.sharding.stored import activation_sharding
 from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
 
 ONE = dict.fromkeys(AXES, 1)
-SHARDED, IN_STAGES = ONE | {"fsdp": 4, "tensor": 2}, ONE | {"data": 2, "pipeline": 2, "tensor": 2}
+SHARDED, IN_STAGES = ONE | {"fsdp": 4, "tensor": 2}, ONE | {"fsdp": 2, "pipeline": 2, "tensor": 2}
 STAGES = {"gemma3": ONE | {"pipeline": 3, "tensor": 2}}  # it has three layers
 TOLERANCE = 1e-4  # absolute; leaving out a feature moves logits by 0.2 to 15, which teeth.json lists
 
@@ -179,6 +180,23 @@ def test_padding_of_the_vocabulary_is_zero():
     assert opened.model.options.padded_vocab_size == 128
     assert (table[:119] == 1).all()
     assert (table[119:] == 0).all()
+
+
+def test_tensors_of_images_are_left_out_and_counted(tmp_path):
+    """With both prefixes that files have; a head of its own has the second one's outside."""
+    opened = folder.opened(FIXTURES / "mistral3-images")
+    assert opened.left_out == 15
+    shutil.copytree(FIXTURES / "mistral3-images", tmp_path, dirs_exist_ok=True)
+    arrays = folder.tensor_files.opened(folder.tensor_files.tensors(tmp_path)[0])
+    renamed = {re.sub(r"^language_model\.(model\.)?", lambda old: "model.language_model." if old[1] else "", key): array
+               for key, array in arrays.items()}  # fmt: skip
+    export.write_file(
+        tmp_path / "model.safetensors", {k: a.shape for k, a in renamed.items()}, renamed.values(), "float32"
+    )
+    other = folder.opened(tmp_path)
+    assert {row.path for row in other.table} == {row.path for row in opened.table}
+    assert "lm_head.weight" in other.stored
+    assert "model.language_model.norm.weight" in other.stored
 
 
 def test_a_leaf_that_the_folder_lacks_is_named():

@@ -41,6 +41,7 @@ class Attention:
       output_bias: whether the output has one.
       qk_epsilon: of an RMSNorm over each head of queries and keys, before rotary positions (as Dehghani et al. 2023 do
         with LayerNorm); None: without these norms.
+      qk_of_all: whether that is one norm over all heads of the queries, and one over those of the keys.
       centered_scales: of the norms of queries and keys, see `Norm`.
     """
 
@@ -55,6 +56,7 @@ class Attention:
     qkv_biases: bool = False
     output_bias: bool = False
     qk_epsilon: float | None = None
+    qk_of_all: bool = False
     centered_scales: bool = False
 
     @property

@@ -100,7 +100,7 @@ class MultiHead(nn.Module):
         assert memory is None or (angles is None and not causal), "a memory has no order relative to the queries"
         assert (documents is None) == (of_keys is None), "either queries and keys have documents, or none of them"
         assert causal or not attention.window, "a window is counted back from the query"
-        q = self._normed("query_norm", self._project("query", x, attention.num_heads, "heads"))
+        q = self._normed("query", self._project("query", x, attention.num_heads, "heads"), "heads")
         k, v = self._keys_and_values(source, angles, slots, stretch)
         q = q if angles is None else rotate(q, angles, stretch)
         # Initial weights do not depend on the kernel. They are initialized in float32, which cuDNN's kernel rejects.
@@ -135,7 +135,7 @@ class MultiHead(nn.Module):
         """Returns keys, rotated, and values: [b, S, G, H] without a cache, otherwise [b, C, G, H]."""
         if slots is not None and not self.attention.causal:
             return self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values")
-        k = self._normed("key_norm", self._project("key", source, self.attention.num_kv_heads, "kv_heads"))
+        k = self._normed("key", self._project("key", source, self.attention.num_kv_heads, "kv_heads"), "kv_heads")
         v = self._project("value", source, self.attention.num_kv_heads, "kv_heads")
         k = k if angles is None else rotate(k, angles, stretch)
         if self.is_mutable_collection(NEW) and not self.is_initializing():
@@ -222,11 +222,12 @@ class MultiHead(nn.Module):
             heads = heads + weight(self, f"{name}_bias", shape[1:], axes[1:], zeros, self.placement, self.dtype)
         return checkpoint_name(self.placement.activation(heads, ("batch", "sequence", axis, "head_dim")), QKV)
 
-    def _normed(self, name: str, heads: jax.Array) -> jax.Array:
-        """Returns [b, T, heads, H], each head normalized, or as it is without these norms."""
-        epsilon = self.attention.qk_epsilon
+    def _normed(self, name: str, heads: jax.Array, axis: str) -> jax.Array:
+        """Returns [b, T, heads, H], each head normalized or all of them together, or as it is without these norms."""
+        attention, epsilon = self.attention, self.attention.qk_epsilon
         if epsilon is None:
             return heads
-        norm = Norm("rmsnorm", epsilon, False, self.placement, self.attention.centered_scales, name=name)
+        axes = (axis, "head_dim") if attention.qk_of_all else ("norm",)
+        norm = Norm("rmsnorm", epsilon, False, self.placement, attention.centered_scales, axes, name=f"{name}_norm")
         result: jax.Array = norm(heads)
         return result

@@ -84,8 +84,8 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [b, T, D] -> [b, T, D].
 
-    With `post_norms` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). With `num_experts` the mlp is one
-    of experts.
+    With `post_norms` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), the inner norms with `pre_norms`
+    only. With `num_experts` the mlp is one of experts.
     """
 
     options: DecoderOptions
@@ -127,14 +127,19 @@ class Layer(nn.Module):
         norm = functools.partial(Norm, o.norm, o.norm_epsilon, o.biases, place, o.centered_scales)
         attention = MultiHead(o.attends, o.init_std, output_std, place, self.dtype, name="attention")
         x = checkpoint_name(x, RESIDUAL)
-        normed = gather_sequence(norm(name="attention_norm")(x), place)
+        before = o.pre_norms or not o.post_norms
+        normed = gather_sequence(norm(name="attention_norm")(x) if before else x, place)
         attend = jax.named_scope(LOCAL_OR_GLOBAL)(attention) if o.alternates else attention
         stretch = self._stretch(is_global)
+        if o.unrotated_every and own_angles is not None:
+            is_rotated = (layer + 1) % o.unrotated_every != 0
+            own_angles = jnp.where(is_rotated, own_angles, 0.0)
+            stretch = None if stretch is None else jnp.where(is_rotated, stretch, 1.0)
         added = attend(normed, own_angles, documents, slots=own_slots, is_global=is_global, stretch=stretch)
         added = self._residual(added)
         added = norm(name="attention_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
         x = checkpoint_name(x + dropout(added, rate, keys, ATTENTION_SITE), MIDDLE)
-        normed = gather_sequence(norm(name="mlp_norm")(x), place)
+        normed = gather_sequence(norm(name="mlp_norm")(x) if before else x, place)
         sums = None
         if o.num_experts:
             added, sums = Experts(o, output_std, place, self.dtype, name="experts")(normed, layer, tokens)
@@ -151,8 +156,7 @@ class Layer(nn.Module):
         return self.placement.activation(x, ("batch", "residual_sequence", "embed"))
 
     def _stretch(self, is_global: jax.Array | None) -> jax.Array | float | None:
-        """Returns what rotated queries and keys of this layer are multiplied by; those with a base of their own are not.
-        """
+        """Returns what rotated queries and keys of this layer are multiplied by; those with a base of their own are not."""
         o = self.options
         if o.stretch is None or not (o.window and o.rope_local_base):
             return o.stretch
