@@ -8,7 +8,17 @@ from meshtrain.files import Json, JsonObject
 from meshtrain.hf.config_json import CONFIG_FILE, differences, in_no_table, of_json
 from meshtrain.hf.families import FAMILIES
 from meshtrain.hf.positions import (
-    FULL, GEMMA3, IN_HALVES, LOCAL_BASE, SCALINGS, SMOLLM3, TURNS, WINDOW_KEYS, WINDOWED, rotated, turns,
+    FULL,
+    GEMMA3,
+    IN_HALVES,
+    LOCAL_BASE,
+    SCALINGS,
+    SMOLLM3,
+    TURNS,
+    WINDOW_KEYS,
+    WINDOWED,
+    rotated,
+    turns,
 )  # fmt: skip
 from meshtrain.models.transformer.decoder import DecoderOptions
 
@@ -31,12 +41,12 @@ def family_of(options: DecoderOptions) -> str:
         if not differences(options, theirs, 1, CONFIG_FILE):
             return family
     named = ["norm", "activation", "positions", "biases"]
-    named += ["num_experts", "router", "router_scale", "shared_experts"] if options.num_experts else []
+    named += ["num_experts", "router", "router_scale", "shared_experts", "expert_biases"] if options.num_experts else []
     local = ("global_every", "rope_local_base") if options.window else ()
     named += ["rope_scaling"] if options.rope_factor != 1.0 else []
     named += [
         name
-        for name in (*_BIASES, "unrotated_every", "qk_norm_of_all", "window", "qk_norm", *_OF_GEMMA, *local)
+        for name in (*_BIASES, "unrotated_every", "qk_norm_of_all", "sinks", "window", "qk_norm", *_OF_GEMMA, *local)
         if getattr(options, name)
     ]
     got = ", ".join(f"model.{name}={getattr(options, name)}" for name in named)
@@ -128,8 +138,8 @@ def _gemma(options: DecoderOptions) -> JsonObject:
 def _experts(options: DecoderOptions, family: str) -> JsonObject:
     """Returns what models of experts alone have; the weight of the loss is that of the run."""
     stated: JsonObject = {"output_router_logits": False, "router_aux_loss_coef": options.balance_weight}
-    if family == "mixtral":
-        return stated | {"router_jitter_noise": 0.0}
+    if family != "qwen3_moe":
+        return stated | ({"router_jitter_noise": 0.0} if family == "mixtral" else {})
     stated |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return stated | {"sliding_window": None, "use_sliding_window": False}
 

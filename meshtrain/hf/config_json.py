@@ -76,7 +76,7 @@ def described(directory: str | Path, ignore: str | None = "") -> Described:
     return of_json(_loaded(path), path, ignore)
 
 
-def of_text(directory: str | Path) -> JsonObject:
+def config_of_text(directory: str | Path) -> JsonObject:
     """Returns the config.json of a folder's model of text: the file's object, or its half where there are images too.
 
     Raises:

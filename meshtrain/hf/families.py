@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshtrain.files import Json
+from meshtrain.models.layers import CLAMP, CLAMPED_SLOPE
 from meshtrain.options import Value
 
 
@@ -138,6 +139,16 @@ FAMILIES: Mapping[str, Family] = {
         ("hidden_act", _TANH),
         only={"use_bias": (True,), "mlp_type": ("default",), "norm_type": ("layer_norm",)},
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {**_MIXTRAL_FIELDS, "attention_bias": "attention_biases"},
+        {"sinks": True, "expert_biases": True, "activation": "clamped_swiglu"},
+        {"attention_bias": True, "tie_word_embeddings": False},
+        *_LIKE_LLAMA,
+        only={"swiglu_limit": (CLAMP,), "swiglu_alpha": (CLAMPED_SLOPE,)},
+        same={"num_experts_per_tok": "experts_per_token", "num_local_experts": "num_experts"},
+        idle=(*_OF_ROUTERS, "initial_context_length"),
+    ),
     "phi3": Family(
         "Phi3ForCausalLM",
         _LLAMA_FIELDS,
@@ -245,12 +256,11 @@ WITH_IMAGES: Mapping[str, WithImages] = {
     "mistral3": WithImages("mistral", {}),
 }  # fmt: skip
 # Keys beside `text_config` that are about images alone, or about both halves.
-OF_IMAGES = frozenset(
-    """
+_OF_IMAGES_TEXT = """
     architectures boi_token_index eoi_token_index image_token_id image_token_index mm_tokens_per_image model_type
     multimodal_projector_bias projector_hidden_act spatial_merge_size text_config vision_config vision_feature_layer
-    """.split()
-)
+"""
+OF_IMAGES = frozenset(_OF_IMAGES_TEXT.split())
 # Legal in every family with these values alone; the decoder has nothing for another one.
 ONLY: Mapping[str, tuple[Json, ...]] = {
     "attention_bias": (False,),
@@ -269,8 +279,8 @@ _DIFFERENT_TEXT = {
     "attention": """
         _sliding_window_pattern alibi attention_chunk_size attention_multiplier attn_logit_softcapping layer_types
         max_window_layers no_rope_layer_interval no_rope_layers partial_rotary_factor query_pre_attn_scalar
-        rope_interleaved rope_local_base_freq rope_parameters rope_scaling rope_theta rotary_pct scale_attn_by_inverse_layer_idx
-        scale_attn_weights sliding_window sliding_window_pattern sliding_window_size use_bidirectional_attention
+        rope_interleaved rope_local_base_freq rope_parameters rope_scaling rope_theta rotary_pct
+        scale_attn_by_inverse_layer_idx scale_attn_weights sliding_window sliding_window_pattern sliding_window_size use_bidirectional_attention
         use_mrope use_sliding_window
     """,
     "activations": """
@@ -293,8 +303,8 @@ _HARMLESS_TEXT = """
     max_position_embeddings max_sequence_length meshtrain_ignored min_length model_max_length model_type n_ctx
     neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
     output_hidden_states output_scores pad_token pad_token_id prefix pretraining_tp problem_type remove_invalid_values
-    reorder_and_upcast_attn repetition_penalty resid_pdrop residual_dropout return_dict return_dict_in_generate sep_token_id
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
+    reorder_and_upcast_attn repetition_penalty resid_pdrop residual_dropout return_dict return_dict_in_generate
+    sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
     task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
     transformers.js_config transformers_version typical_p unk_token unk_token_id use_bfloat16 use_cache
 """

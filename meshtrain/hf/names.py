@@ -2,7 +2,7 @@
 
 A layout lists dims: D embed dim, N query heads, G key and value heads, H head dim, F mlp dim, E experts, X expert dim,
 V vocabulary without padding, P learned positions. `(N H)` is one dim of a file in which both stand, N outermost. `3` is
-the dim of a file in which queries, keys and values stand side by side, `2` that of gates and what they multiply, and `J`
+the dim of a file in which queries, keys and values stand side by side, `2` that of gates and what they multiply. `J`
 has the heads of queries, keys and values one after the other. Rotary pairs are halves of a head in both, so no head is
 permuted.
 
@@ -105,6 +105,18 @@ _FUSED = (
     Weight("layers/experts/up", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (2 X) D", 1),
     Weight("layers/experts/down", "model.layers.{}.mlp.experts.down_proj", "E X D", "E D X"),
 )
+_GPT_OSS = (
+    *_WITHOUT_MLP,
+    Weight("layers/attention/sinks", "model.layers.{}.self_attn.sinks", "N", "N"),
+    Weight("layers/experts/router", "model.layers.{}.mlp.router.weight", "D E", "E D"),
+    Weight("layers/experts/router_shift", "model.layers.{}.mlp.router.bias", "E", "E"),
+    Weight("layers/experts/gate", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E D (X 2)", 0),
+    Weight("layers/experts/up", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E D (X 2)", 1),
+    Weight("layers/experts/gate_bias", "model.layers.{}.mlp.experts.gate_up_proj_bias", "E X", "E (X 2)", 0),
+    Weight("layers/experts/up_bias", "model.layers.{}.mlp.experts.gate_up_proj_bias", "E X", "E (X 2)", 1),
+    Weight("layers/experts/down", "model.layers.{}.mlp.experts.down_proj", "E X D", "E X D"),
+    Weight("layers/experts/down_bias", "model.layers.{}.mlp.experts.down_proj_bias", "E D", "E D"),
+)
 # The name of the norm before the mlp is that of another one where there are four norms.
 _GEMMA2 = (
     *(row for row in _LLAMA if row.path != "layers/mlp_norm/scale"),
@@ -164,6 +176,7 @@ _TABLES = {
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "phi3": _PHI3,
+    "gpt_oss": _GPT_OSS,
     "gpt2": _GPT2,
     "starcoder2": _STARCODER2,
     "mixtral": _MIXTRAL,
@@ -201,7 +214,8 @@ def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]
       names: of the tensors in the files, as keys.
     """
     fused = {row.path: row for row in _FUSED if row.name.format(0) in names}
-    if len(fused) > 1:  # files with a tensor for each expert may have the router's name as well
+    has_own = any(row.stacks == "LE" for row in table)
+    if len(fused) > 1 and has_own:  # files with a tensor for each expert may have the router's name as well
         table = [fused[row.path] if row.path in fused else row for row in table]
     for prefix, replaced in _OF_TEXT.items():
         if any(name.startswith(prefix) for name in names):

@@ -36,6 +36,7 @@ WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
     "mixtral": ("sliding_window",),
     "phi3": ("sliding_window",),
     "olmo3": ("sliding_window", "layer_types"),
+    "gpt_oss": ("sliding_window", "layer_types"),
     "starcoder2": ("sliding_window",),
     "qwen2": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     "qwen3": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
@@ -47,7 +48,7 @@ GEMMA3, OLMO3, SMOLLM3 = "gemma3_text", "olmo3", "smollm3"
 IN_HALVES = (GEMMA3, OLMO3)  # with rotary positions for layers with a window, and others for those without
 LOCAL_BASE = "rope_local_base_freq"
 # Every how many layers one has no window, where no key says it.
-TURNS = {"gemma2": 2, GEMMA3: 6, OLMO3: 4}
+TURNS = {"gemma2": 2, GEMMA3: 6, OLMO3: 4, "gpt_oss": 2}
 UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
 _UNROTATED_EVERY = 4
 # Option of the decoder -> the key that states it.

@@ -81,7 +81,7 @@ class DecoderOptions(TransformerShape):
         choices=("llama3", "yarn", "linear"), only_for=_SCALED,
     )  # fmt: skip
     rope_low: float = option(
-        1.0, "rope scaling: frequencies of fewer turns in the length before it are divided (low_freq_factor; beta_slow)",
+        1.0, "rope scaling: frequencies of fewer turns in that length are divided (low_freq_factor; beta_slow)",
         only_for=_RAMPED,
     )  # fmt: skip
     rope_high: float = option(
@@ -112,8 +112,8 @@ class DecoderOptions(TransformerShape):
     )  # fmt: skip
     activation: str = option(
         "swiglu",
-        "activation function of the mlp: gelu, or gated with silu (swiglu) or gelu (geglu)",
-        choices=("swiglu", "gelu", "geglu"),
+        "activation function of the mlp: gelu, or gated with silu (swiglu; clamped_swiglu of gpt-oss) or gelu (geglu)",
+        choices=("swiglu", "gelu", "geglu", "clamped_swiglu"),
     )
     tied_embeddings: bool = option(False, "the head uses the embedding table")
     scaled_embeddings: bool = option(False, "embeddings of tokens are multiplied by sqrt(embed_dim), as in Gemma")
@@ -152,6 +152,9 @@ class DecoderOptions(TransformerShape):
         0.0, "scores of attention become cap tanh(score / cap), as in Gemma 2; 0: they stay", minimum=0.0
     )
     logit_cap: float = option(0.0, "logits become cap tanh(logit / cap), as in Gemma 2; 0: they stay", minimum=0.0)
+    sinks: bool = option(
+        False, "a learned score for each head, which takes a part of attention's softmax, as in gpt-oss"
+    )
     num_experts: int = option(
         0,
         "experts in place of each mlp, of which a token goes through a few; 0: none",
@@ -163,6 +166,9 @@ class DecoderOptions(TransformerShape):
     expert_dim: int = option(512, "inner width of an expert", minimum=1, dim="expert_mlp", only_for=_OF_EXPERTS)
     shared_experts: int = option(
         0, "further experts, as one mlp, that every token goes through", minimum=0, only_for=_OF_EXPERTS
+    )
+    expert_biases: bool = option(
+        False, "biases of experts and of the router's logits, as in gpt-oss", only_for=_OF_EXPERTS
     )
     router: str = option(
         "softmax",
@@ -239,5 +245,6 @@ class DecoderOptions(TransformerShape):
             output_bias=self.biases or self.attention_biases,
             qk_epsilon=self.norm_epsilon if self.qk_norm else None,
             qk_of_all=self.qk_norm_of_all,
+            sinks=self.sinks,
             centered_scales=self.centered_scales,
         )

@@ -109,8 +109,19 @@ def _gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=True)
 
 
-# The functions of gated mlps (Shazeer 2020).
-GATES: Mapping[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": _gelu}
+def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns the gated product of gpt-oss (OpenAI 2025): both factors have bounds, and `up` is centered at 1."""
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
+
+
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
+# Gated products of mlps (Shazeer 2020), of the gate and what it multiplies.
+GATES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
+    "geglu": lambda gate, up: _gelu(gate) * up,
+    "clamped_swiglu": _clamped_swiglu,
+}
 
 
 def gather_sequence(x: jax.Array, placement: Placement) -> jax.Array:
@@ -204,7 +215,7 @@ class Mlp(nn.Module):
             opened = multiplied(self, "gate", x, gate, ("embed", "mlp"), place)
             if self.gate_bias:
                 opened = opened + weight(self, "gate_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
-            hidden = GATES[self.activation](checkpoint_name(opened, UP)) * hidden
+            hidden = GATES[self.activation](checkpoint_name(opened, UP), hidden)
         elif self.activation == "relu":
             hidden = jax.nn.relu(hidden)
         else:

@@ -26,7 +26,7 @@ from meshtrain.errors import UserError, run
 from meshtrain.files import expanded, what_is_at, write_whole
 from meshtrain.hf import adapters, export
 from meshtrain.hf.config_export import as_json, family_of
-from meshtrain.hf.config_json import described, differences, has_images, is_decoder, is_described, of_text
+from meshtrain.hf.config_json import config_of_text, described, differences, has_images, is_decoder, is_described
 from meshtrain.launch import peers
 from meshtrain.models.moe.experts import MATRICES
 from meshtrain.run import weights
@@ -130,7 +130,7 @@ def _export(arguments: argparse.Namespace) -> None:
     original = _original(config, arguments.workdir)
     came = described(original, ignore=None) if original is not None else None
     family = came.family if came is not None else family_of(options)
-    given = of_text(original) if original is not None else {}
+    given = config_of_text(original) if original is not None else {}
     assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
     if peers.count() > 1:
         raise UserError(f"hf export: got {peers.count()} processes; allowed: 1; nearest: start one of them")

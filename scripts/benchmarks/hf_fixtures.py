@@ -85,6 +85,14 @@ MODELS: Mapping[str, Model] = {
         {"no_rope_layer_interval": 2, "rope_parameters": YARN, "tie_word_embeddings": True},
         {"all layers rotated": {"no_rope_layers": [1, 1]}},
     ),
+    "gpt-oss": Model(
+        "gpt_oss",
+        {
+            **TURNS, "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+        {"without window": {"layer_types": ["full_attention"] * 2}, "no limit": {"swiglu_limit": 100.0}},
+    ),
     "olmo2": Model("olmo2", {"head_dim": None}),
     "olmo3": Model(
         "olmo3",
@@ -172,6 +180,7 @@ def make(name: str, folder: pathlib.Path) -> None:
     model = class_of(config).from_config(config).float()
     for key, value in model.named_parameters():
         noise = torch.randn_like(value) * (0.3 if value.ndim > 1 else 0.4)
+        noise *= 4.0 if row.kind == "gpt_oss" and "gate_up_proj" in key else 1.0  # so that some are beyond the limit
         value.data = value.data + noise if key.endswith(ROUGHLY_ONE) else noise
     model.save_pretrained(folder)
     ids = np.random.default_rng(len(name)).integers(0, 67, (2, LENGTH)).astype(np.int32)

@@ -17,7 +17,7 @@ from meshtrain.data.tokenizer import byte_tokenizer, file_tokenizer, open_tokeni
 from meshtrain.errors import UserError
 from meshtrain.hf import export, folder, tensor_files
 from meshtrain.hf.config_export import as_json, family_of
-from meshtrain.hf.config_json import described, differences, of_text
+from meshtrain.hf.config_json import config_of_text, described, differences
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.run import hugging_face
@@ -54,7 +54,7 @@ def test_an_import_is_exported_byte_by_byte(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_of_the_original_keeps_its_value_in_both_spellings(name, spelling, tmp_path):
     shutil.copy(FIXTURES / name / spelling, tmp_path / "config.json")
-    given, found = of_text(tmp_path), described(FIXTURES / name)
+    given, found = config_of_text(tmp_path), described(FIXTURES / name)
     stated = as_json(found.options, found.family, found.dtype, 24, -1, given)
     changed = {key for key, value in given.items() if stated[key] != value}
     assert changed <= {"rope_scaling"} - {key for key in given if given[key] is not None}

@@ -1,11 +1,12 @@
 """What attention computes, as one record, and what all of its implementations share.
 
-An implementation is a function `attend(q, k, v, documents, attention, ..., first=None)` -> heads [b, T, N, H]:
+An implementation is a function `attend(q, k, v, documents, attention, sinks, ..., first=None)` -> heads [b, T, N, H]:
 
     q          [b, T, N, H]
     k, v       [b, S, G, H]; G divides N
     documents  int32 [b, T] and [b, S], those of queries and of keys, at least 0: a query attends to its own document
                only. None: each sequence is one document
+    sinks      float32 [b, T, N], the same for each query, see `sinks.py`; None: there are none
     first      int32 scalar, the place of the first query among the keys, where a device has a part of the queries;
                None: queries and keys are those of the same tokens, or not causal
 
@@ -42,6 +43,7 @@ class Attention:
       qk_epsilon: of an RMSNorm over each head of queries and keys, before rotary positions (as Dehghani et al. 2023 do
         with LayerNorm); None: without these norms.
       qk_of_all: whether that is one norm over all heads of the queries, and one over those of the keys.
+      sinks: whether each head has a score that takes a part of the softmax.
       centered_scales: of the norms of queries and keys, see `Norm`.
     """
 
@@ -57,6 +59,7 @@ class Attention:
     output_bias: bool = False
     qk_epsilon: float | None = None
     qk_of_all: bool = False
+    sinks: bool = False
     centered_scales: bool = False
 
     @property

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.models.attention import sinks as of_sinks
 from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
 from meshtrain.sharding.trees import Arrays
 
@@ -87,6 +88,7 @@ def attend(
     v: jax.Array,
     documents: Documents,
     attention: Attention,
+    sinks: jax.Array | None = None,
     *,
     name: str,
     largest_block: int = LARGEST_BLOCK,
@@ -102,6 +104,7 @@ def attend(
       v: as `k`.
       documents: of queries and keys, or None.
       attention: what is computed.
+      sinks: float32 [b, T, N], or None.
       name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
       largest_block: tokens of a block at most.
       first: the place of the first query among the keys, or None.
@@ -117,9 +120,11 @@ def attend(
     lengths = (num_queries * queries, num_keys * keys)
     documents = padded_documents(documents, q, k, lengths, causal)
     q = q.reshape(num_sequences, length, num_groups, num_heads // num_groups, head_dim)
+    if sinks is not None:
+        sinks = padded(sinks.reshape(q.shape[:-1]), lengths[0]).swapaxes(1, 2)
     q, k, v = padded(q, lengths[0]), padded(k, lengths[1]), padded(v, lengths[1])
     blocks = Blocks(num_queries, num_keys, queries, keys, attention, name, first is not None)
-    heads: jax.Array = _attend(blocks, q, k, v, documents, first)
+    heads: jax.Array = _attend(blocks, sinks, q, k, v, documents, first)
     return heads[:, :length].reshape(num_sequences, length, num_heads, head_dim).astype(dtype)
 
 
@@ -132,15 +137,25 @@ def _blocks(length: int, largest: int) -> tuple[int, int]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, first: jax.Array | None
+    blocks: Blocks,
+    sinks: jax.Array | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    documents: Documents,
+    first: jax.Array | None,
 ) -> jax.Array:
-    """Returns heads [b, T, G, R, H] for q [b, T, G, R, H], k and v [b, S, G, H], all in whole blocks."""
-    return _named(blocks, blockwise_forward(blocks, q, k, v, documents, first))[0]
+    """Returns heads [b, T, G, R, H] for q [b, T, G, R, H], k and v [b, S, G, H], sinks [b, G, T, R], in whole blocks."""
+    return _forward(blocks, sinks, q, k, v, documents, first)[0]
 
 
-def _forward(blocks: Blocks, *given: Given) -> tuple[jax.Array, tuple[Given, ...]]:
-    heads, log_sums = _named(blocks, blockwise_forward(blocks, *given))
-    return heads, (*given, heads, log_sums)
+def _forward(blocks: Blocks, sinks: jax.Array | None, *given: Given) -> tuple[jax.Array, tuple[Given, ...]]:
+    heads, log_sums = blockwise_forward(blocks, *given)
+    if sinks is not None:
+        heads, log_sums = of_sinks.folded(heads.swapaxes(1, 2), log_sums, sinks)
+        heads = heads.swapaxes(1, 2)
+    heads, log_sums = _named(blocks, (heads, log_sums))
+    return heads, (sinks, *given, heads, log_sums)
 
 
 def _named(blocks: Blocks, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -149,9 +164,14 @@ def _named(blocks: Blocks, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
 
 
 def _backward(
-    blocks: Blocks, residuals: tuple[Given, ...], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    return (*blockwise_backward(blocks, *residuals, cotangent), None, None)
+    blocks: Blocks, kept: Arrays, cotangent: jax.Array
+) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array, None, None]:
+    sinks, *residuals = kept
+    of_own = None
+    if sinks is not None:
+        heads, log_sums = residuals[-2:]
+        of_own = of_sinks.cotangent(heads.swapaxes(1, 2), log_sums, sinks, cotangent.swapaxes(1, 2))
+    return (of_own, *blockwise_backward(blocks, *residuals, cotangent), None, None)
 
 
 _attend.defvjp(_forward, _backward)

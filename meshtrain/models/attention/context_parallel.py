@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from meshtrain.models.attention.attention import Documents
 from meshtrain.sharding.trees import Arrays
 
-# (q [b, T, N, H], k and v [b, S, G, H], the documents of queries and keys or None, further arguments) -> [b, T, N, H]
+# (q [b, T, N, H], k and v [b, S, G, H], the documents of queries and keys or None, further arguments, those of queries
+# [b, T, N]) -> [b, T, N, H]
 Attend = Callable[..., jax.Array]
 
 
@@ -43,6 +44,11 @@ def by_heads(attend: Attend, axes: tuple[str, ...]) -> Attend:
         assert q.shape[2] % num_parts == 0, "the parts of a sequence divide the heads"
         k, v = (_repeated(x, math.lcm(x.shape[2], num_parts)) for x in (k, v))
         q, k, v = (jax.lax.all_to_all(x, axes, 2, 1, tiled=True) for x in (q, k, v))
+        of_queries = [x is not None and x.ndim == q.ndim - 1 for x in others]
+        others = tuple(
+            jax.lax.all_to_all(x, axes, 2, 1, tiled=True) if exchanges else x
+            for x, exchanges in zip(others, of_queries, strict=True)
+        )
         heads = attend(q, k, v, _gathered(documents, axes), *others)
         whole: jax.Array = jax.lax.all_to_all(heads, axes, 1, 2, tiled=True)
         return whole

@@ -1,4 +1,4 @@
-"""Attention by `jax.nn.dot_product_attention` (`xla`, `cudnn`), written out where that does not cap scores.
+"""Attention by `jax.nn.dot_product_attention` (`xla`, `cudnn`), written out for capped scores and sinks.
 
 b, T, S, N, G, H: see `attention.py`.
 """
@@ -18,6 +18,7 @@ def attend(
     v: jax.Array,
     documents: Documents,
     attention: Attention,
+    sinks: jax.Array | None = None,
     *,
     how: Literal["xla", "cudnn"],
     first: jax.Array | None = None,
@@ -31,6 +32,7 @@ def attend(
       v: as `k`.
       documents: of queries and keys, or None.
       attention: what is computed.
+      sinks: float32 [b, T, N], or None.
       how: the implementation.
       first: the place of the first query among the keys, or None.
       is_global: bool scalar, whether there is no window after all; None: there is.
@@ -45,25 +47,31 @@ def attend(
     local, seen = None, None
     if first is not None:
         seen, causal = (distance >= 0) & (distance < reach) if window else distance >= 0, False
-    elif window and mask is None and is_global is None and not cap:
+    elif window and mask is None and is_global is None and not cap and sinks is None:
         local = (window - 1, 0)
     elif window:
         # cuDNN's kernel takes a window or a mask. It needs `is_causal` with both: its window has no end.
         seen = distance < reach
     if seen is not None:
         mask = seen[None, None] if mask is None else mask & seen
-    if cap:
-        assert how == "xla", "the kernel has no cap"
-        return _with_cap(q, k, v, mask, causal, attention).astype(dtype)
+    if cap or sinks is not None:
+        assert how == "xla", "the kernel has no cap and no sinks"
+        return _written_out(q, k, v, mask, causal, attention, sinks).astype(dtype)
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=attention.scale, is_causal=causal, implementation=how, local_window_size=local
     ).astype(dtype)
 
 
-def _with_cap(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, causal: bool, attention: Attention
+def _written_out(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    causal: bool,
+    attention: Attention,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    """Returns heads with capped scores; `mask` is bool, broadcastable to [b, 1, T, S], true where a query attends."""
+    """Returns heads; `mask` is bool, broadcastable to [b, 1, T, S], true where a query attends."""
     groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("btgnh,bsgh->bgnts", groups, k, preferred_element_type=jnp.float32)
     scores = capped(scores * attention.scale, attention.cap)
@@ -72,5 +80,8 @@ def _with_cap(
         mask = before if mask is None else mask & before
     if mask is not None:
         scores = jnp.where(mask[:, :, None], scores, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    if sinks is not None:
+        own = sinks.reshape(groups.shape[:-1]).transpose(0, 2, 3, 1)[..., None]
+        scores = jnp.concatenate([scores, own.astype(scores.dtype)], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     return jnp.einsum("bgnts,bsgh->btgnh", weights, v).reshape(q.shape)

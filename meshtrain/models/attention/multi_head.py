@@ -53,6 +53,7 @@ class Slots(NamedTuple):
 # that it was given, [b, S, G, H]. With the collection CACHE, [b, C, G, H], a token attends to the tokens before it.
 NEW, CACHE = "new", "cache"
 
+SINKS = "sinks"
 QUERIES = ("batch", "sequence", "heads", "head_dim")
 
 
@@ -114,7 +115,7 @@ class MultiHead(nn.Module):
         if slots is not None:
             both = (jnp.ones_like(slots.filled[:, :1]), slots.filled)  # the slots are those of the window already
             attention = dataclasses.replace(attention, causal=False, window=0)
-        heads = self._attend(q, k, v, both, attention.among(k.shape[1]), how, is_global)
+        heads = self._attend(q, k, v, both, self._sinks(q), attention.among(k.shape[1]), how, is_global)
         heads = self.placement.activation(heads, QUERIES)
         # Policies save the results of these, of cuDNN's kernel outside of branches: a name would save an array twice.
         is_saved = how in ("splash", "triton", "blockwise") or (how == "cudnn" and is_global is None)
@@ -154,6 +155,7 @@ class MultiHead(nn.Module):
         k: jax.Array,
         v: jax.Array,
         documents: Documents,
+        sinks: jax.Array | None,
         attention: Attention,
         how: str,
         is_global: jax.Array | None,
@@ -162,38 +164,46 @@ class MultiHead(nn.Module):
         local, everywhere = (self._kernel(how, dataclasses.replace(attention, window=w)) for w in (attention.window, 0))
 
         def run(
-            q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, is_global: jax.Array | None,
-            **place: jax.Array,
+            q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, sinks: jax.Array | None,
+            is_global: jax.Array | None, **place: jax.Array,
         ) -> jax.Array:  # fmt: skip
             # The branches have no collectives: stages of a pipeline may take different ones.
             if is_global is None or not attention.window:
-                return local(q, k, v, documents, **place)
+                return local(q, k, v, documents, sinks=sinks, **place)
             if how == "xla":
-                return local(q, k, v, documents, is_global=is_global, **place)
-            branches = [functools.partial(branch, **place) for branch in (everywhere, local)]
-            heads: jax.Array = jax.lax.cond(is_global, *branches, q, k, v, documents)
+                return local(q, k, v, documents, sinks=sinks, is_global=is_global, **place)
+            branches = [lambda *given, at=at: at(*given[:4], sinks=given[4], **place) for at in (everywhere, local)]
+            heads: jax.Array = jax.lax.cond(is_global, *branches, q, k, v, documents, sinks)
             return heads
 
         queries = self.placement.activation_spec(q.shape, QUERIES)
         keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
         _, parts, *_ = axes_of_dims(queries, q.ndim)
         if how == "xla" and not parts:
-            return run(q, k, v, documents, is_global)
+            return run(q, k, v, documents, sinks, is_global)
         # A kernel has no partitioning rule, or one that fails where some axes are manual. So it runs on each device's
         # shards in a manual region. Each axis made manual here splits sequences, their tokens or heads: no array is
         # replicated, and no gradient has to be summed over devices. A loop over blocks runs there as well: the
         # partitioner need not see its slices.
         tokens = [self.placement.activation_spec(array.shape[:2], ("batch", "sequence")) for array in (q, k)]
         replicated = None if is_global is None else PartitionSpec()
-        in_specs = (queries, keys, keys, tuple(tokens) if documents else None, replicated)
+        of_sinks = None if sinks is None else PartitionSpec(*queries[:3])
+        in_specs = (queries, keys, keys, tuple(tokens) if documents else None, of_sinks, replicated)
         on_device: context_parallel.Attend = run
         if parts and self._gathers_keys(q):
             on_device = context_parallel.by_keys(run, parts, causal=attention.causal)
         elif parts:
             on_device = context_parallel.by_heads(run, parts)
         on_shards = self.placement.on_shards(on_device, in_specs, queries, is_opaque=True)
-        heads: jax.Array = on_shards(q, k, v, documents, is_global)
+        heads: jax.Array = on_shards(q, k, v, documents, sinks, is_global)
         return heads
+
+    def _sinks(self, q: jax.Array) -> jax.Array | None:
+        """Returns the sinks of each query's heads, float32 [b, T, N], or None without them; q is [b, T, N, H]."""
+        if not self.attention.sinks:
+            return None
+        own = weight(self, SINKS, q.shape[2:3], ("heads",), normal(self.init_std), self.placement, jnp.float32)
+        return self.placement.activation(jnp.broadcast_to(own, q.shape[:3]), QUERIES[:3])
 
     def _gathers_keys(self, q: jax.Array) -> bool:
         """Returns whether sequences are split over devices, and with q [b, T, N, H] there is no head for each."""

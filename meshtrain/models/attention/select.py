@@ -20,7 +20,8 @@ GPU = ("gpu", "cuda")
 TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations that take a part of the queries with all keys
 # What a kernel does not do: field of `Attention` -> (in words, the option).
 _CAP, _WINDOW = {"cap": ("capped scores", "attention_cap")}, {"window": ("window", "window")}
-_CANNOT = {"cudnn": _CAP, "triton": _WINDOW | _CAP}
+_SINKS = {"sinks": ("sinks", "sinks")}
+_CANNOT = {"cudnn": _CAP | _SINKS, "triton": _WINDOW | _CAP}
 
 
 class Case(NamedTuple):

@@ -34,6 +34,7 @@ def attend(
     v: jax.Array,
     documents: Documents,
     attention: Attention,
+    sinks: jax.Array | None = None,
     *,
     name: str,
     interpret: bool,
@@ -46,6 +47,7 @@ def attend(
       v: as `k`.
       documents: of queries and keys, or None.
       attention: what is computed.
+      sinks: float32 [b, T, N], or None; the kernel's own, one for all queries.
       name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
       interpret: whether to run the kernel as plain JAX, slowly, on a device that is no TPU.
     """
@@ -72,7 +74,7 @@ def attend(
         attn_logits_soft_cap=attention.cap or None,
         interpret=interpret,
     )
-    heads: jax.Array = jax.vmap(kernel)(q, k, v, segments)
+    heads: jax.Array = jax.vmap(kernel)(q, k, v, segments, None if sinks is None else sinks[:, 0])
     return heads.swapaxes(1, 2)[:, :length]
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.errors import UserError
+from meshtrain.models.attention import sinks as of_sinks
 from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
 
 # Sequences are padded to a multiple of the forward kernel's block of queries.
@@ -29,8 +30,8 @@ BACKWARD = (
 )  # fmt: skip
 
 Static = tuple[float, bool, bool, str]  # the scale, whether it is causal, whether it is interpreted, a name
-# q, k, v, the documents, the heads, and the logarithms of the softmax's sums.
-Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+# Sinks [b, N, T], q, k, v, the documents, the heads, and the logarithms of the softmax's sums.
+Residuals = tuple[jax.Array | None, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
 
 
 @functools.cache
@@ -49,6 +50,7 @@ def attend(
     v: jax.Array,
     documents: Documents,
     attention: Attention,
+    sinks: jax.Array | None = None,
     *,
     name: str,
     interpret: bool,
@@ -61,6 +63,7 @@ def attend(
       v: as `k`.
       documents: of queries, and the same of keys, or None.
       attention: what is computed.
+      sinks: float32 [b, T, N], or None.
       name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
       interpret: whether to run the kernel as plain JAX, slowly, on a device that is no GPU.
 
@@ -77,35 +80,45 @@ def attend(
     whole = length + -length % GRANULE
     documents = padded_documents(documents, q, k, (whole, whole), attention.causal)
     static = (attention.scale, attention.causal, interpret, name)
-    heads: jax.Array = _attend(static, *(padded(x, whole) for x in (q, k, v)), documents and documents[0])
+    own = None if sinks is None else padded(sinks, whole).swapaxes(1, 2)
+    heads: jax.Array = _attend(static, own, *(padded(x, whole) for x in (q, k, v)), documents and documents[0])
     return heads[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
-    return _forward(static, q, k, v, ids)[0]
+def _attend(
+    static: Static, sinks: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+) -> jax.Array:
+    return _forward(static, sinks, q, k, v, ids)[0]
 
 
 def _forward(
-    static: Static, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+    static: Static, sinks: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
 ) -> tuple[jax.Array, Residuals]:
     *_, name = static
     with jax.named_scope(_scope(static)):
         _, residuals = _module().mha.fwd(q, *(_for_each_query(x, q) for x in (k, v)), ids, *_static(static, q))
     # The rule's residuals are its arguments, the heads, and the logarithms of the softmax's sums.
-    heads, log_sums = (checkpoint_name(x, name) for x in residuals[-2:])
-    return heads, (q, k, v, ids, heads, log_sums)
+    heads, log_sums = residuals[-2:]
+    if sinks is not None:
+        heads, log_sums = of_sinks.folded(heads.swapaxes(1, 2), log_sums, sinks)
+        heads = heads.swapaxes(1, 2)
+    heads, log_sums = (checkpoint_name(x, name) for x in (heads, log_sums))
+    return heads, (sinks, q, k, v, ids, heads, log_sums)
 
 
 def _backward(
     static: Static, residuals: Residuals, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, ids, heads, log_sums = residuals
+) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array, None]:
+    sinks, q, k, v, ids, heads, log_sums = residuals
     repeated = (q, _for_each_query(k, q), _for_each_query(v, q), ids, heads, log_sums)
     with jax.named_scope(_scope(static)):
         dq, dk, dv, _ = _module().mha.bwd(*_static(static, q), repeated, cotangent)
     dk, dv = (_sum_of_queries(found, x) for found, x in ((dk, k), (dv, v)))
-    return dq, dk, dv, None
+    of_own = None
+    if sinks is not None:
+        of_own = of_sinks.cotangent(heads.swapaxes(1, 2), log_sums, sinks, cotangent.swapaxes(1, 2))
+    return of_own, dq, dk, dv, None
 
 
 _attend.defvjp(_forward, _backward)

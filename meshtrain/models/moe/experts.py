@@ -38,7 +38,10 @@ from meshtrain.sharding.trees import Arrays
 
 UP, DOWN = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
 MATRICES: Mapping[str, Names] = {"up": UP, "gate": UP, "down": DOWN}
+BIASES: Mapping[str, Names] = {f"{name}_bias": (axes[0], axes[2]) for name, axes in MATRICES.items()}
 LOAD, BIAS = "expert_load", "router_bias"  # the metric by which the bias moves
+DOWN_BIAS = "down_bias"
+ROUTER_SHIFT = "router_shift"  # learned, of the logits
 
 
 class Experts(nn.Module):
@@ -74,6 +77,9 @@ class Experts(nn.Module):
             zeros = nn.initializers.zeros_init()
             bias = weight(self, BIAS, (o.num_experts,), ("router",), zeros, place, jnp.float32)
         logits = routing.logits(x, router)
+        if o.expert_biases:
+            zeros = nn.initializers.zeros_init()
+            logits = logits + weight(self, ROUTER_SHIFT, (o.num_experts,), ("norm",), zeros, place, jnp.float32)
         to = routing.routed(logits, bias, o.experts_per_token, o.router, o.router_scale)
         result, seen = self._of_experts(x, to)
         sums = None
@@ -105,6 +111,10 @@ class Experts(nn.Module):
         o = self.options
         sizes = {"experts": o.num_experts, "expert_embed": embed_dim, "expert_mlp": o.expert_dim}
         result: dict[str, tuple[jax.Array, Names]] = {}
+        for name, axes in BIASES.items() if o.expert_biases else ():
+            start = nn.with_logical_partitioning(nn.initializers.zeros_init(), axes)
+            bias: Arrays = self.param(name, start, tuple(sizes[str(axis)] for axis in axes), jnp.float32)
+            result[name] = bias.astype(self.dtype), axes
         for name, axes in MATRICES.items():
             start = nn.with_logical_partitioning(normal(self.output_std if name == "down" else o.init_std), axes)
             shape = tuple(sizes[str(axis)] for axis in axes)
@@ -218,6 +228,8 @@ class _Plan:
           matrices: one device's shards.
         """
         matrices = {name: self._gathered(name, matrix) for name, matrix in matrices.items()}
+        if DOWN_BIAS in matrices and self.summed:  # each device adds its part of the sum
+            matrices[DOWN_BIAS] = matrices[DOWN_BIAS] / jax.lax.axis_size(self.summed)
         flat = [array.reshape(-1, array.shape[-1]) for array in (x, chosen, gates)]
         num_sharing = jax.lax.axis_size(self.shared) if self.shared else 1
         num = parts.num_turns(flat[0].shape[0], num_sharing, chosen.shape[-1], self.options.num_experts)
@@ -252,7 +264,7 @@ class _Plan:
         return y, jax.nn.one_hot(jnp.maximum(1, parts.num_used(cut, index, num_here)), cut.num_parts + 1)
 
     def _gathered(self, name: str, matrix: jax.Array) -> jax.Array:
-        dims = zip(axes_of_dims(self.stored[name], 3), axes_of_dims(self.whole[name], 3), strict=True)
+        dims = zip(*(axes_of_dims(specs[name], matrix.ndim) for specs in (self.stored, self.whole)), strict=True)
         for dim, (stored, whole) in enumerate(dims):
             assert stored[: len(whole)] == whole, "axes that split a weight for storage only are the inner ones"
             if over := stored[len(whole) :]:

@@ -161,7 +161,7 @@ def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index:
       how: rows are computed.
       x: [t, D].
       gates: float32 [t k], of each choice.
-      matrices: `up` and `gate` [e, D, F], `down` [e, F, D], and the factors of their adapters.
+      matrices: `up` and `gate` [e, D, F], `down` [e, F, D], the factors of their adapters, and biases [e, F] and [e, D].
       index: of the rows.
     """
     return _results(how, x, gates, dict(matrices), index)
@@ -225,11 +225,22 @@ def _of_part(
     rows = spread(x, tokens, places)
     gate = jnp.take(gates, choices, mode="fill", fill_value=0)
     times = functools.partial(grouped_matmul.product, owners=owners, platform=how.platform)
-    return collected(of_rows(how.activation, rows, gate, matrices, times), tokens, places)
+    hot = jax.nn.one_hot(owners, matrices["up"].shape[0], dtype=rows.dtype)
+
+    def of_owner(bias: jax.Array) -> jax.Array:
+        # A product: its transpose adds up in one order.
+        return jnp.repeat(jnp.dot(hot, bias, precision=jax.lax.Precision.HIGHEST), cut.block_rows, axis=0)
+
+    return collected(of_rows(how.activation, rows, gate, matrices, times, of_owner), tokens, places)
 
 
 def of_rows(
-    activation: str, rows: jax.Array, gate: jax.Array, matrices: Matrices, product: Callable[..., jax.Array]
+    activation: str,
+    rows: jax.Array,
+    gate: jax.Array,
+    matrices: Matrices,
+    product: Callable[..., jax.Array],
+    of_owner: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """Returns what the gated mlp of each row's expert makes of it, times the row's gate, [R, D].
 
@@ -242,16 +253,20 @@ def of_rows(
       gate: float32 [R].
       matrices: see `results`.
       product: (rows, a matrix of each expert) -> their products, see `grouped_matmul.product`.
+      of_owner: a bias of each expert [e, F] -> that of each row [R, F].
     """
 
     def times(rows: jax.Array, name: str) -> jax.Array:
         result = product(rows, matrices[name])
         if name + A in matrices:
             result = result + product(product(rows, matrices[name + A]), matrices[name + B])
-        return result
+        if (bias := f"{name}_bias") not in matrices:
+            return result
+        added = of_owner(matrices[bias])
+        return result + (added if name != "down" else (added * gate[:, None]).astype(added.dtype))
 
     up, gated = (checkpoint_name(times(rows, name), EXPERT_UP) for name in ("up", "gate"))
-    inner = (GATES[activation](gated) * up).astype(jnp.float32) * gate[:, None]
+    inner = GATES[activation](gated, up).astype(jnp.float32) * gate[:, None]
     return times(inner.astype(rows.dtype), "down")
 
 

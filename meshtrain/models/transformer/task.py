@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.models.attention.multi_head import CACHE, NEW, Slots
-from meshtrain.models.moe.experts import BIAS, with_moved_biases
+from meshtrain.models.attention.multi_head import SINKS
+from meshtrain.models.moe.experts import BIAS, ROUTER_SHIFT, with_moved_biases
 from meshtrain.models.moe.routing import Tokens
 from meshtrain.models.remat import RematOptions, casts_first
 from meshtrain.models.task import (
@@ -54,7 +55,7 @@ from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.trees import Arrays
 
 NOTHING_AGAIN = RematOptions("none")
-IN_FLOAT32 = ("router", BIAS)
+IN_FLOAT32 = ("router", BIAS, ROUTER_SHIFT, SINKS)
 
 
 def decoder(
@@ -291,11 +292,16 @@ def count_parameters(options: DecoderOptions, num_positions: int) -> int:
 
 
 def num_idle_parameters(options: DecoderOptions) -> int:
-    """Returns the parameters of the experts that a token does not go through: three matrices each, in every layer."""
+    """Returns the parameters of the experts that a token does not go through: three matrices each, in every layer.
+
+    Biases count likewise.
+    """
     if not options.num_experts:
         return 0
     num_idle = options.num_experts - options.experts_per_token
-    return options.num_layers * num_idle * 3 * options.embed_dim * options.expert_dim
+    width, inner = options.embed_dim, options.expert_dim
+    biases = 2 * inner + width if options.expert_biases else 0
+    return options.num_layers * num_idle * (3 * width * inner + biases)
 
 
 def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int) -> float:
