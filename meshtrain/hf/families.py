@@ -280,8 +280,8 @@ _DIFFERENT_TEXT = {
         _sliding_window_pattern alibi attention_chunk_size attention_multiplier attn_logit_softcapping layer_types
         max_window_layers no_rope_layer_interval no_rope_layers partial_rotary_factor query_pre_attn_scalar
         rope_interleaved rope_local_base_freq rope_parameters rope_scaling rope_theta rotary_pct
-        scale_attn_by_inverse_layer_idx scale_attn_weights sliding_window sliding_window_pattern sliding_window_size use_bidirectional_attention
-        use_mrope use_sliding_window
+        scale_attn_by_inverse_layer_idx scale_attn_weights sliding_window sliding_window_pattern sliding_window_size
+        use_bidirectional_attention use_mrope use_sliding_window
     """,
     "activations": """
         activation_function embedding_multiplier final_logit_softcapping hidden_act hidden_activation logits_scaling
@@ -304,8 +304,8 @@ _HARMLESS_TEXT = """
     neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
     output_hidden_states output_scores pad_token pad_token_id prefix pretraining_tp problem_type remove_invalid_values
     reorder_and_upcast_attn repetition_penalty resid_pdrop residual_dropout return_dict return_dict_in_generate
-    sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
-    task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p unk_token unk_token_id use_bfloat16 use_cache
+    sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    suppress_tokens task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
+    torchscript transformers.js_config transformers_version typical_p unk_token unk_token_id use_bfloat16 use_cache
 """
 HARMLESS = frozenset(_HARMLESS_TEXT.split())

@@ -147,7 +147,7 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]
     kinds = _KINDS if family.scales_rope else _KINDS[:1]
     if kind not in kinds:
         return {}, [*problems, refusal(f"{where}.rope_type", kind, ", ".join(kinds))]
-    wanted = _ROPE_KEYS | SCALINGS[kind] if kind in SCALINGS else _ROPE_KEYS
+    wanted = {**_ROPE_KEYS, **(SCALINGS[kind] if kind in SCALINGS else {})}
     fields: Values = {"rope_scaling": kind} if kind in SCALINGS else {}
     if kind == "yarn":
         stated = {**_YARN_ABSENT, "original_max_position_embeddings": given.get(family.length), **stated}

@@ -2,7 +2,7 @@
 
 Every model of tests/hf/fixtures is imported and exported. Some get adapters in steps of training, and leave with them
 merged, and as a folder of peft. A run of our own on bytes leaves with its tokenizer. Logits are float32; the bound is
-the one that the tests have.
+the one that the tests have. After half of a text both go on greedily, and have to choose the same tokens.
 
 Extras: transformers
 """
@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from meshtrain.run import hugging_face
 from meshtrain.run.weights import assembled, configuration, restored
 
 FIXTURES = Path(__file__).parents[2] / "tests" / "hf" / "fixtures"
-ADAPTED = ("gemma3", "gpt2", "llama", "llama-tied-headdim", "qwen3")
+ADAPTED = ("gemma3", "gpt2", "llama", "llama-tied-headdim", "phi3", "qwen3")
 BOUND = 1e-4
+OTHER = "NOT equal"
 LENGTH = 24  # tokens of a text
 QUIET = (
     "--config.eval_every=0", "--config.sample_tokens=0", "--config.observe.progress=no",
@@ -38,24 +39,54 @@ QUIET = (
 )  # fmt: skip
 TEXT = "def f(x):\n\treturn 'é€😀'  # two  blanks, a carriage return\r\n"
 HEADER = (
-    "| model | exported | largest difference | of logits up to | moved from the base by |",
-    "|---|---|---|---|---|",
+    "| model | exported | largest difference | of logits up to | moved from the base by | greedy text |",
+    "|---|---|---|---|---|---|",
 )
 
 
 def ours(workdir: Path, ids: np.ndarray) -> np.ndarray:
     """Returns this program's logits of a run or a folder, float32 [texts, LENGTH, padded vocabulary]."""
+    return program(workdir)(ids)
+
+
+def program(workdir: Path) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns what `ours` calls."""
     arguments = flags.arguments([f"--workdir={workdir}", *QUIET])
     config = configuration(arguments, [], reads_data=False)
     assembly = assembled(config, workdir, None)
     params, _ = restored(assembly, workdir, None)
-    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape)
-    ones = np.ones(ids.shape, np.int32)
-    batch = {"tokens": ids, "targets": ids, "segment_ids": ones, "positions": positions}
-    batch["weights"] = ones.astype(np.float32)
     logits: Any = assembly.logits
-    of_batch = {name: jax.device_put(batch[name], like.sharding) for name, like in assembly.batch.items()}
-    return np.asarray(logits(params, of_batch))
+
+    def run(ids: np.ndarray) -> np.ndarray:
+        positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape)
+        ones = np.ones(ids.shape, np.int32)
+        batch = {"tokens": ids, "targets": ids, "segment_ids": ones, "positions": positions}
+        batch["weights"] = ones.astype(np.float32)
+        of_batch = {name: jax.device_put(batch[name], like.sharding) for name, like in assembly.batch.items()}
+        return np.asarray(logits(params, of_batch))
+
+    return run
+
+
+def greedy(run: Callable[[np.ndarray], np.ndarray], ids: np.ndarray) -> np.ndarray:
+    """Returns the texts with their second halves chosen by this program."""
+    found = ids.copy()
+    for place in range(LENGTH // 2, LENGTH):
+        found[:, place] = run(found)[:, place - 1].argmax(axis=-1)
+    return found
+
+
+def greedy_theirs(folder: Path, ids: np.ndarray) -> np.ndarray:
+    """Returns the texts with their second halves chosen by transformers, with its cache."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None  # no text ends early
+    given = torch.from_numpy(ids[:, : LENGTH // 2]).long()
+    settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=LENGTH // 2, pad_token_id=0)
+    found: np.ndarray = model.eval().generate(given, generation_config=settings).numpy()
+    return found
 
 
 def theirs(folder: Path, ids: np.ndarray, adapters: Path | None = None) -> np.ndarray:
@@ -84,14 +115,16 @@ def trained(config: Path, workdir: Path, *changes: str) -> None:
         training.main([f"--config={config}", f"--workdir={workdir}", *QUIET, *changes])
 
 
-def row(name: str, what: str, got: np.ndarray, wanted: np.ndarray, base: np.ndarray | None = None) -> bool:
+def row(
+    name: str, what: str, got: np.ndarray, wanted: np.ndarray, base: np.ndarray | None = None, text: str = ""
+) -> bool:
     """Prints a line of the table; returns whether the logits agree, and those of a base do not."""
     wanted = wanted[..., : got.shape[-1]]
     difference, largest = np.abs(got - wanted).max(), np.abs(wanted).max()
     moved = np.inf if base is None else np.abs(base[..., : got.shape[-1]] - wanted).max()
     shown = "" if base is None else f"{moved:.1f}"
-    print(f"| {name} | {what} | {difference:.1e} | {largest:.0f} | {shown} |", flush=True)
-    return bool(difference <= BOUND and moved > 1000 * BOUND)
+    print(f"| {name} | {what} | {difference:.1e} | {largest:.0f} | {shown} | {text} |", flush=True)
+    return bool(text != OTHER and difference <= BOUND and moved > 1000 * BOUND)
 
 
 def imported(name: str, work: Path) -> bool:
@@ -99,8 +132,9 @@ def imported(name: str, work: Path) -> bool:
     ids = np.load(FIXTURES / name / "expected.npz")["input_ids"]
     said("import", FIXTURES / name, f"--to={work / 'run'}")
     said("export", f"--workdir={work / 'run'}", f"--to={work / 'out'}")
-    dtype = described(work / "out").dtype
-    return row(name, f"an import, {dtype}", theirs(work / "out", ids), ours(work / "run", ids))
+    dtype, run = described(work / "out").dtype, program(work / "run")
+    is_equal = (greedy(run, ids) == greedy_theirs(work / "out", ids)).all()
+    return row(name, f"an import, {dtype}", theirs(work / "out", ids), run(ids), text="equal" if is_equal else OTHER)
 
 
 def adapted(name: str, work: Path, num_steps: int) -> bool:

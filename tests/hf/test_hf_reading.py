@@ -49,7 +49,7 @@ def test_logits_of_sharded_weights_are_the_same(name):
     check(name, SHARDED)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_logits_of_experts_on_several_devices_are_the_same(name):
     check(name, ONE | {"expert": 4, "tensor": 2})
 

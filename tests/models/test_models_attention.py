@@ -101,6 +101,42 @@ def test_a_kernel_computes_attention_and_its_gradients(case, kernel, cudnn_by_xl
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
+SINKS = {"xla": 0, "blockwise": 60, "splash": 60, "triton": 0}  # kernel -> the window with which it is tried
+
+
+@pytest.mark.parametrize("kernel", SINKS)
+def test_sinks_take_a_part_of_each_softmax_and_get_their_gradients(kernel):
+    """Documents begin with tokens that see themselves alone; one head's sink takes nearly all, one's nearly nothing."""
+    length, window = 200, SINKS[kernel]
+    *given, cotangent = arrays(length, length, 2)
+    sinks, documents = jnp.float32([8.0, 1.0, -1.0, -20.0]), (documents_of(length),) * 2
+    attend, options = KERNELS[kernel]
+
+    def ours(q, k, v, sinks):
+        own = jnp.broadcast_to(sinks, q.shape[:3])
+        what = Attention(NUM_HEADS, k.shape[2], HEAD_DIM, window=window, sinks=True)
+        return attend(q, k, v, documents, what, own, **options)
+
+    def theirs(q, k, v, sinks):
+        with_sink = jax.nn.softmax  # of scores with one more column, whose value is zero
+
+        def softmax(scores, axis):
+            column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+            return with_sink(jnp.concatenate([scores, column], axis=axis), axis=axis)[..., :-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax.nn, "softmax", softmax)
+            return written_out(window=window)(q, k, v, documents)
+
+    def both(attend):
+        heads, backward = jax.vjp(attend, *given, sinks)
+        return heads, *backward(cotangent)
+
+    for got, expected in zip(both(ours), both(theirs), strict=True):
+        assert np.abs(expected).max() > 0
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize(
     ("kernel", "dtype"), [("blockwise", jnp.bfloat16), ("blockwise", jnp.float16), ("triton", jnp.bfloat16)]
 )

@@ -145,7 +145,7 @@ def _attend(
     documents: Documents,
     first: jax.Array | None,
 ) -> jax.Array:
-    """Returns heads [b, T, G, R, H] for q [b, T, G, R, H], k and v [b, S, G, H], sinks [b, G, T, R], in whole blocks."""
+    """Returns heads [b, T, G, R, H] for q [b, T, G, R, H], k and v [b, S, G, H] and sinks [b, G, T, R], in blocks."""
     return _forward(blocks, sinks, q, k, v, documents, first)[0]
 
 

@@ -161,7 +161,7 @@ def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index:
       how: rows are computed.
       x: [t, D].
       gates: float32 [t k], of each choice.
-      matrices: `up` and `gate` [e, D, F], `down` [e, F, D], the factors of their adapters, and biases [e, F] and [e, D].
+      matrices: `up` and `gate` [e, D, F], `down` [e, F, D], factors of their adapters, and biases [e, F] and [e, D].
       index: of the rows.
     """
     return _results(how, x, gates, dict(matrices), index)

@@ -156,7 +156,7 @@ class Layer(nn.Module):
         return self.placement.activation(x, ("batch", "residual_sequence", "embed"))
 
     def _stretch(self, is_global: jax.Array | None) -> jax.Array | float | None:
-        """Returns what rotated queries and keys of this layer are multiplied by; with a base of their own they are not."""
+        """Returns what rotated queries and keys of this layer are multiplied by; with an own base they are not."""
         o = self.options
         if o.stretch is None or not (o.window and o.rope_local_base):
             return o.stretch

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.models.attention.multi_head import CACHE, NEW, Slots
-from meshtrain.models.attention.multi_head import SINKS
+from meshtrain.models.attention.multi_head import CACHE, NEW, SINKS, Slots
 from meshtrain.models.moe.experts import BIAS, ROUTER_SHIFT, with_moved_biases
 from meshtrain.models.moe.routing import Tokens
 from meshtrain.models.remat import RematOptions, casts_first
