@@ -8,6 +8,7 @@ b, T, N, G, H: see `attention.py`.
 
 import functools
 import inspect
+import math
 import warnings
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from meshtrain.models.attention.attention import Attention, Documents, padded, p
 
 # Sequences are padded to a multiple of the forward kernel's block of queries.
 GRANULE = 128
+LN_2 = math.log(2)  # the kernel's logarithms are to base 2
 LARGEST_HEAD_DIM = 256  # the tests compile it for 64, 128 and 256
 # Parameters of the backward rule of `mha`: the first ten are those that `_static` gives.
 BACKWARD = (
@@ -80,7 +82,7 @@ def attend(
     whole = length + -length % GRANULE
     documents = padded_documents(documents, q, k, (whole, whole), attention.causal)
     static = (attention.scale, attention.causal, interpret, name)
-    own = None if sinks is None else padded(sinks, whole).swapaxes(1, 2)
+    own = None if sinks is None else padded(sinks, whole).swapaxes(1, 2)  # [b, N, T], as the kernel's logarithms
     heads: jax.Array = _attend(static, own, *(padded(x, whole) for x in (q, k, v)), documents and documents[0])
     return heads[:, :length]
 
@@ -101,8 +103,8 @@ def _forward(
     # The rule's residuals are its arguments, the heads, and the logarithms of the softmax's sums.
     heads, log_sums = residuals[-2:]
     if sinks is not None:
-        heads, log_sums = of_sinks.folded(heads.swapaxes(1, 2), log_sums, sinks)
-        heads = heads.swapaxes(1, 2)
+        heads, log_sums = of_sinks.folded(heads.swapaxes(1, 2), log_sums * LN_2, sinks)
+        heads, log_sums = heads.swapaxes(1, 2), log_sums / LN_2
     heads, log_sums = (checkpoint_name(x, name) for x in (heads, log_sums))
     return heads, (sinks, q, k, v, ids, heads, log_sums)
 
@@ -117,7 +119,7 @@ def _backward(
     dk, dv = (_sum_of_queries(found, x) for found, x in ((dk, k), (dv, v)))
     of_own = None
     if sinks is not None:
-        of_own = of_sinks.cotangent(heads.swapaxes(1, 2), log_sums, sinks, cotangent.swapaxes(1, 2))
+        of_own = of_sinks.cotangent(heads.swapaxes(1, 2), log_sums * LN_2, sinks, cotangent.swapaxes(1, 2))
     return of_own, dq, dk, dv, None
 
 
