@@ -17,11 +17,11 @@ import numpy as np
 from meshtrain.data import chat
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, num_inputs, pack
-from meshtrain.data.parts import PATH, Part, named_parts
 from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_files, is_own
 from meshtrain.data.text import read_documents, share, standard_library
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer, vocabulary_problems
+from meshtrain.data.weighted_paths import PATH, Part, named_parts
 from meshtrain.errors import Problems, UserError
 
 # Fewer documents than this are split at one position instead of by hash: the share of few hashes would be far off.

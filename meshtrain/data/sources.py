@@ -7,10 +7,10 @@ from pathlib import Path
 from meshtrain.data import chat_template
 from meshtrain.data.loader import Examples, Shaped
 from meshtrain.data.own_source import Data
-from meshtrain.data.parts import PATH, named_parts
 from meshtrain.data.text import tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems
+from meshtrain.data.weighted_paths import PATH, named_parts
 from meshtrain.errors import Problems, UserError
 from meshtrain.options import Options, option
 from meshtrain.options import problems as option_problems

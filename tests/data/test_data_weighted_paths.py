@@ -7,9 +7,9 @@ import pytest
 
 from meshtrain.data.corpus import SOURCES, bigram_loss
 from meshtrain.data.packing import Parts
-from meshtrain.data.parts import named_parts
 from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import Asked, DataOptions, check
+from meshtrain.data.weighted_paths import named_parts
 from meshtrain.errors import UserError
 
 CHAT = '{"prompt": "2 + 2 = ", "completion": "4"}\n'
