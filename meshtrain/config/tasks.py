@@ -111,7 +111,7 @@ def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       config: with `DecoderOptions` as its model, each field within its own bounds.
       mesh_shape: the size of each mesh axis.
     """
-    size, num_layers = mesh_shape["pipeline"], config.model.num_layers
+    size, num_layers = mesh_shape["pipeline"], config.model.num_repeated
     in_chunk = layers_in_chunk(num_layers, size, config.pipeline.num_chunks) if size > 1 else 0
     computes_in = compute_name(config.precision), in_fp8(config.precision)
     return [

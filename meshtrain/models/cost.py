@@ -122,7 +122,7 @@ def of_transformer(
         # Layer input and middle; queries, keys, values, heads and the mlp before its activation (`remat.py`).
         kept, working = residual / 2 * (4 + 16 / tensor) if remat.policy == "selective" else residual, layer
         if remat.policy == "save_attention":
-            kept += residual * options.num_heads * options.width_of_head / (options.embed_dim * tensor)
+            kept += residual * options.num_heads * options.width_of_values / (options.embed_dim * tensor)
     columns = options.vocab_size / (tensor * mesh_shape[PIPELINE])
     chunks = head.num_chunks(int(units), math.ceil(columns), output_dtype, options.loss_chunk)
     of_weight = FLOAT32_BYTES * options.embed_dim * columns if chunks > 1 else 0

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from meshtrain.models.attention.attention import Attention
+from meshtrain.models.attention.attention import Attention, Latent
 from meshtrain.models.rotary import Scaling
 from meshtrain.options import AllBut, Conditions, option
 
@@ -13,6 +13,9 @@ _RAMPED: Conditions = {"rope_scaling": ("llama3", "yarn"), **_SCALED}
 _YARN: Conditions = {"rope_scaling": ("yarn",), **_SCALED}
 _WITHOUT_BIASES: Conditions = {"biases": (False,)}
 _WINDOWED, _OF_EXPERTS = {"window": AllBut(0)}, {"num_experts": AllBut(0)}
+_LATENT: Conditions = {"latent_dim": AllBut(0)}
+_GROUPED: Conditions = {"router_groups": AllBut(1), **_OF_EXPERTS}
+_WITH_DENSE: Conditions = {"dense_layers": AllBut(0), **_OF_EXPERTS}
 ROUTERS = ("softmax", "sigmoid")
 
 
@@ -41,6 +44,11 @@ class TransformerShape:
         return self.head_dim or self.embed_dim // self.num_heads
 
     @property
+    def width_of_values(self) -> int:
+        """The width of a value head."""
+        return self.width_of_head
+
+    @property
     def attends(self) -> Attention:
         """What the attention of a layer computes, with a key and a value head for each query head."""
         heads, biases = self.num_heads, self.biases
@@ -59,6 +67,20 @@ class DecoderOptions(TransformerShape):
         4, "key and value heads; fewer than num_heads is grouped-query attention", minimum=1, dim="kv_heads"
     )
     head_dim: int = option(0, "width of a head; 0 means embed_dim / num_heads", minimum=0)
+    latent_dim: int = option(
+        0,
+        "width of the latent from which keys and values of all heads are projected, and which the cache holds, as in "
+        "DeepSeek-V3; 0: none",
+        minimum=0,
+    )
+    query_latent_dim: int = option(
+        0, "width of the latent from which queries are projected; 0: none", minimum=0, only_for=_LATENT
+    )
+    rope_dim: int = option(
+        0, "channels of a head with rotary positions, whose key all heads share; an even number", minimum=0,
+        only_for=_LATENT,
+    )  # fmt: skip
+    value_dim: int = option(0, "width of a value head; 0: that of a head", minimum=0, only_for=_LATENT)
     vocab_size: int = option(
         0, "tokens in the vocabulary, without padding; 0: as many as the data's tokenizer has (bytes: 257)", minimum=0
     )
@@ -177,6 +199,17 @@ class DecoderOptions(TransformerShape):
         choices=ROUTERS,
         only_for=_OF_EXPERTS,
     )
+    router_groups: int = option(
+        1, "groups of experts, of which a token goes to some, those whose two best experts score highest", minimum=1,
+        only_for=_OF_EXPERTS,
+    )  # fmt: skip
+    groups_per_token: int = option(1, "groups of experts that a token may go to", minimum=1, only_for=_GROUPED)
+    dense_layers: int = option(
+        0, "first layers that have one mlp in place of experts, as in DeepSeek-V3", minimum=0, only_for=_OF_EXPERTS
+    )
+    dense_dim: int = option(
+        512, "inner width of the mlp of those layers", minimum=1, dim="mlp", only_for=_WITH_DENSE
+    )
     router_scale: float = option(
         1.0, "gates, which add up to 1, are multiplied by it", minimum=0.0, only_for=_OF_EXPERTS
     )
@@ -209,6 +242,38 @@ class DecoderOptions(TransformerShape):
     def num_global(self) -> int:
         """How many layers have no window in a model where others have one."""
         return self.num_layers // self.global_every if self.alternates else 0
+
+    @property
+    def num_dense(self) -> int:
+        """How many layers come before those with experts, in a stack of their own."""
+        return self.dense_layers if self.num_experts else 0
+
+    @property
+    def num_repeated(self) -> int:
+        """How many layers are alike, and cut into the stages of a pipeline."""
+        return self.num_layers - self.num_dense
+
+    @property
+    def of_dense(self) -> "DecoderOptions":
+        """The options of the first layers: those of all, without experts."""
+        return dataclasses.replace(self, num_experts=0, mlp_dim=self.dense_dim)
+
+    @property
+    def width_of_values(self) -> int:
+        """The width of a value head."""
+        return (self.latent_dim and self.value_dim) or self.width_of_head
+
+    @property
+    def width_of_rotary(self) -> int:
+        """How many channels of a head have rotary positions."""
+        return self.rope_dim if self.latent_dim else self.width_of_head
+
+    @property
+    def latent(self) -> Latent | None:
+        """The widths of latent attention, where there is one."""
+        if not self.latent_dim:
+            return None
+        return Latent(self.latent_dim, self.query_latent_dim, self.rope_dim, self.width_of_values, self.norm_epsilon)
 
     @property
     def share_of_experts(self) -> float:

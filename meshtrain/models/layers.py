@@ -27,7 +27,9 @@ A, B = ADAPTER_ENDS
 X, RESIDUAL = ("batch", "sequence", None), ("batch", "residual_sequence", None)
 # A matrix is stored in shards of its dim `embed`, which only one factor of its adapter has. The other one is stored in
 # shards of its last dim.
-STORED_BY = {"head_dim": ADAPTER_HEAD_DIM, "mlp": ADAPTER_MLP, "expert_mlp": ADAPTER_EXPERT_MLP}
+STORED_BY = {
+    "head_dim": ADAPTER_HEAD_DIM, "mlp": ADAPTER_MLP, "expert_mlp": ADAPTER_EXPERT_MLP, "latent": "from_latent",
+}  # fmt: skip
 
 
 def weight(
@@ -83,6 +85,14 @@ def multiplied(
     low = placement.activation(low, ("batch", "sequence", None))
     added: jax.Array = result + jax.lax.dot_general(low, b, (((2,), (0,)), ((), ())))
     return added
+
+
+def with_adapter(module: nn.Module, name: str, matrix: jax.Array) -> jax.Array:
+    """Returns a matrix plus A B if the module has the factors of an adapter, for products that `multiplied` is not."""
+    if not module.has_variable("params", name + A):
+        return matrix
+    a, b = (module.get_variable("params", name + end).astype(matrix.dtype) for end in (A, B))
+    return matrix + jnp.tensordot(a, b, axes=1)
 
 
 def factor_axes(axes: Names) -> tuple[Names, Names]:

@@ -22,7 +22,7 @@ def of_decoder(
       in_fp8: whether products with weights are in 8 bits.
       mesh_shape: the size of each mesh axis.
     """
-    problems = of_transformer(options, computes_in, mesh_shape) + _of_experts(options, in_fp8)
+    problems = of_transformer(options, computes_in, mesh_shape) + _of_experts(options, in_fp8) + _of_latent(options)
     heads, kv_heads = options.num_heads, options.num_kv_heads
     if heads % kv_heads:
         problems.append(
@@ -69,6 +69,35 @@ def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapp
     return problems + select.problems(options.attends, computes_in, mesh_shape)
 
 
+def _of_latent(options: DecoderOptions) -> list[str]:
+    """Returns one line for each contradiction of the options of latent attention with others; none without."""
+    if not options.latent_dim:
+        return []
+    problems, width, rotary = list[str](), options.width_of_head, options.rope_dim
+    if not 0 < rotary <= width or rotary % 2:
+        problems.append(
+            f"model.rope_dim: got {rotary} with model.latent_dim = {options.latent_dim}; allowed: an even number, at "
+            f"least 2 and at most {width}, the width of a head; nearest: {min(max(2, rotary + rotary % 2), width)}"
+        )
+    if options.width_of_values > width:
+        problems.append(
+            f"model.value_dim: got {options.value_dim}; allowed: at most {width}, the width of a head; nearest: {width}"
+        )
+    for name, allowed in {"num_kv_heads": options.num_heads, "positions": "rotary", "qk_norm": False}.items():
+        if (got := getattr(options, name)) != allowed:
+            problems.append(
+                f"model.{name}: got {got} with model.latent_dim = {options.latent_dim}; allowed: {allowed}, as each "
+                f"query head has keys of its own, made of the latent; nearest: model.{name}={allowed}"
+            )
+    for name in ("biases", "qkv_biases"):
+        if getattr(options, name):
+            problems.append(
+                f"model.{name}: got True with model.latent_dim = {options.latent_dim}; allowed: False, as projections "
+                f"of latents have none; nearest: model.{name}=False"
+            )
+    return problems
+
+
 def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[str]:
     """Returns one line for each contradiction between the options of a decoder's experts and others; none without."""
     problems = list[str]()
@@ -78,6 +107,23 @@ def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[str]:
         problems.append(
             f"model.experts_per_token: got {options.experts_per_token}; allowed: at most model.num_experts = "
             f"{options.num_experts}; nearest: {options.num_experts}"
+        )
+    groups, kept = options.router_groups, options.groups_per_token
+    if options.num_experts % groups:
+        problems.append(
+            f"model.router_groups: got {groups}; allowed: a divisor of model.num_experts = {options.num_experts}; "
+            f"nearest: {nearest_divisor(options.num_experts, groups)}"
+        )
+    elif groups > 1 and not options.experts_per_token * groups <= kept * options.num_experts <= options.num_experts * groups:
+        least = math.ceil(options.experts_per_token * groups / options.num_experts)
+        problems.append(
+            f"model.groups_per_token: got {kept}; allowed: {least} to {groups}, so that {options.experts_per_token} "
+            f"experts of a token are in them; nearest: {min(max(kept, least), groups)}"
+        )
+    if options.dense_layers >= options.num_layers:
+        problems.append(
+            f"model.dense_layers: got {options.dense_layers}; allowed: below model.num_layers = {options.num_layers}; "
+            f"nearest: {options.num_layers - 1}"
         )
     if options.activation not in GATES:
         problems.append(

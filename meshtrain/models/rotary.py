@@ -76,3 +76,8 @@ def rotate(x: jax.Array, angles: jax.Array, stretch: jax.Array | float | None = 
     if stretch is not None:
         cosine, sine = stretch * cosine, stretch * sine
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1).astype(x.dtype)
+
+
+def rotate_neighbours(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """Rotates the pair (x[2 i], x[2 i + 1]) of each head by its angle; the pairs come out as halves, see `rotate`."""
+    return rotate(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), angles)

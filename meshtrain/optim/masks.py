@@ -7,6 +7,8 @@ belong to one weight.
     weight                           logical axes                               matrix   decays   muon
     query, key, value                layers, embed, heads, head_dim             yes      yes      yes
     attention's output               layers, heads, head_dim, embed             yes      yes      yes
+    latents of attention             layers, embed, latent                      yes      yes      yes
+    query, key, value of latents     layers, from_latent, heads, head_dim       yes      yes      yes
     mlp                              layers, embed, mlp                         yes      yes      yes
     token table, head                vocab, embed                               yes      yes      no
     learned positions                positions, embed                           yes      yes      no
@@ -33,7 +35,7 @@ STACKED = (*stored.STACKED, "experts")
 NORM = "norm"
 # A row of each is for one token, position or expert: updates with equal singular values would mix what is apart.
 TABLES = ("vocab", "positions", "router")
-EMBEDS = ("embed", "expert_embed")
+EMBEDS = ("embed", "expert_embed", "from_latent")
 HEAD_DIMS = ("head_dim", ADAPTER_HEAD_DIM)
 
 

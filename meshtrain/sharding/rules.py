@@ -200,7 +200,8 @@ def default_rules(options: LayoutOptions) -> Rules:
     of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) shards the
     residual stream between the pairs along the sequence, over the same axis. A pair of convolutions is split the same
     way over its `filters`, which are also the dim that is stored in shards. So is the last dim of an adapter's factor
-    that has no dim `embed`. Experts are split over an axis of their own, and their other dims are stored over the other
+    that has no dim `embed`. A latent is whole on each device, and the weights that project from it are stored in shards of
+    its dim. Layers before those that a pipeline cuts are on all stages. Experts are split over an axis of their own, and their other dims are stored over the other
     ones. The row `batch` has every axis that splits the batch, the row `sequence` every axis that splits sequences, and
     the row `embed` every axis that stores weights.
 
@@ -225,6 +226,8 @@ def default_rules(options: LayoutOptions) -> Rules:
             Rule("heads",             ("tensor",),              ("tensor",)),
             Rule("kv_heads",          ("tensor",),              ("tensor",)),
             Rule("head_dim",          (),                       ()),
+            Rule("latent",            (),                       ()),
+            Rule("from_latent",       storage_axes(),           ()),
             Rule(ADAPTER_HEAD_DIM,    storage_axes(),           ()),
             Rule(ADAPTER_MLP,         filters,                  ("tensor",)),
             Rule("experts",           expert_axes(),            (), stays_split=True),
@@ -234,6 +237,7 @@ def default_rules(options: LayoutOptions) -> Rules:
             Rule("router",            (),                       ()),
             Rule("layers",            ("pipeline",),            ()),
             Rule("chunks",            (),                       ()),
+            Rule("first_layers",      (),                       ()),
             Rule("positions",         (),                       ()),
             Rule("norm",              (),                       ()),
             Rule("height",            (),                       ()),

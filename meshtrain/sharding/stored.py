@@ -41,7 +41,7 @@ SizeOptions = Mapping[str, tuple[str, int]]
 StoredTree: TypeAlias = Any  # leaves are `Stored`
 
 # Logical axes of dims that stack the weights of several layers in one array.
-STACKED = ("chunks", "layers")
+STACKED = ("chunks", "layers", "first_layers")
 # Logical axis of a dim of experts in what chooses them.
 ROUTER = "router"
 

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 Documents = tuple[jax.Array, jax.Array] | None
+LATENTS = "latents"  # what caches hold of latent attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,25 @@ class Attention:
     def among(self, num_keys: int) -> "Attention":
         """Returns the same without a window over all keys, as kernels have paths of their own for windows."""
         return dataclasses.replace(self, window=self.window if self.window < num_keys else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """The widths of latent attention, see `latent.py`.
+
+    Attributes:
+      width: R.
+      query_width: of the latent of queries; 0: queries are projected from the residual stream.
+      rotary: P, at most H.
+      values: W.
+      epsilon: of the norms of both latents.
+    """
+
+    width: int
+    query_width: int
+    rotary: int
+    values: int
+    epsilon: float
 
 
 def padded(x: jax.Array, length: int, filler: int = 0) -> jax.Array:

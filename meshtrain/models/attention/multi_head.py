@@ -104,13 +104,28 @@ class MultiHead(nn.Module):
         q = self._normed("query", self._project("query", x, attention.num_heads, "heads"), "heads")
         k, v = self._keys_and_values(source, angles, slots, stretch)
         q = q if angles is None else rotate(q, angles, stretch)
+        return self._output(self._heads(q, k, v, documents, of_keys, slots, is_global, memory is not None), x.shape[-1])
+
+    def _heads(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        documents: jax.Array | None,
+        of_keys: jax.Array | None,
+        slots: Slots | None,
+        is_global: jax.Array | None,
+        has_memory: bool = False,
+    ) -> jax.Array:
+        """Returns [b, T, N, width of v] by the implementation that fits; see `__call__`."""
+        attention = self.attention
         # Initial weights do not depend on the kernel. They are initialized in float32, which cuDNN's kernel rejects.
         # Their shapes are computed before JAX may query devices. No kernel takes a single query.
         how = "xla"
         if slots is None and not self.is_initializing():
-            lengths, platform = (x.shape[1], source.shape[1]), self.placement.platform
+            lengths, platform = (q.shape[1], k.shape[1]), self.placement.platform
             masked, gathers = documents is not None, self._gathers_keys(q)
-            how, _ = chosen(Case(attention, lengths, self.dtype, platform, masked, memory is not None, gathers))
+            how, _ = chosen(Case(attention, lengths, self.dtype, platform, masked, has_memory, gathers))
         both = None if documents is None or of_keys is None else (documents, of_keys)
         if slots is not None:
             both = (jnp.ones_like(slots.filled[:, :1]), slots.filled)  # the slots are those of the window already
@@ -119,15 +134,18 @@ class MultiHead(nn.Module):
         heads = self.placement.activation(heads, QUERIES)
         # Policies save the results of these, of cuDNN's kernel outside of branches: a name would save an array twice.
         is_saved = how in ("splash", "triton", "blockwise") or (how == "cudnn" and is_global is None)
-        heads = heads if is_saved else checkpoint_name(heads, HEADS)
-        embed_dim, outer = x.shape[-1], normal(self.output_std)
-        shape, axes = (attention.num_heads, attention.head_dim, embed_dim), ("heads", "head_dim", "embed")
-        output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)
-        result = multiplied(self, "output", heads, output, axes, self.placement)
-        result = self.placement.cotangent(result, ("batch", "sequence", "embed"))
-        if attention.output_bias:
+        return heads if is_saved else checkpoint_name(heads, HEADS)
+
+    def _output(self, heads: jax.Array, embed_dim: int) -> jax.Array:
+        """Returns [b, T, D], the projection of heads [b, T, N, H]."""
+        outer, place, dtype = normal(self.output_std), self.placement, self.dtype
+        shape, axes = (*heads.shape[2:], embed_dim), ("heads", "head_dim", "embed")
+        output = weight(self, "output", shape, axes, outer, place, dtype)
+        result = multiplied(self, "output", heads, output, axes, place)
+        result = place.cotangent(result, ("batch", "sequence", "embed"))
+        if self.attention.output_bias:
             zeros = nn.initializers.zeros_init()
-            result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, self.placement, self.dtype)
+            result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, place, dtype)
         return result
 
     def _keys_and_values(
@@ -211,7 +229,18 @@ class MultiHead(nn.Module):
         return bool(parts) and q.shape[2] % self.placement.size((*parts, *of_heads)) > 0
 
     def _kernel(self, how: str, attention: Attention) -> context_parallel.Attend:
-        """Returns an implementation as a function of q, k, v and documents."""
+        """Returns an implementation as a function of q, k, v and documents; values may be narrower than keys."""
+        attend = self._of_equal_widths(how, attention)
+
+        def padded(q: jax.Array, k: jax.Array, v: jax.Array, *others: Documents, **place: jax.Array) -> jax.Array:
+            missing, width = k.shape[-1] - v.shape[-1], v.shape[-1]
+            if not missing:
+                return attend(q, k, v, *others, **place)
+            return attend(q, k, jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing))), *others, **place)[..., :width]
+
+        return padded
+
+    def _of_equal_widths(self, how: str, attention: Attention) -> context_parallel.Attend:
         if how == "blockwise":
             return functools.partial(blockwise.attend, attention=attention, name=HEADS)
         if how == "splash":
@@ -222,9 +251,11 @@ class MultiHead(nn.Module):
             return functools.partial(triton.attend, attention=attention, name=HEADS, interpret=interpret)
         return functools.partial(dot_product.attend, attention=attention, how="cudnn" if how == "cudnn" else "xla")
 
-    def _project(self, name: str, x: jax.Array, num_heads: int, axis: str) -> jax.Array:
-        """Returns [b, T, num_heads, H]."""
-        shape, axes = (x.shape[-1], num_heads, self.attention.head_dim), ("embed", axis, "head_dim")
+    def _project(
+        self, name: str, x: jax.Array, num_heads: int, axis: str, width: int = 0, rows: str = "embed"
+    ) -> jax.Array:
+        """Returns [b, T, num_heads, width or H], from the last dim of `x`, whose logical axis in the weight is `rows`."""
+        shape, axes = (x.shape[-1], num_heads, width or self.attention.head_dim), (rows, axis, "head_dim")
         kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
         heads = multiplied(self, name, x, kernel, axes, self.placement)
         if self.attention.qkv_biases:

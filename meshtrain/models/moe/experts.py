@@ -80,7 +80,8 @@ class Experts(nn.Module):
         if o.expert_biases:
             zeros = nn.initializers.zeros_init()
             logits = logits + weight(self, ROUTER_SHIFT, (o.num_experts,), ("norm",), zeros, place, jnp.float32)
-        to = routing.routed(logits, bias, o.experts_per_token, o.router, o.router_scale)
+        groups = o.router_groups, min(o.groups_per_token, o.router_groups)
+        to = routing.routed(logits, bias, o.experts_per_token, o.router, o.router_scale, groups)
         result, seen = self._of_experts(x, to)
         sums = None
         if tokens is not None:
@@ -145,12 +146,13 @@ def _sums(
       layer: the layer's index.
       seen: float32 [P + 1], how many turns of devices took so many parts.
     """
-    balance, z = routing.balance(to, counts, tokens), routing.z_loss(to, tokens)
-    row = jnp.zeros((options.num_layers, options.num_experts), jnp.float32).at[layer].set(jnp.sum(counts, axis=0))
+    balance, z, num_layers = routing.balance(to, counts, tokens), routing.z_loss(to, tokens), options.num_repeated
+    row = jnp.zeros((num_layers, options.num_experts), jnp.float32)
+    row = row.at[layer - options.num_dense].set(jnp.sum(counts, axis=0))
     metrics: dict[str, Metric] = {
-        "balance_loss": balance / options.num_layers,
-        "z_loss": z / options.num_layers,
-        "router_entropy": routing.entropy(to, tokens) / options.num_layers,
+        "balance_loss": balance / num_layers,
+        "z_loss": z / num_layers,
+        "router_entropy": routing.entropy(to, tokens) / num_layers,
         LOAD: Load(jax.lax.stop_gradient(row)),
         EXPERT_PARTS: Largest(seen),
     }

@@ -53,7 +53,14 @@ def logits(x: jax.Array, router: jax.Array) -> jax.Array:
     return jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
 
 
-def routed(logits: jax.Array, bias: jax.Array | None, num_chosen: int, kind: str, scale: float = 1.0) -> Routing:
+def routed(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    num_chosen: int,
+    kind: str,
+    scale: float = 1.0,
+    groups: tuple[int, int] = (1, 1),
+) -> Routing:
     """Returns where tokens go.
 
     `softmax`: the k largest probabilities (Jiang et al. 2024, Mixtral; Qwen3-MoE with its `norm_topk_prob`). `sigmoid`:
@@ -66,9 +73,10 @@ def routed(logits: jax.Array, bias: jax.Array | None, num_chosen: int, kind: str
       num_chosen: k.
       kind: one of the choices of `model.router`.
       scale: gates are multiplied by it.
+      groups: (how many there are, of how many the experts of a token are), see `in_best_groups`.
     """
     scores = jax.nn.softmax(logits) if kind == "softmax" else jax.nn.sigmoid(logits)
-    ranked = scores if bias is None else scores + bias
+    ranked = in_best_groups(scores if bias is None else scores + bias, *groups)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(ranked), num_chosen)
     # Saved by every policy: a backward pass that computed it again could round, and so choose, differently.
     chosen = checkpoint_name(chosen.astype(jnp.int32), CHOSEN)
@@ -76,6 +84,21 @@ def routed(logits: jax.Array, bias: jax.Array | None, num_chosen: int, kind: str
     gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
     shares = scores if kind == "softmax" else scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
     return Routing(chosen, gates * scale, shares, jax.nn.logsumexp(logits, axis=-1))
+
+
+def in_best_groups(ranked: jax.Array, num_groups: int, num_kept: int) -> jax.Array:
+    """Returns scores float32 [b, T, E], minus infinity outside of each token's best groups of consecutive experts.
+
+    The score of a group is the sum of its two best experts' (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, there by
+    nodes).
+    """
+    if num_kept == num_groups:
+        return ranked
+    grouped = ranked.reshape(*ranked.shape[:-1], num_groups, -1)
+    best = jnp.sum(jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
+    _, kept = jax.lax.top_k(best, num_kept)
+    is_kept = jnp.any(jax.nn.one_hot(kept, num_groups, dtype=bool), axis=-2)
+    return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
 def counts(chosen: jax.Array, tokens: Tokens, num_experts: int) -> jax.Array:

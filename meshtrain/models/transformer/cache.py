@@ -1,6 +1,6 @@
-"""The keys and values of a stack of layers, stored for the tokens that follow.
+"""The keys and values of a stack of layers, or their latents, stored for the tokens that follow.
 
-R: rows, C: slots, K: layers, G: key and value heads, H: head dim. All rows store their next token in the same slot,
+R: rows, C: slots, K: layers, G: key and value heads, H: head dim, L: latent and rotary channels. All rows store their next token in the same slot,
 whatever their positions are: one slice of the array is written, on any mesh without communication. The slots of a
 shorter prompt's padding stay empty.
 """
@@ -11,16 +11,24 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.models.attention.attention import Attention
+from meshtrain.models.attention.attention import LATENTS, Attention, Latent
 from meshtrain.models.task import Entry
 
 Stored = Mapping[str, jax.Array]
 
 
 def stack_entries(
-    attention: Attention, num_layers: int, num_rows: int, num_slots: int, dtype: DTypeLike
+    attention: Attention,
+    num_layers: int,
+    num_rows: int,
+    num_slots: int,
+    dtype: DTypeLike,
+    latent: Latent | None = None,
 ) -> dict[str, Entry]:
-    """Returns the cache of a stack of layers: `keys` and `values` [K, R, C, G, H]."""
+    """Returns the cache of a stack of layers: `keys` and `values` [K, R, C, G, H], or `latents` [K, R, C, L]."""
+    if latent:
+        shape = (num_layers, num_rows, num_slots, latent.width + latent.rotary)
+        return {LATENTS: Entry(shape, dtype, ("layers", "batch", None, "latent"))}
     shape = (num_layers, num_rows, num_slots, attention.num_kv_heads, attention.head_dim)
     entry = Entry(shape, dtype, ("layers", "batch", None, "kv_heads", "head_dim"))
     return {"keys": entry, "values": entry}
@@ -40,10 +48,10 @@ def row_entries(num_rows: int, num_slots: int) -> dict[str, Entry]:
 
 
 def write(stored: Stored, new: Stored, slot: jax.Array | int) -> dict[str, jax.Array]:
-    """Returns `stored`, `keys` and `values` [K, R, C, G, H], with `new` [K, R, T, G, H] from a slot on."""
+    """Returns the entries of `stored` that `new` has, [K, R, C, ...], with `new` [K, R, T, ...] from a slot on."""
     return {
-        name: jax.lax.dynamic_update_slice_in_dim(stored[name], new[name].astype(stored[name].dtype), slot, axis=2)
-        for name in ("keys", "values")
+        name: jax.lax.dynamic_update_slice_in_dim(stored[name], part.astype(stored[name].dtype), slot, axis=2)
+        for name, part in new.items()
     }
 
 

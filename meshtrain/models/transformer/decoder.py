@@ -1,4 +1,4 @@
-"""The modules of a decoder-only transformer: GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 by configuration.
+"""The modules of a decoder-only transformer: GPT-2, Llama, Qwen, Gemma, DeepSeek and others by configuration.
 
 b: sequences in a microbatch, T: tokens a sequence, D: embed dim, H: head dim, K: layers in a stack, v: the part of the
 padded vocabulary on one shard of a manual axis (all of it without one).
@@ -15,6 +15,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from meshtrain.models.attention.latent import LatentAttention
 from meshtrain.models.attention.multi_head import CACHE, NEW, MultiHead, Slots
 from meshtrain.models.decoder_options import DecoderOptions as DecoderOptions
 from meshtrain.models.decoder_options import TransformerShape
@@ -125,7 +126,8 @@ class Layer(nn.Module):
         is_global = (layer + 1) % o.global_every == 0 if o.alternates else None
         own_angles, own_slots = _own(angles, is_global), _own(slots, is_global)
         norm = functools.partial(Norm, o.norm, o.norm_epsilon, o.biases, place, o.centered_scales)
-        attention = MultiHead(o.attends, o.init_std, output_std, place, self.dtype, name="attention")
+        how = (o.attends, o.init_std, output_std, place, self.dtype)
+        attention = LatentAttention(*how, o.latent, name="attention") if o.latent else MultiHead(*how, name="attention")
         x = checkpoint_name(x, RESIDUAL)
         before = o.pre_norms or not o.post_norms
         normed = gather_sequence(norm(name="attention_norm")(x) if before else x, place)
@@ -207,6 +209,7 @@ def layer_stack(
     remat: str,
     layer: type[nn.Module] = Layer,
     num_given: int = 5,
+    stacked_by: str = "layers",
 ) -> nn.Module:
     """Returns a stack of `num_layers` layers as one scanned Linen module.
 
@@ -219,6 +222,7 @@ def layer_stack(
       remat: one of the choices of `RematOptions.policy`.
       layer: the class of a layer, with the fields and arguments of `Layer`.
       num_given: how many arguments a layer takes after its index; all layers get the same.
+      stacked_by: the logical axis of the dim of weights that stacks the layers.
     """
     policy = checkpoint_policy(remat, placement)
     layer = nn.remat(layer, policy=policy, prevent_cse=False) if policy is not None else layer
@@ -228,7 +232,7 @@ def layer_stack(
         split_rngs={"params": True},
         in_axes=(0, *(nn.broadcast,) * num_given),
         length=num_layers,
-        metadata_params={nn.PARTITION_NAME: "layers"},
+        metadata_params={nn.PARTITION_NAME: stacked_by},
     )
     return stack(options, placement, dtype, train)
 
@@ -288,13 +292,16 @@ def _total(sums: Arrays) -> LayerSums:
 
 
 def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | ByKind | None:
-    """Returns the rotary angles of int32 positions [b, T], float32 [b, T, H / 2]; None with learned positions."""
+    """Returns the rotary angles of int32 positions [b, T], float32 [b, T, H / 2]; None with learned positions.
+
+    H is the number of rotary channels of a head.
+    """
     if options.positions != "rotary":
         return None
-    angles = rotary_angles(positions, options.width_of_head, options.rope_base, options.scaling)
+    angles = rotary_angles(positions, options.width_of_rotary, options.rope_base, options.scaling)
     if not options.window or not options.rope_local_base:
         return angles
-    local = rotary_angles(positions, options.width_of_head, options.rope_local_base, None)
+    local = rotary_angles(positions, options.width_of_rotary, options.rope_local_base, None)
     return ByKind(local, angles) if options.alternates else local
 
 

@@ -62,6 +62,7 @@ def cost(
     again = 0.0 if remat.policy == "none" else 1 / remat.every
     devices = placement.mesh is not None
     kept = working = 0.0
+    of_experts = options.num_repeated / options.num_layers
     if options.num_experts:
         cut, num_turns, _, _ = _parts(options, mesh_shape, units)
         rows = num_turns * cut.num_rows
@@ -76,9 +77,9 @@ def cost(
         layer_bytes={
             **found.layer_bytes,
             CONTEXT: layers * _exchange_bytes(options, itemsize, again, mesh_shape, units),
-            EXPERT: layers * _token_bytes(options, itemsize, again, mesh_shape, units),
+            EXPERT: layers * of_experts * _token_bytes(options, itemsize, again, mesh_shape, units),
         },
-        kept_bytes=found.kept_bytes + layers * kept,
+        kept_bytes=found.kept_bytes + layers * of_experts * kept,
         # A layer that computes has all rows of a part, and cotangents of some.
         working_bytes=found.working_bytes + KEPT_SEEN * working,
         shares=_shares(options, mesh_shape, units),
@@ -91,9 +92,10 @@ def _exchange_bytes(
 ) -> float:
     """Returns what a device sends for attention along `context` in one layer; 0 where sequences are whole."""
     parts = mesh_shape[CONTEXT]
-    one_head = wire_share("all-to-all", parts) * units * options.width_of_head * itemsize
+    # Queries and keys, values and results.
+    one_head = wire_share("all-to-all", parts) * units * (options.width_of_head + options.width_of_values) * itemsize
     heads, kv_heads = (num // mesh_shape[TENSOR] for num in (options.num_heads, options.num_kv_heads))
-    return 2 * (heads + math.lcm(kv_heads, parts)) * (PASSES + again) * one_head
+    return (heads + math.lcm(kv_heads, parts)) * (PASSES + again) * one_head
 
 
 def _token_bytes(
@@ -157,7 +159,8 @@ def kernels(
     attention, lengths = options.attends, (sequence_length, sequence_length)
     gathers = gathers_keys(attention, mesh_shape)
     case = Case(attention, lengths, dtype, platform, options.within_documents, gathers_keys=gathers)
-    everywhere = 12.0 * options.num_layers * options.num_heads * options.width_of_head * sequence_length
+    widths = options.width_of_head + options.width_of_values
+    everywhere = 6.0 * options.num_layers * options.num_heads * widths * sequence_length
     more = 2 * everywhere / attention_flops_per_token(options, sequence_length)
     found = Kernel(ATTENTION, *chosen(case), exchange(attention, more, mesh_shape))
     return (found, _of_experts(options, dtype, platform, mesh_shape, units)) if options.num_experts else (found,)
@@ -178,10 +181,10 @@ def _of_experts(
 
 
 def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
-    """Returns the FLOPs of attention in a forward and backward pass for one token: 12 L K N_heads H (full attention).
+    """Returns the FLOPs of attention in a forward and backward pass for one token: 6 L K N_heads (H + W) (full attention).
 
-    In each of L layers, each of the two products (scores, and probabilities times values) takes 2 K N_heads H forward
-    and twice that backward. K is T without a window. With a window of W tokens a query has W (2 T - W) / 2 T keys in
+    In each of L layers, the product of queries and keys takes 2 K N_heads H forward, that of probabilities and values,
+    whose heads have W channels, 2 K N_heads W, and each twice that backward. K is T without a window. With a window of W tokens a query has W (2 T - W) / 2 T keys in
     the mean, and K is twice that, so that the causal part is half of it in both cases.
     """
     num_keys: float = sequence_length
@@ -189,4 +192,4 @@ def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> 
         num_keys = options.window * (2 * sequence_length - options.window) / sequence_length
     num_global = options.num_global
     in_all_layers = num_global * sequence_length + (options.num_layers - num_global) * num_keys
-    return 12.0 * in_all_layers * options.num_heads * options.width_of_head
+    return 6.0 * in_all_layers * options.num_heads * (options.width_of_head + options.width_of_values)

@@ -55,6 +55,7 @@ from meshtrain.sharding.trees import Arrays
 
 NOTHING_AGAIN = RematOptions("none")
 IN_FLOAT32 = ("router", BIAS, ROUTER_SHIFT, SINKS)
+FIRST = "first_layers"  # the stack before those that a pipeline cuts
 
 
 def decoder(
@@ -93,8 +94,8 @@ def decoder(
         batch=token_batch(batch_size, sequence_length),
         logits=model.all_logits,
         stages=Stages(
-            options.num_layers,
-            model.first,
+            options.num_repeated,
+            functools.partial(model.first, remat=remat),
             functools.partial(model.repeated, remat=remat),
             model.last,
             model.logits,
@@ -125,8 +126,30 @@ class Decoder:
     output_dtype: DTypeLike
     placement: Placement
 
-    def first(self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: losses.Axis = None) -> jax.Array:
-        """Returns the activations that enter the first layer, [b, T, D]."""
+    def first(
+        self,
+        params: Params,
+        batch: Batch,
+        rng: jax.Array,
+        train: bool,
+        axis: losses.Axis = None,
+        *,
+        remat: RematOptions = NOTHING_AGAIN,
+    ) -> jax.Array:
+        """Returns the activations that enter the first of the layers that are alike, [b, T, D].
+
+        Where all layers are, that is the embedding. Layers before them are computed by every stage of a pipeline.
+        """
+        x = self.embedded(params, batch, rng, train, axis)
+        if not self.options.num_dense:
+            return x
+        once = dataclasses.replace(remat, every=1)
+        return self._run(self.options.of_dense, params[FIRST], x, batch, rng, 0, train, once)[0]
+
+    def embedded(
+        self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: losses.Axis = None
+    ) -> jax.Array:
+        """Returns the embedding of the tokens, [b, T, D]."""
         num_rows = params["embedding"]["table"].shape[0]
         embedding = Embedding(self.options, num_rows, self.num_positions, self.placement, self.dtype)
         x: Activations = embedding.apply({"params": params["embedding"]}, batch, sequence_keys(rng, batch), train, axis)
@@ -143,15 +166,29 @@ class Decoder:
         *,
         remat: RematOptions,
     ) -> tuple[jax.Array, LayerSums]:
-        """Returns the activations after K layers, and their sums; the first layer has the index `start`."""
+        """Returns the activations after K layers, and their sums; the first has the index `start` among those alike."""
+        return self._run(self.options, layers, x, batch, rng, start + self.options.num_dense, train, remat)
+
+    def _run(
+        self,
+        options: DecoderOptions,
+        layers: Params,
+        x: jax.Array,
+        batch: Batch,
+        rng: jax.Array,
+        start: jax.Array | int,
+        train: bool,
+        remat: RematOptions,
+    ) -> tuple[jax.Array, LayerSums]:
+        """Returns the activations after K layers of these options, and their sums, from the layer `start` on."""
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
         documents = batch["segment_ids"] if self.options.within_documents else None
         tokens = None
-        if train and self.options.num_experts:
+        if train and options.num_experts:
             tokens = Tokens(batch["weights"], (batch["segment_ids"] > 0).astype(jnp.float32))
         given = (sequence_keys(rng, batch), angles, documents, None, tokens)
-        return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat)
+        return run_layers(options, layers, x, indices, given, self.placement, self.dtype, train, remat)
 
     def cast(self, layers: Params) -> Params:
         """Returns the layers in the dtypes in which they compute: norms and routers in float32, the rest in `dtype`."""
@@ -185,7 +222,7 @@ class Decoder:
 
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
         """Returns (sum of cross-entropies over targets, number of targets, no metrics), with the layers' sums added."""
-        x = self.first(params, batch, rng, train)
+        x = self.first(params, batch, rng, train, remat=remat)
         layers = self.cast(params["layers"]) if train and casts_first(remat, self.placement) else params["layers"]
         y, sums = self.repeated(layers, x, batch, rng, 0, train, remat=remat)
         return with_layer_sums(self.last(params, y, batch), sums)
@@ -213,7 +250,7 @@ class Decoder:
     def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
         """Returns the entries of an empty cache; see `Decode.cache`."""
         o, num_slots = self.options, prompt_length + num_steps
-        stack = caches.stack_entries(o.attends, o.num_layers, num_rows, num_slots, self.dtype)
+        stack = caches.stack_entries(o.attends, o.num_layers, num_rows, num_slots, self.dtype, o.latent)
         return {**stack, **caches.row_entries(num_rows, num_slots)}
 
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -239,23 +276,25 @@ class Decoder:
     def _cached(
         self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, slots: Slots | ByKind | None
     ) -> tuple[jax.Array, Arrays]:
-        """Returns the activations [R, T, D] of tokens int32 [R, T], and their keys and values [K, R, T, G, H]."""
+        """Returns the activations [R, T, D] of tokens int32 [R, T], and what the cache holds of them, [K, R, T, ...]."""
         o, index = self.options, jnp.arange(tokens.shape[0])
         batch = {"tokens": tokens, "positions": positions, SEQUENCE_INDEX: index}
         rng = jax.random.key(0)  # of dropout, which is off
-        x = self.first(params, batch, rng, False)
-        variables = {"params": params["layers"]}
-        if slots is not None:
-            variables[CACHE] = {"attention": {name: cache[name] for name in ("keys", "values")}}
-        stack = layer_stack(o, o.num_layers, self.placement, self.dtype, False, "none")
-        given = (jnp.arange(o.num_layers), sequence_keys(rng, batch), angles_of(o, positions), None, slots, None)
-        (y, _), new = stack.apply(variables, x, *given, mutable=[NEW])
-        return y, new[NEW]["attention"]
+        x, parts = self.embedded(params, batch, rng, False), list[Arrays]()
+        names = caches.stack_entries(o.attends, o.num_layers, 1, 1, self.dtype, o.latent)
+        for options, start, stop, name in stacks(o):
+            variables = {"params": params[name]}
+            if slots is not None:
+                variables[CACHE] = {"attention": {name: cache[name][start:stop] for name in names}}
+            stack = layer_stack(options, stop - start, self.placement, self.dtype, False, "none")
+            given = (jnp.arange(start, stop), sequence_keys(rng, batch), angles_of(o, positions), None, slots, None)
+            (x, _), new = stack.apply(variables, x, *given, mutable=[NEW])
+            parts.append(new[NEW]["attention"])
+        return x, parts[0] if len(parts) == 1 else jax.tree.map(lambda *all: jnp.concatenate(all), *parts)
 
     def cast_all(self, params: Params) -> Params:
         """Returns all parameters in the dtypes in which they compute; see `cast`."""
-        outer = {name: self.cast(part) for name, part in params.items() if name != "layers"}
-        return {**outer, "layers": self.cast(params["layers"])}
+        return {name: self.cast(part) for name, part in params.items()}
 
 
 def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
@@ -268,15 +307,27 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     rows = options.padded_vocab_size
     x = jnp.zeros((1, 1, options.embed_dim))
     embedding = Embedding(options, rows, num_positions, nowhere, jnp.float32)
-    layers = layer_stack(options, options.num_layers, nowhere, jnp.float32, False, "none")
     head_module = Head(options, rows, nowhere, jnp.float32, jnp.float32)
     table = jnp.zeros((rows, options.embed_dim)) if options.tied_embeddings else None
-    arguments = (jnp.arange(options.num_layers), sequence, angles_of(options, ints), None, None, None)
+    arguments = (sequence, angles_of(options, ints), None, None, None)
+    layers = {}
+    for own, start, stop, name in stacks(options):
+        by = "layers" if name == "layers" else FIRST
+        stack = layer_stack(own, stop - start, nowhere, jnp.float32, False, "none", stacked_by=by)
+        key = keys[1] if name == "layers" else jax.random.fold_in(keys[1], 1)
+        layers[name] = stack.init(key, x, jnp.arange(start, stop), *arguments)["params"]
     return {
         "embedding": embedding.init(keys[0], batch, sequence, False, None)["params"],
-        "layers": layers.init(keys[1], x, *arguments)["params"],
+        **layers,
         "head": head_module.init(keys[2], x, table, None)["params"],
     }
+
+
+def stacks(options: DecoderOptions) -> list[tuple[DecoderOptions, int, int, str]]:
+    """Returns (options, index of the first layer, index after the last, name in the parameters) of each stack."""
+    num_dense, num_layers = options.num_dense, options.num_layers
+    first = [(options.of_dense, 0, num_dense, FIRST)] if num_dense else []
+    return [*first, (options, num_dense, num_layers, "layers")]
 
 
 @functools.cache
@@ -300,7 +351,7 @@ def num_idle_parameters(options: DecoderOptions) -> int:
     num_idle = options.num_experts - options.experts_per_token
     width, inner = options.embed_dim, options.expert_dim
     biases = 2 * inner + width if options.expert_biases else 0
-    return options.num_layers * num_idle * (3 * width * inner + biases)
+    return options.num_repeated * num_idle * (3 * width * inner + biases)
 
 
 def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int) -> float:

@@ -1,0 +1,63 @@
+"""DeepSeek-V3 (DeepSeek-AI 2024): latent attention, 256 experts in each layer but the first three; 256 GPUs.
+
+Purpose: 32 experts of a layer on each GPU of a host, weights in 256 pieces; 15.7 M tokens a step in eight microbatches.
+Parameters: 671,026,419,200 (671.0 B), of which 37,552,297,472 (37.6 B) are active for a token.
+Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Time: not known.
+Hardware: 256 GPUs of 80 GB, or 2,048 with --config.mesh.fsdp=256 --config.accumulation_steps=1.
+Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+  --config.data.source=tokens --config.data.path='TOKENS/*.bin'
+Command: python -m meshtrain train --config=configs/deepseek_v3.py
+"""
+
+import ml_collections
+
+from meshtrain.config import default
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the configuration."""
+    config = default()
+    config.mesh.fsdp = 32
+    config.mesh.expert = 8
+    config.num_steps = 100_000
+    config.batch_size = 4096
+    config.sequence_length = 4096
+    config.accumulation_steps = 8
+    config.eval_every = 1000
+    config.remat.policy = "full"
+    config.model.num_layers = 61
+    config.model.embed_dim = 7168
+    config.model.num_heads = 128
+    config.model.num_kv_heads = 128
+    config.model.head_dim = 192
+    config.model.latent_dim = 512
+    config.model.query_latent_dim = 1536
+    config.model.rope_dim = 64
+    config.model.value_dim = 128
+    config.model.vocab_size = 129280
+    config.model.norm_epsilon = 1e-6
+    config.model.num_experts = 256
+    config.model.experts_per_token = 8
+    config.model.expert_dim = 2048
+    config.model.shared_experts = 1
+    config.model.dense_layers = 3
+    config.model.dense_dim = 18432
+    config.model.router = "sigmoid"
+    config.model.router_groups = 8
+    config.model.groups_per_token = 4
+    config.model.router_scale = 2.5
+    config.model.balance_weight = 0.0001
+    config.model.z_weight = 0.0
+    # cuDNN's kernel takes no documents; the one that takes them is expected to be half as fast.
+    config.model.within_documents = False
+    config.learning_rate.peak = 2.2e-4
+    config.learning_rate.warmup_steps = 2000
+    config.precision.policy = "bfloat16"
+    config.precision.reduce_dtype = "bfloat16"
+    config.optimizer.beta2 = 0.95
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.clip_norm = 1.0
+    config.data.source = "synthetic"
+    config.checkpoint.every = 1000
+    return config
