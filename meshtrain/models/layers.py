@@ -91,8 +91,9 @@ def with_adapter(module: nn.Module, name: str, matrix: jax.Array) -> jax.Array:
     """Returns a matrix plus A B if the module has the factors of an adapter, for products that `multiplied` is not."""
     if not module.has_variable("params", name + A):
         return matrix
-    a, b = (module.get_variable("params", name + end).astype(matrix.dtype) for end in (A, B))
-    return matrix + jnp.tensordot(a, b, axes=1)
+    a: jax.Array = module.get_variable("params", name + A)
+    b: jax.Array = module.get_variable("params", name + B)
+    return matrix + jnp.tensordot(a, b, axes=1).astype(matrix.dtype)
 
 
 def factor_axes(axes: Names) -> tuple[Names, Names]:

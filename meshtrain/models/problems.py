@@ -114,11 +114,11 @@ def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[str]:
             f"model.router_groups: got {groups}; allowed: a divisor of model.num_experts = {options.num_experts}; "
             f"nearest: {nearest_divisor(options.num_experts, groups)}"
         )
-    elif groups > 1 and not options.experts_per_token * groups <= kept * options.num_experts <= options.num_experts * groups:
-        least = math.ceil(options.experts_per_token * groups / options.num_experts)
+    least = math.ceil(options.experts_per_token * groups / options.num_experts)
+    if groups > 1 and not least <= kept <= groups:
         problems.append(
-            f"model.groups_per_token: got {kept}; allowed: {least} to {groups}, so that {options.experts_per_token} "
-            f"experts of a token are in them; nearest: {min(max(kept, least), groups)}"
+            f"model.groups_per_token: got {kept}; allowed: {least} to {groups}, model.router_groups, so that they have "
+            f"{options.experts_per_token} experts; nearest: {min(max(kept, least), groups)}"
         )
     if options.dense_layers >= options.num_layers:
         problems.append(

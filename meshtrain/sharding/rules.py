@@ -200,10 +200,10 @@ def default_rules(options: LayoutOptions) -> Rules:
     of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) shards the
     residual stream between the pairs along the sequence, over the same axis. A pair of convolutions is split the same
     way over its `filters`, which are also the dim that is stored in shards. So is the last dim of an adapter's factor
-    that has no dim `embed`. A latent is whole on each device, and the weights that project from it are stored in shards of
-    its dim. Layers before those that a pipeline cuts are on all stages. Experts are split over an axis of their own, and their other dims are stored over the other
-    ones. The row `batch` has every axis that splits the batch, the row `sequence` every axis that splits sequences, and
-    the row `embed` every axis that stores weights.
+    that has no dim `embed`. A latent is whole on each device; the weights that project from it are stored in shards of
+    its dim. Layers before those that a pipeline cuts are on all stages. Experts are split over an axis of their own,
+    and their other dims are stored over the other ones. The row `batch` has every axis that splits the batch, the row
+    `sequence` every axis that splits sequences, and the row `embed` every axis that stores weights.
 
     >>> rules = default_rules(LayoutOptions())
     >>> rules.parameters["vocab"], rules.parameters["heads"], rules.parameters["norm"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax.core import meta
 
+from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
@@ -49,6 +50,22 @@ FAMILIES = {
         biases=True,
     ),
     "experts": dataclasses.replace(GROUPED, num_experts=4, expert_dim=8, router="sigmoid", shared_experts=1),
+    "latents, a dense layer before experts in groups": dataclasses.replace(
+        GROUPED,
+        num_layers=3,
+        num_kv_heads=4,
+        latent_dim=6,
+        query_latent_dim=5,
+        head_dim=5,
+        rope_dim=2,
+        value_dim=3,
+        num_experts=8,
+        expert_dim=8,
+        router_groups=4,
+        groups_per_token=2,
+        dense_layers=1,
+        dense_dim=12,
+    ),
 }
 
 
@@ -109,6 +126,27 @@ def test_a_cache_has_the_dtype_of_the_activations_and_weights_are_cast_once():
     dtypes = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(cast)}
     assert {dtype for path, dtype in dtypes.items() if "norm" in path} == {jnp.dtype(jnp.float32)}
     assert {dtype for path, dtype in dtypes.items() if "norm" not in path} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_a_cache_of_latents_has_no_heads():
+    latent = FAMILIES["latents, a dense layer before experts in groups"]
+    entries = decoder(latent, batch_size=1, sequence_length=LENGTH).decode.cache(NUM_ROWS, 5, 7)
+    assert entries["latents"].shape == (3, NUM_ROWS, 12, 6 + 2)
+    assert "keys" not in entries
+
+
+def test_adapters_count_where_latents_are_attended_to():
+    options = dataclasses.replace(FAMILIES["latents, a dense layer before experts in groups"], num_layers=1,
+                                  num_experts=0)  # fmt: skip
+    task = with_adapters(decoder(options, batch_size=NUM_ROWS, sequence_length=LENGTH), LoraOptions(rank=2))
+    params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
+    params = jax.tree.map(lambda x: x + 0.1, params)  # factors that start at zero count as well
+    tokens = tokens_of_rows()
+    expected = whole(task, params, tokens)
+    for index, got in enumerate(one_by_one(task.decode, params, tokens)):
+        wanted = expected[np.arange(NUM_ROWS), PROMPTS - 1 + index]
+        real = np.isfinite(wanted)
+        np.testing.assert_allclose(got[real], wanted[real], rtol=0, atol=1e-5 * np.abs(wanted[real]).max())
 
 
 def test_positions_of_a_table_are_the_most_that_there_are():

@@ -40,6 +40,20 @@ def test_the_best_experts_are_chosen_and_gates_add_up(kind, bias, scale):
         assert not (found.chosen == 4).any()
 
 
+def test_experts_are_chosen_in_the_groups_whose_two_best_score_highest():
+    groups, kept, chosen = 3, 2, 3
+    found = routing.routed(LOGITS, BIAS, chosen, "sigmoid", 1.0, (groups, kept))
+    differs = False
+    for place in np.ndindex(NUM_SEQUENCES, NUM_TOKENS):
+        ranked = sigmoid(LOGITS[place]) + BIAS
+        of_groups = np.sort(ranked.reshape(groups, -1))[:, -2:].sum(axis=1)
+        allowed = np.repeat(np.isin(np.arange(groups), np.argsort(-of_groups)[:kept]), NUM_EXPERTS // groups)
+        best = np.argsort(-np.where(allowed, ranked, -np.inf))[:chosen]
+        np.testing.assert_array_equal(found.chosen[place], best)
+        differs |= set(best) != set(np.argsort(-ranked)[:chosen])
+    assert differs, "groups change a choice"
+
+
 def test_logits_are_float32_of_highest_precision_whatever_the_dtype():
     x = jnp.asarray(GENERATOR.normal(size=(1, 2, WIDTH)), jnp.bfloat16)
     router = jnp.asarray(GENERATOR.normal(size=(WIDTH, NUM_EXPERTS)), jnp.float32)

@@ -55,7 +55,8 @@ class LatentAttention(MultiHead):
           is_global: see `MultiHead`.
           stretch: what whole queries and keys are multiplied by; None: nothing.
         """
-        assert memory is None and angles is not None, "keys are of the sequence itself, with rotary positions"
+        assert memory is None, "a latent is one of the sequence itself"
+        assert angles is not None, "some channels are rotary"
         latents = self._latents(x, angles)
         if self.is_mutable_collection(NEW) and not self.is_initializing():
             self.put_variable(NEW, LATENTS, latents)

@@ -254,7 +254,7 @@ class MultiHead(nn.Module):
     def _project(
         self, name: str, x: jax.Array, num_heads: int, axis: str, width: int = 0, rows: str = "embed"
     ) -> jax.Array:
-        """Returns [b, T, num_heads, width or H], from the last dim of `x`, whose logical axis in the weight is `rows`."""
+        """Returns [b, T, num_heads, width or H] from the last dim of `x`, whose logical axis in weights is `rows`."""
         shape, axes = (x.shape[-1], num_heads, width or self.attention.head_dim), (rows, axis, "head_dim")
         kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
         heads = multiplied(self, name, x, kernel, axes, self.placement)

@@ -1,8 +1,8 @@
 """The keys and values of a stack of layers, or their latents, stored for the tokens that follow.
 
-R: rows, C: slots, K: layers, G: key and value heads, H: head dim, L: latent and rotary channels. All rows store their next token in the same slot,
-whatever their positions are: one slice of the array is written, on any mesh without communication. The slots of a
-shorter prompt's padding stay empty.
+R: rows, C: slots, K: layers, G: key and value heads, H: head dim, L: latent and rotary channels. All rows store their
+next token in the same slot, whatever their positions are: one slice of the array is written, on any mesh without
+communication. The slots of a shorter prompt's padding stay empty.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ def stack_entries(
 ) -> dict[str, Entry]:
     """Returns the cache of a stack of layers: `keys` and `values` [K, R, C, G, H], or `latents` [K, R, C, L]."""
     if latent:
-        shape = (num_layers, num_rows, num_slots, latent.width + latent.rotary)
-        return {LATENTS: Entry(shape, dtype, ("layers", "batch", None, "latent"))}
+        of_latents = (num_layers, num_rows, num_slots, latent.width + latent.rotary)
+        return {LATENTS: Entry(of_latents, dtype, ("layers", "batch", None, "latent"))}
     shape = (num_layers, num_rows, num_slots, attention.num_kv_heads, attention.head_dim)
     entry = Entry(shape, dtype, ("layers", "batch", None, "kv_heads", "head_dim"))
     return {"keys": entry, "values": entry}

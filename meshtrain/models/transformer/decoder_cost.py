@@ -181,11 +181,11 @@ def _of_experts(
 
 
 def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
-    """Returns the FLOPs of attention in a forward and backward pass for one token: 6 L K N_heads (H + W) (full attention).
+    """Returns the FLOPs of full attention, forward and backward, for one token: 6 L K N_heads (H + value width).
 
-    In each of L layers, the product of queries and keys takes 2 K N_heads H forward, that of probabilities and values,
-    whose heads have W channels, 2 K N_heads W, and each twice that backward. K is T without a window. With a window of W tokens a query has W (2 T - W) / 2 T keys in
-    the mean, and K is twice that, so that the causal part is half of it in both cases.
+    In each of L layers, the product of queries and keys takes 2 K N_heads H forward, that of probabilities and values
+    likewise with their width, and each twice that backward. K is T without a window. With a window of W tokens a query
+    has W (2 T - W) / 2 T keys in the mean, and K is twice that, so that the causal part is half of it in both cases.
     """
     num_keys: float = sequence_length
     if 0 < options.window < sequence_length:

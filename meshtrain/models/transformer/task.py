@@ -276,7 +276,7 @@ class Decoder:
     def _cached(
         self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, slots: Slots | ByKind | None
     ) -> tuple[jax.Array, Arrays]:
-        """Returns the activations [R, T, D] of tokens int32 [R, T], and what the cache holds of them, [K, R, T, ...]."""
+        """Returns the activations [R, T, D] of tokens int32 [R, T], and what a cache holds of them, [K, R, T, ...]."""
         o, index = self.options, jnp.arange(tokens.shape[0])
         batch = {"tokens": tokens, "positions": positions, SEQUENCE_INDEX: index}
         rng = jax.random.key(0)  # of dropout, which is off
