@@ -30,7 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.embed_dim = 7168
     config.model.num_heads = 128
     config.model.num_kv_heads = 128
-    config.model.head_dim = 192
+    config.model.head_dim = 128
     config.model.latent_dim = 512
     config.model.query_latent_dim = 1536
     config.model.rope_dim = 64

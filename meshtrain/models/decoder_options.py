@@ -49,6 +49,11 @@ class TransformerShape:
         return self.width_of_head
 
     @property
+    def width_of_rotary(self) -> int:
+        """How many channels of a head have rotary positions, if there are any."""
+        return self.width_of_head
+
+    @property
     def attends(self) -> Attention:
         """What the attention of a layer computes, with a key and a value head for each query head."""
         heads, biases = self.num_heads, self.biases
@@ -66,7 +71,10 @@ class DecoderOptions(TransformerShape):
     num_kv_heads: int = option(
         4, "key and value heads; fewer than num_heads is grouped-query attention", minimum=1, dim="kv_heads"
     )
-    head_dim: int = option(0, "width of a head; 0 means embed_dim / num_heads", minimum=0)
+    head_dim: int = option(
+        0, "width of a head, with latent attention without its rotary channels; 0 means embed_dim / num_heads",
+        minimum=0,
+    )  # fmt: skip
     latent_dim: int = option(
         0,
         "width of the latent from which keys and values of all heads are projected, and which the cache holds, as in "
@@ -77,10 +85,10 @@ class DecoderOptions(TransformerShape):
         0, "width of the latent from which queries are projected; 0: none", minimum=0, only_for=_LATENT
     )
     rope_dim: int = option(
-        0, "channels of a head with rotary positions, whose key all heads share; an even number", minimum=0,
+        0, "further channels of a head, with rotary positions, whose key all heads share; an even number", minimum=0,
         only_for=_LATENT,
     )  # fmt: skip
-    value_dim: int = option(0, "width of a value head; 0: that of a head", minimum=0, only_for=_LATENT)
+    value_dim: int = option(0, "width of a value head; 0: head_dim", minimum=0, only_for=_LATENT)
     vocab_size: int = option(
         0, "tokens in the vocabulary, without padding; 0: as many as the data's tokenizer has (bytes: 257)", minimum=0
     )
@@ -257,9 +265,14 @@ class DecoderOptions(TransformerShape):
         return dataclasses.replace(self, num_experts=0, mlp_dim=self.dense_dim)
 
     @property
+    def width_of_head(self) -> int:
+        """The width of a query and a key head, rotary channels included."""
+        return super().width_of_head + (self.rope_dim if self.latent_dim else 0)
+
+    @property
     def width_of_values(self) -> int:
         """The width of a value head."""
-        return (self.latent_dim and self.value_dim) or self.width_of_head
+        return (self.latent_dim and self.value_dim) or super().width_of_head
 
     @property
     def width_of_rotary(self) -> int:

@@ -52,7 +52,7 @@ def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapp
             f"model.embed_dim: got {options.embed_dim}; allowed: a multiple of model.num_heads = {heads}, or a "
             f"model.head_dim of its own; nearest: {nearest_multiple(options.embed_dim, step)}"
         )
-    elif options.positions == "rotary" and options.width_of_head % 2:
+    elif options.positions == "rotary" and options.width_of_rotary % 2:
         width = options.width_of_head
         problems.append(
             f"model.head_dim: got {width}{'' if options.head_dim else ' (embed_dim / num_heads)'}; "
@@ -74,14 +74,15 @@ def _of_latent(options: DecoderOptions) -> list[str]:
     if not options.latent_dim:
         return []
     problems, width, rotary = list[str](), options.width_of_head, options.rope_dim
-    if not 0 < rotary <= width or rotary % 2:
+    if rotary < 2 or rotary % 2:
         problems.append(
             f"model.rope_dim: got {rotary} with model.latent_dim = {options.latent_dim}; allowed: an even number, at "
-            f"least 2 and at most {width}, the width of a head; nearest: {min(max(2, rotary + rotary % 2), width)}"
+            f"least 2; nearest: {max(2, rotary + 1)}"
         )
     if options.width_of_values > width:
         problems.append(
-            f"model.value_dim: got {options.value_dim}; allowed: at most {width}, the width of a head; nearest: {width}"
+            f"model.value_dim: got {options.value_dim}; allowed: at most {width}, the width of queries and keys; "
+            f"nearest: {width}"
         )
     for name, allowed in {"num_kv_heads": options.num_heads, "positions": "rotary", "qk_norm": False}.items():
         if (got := getattr(options, name)) != allowed:

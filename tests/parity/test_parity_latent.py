@@ -11,7 +11,7 @@ from meshtrain.sharding.stored import ZeroOptions
 from tests.parity import runs
 
 LATENT = dataclasses.replace(
-    runs.LLAMA, num_layers=2, head_dim=6, latent_dim=16, query_latent_dim=24, rope_dim=2, value_dim=4
+    runs.LLAMA, num_layers=2, head_dim=4, latent_dim=16, query_latent_dim=24, rope_dim=2, value_dim=4
 )
 # Groups of two experts, and five layers, of which a pipeline cuts four.
 DEEPSEEK = dataclasses.replace(
