@@ -5,7 +5,6 @@ added. GPT-2 has queries, keys and values in one matrix, and a run has a pair fo
 sum of their ranks. Its lora_A has theirs one below the other, its lora_B has theirs in the blocks of a diagonal.
 """
 
-import collections
 import itertools
 import json
 import math
@@ -52,10 +51,11 @@ def write(
     """
     leaves = dict(leaves_with_paths(params))
     modules = _modules(family, options, leaves)
-    places = [(rows, layer) for rows in modules for layer in range(options.num_layers)]
+    size = names.sizes(options)
+    places = [(rows, layer) for rows in modules for layer in range(*names.stack(rows[0], size))]
     shapes = dict[str, tuple[int, int]]()
     for rows, layer in places:
-        shapes |= zip(_names(rows[0], layer), _shapes(rows, leaves), strict=True)
+        shapes |= zip(_names(names.tensor_name(rows[0], (layer,), size)), _shapes(rows, leaves), strict=True)
     factors = itertools.chain.from_iterable(_factors(rows, leaves, layer) for rows, layer in places)
     export.write_file(folder / WEIGHTS_FILE, shapes, factors, dtype)
     stated = _config(modules, adapters, leaves, base)
@@ -66,18 +66,15 @@ def write(
 
 def _modules(family: str, options: DecoderOptions, leaves: Mapping[str, jax.Array]) -> list[list[Weight]]:
     """Returns, for each matrix with an adapter on any part of it, the rows of all its parts."""
-    by_name = collections.defaultdict(list)
-    for weight in names.weights(family, options):
-        by_name[weight.name].append(weight)
-    return [rows for rows in by_name.values() if _adapted(rows, leaves)]
+    return [rows for rows in names.by_tensor(names.weights(family, options)) if _adapted(rows, leaves)]
 
 
 def _adapted(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> list[Weight]:
     return [row for row in rows if f"{row.path}{A}" in leaves]
 
 
-def _names(row: Weight, layer: int) -> list[str]:
-    module = _PREFIX + row.name.format(layer).removesuffix(".weight")
+def _names(tensor: str) -> list[str]:
+    module = _PREFIX + tensor.removesuffix(".weight")
     return [f"{module}.lora_A.weight", f"{module}.lora_B.weight"]
 
 

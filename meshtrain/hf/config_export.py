@@ -8,16 +8,7 @@ from meshtrain.files import Json, JsonObject
 from meshtrain.hf.config_json import CONFIG_FILE, differences, in_no_table, of_json
 from meshtrain.hf.families import FAMILIES
 from meshtrain.hf.positions import (
-    FULL,
-    GEMMA3,
-    IN_HALVES,
-    LOCAL_BASE,
-    SCALINGS,
-    SMOLLM3,
-    TURNS,
-    WINDOW_KEYS,
-    WINDOWED,
-    rotated,
+    DEEPSEEK, FULL, GEMMA3, IN_HALVES, LOCAL_BASE, MSCALES, SCALINGS, SMOLLM3, TURNS, WINDOW_KEYS, WINDOWED, rotated,
     turns,
 )  # fmt: skip
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -80,7 +71,8 @@ def as_json(
         stated |= _turns(options, family) if in_turns else _window(options, family)
         stated |= _gemma(options) if in_turns and options.centered_scales else {}
         stated |= _unrotated(options) if family == SMOLLM3 else {}
-        stated |= _experts(options, family) if options.num_experts else {}
+        stated |= _latent(options, stated) if options.latent_dim else {}
+        stated |= _experts(options, family) if options.num_experts and not options.latent_dim else {}
         stated |= {"use_bias": True} if options.biases else {}
     else:
         stated["n_positions"] = options.max_positions or length
@@ -116,6 +108,18 @@ def _turns(options: DecoderOptions, family: str) -> JsonObject:
     every = options.global_every if options.window else 1
     stated: JsonObject = {"sliding_window": options.window or None, "layer_types": turns(options.num_layers, every)}
     return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})
+
+
+def _latent(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
+    """Returns what DeepSeek alone has, in place of what `stated` has of heads and rotary positions."""
+    found: JsonObject = {name: values[0] for name, values in FAMILIES[DEEPSEEK].only.items()}
+    found |= {"head_dim": options.rope_dim, "v_head_dim": options.width_of_values, "attention_bias": False}
+    found |= {"qk_nope_head_dim": options.width_of_head - options.rope_dim}
+    found |= {"q_lora_rank": options.query_latent_dim or None}
+    for key in ("rope_parameters", "rope_scaling"):
+        inner = stated[key]
+        found[key] = {**inner, **MSCALES} if isinstance(inner, dict) and inner["rope_type"] == "yarn" else inner
+    return found
 
 
 def _unrotated(options: DecoderOptions) -> JsonObject:

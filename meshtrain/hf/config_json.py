@@ -157,6 +157,8 @@ def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: i
 def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Value:
     if name == "head_dim":
         return shape.width_of_head
+    if name == "value_dim":
+        return shape.width_of_values
     if name == "attention_scalar":
         return shape.attention_scalar or shape.width_of_head
     if name == "rope_local_base" and shape.rope_factor == 1.0:

@@ -1,6 +1,5 @@
 """Weights and options -> a Hugging Face folder: config.json, safetensors files with their index, tokenizer files."""
 
-import collections
 import json
 import shutil
 import struct
@@ -52,14 +51,11 @@ class Tensor(NamedTuple):
 
 def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
     """Returns the tensors of a model in the order in which they are written."""
-    size, by_name = names.sizes(options), collections.defaultdict(list)
-    for weight in names.weights(family, options):
-        by_name[weight.name].append(weight)
-    result = []
-    for rows in by_name.values():
+    size, result = names.sizes(options), []
+    for rows in names.by_tensor(names.weights(family, options)):
         shape = names.stored_shape(rows[0], size)
         for place in np.ndindex(*names.stack(rows[0], size)):
-            result.append(Tensor(rows[0].name.format(*place), shape, rows, place))
+            result.append(Tensor(names.tensor_name(rows[0], place, size), shape, rows, place))
     return result
 
 

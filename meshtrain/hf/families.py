@@ -83,6 +83,28 @@ _MIXTRAL_FIELDS = {
     "num_local_experts": "num_experts",
     "num_experts_per_tok": "experts_per_token",
 }
+_DEEPSEEK_FIELDS = {
+    "hidden_size": "embed_dim",
+    "intermediate_size": "dense_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "qk_nope_head_dim": "head_dim",
+    "qk_rope_head_dim": "rope_dim",
+    "v_head_dim": "value_dim",
+    "kv_lora_rank": "latent_dim",
+    "q_lora_rank": "query_latent_dim",
+    "vocab_size": "vocab_size",
+    "tie_word_embeddings": "tied_embeddings",
+    "moe_intermediate_size": "expert_dim",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "shared_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "n_group": "router_groups",
+    "topk_group": "groups_per_token",
+    "routed_scaling_factor": "router_scale",
+    "first_k_dense_replace": "dense_layers",
+}
 _QWEN3_MOE_FIELDS = {
     **_LLAMA_FIELDS,
     "attention_bias": "attention_biases",
@@ -218,6 +240,23 @@ FAMILIES: Mapping[str, Family] = {
         },
         same={"num_experts": "num_local_experts"},
         idle=(*_OF_ROUTERS, "sliding_window", "max_window_layers"),
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK_FIELDS,
+        {"router": "sigmoid", "norm_epsilon": 1e-6},
+        {"tie_word_embeddings": False, "num_key_value_heads": None},
+        *_LIKE_LLAMA,
+        off=("q_lora_rank",),
+        only={
+            "rms_norm_eps": (1e-6,),  # of the norms of latents, whatever the key says
+            "rope_interleave": (True,),
+            "norm_topk_prob": (True,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+        },
+        idle=(*_OF_ROUTERS, "auto_map", "aux_loss_alpha", "ep_size", "head_dim", "num_nextn_predict_layers", "qk_head_dim", "seq_aux"),
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

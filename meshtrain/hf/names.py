@@ -4,11 +4,14 @@ A layout lists dims: D embed dim, N query heads, G key and value heads, H head d
 V vocabulary without padding, P learned positions. `(N H)` is one dim of a file in which both stand, N outermost. `3` is
 the dim of a file in which queries, keys and values stand side by side, `2` that of gates and what they multiply. `J`
 has the heads of queries, keys and values one after the other. Rotary pairs are halves of a head in both, so no head is
-permuted.
+permuted; those of latent attention are neighbours in both. Of that, Q is the latent of queries, R that of keys and
+values, A the same with the rotary channels beside it, B a head's key channels and values, W values. I is the mlp dim of
+layers before those with experts, S that of shared experts.
 
 The names are those of the state dicts of the package transformers (Wolf et al. 2020).
 """
 
+import collections
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +23,7 @@ from meshtrain.models.transformer.decoder import DecoderOptions
 _GPT2_PREFIX = "transformer."  # old files lack it
 _SIDE_BY_SIDE = {"3": 3, "2": 2}
 _JOINT, _HEADS_OF = "J", ("N", "G", "G")  # the heads of each part of J
-_STACKS = "LE"
+_FIRST = "first_layers"
 
 
 class Weight(NamedTuple):
@@ -42,8 +45,11 @@ class Weight(NamedTuple):
 
     @property
     def stacks(self) -> str:
-        """The leading dims of our leaf that are not in `layout`: L stacks layers, E experts."""
-        return _STACKS[: self.name.count("{}")]
+        """The leading dims of our leaf that are not in `layout`: L stacks layers, E experts.
+
+        K stacks the layers before those that are alike.
+        """
+        return ("KE" if self.path.startswith(_FIRST) else "LE")[: self.name.count("{}")]
 
     @property
     def letters(self) -> list[str]:
@@ -168,6 +174,33 @@ _STARCODER2 = (
     Weight("layers/mlp/down_bias", "model.layers.{}.mlp.c_proj.bias", "D", "D"),
     Weight("head/norm/bias", "model.norm.bias", "D", "D"),
 )
+_OF_LATENT = (
+    ("attention_norm/scale", "input_layernorm.weight", "D", "D"),
+    ("attention/query_down", "self_attn.q_a_proj.weight", "D Q", "Q D"),
+    ("attention/query_latent_norm/scale", "self_attn.q_a_layernorm.weight", "Q", "Q"),
+    ("attention/query", "self_attn.q_b_proj.weight", "Q N H", "(N H) Q"),
+    ("attention/key_value_down", "self_attn.kv_a_proj_with_mqa.weight", "D A", "A D"),
+    ("attention/latent_norm/scale", "self_attn.kv_a_layernorm.weight", "R", "R"),
+    ("attention/key_value", "self_attn.kv_b_proj.weight", "R N B", "(N B) R"),
+    ("attention/output", "self_attn.o_proj.weight", "N W D", "D (N W)"),
+    ("mlp_norm/scale", "post_attention_layernorm.weight", "D", "D"),
+)
+_WHOLE_QUERY = ("attention/query", "self_attn.q_proj.weight", "D N H", "(N H) D")  # without a latent of queries
+_DENSE = (
+    ("mlp/gate", "mlp.gate_proj.weight", "D I", "I D"),
+    ("mlp/up", "mlp.up_proj.weight", "D I", "I D"),
+    ("mlp/down", "mlp.down_proj.weight", "I D", "D I"),
+)
+_OF_EXPERTS = (
+    ("experts/router", "mlp.gate.weight", "D E", "E D"),
+    ("experts/router_bias", "mlp.gate.e_score_correction_bias", "E", "E"),
+    ("experts/gate", "mlp.experts.{}.gate_proj.weight", "D X", "X D"),
+    ("experts/up", "mlp.experts.{}.up_proj.weight", "D X", "X D"),
+    ("experts/down", "mlp.experts.{}.down_proj.weight", "X D", "D X"),
+    ("experts/shared/gate", "mlp.shared_experts.gate_proj.weight", "D S", "S D"),
+    ("experts/shared/up", "mlp.shared_experts.up_proj.weight", "D S", "S D"),
+    ("experts/shared/down", "mlp.shared_experts.down_proj.weight", "S D", "D S"),
+)
 _HEAD = Weight("head/kernel", "lm_head.weight", "D V", "V D")
 
 _TABLES = {
@@ -193,8 +226,25 @@ _OF_TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefix 
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 
 
+def _deepseek(options: DecoderOptions) -> list[Weight]:
+    """Returns the rows of latent attention, whose first layers have an mlp and all others experts."""
+    attention = [row for row in _OF_LATENT if options.query_latent_dim or not row[0].startswith("attention/query")]
+    attention += [] if options.query_latent_dim else [_WHOLE_QUERY]
+    experts = [row for row in _OF_EXPERTS if options.shared_experts or "/shared/" not in row[0]]
+    stacks = {_FIRST: (*attention, *_DENSE), "layers": (*attention, *experts)}
+    rows = [
+        Weight(f"{stack}/{path}", f"model.layers.{{}}.{name}", layout, stored)
+        for stack, of_layer in stacks.items()
+        for path, name, layout, stored in of_layer
+        if stack == "layers" or options.num_dense
+    ]
+    return [_LLAMA[0], *rows, _LLAMA[-1]]
+
+
 def weights(family: str, options: DecoderOptions) -> list[Weight]:
     """Returns a row for each weight of the decoder with these options; a family is a key of `config.FAMILIES`."""
+    if options.latent_dim:
+        return [*_deepseek(options), *(() if options.tied_embeddings else (_HEAD,))]
     table = [*(_TABLES[family] if family in _TABLES else _LLAMA), *(() if options.tied_embeddings else (_HEAD,))]
     table += _QKV_BIASES if options.qkv_biases or options.attention_biases else ()
     table += (_OUTPUT_BIAS,) if options.attention_biases else ()
@@ -239,7 +289,8 @@ def is_ignored(name: str, options: DecoderOptions) -> bool:
 def sizes(options: DecoderOptions) -> dict[str, int]:
     """Returns letter -> size for each dim of a layout and of a stack, the vocabulary without padding."""
     return {
-        "L": options.num_layers,
+        "K": options.num_dense,
+        "L": options.num_repeated,
         "D": options.embed_dim,
         "N": options.num_heads,
         "G": options.num_kv_heads,
@@ -249,6 +300,13 @@ def sizes(options: DecoderOptions) -> dict[str, int]:
         "P": options.max_positions,
         "E": options.num_experts,
         "X": options.expert_dim,
+        "Q": options.query_latent_dim,
+        "R": options.latent_dim,
+        "A": options.latent_dim + options.rope_dim,
+        "B": options.width_of_head - options.rope_dim + options.width_of_values,
+        "W": options.width_of_values,
+        "I": options.dense_dim,
+        "S": options.shared_experts * options.expert_dim,
         _JOINT: options.num_heads + 2 * options.num_kv_heads,
         **_SIDE_BY_SIDE,
     }
@@ -262,10 +320,24 @@ def stack(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
 def tensor_names(weight: Weight, size: Mapping[str, int]) -> list[str]:
     """Returns the names of the tensors that hold a weight, the last dim of `stack` innermost.
 
-    >>> tensor_names(Weight("x", "a.{}.b.{}", "D", "D"), {"L": 2, "E": 2})
-    ['a.0.b.0', 'a.0.b.1', 'a.1.b.0', 'a.1.b.1']
+    >>> tensor_names(Weight("x", "a.{}.b.{}", "D", "D"), {"K": 1, "L": 2, "E": 2})
+    ['a.1.b.0', 'a.1.b.1', 'a.2.b.0', 'a.2.b.1']
     """
-    return [weight.name.format(*index) for index in np.ndindex(*stack(weight, size))]
+    return [tensor_name(weight, place, size) for place in np.ndindex(*stack(weight, size))]
+
+
+def tensor_name(weight: Weight, place: tuple[int, ...], size: Mapping[str, int]) -> str:
+    """Returns the name of the tensor at one place of `stack`; a file counts all layers together."""
+    first = size["K"] if weight.stacks.startswith("L") else 0
+    return weight.name.format(*(index + first * (dim == 0) for dim, index in enumerate(place)))
+
+
+def by_tensor(table: Sequence[Weight]) -> list[list[Weight]]:
+    """Returns the rows of a table, those of one tensor together."""
+    rows = collections.defaultdict(list)
+    for weight in table:
+        rows[weight.name, weight.stacks].append(weight)
+    return list(rows.values())
 
 
 def stored_shape(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:

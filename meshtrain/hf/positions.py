@@ -44,7 +44,9 @@ WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
     "gemma3_text": ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types"),
 }
 WINDOWED, FULL = "sliding_attention", "full_attention"
-GEMMA3, OLMO3, SMOLLM3 = "gemma3_text", "olmo3", "smollm3"
+GEMMA3, OLMO3, SMOLLM3, DEEPSEEK = "gemma3_text", "olmo3", "smollm3", "deepseek_v3"
+# By how much whole queries and keys grow with YaRN in DeepSeek's files: by as much as `rope_attention` of 0 says.
+MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 IN_HALVES = (GEMMA3, OLMO3)  # with rotary positions for layers with a window, and others for those without
 LOCAL_BASE = "rope_local_base_freq"
 # Every how many layers one has no window, where no key says it.
@@ -77,6 +79,8 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     if kind == SMOLLM3:
         (fields, problems), (every, wrong) = _rope(given, family), _unrotated(given)
         return fields | every, problems + wrong
+    if kind == DEEPSEEK:
+        return _of_latent(given, family)
     if kind not in IN_HALVES:
         return _rope(given, family)
     parameters = given.get("rope_parameters")
@@ -95,6 +99,20 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
         inside = inside.replace("rope_theta or rope_scaling say", f"{local_key} says")
         problems.append(f"{local_key}{line.removeprefix('rope_theta')}" if line.startswith("rope_theta") else inside)
     return fields | ({"rope_local_base": local["rope_base"]} if "rope_base" in local else {}), problems
+
+
+def _of_latent(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
+    """Returns the options of DeepSeek's rotary positions, where YaRN has keys of its own in place of a factor."""
+    plain, problems = dict(given), list[str]()
+    for key in ("rope_scaling", "rope_parameters"):
+        inner = given.get(key)
+        if isinstance(inner, dict) and "yarn" in (inner.get("rope_type"), inner.get("type")):
+            got = {name: inner.get(name) for name in (*MSCALES, "attention_factor")}
+            if got != {**MSCALES, "attention_factor": None}:
+                problems.append(refusal(f"{key}.mscale", got, f"{MSCALES} and no attention_factor"))
+            plain[key] = {name: value for name, value in inner.items() if name not in got}
+    fields, found = _rope(plain, family)
+    return fields, problems + found
 
 
 def _unrotated(given: Mapping[str, Json]) -> tuple[Values, list[str]]:

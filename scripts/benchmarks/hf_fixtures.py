@@ -33,6 +33,13 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": LENGTH_OF_YARN,
     "beta_fast": 2.0, "beta_slow": 0.1,
 }  # fmt: skip
+MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
+DEEPSEEK = {
+    "num_key_value_heads": 4, "moe_intermediate_size": 8, "n_routed_experts": 8,
+    "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "head_dim": None,
+}  # fmt: skip
 HALVES = {"full_attention": YARN | {"rope_theta": 500000.0},
           "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}  # fmt: skip
 OF_IMAGES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -102,6 +109,16 @@ MODELS: Mapping[str, Model] = {
             "no window": {"layer_types": ["full_attention"] * 2},
         },
     ),
+    "deepseek-v3": Model("deepseek_v3", DEEPSEEK | {"rope_parameters": YARN | MSCALES, "q_lora_rank": 12},
+        {
+            "without scaling": {"rope_parameters": DEFAULT},
+            "without the scale of scores": {"rope_parameters": YARN | MSCALES | {"mscale_all_dim": 0.0}},
+            "one group": {"n_group": 1, "topk_group": 1},
+            "gates as they are": {"routed_scaling_factor": 1.0},
+            "halves": {"rope_interleave": False},
+        },
+    ),
+    "deepseek-v3-plain": Model("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
     "gemma3-images": Model(
         "gemma3",
         {
@@ -182,6 +199,8 @@ def make(name: str, folder: pathlib.Path) -> None:
         noise = torch.randn_like(value) * (0.3 if value.ndim > 1 else 0.4)
         noise *= 4.0 if row.kind == "gpt_oss" and "gate_up_proj" in key else 1.0  # so that some are beyond the limit
         value.data = value.data + noise if key.endswith(ROUGHLY_ONE) else noise
+    for key, value in model.named_buffers():
+        value.data = torch.randn_like(value) * 0.1 if key.endswith("e_score_correction_bias") else value.data
     model.save_pretrained(folder)
     ids = np.random.default_rng(len(name)).integers(0, 67, (2, LENGTH)).astype(np.int32)
     expected = logits(folder, ids)
