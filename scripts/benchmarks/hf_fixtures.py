@@ -35,9 +35,9 @@ YARN = {
 }  # fmt: skip
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 DEEPSEEK = {
-    "num_key_value_heads": 4, "moe_intermediate_size": 8, "n_routed_experts": 8,
-    "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 8, "n_routed_experts": 4,
+    "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
     "head_dim": None,
 }  # fmt: skip
 HALVES = {"full_attention": YARN | {"rope_theta": 500000.0},
@@ -118,7 +118,7 @@ MODELS: Mapping[str, Model] = {
             "halves": {"rope_interleave": False},
         },
     ),
-    "deepseek-v3-plain": Model("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3-plain": Model("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0, "num_hidden_layers": 2, "n_group": 1, "topk_group": 1}),
     "gemma3-images": Model(
         "gemma3",
         {

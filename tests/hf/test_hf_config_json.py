@@ -355,7 +355,7 @@ def test_a_key_in_no_table_is_refused_with_the_words_that_accept_it(tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    ["gptj", "opt", "gpt", "stablelm", "smollm", "gemma4", "gemma3n_text", "qwen2_moe", "ministral3", "deepseek_v3"],
+    ["gptj", "opt", "gpt", "stablelm", "smollm", "gemma4", "gemma3n_text", "qwen2_moe", "ministral3", "deepseek_v2"],
 )
 def test_another_model_type_is_not_guessed(kind, tmp_path):
     [line] = refused(tmp_path, {"model_type": kind})
