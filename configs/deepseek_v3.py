@@ -1,10 +1,11 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024): latent attention, 256 experts in each layer but the first three; 256 GPUs.
+"""DeepSeek-V3 (DeepSeek-AI 2024): latent attention, 256 experts in each layer but the first three; 2,048 GPUs.
 
-Purpose: 32 experts of a layer on each GPU of a host, weights in 256 pieces; 15.7 M tokens a step in eight microbatches.
+Purpose: 32 experts of a layer on each GPU of a host, weights in 512 pieces; 33.6 M tokens a step.
 Parameters: 671,026,419,200 (671.0 B), of which 37,552,297,472 (37.6 B) are active for a token.
 Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
 Time: not known.
-Hardware: 256 GPUs of 80 GB, or 2,048 with --config.mesh.fsdp=256 --config.accumulation_steps=1.
+Hardware: 2,048 GPUs of 80 GB, or 256 with --config.mesh.data=1 --config.mesh.fsdp=32 --config.batch_size=4096
+  --config.accumulation_steps=16 --config.optimizer.moments=bfloat16.
 Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/deepseek_v3.py
@@ -18,12 +19,12 @@ from meshtrain.config import default
 def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
     config = default()
-    config.mesh.fsdp = 32
+    config.mesh.data = 4
+    config.mesh.fsdp = 64
     config.mesh.expert = 8
     config.num_steps = 100_000
-    config.batch_size = 4096
+    config.batch_size = 8192
     config.sequence_length = 4096
-    config.accumulation_steps = 8
     config.eval_every = 1000
     config.remat.policy = "full"
     config.model.num_layers = 61

@@ -8,7 +8,18 @@ from meshtrain.files import Json, JsonObject
 from meshtrain.hf.config_json import CONFIG_FILE, differences, in_no_table, of_json
 from meshtrain.hf.families import FAMILIES
 from meshtrain.hf.positions import (
-    DEEPSEEK, FULL, GEMMA3, IN_HALVES, LOCAL_BASE, MSCALES, SCALINGS, SMOLLM3, TURNS, WINDOW_KEYS, WINDOWED, rotated,
+    DEEPSEEK,
+    FULL,
+    GEMMA3,
+    IN_HALVES,
+    LOCAL_BASE,
+    MSCALES,
+    SCALINGS,
+    SMOLLM3,
+    TURNS,
+    WINDOW_KEYS,
+    WINDOWED,
+    rotated,
     turns,
 )  # fmt: skip
 from meshtrain.models.transformer.decoder import DecoderOptions

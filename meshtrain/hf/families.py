@@ -256,7 +256,16 @@ FAMILIES: Mapping[str, Family] = {
             "topk_method": ("noaux_tc",),
             "moe_layer_freq": (1,),
         },
-        idle=(*_OF_ROUTERS, "auto_map", "aux_loss_alpha", "ep_size", "head_dim", "num_nextn_predict_layers", "qk_head_dim", "seq_aux"),
+        idle=(
+            *_OF_ROUTERS,
+            "auto_map",
+            "aux_loss_alpha",
+            "ep_size",
+            "head_dim",
+            "num_nextn_predict_layers",
+            "qk_head_dim",
+            "seq_aux",
+        ),
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -283,6 +283,9 @@ def is_of_images(name: str) -> bool:
 def is_ignored(name: str, options: DecoderOptions) -> bool:
     """Returns whether a tensor without a row in the table is no weight of the text: a constant, a tied table's copy."""
     is_copy = options.tied_embeddings and name.endswith(_HEAD.name)
+    layer = re.match(r"model\.layers\.(\d+)\.", name) if options.latent_dim else None
+    if layer and int(layer[1]) >= options.num_layers:
+        return True  # of the prediction of further tokens
     return is_copy or is_of_images(name) or _CONSTANTS.fullmatch(name) is not None
 
 

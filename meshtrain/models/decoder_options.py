@@ -215,7 +215,7 @@ class DecoderOptions(TransformerShape):
     dense_layers: int = option(
         0, "first layers that have one mlp in place of experts, as in DeepSeek-V3", minimum=0, only_for=_OF_EXPERTS
     )
-    dense_dim: int = option(512, "inner width of the mlp of those layers", minimum=1, dim="mlp", only_for=_WITH_DENSE)
+    dense_dim: int = option(512, "inner width of the mlp of those layers", minimum=1, only_for=_WITH_DENSE)
     router_scale: float = option(
         1.0, "gates, which add up to 1, are multiplied by it", minimum=0.0, only_for=_OF_EXPERTS
     )

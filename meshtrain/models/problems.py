@@ -45,15 +45,14 @@ def of_decoder(
 
 def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapping[str, int]) -> list[str]:
     """Returns one line for each contradiction of the options that both transformers share; see `of_decoder`."""
-    problems, heads = [], options.num_heads
+    problems, heads, width = [], options.num_heads, options.width_of_head
     if not options.head_dim and options.embed_dim % heads:
         step = {"learned": heads, "sinusoidal": math.lcm(heads, 2), "rotary": 2 * heads}[options.positions]
         problems.append(
             f"model.embed_dim: got {options.embed_dim}; allowed: a multiple of model.num_heads = {heads}, or a "
             f"model.head_dim of its own; nearest: {nearest_multiple(options.embed_dim, step)}"
         )
-    elif options.positions == "rotary" and options.width_of_rotary % 2:
-        width = options.width_of_head
+    elif options.positions == "rotary" and width % 2 and width == options.width_of_rotary:
         problems.append(
             f"model.head_dim: got {width}{'' if options.head_dim else ' (embed_dim / num_heads)'}; "
             f"allowed: an even number with rotary positions; nearest: {width + 1}"

@@ -118,7 +118,11 @@ MODELS: Mapping[str, Model] = {
             "halves": {"rope_interleave": False},
         },
     ),
-    "deepseek-v3-plain": Model("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0, "num_hidden_layers": 2, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3-plain": Model(
+        "deepseek_v3",
+        DEEPSEEK
+        | {"q_lora_rank": None, "first_k_dense_replace": 0, "num_hidden_layers": 2, "n_group": 1, "topk_group": 1},
+    ),
     "gemma3-images": Model(
         "gemma3",
         {

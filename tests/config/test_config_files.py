@@ -33,14 +33,17 @@ NUM_PARAMETERS = {
     "mixtral_8x7b": (46_702_792_704, "46.7 B"),
     "qwen3_30b_a3b": (30_532_122_624, "30.5 B"),
     "qwen3_235b_a22b": (235_093_634_560, "235.1 B"),
+    "deepseek_v3": (671_026_419_200, "671.0 B"),
     "digits": (151_402, "0.15 M"),
     "numbers": (930_304, "0.93 M"),
 }
-# Those that one token goes through: what Jiang et al. 2024 call 12.9 B, and Yang et al. 2025 3.3 B and 22 B.
+# Those that one token goes through: what Jiang et al. 2024 call 12.9 B, Yang et al. 2025 3.3 B and 22 B, and
+# DeepSeek-AI 2024 671 B and 37 B.
 ACTIVE = {
     "mixtral_8x7b": (12_879_925_248, "12.9 B"),
     "qwen3_30b_a3b": (3_353_032_704, "3.35 B"),
     "qwen3_235b_a22b": (22_190_763_520, "22.2 B"),
+    "deepseek_v3": (37_552_297_472, "37.6 B"),
 }
 MESHES = {
     "3d": (2, 2, 1, 2), "data": (8, 1, 1, 1), "fsdp": (1, 1, 8, 1), "tensor": (1, 1, 1, 8), "hybrid": (2, 1, 4, 1),

@@ -139,11 +139,11 @@ def test_an_index_names_files_of_its_folder_alone(file, tmp_path):
 def test_problems_of_index_files_and_config_come_together(tmp_path):
     copied = indexed(tmp_path, lambda placed: placed.update({NORM: "gone.safetensors", "more": placed[NORM]}))
     config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}, "mlp_bias": True}))
+    (copied / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}, "hidden_act": "gelu"}))
     lines = lines_of(copied)
     for part in (
         "quantization_config: got {'bits': 4}",
-        "mlp_bias: got True",
+        "hidden_act: got 'gelu'",
         "gone.safetensors: got nothing there",
         "more: not in model-",
     ):

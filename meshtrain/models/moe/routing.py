@@ -95,9 +95,14 @@ def in_best_groups(ranked: jax.Array, num_groups: int, num_kept: int) -> jax.Arr
     if num_kept == num_groups:
         return ranked
     grouped = ranked.reshape(*ranked.shape[:-1], num_groups, -1)
-    best = jnp.sum(jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
-    _, kept = jax.lax.top_k(best, num_kept)
-    is_kept = jnp.any(jax.nn.one_hot(kept, num_groups, dtype=bool), axis=-2)
+    # Comparisons: for a `top_k` of four dims XLA's partitioner gathers the scores of all devices.
+    first = jnp.argmax(grouped, axis=-1, keepdims=True) == jnp.arange(grouped.shape[-1])
+    best = jnp.max(grouped, axis=-1) + jnp.max(jnp.where(first, -jnp.inf, grouped), axis=-1)
+    index = jnp.arange(num_groups)
+    is_ahead = (best[..., None, :] > best[..., :, None]) | (
+        (best[..., None, :] == best[..., :, None]) & (index[None, :] < index[:, None])
+    )
+    is_kept = jnp.sum(is_ahead, axis=-1) < num_kept
     return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
