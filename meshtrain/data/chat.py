@@ -1,4 +1,4 @@
-"""Fine-tuning data: lines of .jsonl -> texts with their answers -> examples, packed by first fit.
+"""Fine-tuning data: lines or rows of files -> texts with their answers -> examples, packed by first fit.
 
 A line has `prompt` and `completion`, or `messages`; lines of Alpaca (`instruction`, `input`, `output`) and ShareGPT
 (`conversations` of `from` and `value`) are messages. Lines stay whole, and tokens of answers alone count as targets.
@@ -20,10 +20,10 @@ from meshtrain.data.chat_template import ASSISTANT, BEGIN, END, ChatTemplate, Me
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
 from meshtrain.data.sources import Asked, DataOptions, checked_files
-from meshtrain.data.text import share
+from meshtrain.data.text import read_rows, share
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError, nearest, warn
-from meshtrain.files import Json, is_utf8
+from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.launch import peers
 
 PAIR = ("prompt", "completion")
@@ -65,23 +65,26 @@ def read_lines(path: Path, problems: Problems) -> list[Line]:
     """Returns the lines of a file that are not empty.
 
     Args:
-      path: .jsonl that can be read, as `find_files` has seen.
-      problems: gets a line for each kind of broken ones; reading ends once they are enough.
+      path: of lines or rows.
+      problems: gets a line for each kind of broken ones, or where the file cannot be read; reading ends once they are
+        enough.
     """
     result, wrong, num_marks = list[Line](), dict[str, list[str]](), 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            num_marks += line.startswith(codecs.BOM_UTF8)
-            line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
+    try:
+        for where, row, _ in read_rows(path):
+            if isinstance(row, bytes) and row.startswith(codecs.BOM_UTF8):
+                num_marks += 1
+                row = row.removeprefix(codecs.BOM_UTF8)
+                if not row.strip():
+                    continue
             try:
-                result.append(_line(line, where))
+                result.append(_line(row, where))
             except ValueError as error:
                 wrong.setdefault(str(error), []).append(where)
                 if sum(map(len, wrong.values())) >= 1000:
                     break
+    except UserError as error:
+        problems.add(str(error))
     if num_marks and peers.is_main_process():
         warn(f"{path}: got {num_marks} byte order mark(s), which are left out")
     _add(wrong, problems)
@@ -97,10 +100,10 @@ def _add(wrong: Mapping[str, Sequence[str]], problems: Problems) -> None:
         problems.add(f"data.path: {where}: {error}; nearest: {fix}")
 
 
-def _line(line: bytes, where: str) -> Line:
-    """Returns what a line holds. Raises ValueError: what it got, and what is allowed."""
+def _line(row: bytes | JsonObject, where: str) -> Line:
+    """Returns what a line or row holds. Raises ValueError: what it got, and what is allowed."""
     try:
-        fields = json.loads(line)
+        fields = json.loads(row) if isinstance(row, bytes) else row
     except (ValueError, RecursionError) as error:
         raise ValueError(f"got no JSON in UTF-8 ({error}); allowed: one JSON object a line") from error
     if not isinstance(fields, dict):
@@ -169,8 +172,8 @@ def messages_of(given: Json) -> Sequence[Message]:
 
 
 def _shown(value: Json) -> str:
-    """Returns a value as JSON, shortened."""
-    text = json.dumps(value)
+    """Returns a value as JSON, shortened; a column of a table may hold what JSON has not."""
+    text = json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 

@@ -19,7 +19,7 @@ from meshtrain.data.own_source import Data
 from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, num_inputs, pack
 from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_files, is_own
 from meshtrain.data.text import read_documents, share, standard_library
-from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
+from meshtrain.data.token_files import document_ends, open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.data.weighted_paths import PATH, Part, named_parts
 from meshtrain.errors import Problems, UserError
@@ -145,7 +145,8 @@ def _streams(
     """Returns the streams of both splits, the digest of their ids, and a description of the source."""
     if options.source == "tokens":
         arrays, digest = open_token_files(files, vocab_size)
-        train, validation = _cut(TokenStream(tuple(arrays), tokenizer.end_id), options.validation_fraction)
+        stream = TokenStream(tuple(arrays), tokenizer.end_id, functools.partial(document_ends, files))
+        train, validation = _cut(stream, options.validation_fraction)
         return train, validation, digest, f"{len(files)} token file(s)"
     if problems := vocabulary_problems(tokenizer, vocab_size):
         raise UserError(*problems)
@@ -301,7 +302,10 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
     if options.source == "chat":
         return chat.open_whole(options, files, tokenizer, asked)
     if options.source == "tokens":
-        streams = [TokenStream((array,), tokenizer.end_id) for array in open_token_files(files, vocab_size)[0]]
+        streams = [
+            TokenStream((array,), tokenizer.end_id, functools.partial(document_ends, [path]))
+            for path, array in zip(files, open_token_files(files, vocab_size)[0], strict=True)
+        ]
     elif problems := vocabulary_problems(tokenizer, vocab_size):
         raise UserError(*problems)
     else:

@@ -7,7 +7,8 @@ target counts, else 0). Segment ids count from 1 within a row; 0 is padding. Pos
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -38,10 +39,12 @@ class TokenStream:
     Attributes:
       parts: unsigned integer arrays, in order.
       end_id: the token that ends a document.
+      find_ends: () -> what `document_ends` returns; None: the tokens are read.
     """
 
     parts: tuple[np.ndarray, ...]
     end_id: int
+    find_ends: Callable[[], np.ndarray] | None = None
     starts: np.ndarray = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -65,10 +68,18 @@ class TokenStream:
 
     def cut(self, start: int, stop: int) -> "TokenStream":
         """Returns a stream of the tokens start..stop, without reading them."""
-        return TokenStream(tuple(self._spans(start, stop)), self.end_id)
+        find_ends = functools.partial(self._ends_between, start, stop) if self.find_ends else None
+        return TokenStream(tuple(self._spans(start, stop)), self.end_id, find_ends)
+
+    def _ends_between(self, start: int, stop: int) -> np.ndarray:
+        ends = self.document_ends()
+        first, last = np.searchsorted(ends, (start, stop), side="right")
+        return ends[first:last] - start
 
     def document_ends(self) -> np.ndarray:
-        """Returns the position after each end token, int64 [number of end tokens], reading the stream once."""
+        """Returns the position after each end token, int64 [number of end tokens]."""
+        if self.find_ends:
+            return self.find_ends()
         ends = [np.empty(0, np.int64)]
         for start in range(0, len(self), _CHUNK_TOKENS):
             chunk = self.read(start, min(start + _CHUNK_TOKENS, len(self)))
@@ -253,7 +264,7 @@ def pack(stream: TokenStream, sequence_length: int, packing: str) -> Examples:
     Args:
       stream: documents end to end.
       sequence_length: T.
-      packing: `stream` or `first_fit` (which reads the stream once, for the ends of the documents).
+      packing: `stream` or `first_fit`, which takes the ends of the documents.
     """
     if packing == "stream":
         return StreamExamples(stream, sequence_length)

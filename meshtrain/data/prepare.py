@@ -1,12 +1,19 @@
-"""Writes text as a token file: `python -m meshtrain prepare --path='books/*.txt' --output=books.bin`."""
+"""Writes text as token files: `python -m meshtrain prepare --path='books/*.txt' --output=books.bin`.
 
+An output that ends in / is a folder, with a token file for each file of text; those that are whole stay as they are.
+"""
+
+import collections
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,23 +22,26 @@ from tqdm import tqdm
 
 from meshtrain.cli import flags
 from meshtrain.data.text import find_files, read_documents, tokens_as_text
-from meshtrain.data.token_files import TokenFile, sidecar_path
+from meshtrain.data.token_files import TokenFile, make_index, read_sidecar, sidecar_path, write_index
 from meshtrain.data.tokenizer import Tokenizer, file_problems, folder_end_token, open_tokenizer, tokenizer_file
 from meshtrain.errors import Problems, UserError, run
 from meshtrain.files import expanded, replacing, what_is_at, write_whole
 
-# Bytes of text tokenized at a time: enough for the tokenizer's threads, few enough that the bar moves.
-_GROUP_BYTES = 1 << 22
+# Text tokenized at a time: enough for the tokenizer's threads, few enough that little memory is taken.
+_GROUP_BYTES = 1 << 20
+_NUM_GROUPS_AHEAD = 2
+_COUNTS = ("num_tokens", "num_documents")
+_QUIET_SECONDS = 60.0  # between two lines of progress where standard error is no terminal
 
 
 def _groups(files: Sequence[Path], text_field: str) -> Iterator[tuple[list[str], int]]:
-    """Yields documents a few MiB at a time, and how many bytes of the files they took.
+    """Yields documents about a MiB at a time, and how many bytes of the files they took.
 
     Raises:
       UserError: one line for each problem, once all files are read. After the first problem nothing is yielded.
     """
     texts: list[str] = []
-    num_bytes = 0
+    size = num_bytes = 0
     problems = Problems()
     for path in files:
         if problems.is_enough():
@@ -40,30 +50,51 @@ def _groups(files: Sequence[Path], text_field: str) -> Iterator[tuple[list[str],
             if problems.count:
                 continue
             texts.append(text)
-            num_bytes += taken_bytes
-            if num_bytes >= _GROUP_BYTES:
+            size, num_bytes = size + len(text), num_bytes + taken_bytes
+            if size >= _GROUP_BYTES:
                 yield texts, num_bytes
-                texts, num_bytes = [], 0
+                texts, size, num_bytes = [], 0, 0
     if problems.count:
         raise UserError(*problems.lines())
     if texts:
         yield texts, num_bytes
 
 
-def _write_tokens(files: Sequence[Path], text_field: str, tokenizer: Tokenizer, out: BinaryIO) -> tuple[int, int]:
+def _tokenized(groups: Iterable[tuple[list[str], int]], tokenizer: Tokenizer) -> Iterator[tuple[list[np.ndarray], int]]:
+    """Yields the ids of each document of a group, and its bytes, while the next groups are read and tokenized."""
+    ahead = collections.deque[tuple[Future[list[np.ndarray]], int]]()
+    with ThreadPoolExecutor(_NUM_GROUPS_AHEAD) as threads:
+        for texts, num_bytes in groups:
+            ahead.append((threads.submit(tokenizer.encode_documents, texts), num_bytes))
+            if len(ahead) > _NUM_GROUPS_AHEAD:
+                ids, taken_bytes = ahead.popleft()
+                yield ids.result(), taken_bytes
+        for ids, taken_bytes in ahead:
+            yield ids.result(), taken_bytes
+
+
+def _write_tokens(
+    files: Sequence[Path], text_field: str, tokenizer: Tokenizer, out: BinaryIO, bar: tqdm
+) -> tuple[int, int]:
     """Writes the ids of all documents, each followed by the end id; returns (num_tokens, num_documents)."""
     num_tokens = num_documents = 0
     end = np.asarray([tokenizer.end_id], tokenizer.dtype).tobytes()
-    total_bytes = sum(path.stat().st_size for path in files)
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="prepare", disable=None) as bar:
-        for texts, num_bytes in _groups(files, text_field):
-            for ids in tokenizer.encode_documents(texts):
-                out.write(ids.astype(tokenizer.dtype).tobytes())
-                out.write(end)
-                num_tokens += len(ids) + 1
-                num_documents += 1
-            bar.update(num_bytes)
+    for documents, num_bytes in _tokenized(_groups(files, text_field), tokenizer):
+        for ids in documents:
+            out.write(ids.astype(tokenizer.dtype).tobytes())
+            out.write(end)
+            num_tokens += len(ids) + 1
+        num_documents += len(documents)
+        bar.update(num_bytes)
     return num_tokens, num_documents
+
+
+def _progress(files: Iterable[Path]) -> tqdm:
+    """Returns a bar over the bytes of the files, with the rate and the time left; in a log it is a line a minute."""
+    quiet = 0.1 if sys.stderr.isatty() else _QUIET_SECONDS
+    total_bytes = sum(path.stat().st_size for path in files)
+    options = {"unit": "B", "unit_scale": True, "mininterval": quiet, "delay": quiet, "ascii": quiet > 1}
+    return tqdm(total=total_bytes, desc="prepare", **options)
 
 
 def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: bool) -> list[str]:
@@ -104,57 +135,125 @@ def prepare(
     text_field: str = "text",
     overwrite: bool = False,
 ) -> TokenFile:
-    """Writes OUTPUT (ids, uint16 or uint32) and OUTPUT.json (their description), and copies a tokenizer.json.
+    """Writes OUTPUT (ids, uint16 or uint32), OUTPUT.json (their description) and OUTPUT.index, copies a tokenizer.json.
 
-    The description is written last: a token file without one is refused.
+    The description is written after the ids: a token file without one is refused, and in a folder written again.
 
     Args:
       path: files or globs, comma separated.
-      output: the .bin file to write.
+      output: the .bin file to write; or, with / at its end, a folder to make, for a NAME.bin of each file NAME.
       tokenizer: `bytes`, or the path of a tokenizer.json or its folder.
       end_token: the token that ends a document; `` takes the folder's, else a well-known one, or adds one id.
-      text_field: the field of a .jsonl line that holds the document.
+      text_field: the field of a line, or the column of a table, that holds the document.
       overwrite: replace existing files.
 
     Returns:
-      The description that was written.
+      The description that was written; of a folder, with the tokens and documents of all its files.
 
     Raises:
-      UserError: the text or the tokenizer cannot be read, or the output exists or cannot be written.
+      UserError: the text or the tokenizer cannot be read, or the output exists or cannot be written. In a folder, the
+        files that can be are written first.
     """
-    out_path = _named(output)
-    copied = out_path.with_name(out_path.name + ".tokenizer.json")
-    targets = [out_path, sidecar_path(out_path), copied][: 2 if tokenizer == "bytes" else 3]
+    out_path, is_folder = _named(output), output.endswith("/")
     files, problems = find_files(path)
     problems = problems or Problems(tokens_as_text(files)).lines()
     problems += file_problems(tokenizer) if tokenizer != "bytes" else []
-    if problems := problems + _output_problems(targets, files, overwrite):
+    if not is_folder:
+        targets = [out_path, sidecar_path(out_path), out_path.with_name(f"{out_path.name}.tokenizer.json")]
+        problems += _output_problems(targets[: 2 if tokenizer == "bytes" else 3], files, overwrite)
+    elif what_is_at(out_path) != "a folder":
+        problems += _output_problems([out_path], [], False)
+    if problems:
         raise UserError(*problems)
     opened = open_tokenizer(tokenizer, end_token)
     content = b"" if tokenizer == "bytes" else tokenizer_file(tokenizer).read_bytes()
-    end_token = end_token or folder_end_token(tokenizer)  # the copy has no tokenizer_config.json beside it
+    digest = hashlib.sha256(content).hexdigest() if content else ""
+    copied = f"tokenizer.{digest[:8]}.json" if is_folder else f"{out_path.name}.tokenizer.json"
+    described = TokenFile(
+        dtype=opened.dtype.name,
+        vocab_size=opened.vocab_size,
+        num_tokens=0,
+        num_documents=0,
+        end_id=opened.end_id,
+        tokenizer=copied if content else "bytes",
+        tokenizer_sha256=digest,
+        end_token=end_token or folder_end_token(tokenizer),  # the copy has no tokenizer_config.json beside it
+    )
+    write = functools.partial(_write, text_field=text_field, tokenizer=opened, content=content, described=described)
     try:
-        with replacing(out_path) as out:
-            num_tokens, num_documents = _write_tokens(files, text_field, opened, out)
-            # The old description is deleted first and the new one written last: it never describes other tokens.
-            sidecar_path(out_path).unlink(missing_ok=True)
-            if content:
-                write_whole(copied, content)
-        described = TokenFile(
-            dtype=opened.dtype.name,
-            vocab_size=opened.vocab_size,
-            num_tokens=num_tokens,
-            num_documents=num_documents,
-            end_id=opened.end_id,
-            tokenizer=copied.name if content else "bytes",
-            tokenizer_sha256=hashlib.sha256(content).hexdigest() if content else "",
-            end_token=end_token,
-        )
-        write_whole(sidecar_path(out_path), json.dumps(dataclasses.asdict(described), indent=2) + "\n")
+        if is_folder:
+            return _write_each(files, out_path, described, overwrite, write)
+        with _progress(files) as bar:
+            return write(files, out_path, bar)
     except OSError as error:
         why = f"cannot be written ({error.strerror or error})"
         raise UserError(f"--output: '{output}' {why}; allowed: a file that can; nearest: tokens.bin") from error
+
+
+def _write(
+    files: Sequence[Path],
+    out_path: Path,
+    bar: tqdm,
+    *,
+    text_field: str,
+    tokenizer: Tokenizer,
+    content: bytes,
+    described: TokenFile,
+) -> TokenFile:
+    """Writes a token file and what stands beside it; `content` is of the tokenizer.json, b"" if there is none."""
+    with replacing(out_path) as out:
+        num_tokens, num_documents = _write_tokens(files, text_field, tokenizer, out, bar)
+        # The old description is deleted first and the new one written last: it never describes other tokens.
+        sidecar_path(out_path).unlink(missing_ok=True)
+        if content:
+            write_whole(out_path.with_name(described.tokenizer), content)
+    described = dataclasses.replace(described, num_tokens=num_tokens, num_documents=num_documents)
+    write_whole(sidecar_path(out_path), json.dumps(dataclasses.asdict(described), indent=2) + "\n")
+    if num_tokens:
+        write_index(out_path, make_index(out_path, described, whole=True))
     return described
+
+
+def _write_each(
+    files: Sequence[Path], folder: Path, described: TokenFile, overwrite: bool, write: Callable[..., TokenFile]
+) -> TokenFile:
+    """Writes a token file for each file of text, but for those that are whole; see `prepare`."""
+    parts = {folder / f"{path.name}.bin": path for path in files}
+    whole = {part: found for part in parts if not overwrite and (found := _whole(part, described))}
+    problems, left = Problems(), [part for part in parts if part not in whole]
+    if len(parts) < len(files):
+        problems.add(f"--path: got {len(files) - len(parts)} files of a name that another has; allowed: a name once "
+                     "where --output is a folder; nearest: one folder after another")  # fmt: skip
+    for part in left:
+        targets, is_new = [part, sidecar_path(part)], what_is_at(sidecar_path(part)) == "nothing there"
+        for line in _output_problems(targets, [parts[part]], overwrite or is_new) if folder.exists() else ():
+            problems.add(line)
+    if problems.count:
+        raise UserError(*problems.lines())
+    folder.mkdir(exist_ok=True)
+    if whole:
+        print(f"{folder}: {len(whole):,} of {len(parts):,} files are whole", flush=True)
+    with _progress([parts[part] for part in left]) as bar:
+        for part in left:
+            try:
+                whole[part] = write([parts[part]], part, bar)
+            except UserError as error:
+                for line in error.problems:
+                    problems.add(line)
+    if problems.count:
+        raise UserError(*problems.lines())
+    num_tokens, num_documents = (sum(getattr(one, name) for one in whole.values()) for name in _COUNTS)
+    return dataclasses.replace(described, num_tokens=num_tokens, num_documents=num_documents)
+
+
+def _whole(path: Path, wanted: TokenFile) -> TokenFile | None:
+    """Returns the description of a token file that was written with the same tokenizer."""
+    if what_is_at(path) != "a file" or what_is_at(sidecar_path(path)) == "nothing there":
+        return None
+    with contextlib.suppress(UserError):
+        found = read_sidecar(path)
+        return found if dataclasses.replace(found, num_tokens=0, num_documents=0) == wanted else None
+    return None
 
 
 def _as_flags(problem: str) -> str:
@@ -167,13 +266,14 @@ def _as_flags(problem: str) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Parses the command line, writes the token file, and prints what it holds."""
     parser = flags.Parser(prog="python -m meshtrain prepare", description=__doc__, allow_abbrev=False)
+    kinds = ".txt, .py, .jsonl, .parquet, and text as .gz or .zst"
+    parser.add_argument("--path", metavar="FILES", required=True, help=f"files or globs, commas between: {kinds}")
     parser.add_argument(
-        "--path", metavar="FILES", required=True, help="files or globs, commas between: .txt, .py, .jsonl"
+        "--output", metavar="FILE", required=True, help="the .bin file, or FOLDER/ for one of each file"
     )
-    parser.add_argument("--output", metavar="FILE", required=True, help="the .bin file to write")
     parser.add_argument("--tokenizer", metavar="FILE", default="bytes", help="bytes, or a tokenizer.json or its folder")
     parser.add_argument("--end_token", default="", help="the token that ends a document")
-    parser.add_argument("--text_field", default="text", help="the field of a .jsonl line that holds the document")
+    parser.add_argument("--text_field", default="text", help="the field of a line, or the column of a table")
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     given = parser.parse_args(arguments)
     try:
@@ -184,7 +284,8 @@ def main(arguments: Sequence[str]) -> None:
         f"{given.output}: {described.num_tokens:,} tokens of {described.num_documents:,} documents, {described.dtype}, "
         f"vocabulary {described.vocab_size:,}"
     )
-    print(f"train on it: --config.data.source=tokens --config.data.path={given.output}")
+    names = f"'{given.output}*.bin'" if given.output.endswith("/") else given.output
+    print(f"train on it: --config.data.source=tokens --config.data.path={names}")
 
 
 if __name__ == "__main__":

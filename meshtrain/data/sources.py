@@ -7,7 +7,7 @@ from pathlib import Path
 from meshtrain.data import chat_template
 from meshtrain.data.loader import Examples, Shaped
 from meshtrain.data.own_source import Data
-from meshtrain.data.text import tokens_as_text
+from meshtrain.data.text import TABLES, is_table, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems
 from meshtrain.data.weighted_paths import PATH, named_parts
@@ -45,9 +45,9 @@ class DataOptions:
     )
     path: str = option(
         "",
-        "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; .jsonl for chat; images for "
-        "idx, whose labels are beside them; '' otherwise. FILES:WEIGHT, comma separated, is a mixture by shares of "
-        "sequences, of text, tokens or chat",
+        "files or globs, comma separated: .txt, .py, .jsonl, .parquet, those of text also as .gz, .zst, for text; .bin "
+        "for tokens; .jsonl, .parquet for chat; images for idx, whose labels are beside them; '' otherwise. "
+        "FILES:WEIGHT, comma separated, is a mixture by shares of sequences, of text, tokens or chat",
         names="path",
     )
     validation_path: str = option(
@@ -57,7 +57,7 @@ class DataOptions:
         names="path",
     )
     text_field: str = option(
-        "text", "the field of a .jsonl line that holds the document", only_for={"source": ("text",)}
+        "text", "the field of a line, or the column of a table, that holds the document", only_for={"source": ("text",)}
     )
     tokenizer: str = option(
         "bytes", "bytes, or the path of a tokenizer.json or of its folder (tokens bring their own)", names="path"
@@ -235,13 +235,13 @@ def _sidecar_problems(files: Iterable[Path]) -> list[str]:
 
 
 def _no_lines(files: Iterable[Path]) -> list[str]:
-    """Returns one line for each file that holds no lines of JSON, judged by its name."""
+    """Returns one line for each file that holds no lines or rows, judged by its name."""
     lines = "jq -c '.[]' FILE.json > FILE.jsonl, for a file with one list"
     return [
-        f"data.path: got '{path}' with data.source=chat; allowed: .jsonl files; nearest: "
+        f"data.path: got '{path}' with data.source=chat; allowed: files that end in {', '.join(TABLES)}; nearest: "
         f"{lines if path.suffix == '.json' else f'data.source={source_of(str(path))}'}"
         for path in files
-        if path.suffix != ".jsonl"
+        if not is_table(path)
     ]
 
 

@@ -1,16 +1,29 @@
 """Documents: from files that the user names, or from the running Python's standard library."""
 
+import contextlib
 import glob
+import gzip
 import hashlib
+import io
+import itertools
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from meshtrain.errors import Problems, UserError, nearest
-from meshtrain.files import is_utf8, what_is_at
+from meshtrain.files import Json, JsonObject, is_utf8, what_is_at
 
+PARQUET = ".parquet"
+# Names of files with a document in each line or row; corpora call lines .json too where they are compressed.
+TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", PARQUET)
+_BUFFER_BYTES = 1 << 20
+_ROWS = 64  # of a .parquet decoded at a time: a document may have megabytes
+# What pyarrow, gzip and zlib raise for content that is cut or broken.
+_BROKEN = (OSError, EOFError, ValueError, NotImplementedError, TypeError, MemoryError, zlib.error)
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _ZEROS_IN = 1 << 16  # bytes of a file's beginning in which zero bytes are looked for
 
@@ -140,15 +153,107 @@ def tokens_as_text(files: Iterable[Path]) -> list[str]:
 
 def _has_zeros(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            return b"\0" in file.read(_ZEROS_IN)
-    except OSError:  # `find_files` reports it
+        with opened(path) as (file, _):
+            return path.suffix != PARQUET and b"\0" in file.read(_ZEROS_IN)
+    except UserError:  # reported where it is read
         return False
 
 
-def _line_text(line: bytes, where: str, text_field: str) -> str:
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Opens a file of documents; whatever it is that cannot be read in the block is one line.
+
+    Yields:
+      Its content, decompressed where its name ends in .gz or .zst, and the file itself.
+
+    Raises:
+      UserError: it cannot be read, is cut or broken, or needs a package that is not installed.
+    """
     try:
-        fields = json.loads(line)
+        with path.open("rb") as file:
+            content: BinaryIO = file
+            if path.suffix == ".gz":
+                content = io.BufferedReader(gzip.GzipFile(fileobj=file), _BUFFER_BYTES)
+            elif path.suffix == ".zst":
+                import pyarrow
+
+                # Unlike the package zstandard, it notices where a file was cut.
+                content = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), _BUFFER_BYTES)
+            yield content, file
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(
+            f"data.path: got '{path}', which takes the package pyarrow ({error}); allowed: files that take none; "
+            "nearest: pip install 'meshtrain[data]'"
+        ) from error
+    except _BROKEN as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        raise UserError(
+            f"data.path: '{path}' cannot be read ({why}); allowed: whole files that this user may read; nearest: leave "
+            "it out, or fetch it again"
+        ) from error
+
+
+def is_table(path: Path) -> bool:
+    """Returns whether each line or row of a file is a document, judged by its name."""
+    return path.name.endswith(TABLES)
+
+
+def read_rows(path: Path, column: str = "") -> Iterator[tuple[str, bytes | JsonObject, int]]:
+    """Yields the lines of a file that are not empty, or the rows of a .parquet, with little of it in memory.
+
+    Args:
+      path: a file as `is_table` has it.
+      column: the one column to read of a .parquet, which holds texts; ``: all of them.
+
+    Yields:
+      Where it stands; the line, or the row's values by their column, those that are null left out; and how many bytes
+      of the file it took.
+
+    Raises:
+      UserError: see `opened`; or there is no such column.
+    """
+    with opened(path) as (lines, file):
+        if path.suffix == PARQUET:
+            yield from _parquet_rows(path, file, column)
+            return
+        end = 0
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                begin, end = end, file.tell()
+                yield f"{path}, line {number}", line, end - begin
+
+
+def _parquet_rows(path: Path, file: BinaryIO, column: str) -> Iterator[tuple[str, JsonObject, int]]:
+    import pyarrow.parquet
+
+    # With a buffer, pages are read one by one, otherwise all of a row group at once.
+    table = pyarrow.parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
+    texts = [one.name for one in table.schema_arrow if "string" in str(one.type)]
+    if column and column not in texts:
+        raise UserError(
+            f"data.text_field: got '{column}', which is no column of text of '{path}', with the columns "
+            f"{', '.join(table.schema_arrow.names) or '(none)'}; allowed there: {', '.join(texts) or 'nothing'}"
+            f"{nearest(column, texts) or f'; nearest: data.text_field={texts[0] if texts else column}'}"
+        )
+    row_bytes = path.stat().st_size // max(table.metadata.num_rows, 1)
+    batches = table.iter_batches(_ROWS, columns=[column] if column else None, use_threads=False)
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", _present(row), row_bytes
+
+
+def _present(value: Json) -> Json:
+    """Returns a value without the null entries of its objects: a table has all of its columns in each row."""
+    if isinstance(value, dict):
+        return {name: _present(one) for name, one in value.items() if one is not None}
+    return [_present(one) for one in value] if isinstance(value, list) else value
+
+
+def _row_text(row: bytes | JsonObject, where: str, text_field: str) -> str:
+    try:
+        fields = json.loads(row) if isinstance(row, bytes) else row
     # JSONDecodeError and UnicodeDecodeError are both ValueErrors; brackets may be nested deeper than Python can follow.
     except (ValueError, RecursionError) as error:
         raise UserError(
@@ -173,35 +278,31 @@ def _line_text(line: bytes, where: str, text_field: str) -> str:
 
 
 def read_documents(path: Path, text_field: str, problems: Problems) -> Iterator[tuple[str, int]]:
-    """Yields the documents of one file: each line of a .jsonl, or the whole of any other file.
+    """Yields the documents of one file: of each line or row as `is_table` has it, or the whole of any other file.
 
     Args:
-      path: the file; what is not .jsonl is read whole.
-      text_field: the field of a .jsonl line that holds the document.
-      problems: gets a line where the file cannot be read or is not UTF-8, and for each line that holds no document;
+      path: the file; .gz and .zst are decompressed.
+      text_field: the field of a line, or the column of a .parquet, that holds the document.
+      problems: gets a line where the file cannot be read or is not UTF-8, and for each row that holds no document;
         reading continues after a problem until `problems.is_enough()`.
 
     Yields:
       The text, and how many bytes of the file it took.
     """
     try:
-        if path.suffix == ".jsonl":
-            with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if not line.strip():
-                        continue
-                    try:
-                        yield _line_text(line, f"{path}, line {number}", text_field), len(line)
-                    except UserError as error:
-                        problems.add(str(error))
-                        if problems.is_enough():
-                            return
+        if is_table(path):
+            for where, row, num_bytes in read_rows(path, text_field):
+                try:
+                    yield _row_text(row, where, text_field), num_bytes
+                except UserError as error:
+                    problems.add(str(error))
+                    if problems.is_enough():
+                        return
             return
-        content = path.read_bytes()
-    except OSError as error:
-        problems.add(
-            f"data.path: '{path}' cannot be read ({error.strerror or error}); allowed: readable files{_beside(path)}"
-        )
+        with opened(path) as (file, _):
+            content = file.read()
+    except UserError as error:
+        problems.add(str(error))
         return
     try:
         text = content.decode()
@@ -212,4 +313,4 @@ def read_documents(path: Path, text_field: str, problems: Problems) -> Iterator[
             f"allowed: text in UTF-8; nearest: {fix}"
         )
         return
-    yield text, len(content)
+    yield text, path.stat().st_size

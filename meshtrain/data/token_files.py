@@ -1,8 +1,13 @@
-"""Prepared token files: NAME.bin holds token ids only, NAME.bin.json describes them."""
+"""Prepared token files: NAME.bin holds token ids only, NAME.bin.json describes them, NAME.bin.index was read from them.
 
+The index saves a start from reading the ids. It counts while the file has the size and the time of change that it had.
+"""
+
+import contextlib
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,7 +15,7 @@ import numpy as np
 
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, file_tokenizer
 from meshtrain.errors import Problems, UserError, unknown
-from meshtrain.files import what_is_at
+from meshtrain.files import what_is_at, write_whole
 
 DTYPES = ("uint16", "uint32")
 
@@ -18,6 +23,9 @@ _WRITTEN = "allowed: what python -m meshtrain prepare writes; nearest: prepare i
 _CHUNK_BYTES = 1 << 24
 _WHOLE_UP_TO_BYTES = 1 << 32
 _NUM_SAMPLED_CHUNKS = 64
+_LENGTHS = ("uint8", "uint16", "uint32", "uint64")
+_MOST_HEAD_BYTES = 1 << 12  # of an index
+_TICK_NS = 20_000_000  # longer than file systems' clocks stand still
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +105,11 @@ def read_sidecar(path: Path) -> TokenFile:
     return described
 
 
-def _chunks(path: Path, dtype: str) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (first position, ids): the whole file up to 4 GiB, else 64 evenly spaced chunks with both ends."""
+def _chunks(path: Path, dtype: str, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields (first position, ids): of the whole file up to 4 GiB, or if asked; else of 64 chunks, evenly spaced."""
     array = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
     length = _CHUNK_BYTES // array.itemsize
-    if array.nbytes <= _WHOLE_UP_TO_BYTES:
+    if whole or array.nbytes <= _WHOLE_UP_TO_BYTES:
         starts = list(range(0, len(array), length))
     else:
         starts = [int(start) for start in np.linspace(0, len(array) - length, _NUM_SAMPLED_CHUNKS)]
@@ -109,10 +117,90 @@ def _chunks(path: Path, dtype: str) -> Iterator[tuple[int, np.ndarray]]:
         yield start, array[start : start + length]
 
 
-def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
-    """Reads a token file once, in chunks, and returns its digest and its first id outside the vocabulary.
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """What the ids of a token file tell: in NAME.bin.index a line of JSON, and behind it the lengths as they are.
 
-    Files above 4 GiB are sampled: a change or a bad id between the samples goes unnoticed.
+    Attributes:
+      size: of the file, in bytes.
+      mtime_ns: its time of change.
+      digest: hexadecimal sha256 over dtype, number and ids; of files above 4 GiB over samples of them.
+      largest_id: of the ids that were read: of all, or of the samples.
+      sha256: hexadecimal, of the whole file; `` where only samples or the largest id were asked for.
+      lengths: unsigned [number of end ids], how many tokens each end id is behind the one before; empty without sha256.
+    """
+
+    size: int
+    mtime_ns: int
+    digest: str
+    largest_id: int
+    sha256: str
+    lengths: np.ndarray
+
+
+def _index_path(path: Path) -> Path:
+    return path.with_name(path.name + ".index")
+
+
+def read_index(path: Path) -> Index | None:
+    """Returns the index of a token file; None: there is none, it is malformed, or the file has changed since."""
+    wanted = {field.name: field.type for field in dataclasses.fields(Index)} | {"lengths": str}
+    if what_is_at(_index_path(path)) != "a file":  # reading a pipe would block
+        return None
+    try:
+        with _index_path(path).open("rb") as file:
+            head, start = json.loads(file.readline(_MOST_HEAD_BYTES)), file.tell()
+        if {name: type(value) for name, value in head.items()} != wanted or head["lengths"] not in _LENGTHS:
+            return None
+        rest = _index_path(path).stat().st_size - start
+        lengths = np.memmap(_index_path(path), head["lengths"], "r", start) if rest else np.empty(0, head["lengths"])
+        now = path.stat()
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    found = Index(**head | {"lengths": lengths})
+    return found if (found.size, found.mtime_ns) == (now.st_size, now.st_mtime_ns) else None
+
+
+def write_index(path: Path, index: Index) -> None:
+    """Writes the index of a token file; in a folder that may only be read, the next start reads the ids again."""
+    head = vars(index) | {"lengths": index.lengths.dtype.name}
+    with contextlib.suppress(OSError):
+        write_whole(_index_path(path), json.dumps(head).encode() + b"\n" + index.lengths.tobytes())
+
+
+def make_index(path: Path, described: TokenFile, *, whole: bool = False) -> Index:
+    """Returns the index of a token file from its ids.
+
+    Args:
+      path: the token file.
+      described: its description.
+      whole: whether files above 4 GiB are read whole too, and the ends of documents looked for.
+    """
+    about = path.stat()
+    if time.time_ns() - about.st_mtime_ns < _TICK_NS:
+        time.sleep(_TICK_NS / 1e9)  # another change within one tick of the clock would leave the time as it is
+    digest, largest_id = hashlib.sha256(f"{described.dtype} {described.num_tokens}".encode()), -1
+    for _, ids in _chunks(path, described.dtype):
+        digest.update(ids.data)
+        largest_id = max(largest_id, int(ids.max()))
+    index = Index(about.st_size, about.st_mtime_ns, digest.hexdigest(), largest_id, "", np.empty(0, np.uint8))
+    if not whole:
+        return index
+    digest, ends = hashlib.sha256(), [np.zeros(1, np.int64)]
+    for start, ids in _chunks(path, described.dtype, whole=True):
+        digest.update(ids.data)
+        largest_id = max(largest_id, int(ids.max()))
+        ends.append(np.flatnonzero(ids == described.end_id) + (start + 1))
+    lengths = np.diff(np.concatenate(ends))
+    lengths = lengths.astype(np.min_scalar_type(lengths.max(initial=0)))
+    return dataclasses.replace(index, largest_id=largest_id, sha256=digest.hexdigest(), lengths=lengths)
+
+
+def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
+    """Returns the digest of a token file and its first id outside the vocabulary, by its index.
+
+    Without one, the file is read once, and the index is written if its ids are in order. Files above 4 GiB are sampled
+    then: a change or a bad id between the samples goes unnoticed.
 
     Args:
       path: the token file.
@@ -122,22 +210,38 @@ def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
     Returns:
       Hexadecimal sha256 over size and chunks, and a line for the problem or ``.
     """
-    digest = hashlib.sha256(f"{described.dtype} {described.num_tokens}".encode())
-    largest, problem = -1, ""
-    for start, ids in _chunks(path, described.dtype):
-        digest.update(ids.data)
-        largest = max(largest, int(ids.max()))
-        if largest >= vocab_size and not problem:
-            position = int(np.argmax(ids >= vocab_size))
-            problem = f"'{path}' holds id {ids[position]} at token {start + position}"
-    needed = max(largest + 1, described.vocab_size)
-    if not problem and needed > vocab_size:
+    found = read_index(path)
+    index = found or make_index(path, described)
+    needed, problem = max(index.largest_id + 1, described.vocab_size), ""
+    if needed > vocab_size:
         problem = f"'{path}' was written with a vocabulary of {needed} ids"
-    if problem:
+        for start, ids in _chunks(path, described.dtype) if index.largest_id >= vocab_size else ():
+            if (is_outside := ids >= vocab_size).any():
+                position = int(np.argmax(is_outside))
+                problem = f"'{path}' holds id {ids[position]} at token {start + position}"
+                break
         problem = (
             f"data.path: {problem}; allowed: ids below model.vocab_size, {vocab_size}; nearest: set it to {needed}"
         )
-    return digest.hexdigest(), problem
+    elif not found:
+        write_index(path, index)
+    return index.digest, problem
+
+
+def document_ends(files: Sequence[Path]) -> np.ndarray:
+    """Returns the position after each end id of token files end to end, int64 [number of end ids].
+
+    It is read from their indices; a file whose index lacks it is read once.
+    """
+    ends, start = [np.empty(0, np.int64)], 0
+    for path in files:
+        described, index = read_sidecar(path), read_index(path)
+        if index is None or not index.sha256 or int(index.lengths.sum(dtype=np.int64)) > described.num_tokens:
+            index = make_index(path, described, whole=True)
+            write_index(path, index)
+        ends.append(np.cumsum(index.lengths, dtype=np.int64) + start)
+        start += described.num_tokens
+    return np.concatenate(ends)
 
 
 def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:

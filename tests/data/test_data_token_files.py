@@ -44,7 +44,7 @@ def test_prepared_tokens_are_the_text(tmp_path, text):
             assert np.array_equal(corpus.train[index][name], array)
     assert isinstance(corpus.train.stream.parts[0], np.memmap)
     assert corpus.text.decode(corpus.text.encode("☃")) == "☃"
-    assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl", "out.bin", "out.bin.json"]
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl", "out.bin", "out.bin.index", "out.bin.json"]
 
 
 def test_several_files_are_one_stream(tmp_path, text):
