@@ -21,7 +21,7 @@ COMMANDS = {
     "evaluate": ("meshtrain.evaluate", "score a run's weights: loss, perplexity, bits per byte, metrics"),
     "report": ("meshtrain.report.__main__", "write a page about runs: curves, differences, memory, mesh, samples"),
     "prepare": ("meshtrain.data.prepare", "turn text into a token file"),
-    "verify": ("meshtrain.checkpoint.verify", "compare checkpoints with their checksums"),
+    "verify": ("meshtrain.run.verify", "compare checkpoints and token files with their checksums"),
     "bench-collectives": ("meshtrain.probe.bench_collectives", "time every collective along every axis of the mesh"),
     "doctor": ("meshtrain.probe.doctor", "check the machines of a job before it starts"),
     "hf": (

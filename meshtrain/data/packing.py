@@ -242,16 +242,17 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     room = np.zeros(_NUM_OPEN_ROWS, np.int64)
     row_of_slot = np.zeros(_NUM_OPEN_ROWS, np.int64)
     num_rows = 0
-    for piece in needs_search:
-        slot = int(np.argmax(room >= lengths[piece]))
-        if room[slot] < lengths[piece]:
+    for piece, length in zip(needs_search, lengths[needs_search], strict=True):
+        fits = room >= length
+        slot = fits.argmax()
+        if not fits[slot]:
             # Slots are ordered by age: those behind the fullest move up, and the new row takes the last one.
-            fullest = int(np.argmin(room))
+            fullest = room.argmin()
             room[fullest:-1], row_of_slot[fullest:-1] = room[fullest + 1 :], row_of_slot[fullest + 1 :]
             slot = _NUM_OPEN_ROWS - 1
             room[slot], row_of_slot[slot] = capacity, num_rows
             num_rows += 1
-        room[slot] -= lengths[piece]
+        room[slot] -= length
         rows[piece] = row_of_slot[slot]
     is_full = rows < 0
     rows[is_full] = num_rows + np.arange(np.count_nonzero(is_full))

@@ -75,18 +75,20 @@ def _tokenized(groups: Iterable[tuple[list[str], int]], tokenizer: Tokenizer) ->
 
 def _write_tokens(
     files: Sequence[Path], text_field: str, tokenizer: Tokenizer, out: BinaryIO, bar: tqdm
-) -> tuple[int, int]:
-    """Writes the ids of all documents, each followed by the end id; returns (num_tokens, num_documents)."""
+) -> tuple[int, int, str]:
+    """Writes the ids of all documents, each followed by the end id; returns (num_tokens, num_documents, sha256)."""
     num_tokens = num_documents = 0
+    digest = hashlib.sha256()
     end = np.asarray([tokenizer.end_id], tokenizer.dtype).tobytes()
     for documents, num_bytes in _tokenized(_groups(files, text_field), tokenizer):
         for ids in documents:
-            out.write(ids.astype(tokenizer.dtype).tobytes())
-            out.write(end)
+            content = ids.astype(tokenizer.dtype).tobytes() + end
+            digest.update(content)
+            out.write(content)
             num_tokens += len(ids) + 1
         num_documents += len(documents)
         bar.update(num_bytes)
-    return num_tokens, num_documents
+    return num_tokens, num_documents, digest.hexdigest()
 
 
 def _progress(files: Iterable[Path]) -> tqdm:
@@ -202,14 +204,14 @@ def _write(
 ) -> TokenFile:
     """Writes a token file and what stands beside it; `content` is of the tokenizer.json, b"" if there is none."""
     with replacing(out_path) as out:
-        num_tokens, num_documents = _write_tokens(files, text_field, tokenizer, out, bar)
+        *counts, sha256 = _write_tokens(files, text_field, tokenizer, out, bar)
         # The old description is deleted first and the new one written last: it never describes other tokens.
         sidecar_path(out_path).unlink(missing_ok=True)
         if content:
             write_whole(out_path.with_name(described.tokenizer), content)
-    described = dataclasses.replace(described, num_tokens=num_tokens, num_documents=num_documents)
+    described = dataclasses.replace(described, **dict(zip(_COUNTS, counts, strict=True)), sha256=sha256)
     write_whole(sidecar_path(out_path), json.dumps(dataclasses.asdict(described), indent=2) + "\n")
-    if num_tokens:
+    if described.num_tokens:
         write_index(out_path, make_index(out_path, described, whole=True))
     return described
 
@@ -252,7 +254,7 @@ def _whole(path: Path, wanted: TokenFile) -> TokenFile | None:
         return None
     with contextlib.suppress(UserError):
         found = read_sidecar(path)
-        return found if dataclasses.replace(found, num_tokens=0, num_documents=0) == wanted else None
+        return found if dataclasses.replace(found, num_tokens=0, num_documents=0, sha256="") == wanted else None
     return None
 
 

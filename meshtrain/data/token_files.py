@@ -41,6 +41,7 @@ class TokenFile:
       tokenizer: `bytes`, or the name of a tokenizer.json beside the file.
       tokenizer_sha256: of that tokenizer.json; `` for bytes.
       end_token: the value of data.end_token when it was prepared.
+      sha256: hexadecimal, of the file; `` if an earlier version prepared it.
     """
 
     dtype: str
@@ -51,6 +52,7 @@ class TokenFile:
     tokenizer: str
     tokenizer_sha256: str
     end_token: str
+    sha256: str = ""
 
 
 def sidecar_path(path: Path) -> Path:
@@ -66,6 +68,7 @@ def read_sidecar(path: Path) -> TokenFile:
     """
     sidecar = sidecar_path(path)
     wanted = {field.name: field.type for field in dataclasses.fields(TokenFile)}
+    later = {"sha256": ""}
     try:
         if (what := what_is_at(sidecar)) not in ("a file", "nothing there"):
             raise OSError(None, what)  # not opened: reading a pipe would block
@@ -77,6 +80,7 @@ def read_sidecar(path: Path) -> TokenFile:
         ) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"data.path: '{sidecar}' is no JSON ({error}); {_WRITTEN}") from error
+    content = later | content if isinstance(content, dict) else content
     if not isinstance(content, dict) or any(type(content.get(name)) is not kind for name, kind in wanted.items()):
         raise UserError(f"data.path: '{sidecar}' must be an object with {', '.join(wanted)}; {_WRITTEN}")
     described = TokenFile(**{name: content[name] for name in wanted})
@@ -107,14 +111,14 @@ def read_sidecar(path: Path) -> TokenFile:
 
 def _chunks(path: Path, dtype: str, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
     """Yields (first position, ids): of the whole file up to 4 GiB, or if asked; else of 64 chunks, evenly spaced."""
-    array = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
-    length = _CHUNK_BYTES // array.itemsize
-    if whole or array.nbytes <= _WHOLE_UP_TO_BYTES:
-        starts = list(range(0, len(array), length))
+    kind, num_bytes = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
+    length, num_tokens = _CHUNK_BYTES // kind.itemsize, num_bytes // kind.itemsize
+    if whole or num_bytes <= _WHOLE_UP_TO_BYTES:
+        starts = list(range(0, num_tokens, length))
     else:
-        starts = [int(start) for start in np.linspace(0, len(array) - length, _NUM_SAMPLED_CHUNKS)]
-    for start in starts:
-        yield start, array[start : start + length]
+        starts = [int(start) for start in np.linspace(0, num_tokens - length, _NUM_SAMPLED_CHUNKS)]
+    for start in starts:  # not mapped: pages of a map count as this process's memory
+        yield start, np.fromfile(path, kind, length, offset=start * kind.itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,15 +130,15 @@ class Index:
       mtime_ns: its time of change.
       digest: hexadecimal sha256 over dtype, number and ids; of files above 4 GiB over samples of them.
       largest_id: of the ids that were read: of all, or of the samples.
-      sha256: hexadecimal, of the whole file; `` where only samples or the largest id were asked for.
-      lengths: unsigned [number of end ids], how many tokens each end id is behind the one before; empty without sha256.
+      is_whole: whether all were read, for the lengths.
+      lengths: unsigned [number of end ids], how many tokens each end id is behind the one before.
     """
 
     size: int
     mtime_ns: int
     digest: str
     largest_id: int
-    sha256: str
+    is_whole: bool
     lengths: np.ndarray
 
 
@@ -183,17 +187,16 @@ def make_index(path: Path, described: TokenFile, *, whole: bool = False) -> Inde
     for _, ids in _chunks(path, described.dtype):
         digest.update(ids.data)
         largest_id = max(largest_id, int(ids.max()))
-    index = Index(about.st_size, about.st_mtime_ns, digest.hexdigest(), largest_id, "", np.empty(0, np.uint8))
+    index = Index(about.st_size, about.st_mtime_ns, digest.hexdigest(), largest_id, False, np.empty(0, np.uint8))
     if not whole:
         return index
-    digest, ends = hashlib.sha256(), [np.zeros(1, np.int64)]
+    ends = [np.zeros(1, np.int64)]
     for start, ids in _chunks(path, described.dtype, whole=True):
-        digest.update(ids.data)
         largest_id = max(largest_id, int(ids.max()))
         ends.append(np.flatnonzero(ids == described.end_id) + (start + 1))
     lengths = np.diff(np.concatenate(ends))
     lengths = lengths.astype(np.min_scalar_type(lengths.max(initial=0)))
-    return dataclasses.replace(index, largest_id=largest_id, sha256=digest.hexdigest(), lengths=lengths)
+    return dataclasses.replace(index, largest_id=largest_id, is_whole=True, lengths=lengths)
 
 
 def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
@@ -236,7 +239,7 @@ def document_ends(files: Sequence[Path]) -> np.ndarray:
     ends, start = [np.empty(0, np.int64)], 0
     for path in files:
         described, index = read_sidecar(path), read_index(path)
-        if index is None or not index.sha256 or int(index.lengths.sum(dtype=np.int64)) > described.num_tokens:
+        if index is None or not index.is_whole or int(index.lengths.sum(dtype=np.int64)) > described.num_tokens:
             index = make_index(path, described, whole=True)
             write_index(path, index)
         ends.append(np.cumsum(index.lengths, dtype=np.int64) + start)

@@ -3,6 +3,7 @@
 V: vocabulary.
 """
 
+import array
 import dataclasses
 import functools
 import itertools
@@ -203,7 +204,8 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
             ) from error
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.asarray(one.ids, np.uint32) for one in encoded(loaded.encode_batch_fast, texts)]
+        # Five times as fast as from a list, and with many threads the list would be what takes the time.
+        return [np.asarray(array.array("I", one.ids)) for one in encoded(loaded.encode_batch_fast, texts)]
 
     def with_places(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         return [

@@ -27,7 +27,7 @@ OLDER = {
     "evaluate": "meshtrain.evaluate",
     "report": "meshtrain.report",
     "prepare": "meshtrain.data.prepare",
-    "verify": "meshtrain.checkpoint.verify",
+    "verify": "meshtrain.run.verify",
     "bench-collectives": "meshtrain.probe.bench_collectives",
     "doctor": "meshtrain.probe.doctor",
     "hf": "meshtrain.run.hugging_face",

@@ -9,13 +9,12 @@ import pytest
 
 from meshtrain import evaluate, generate, harness, options
 from meshtrain import main as train
-from meshtrain.checkpoint import verify
 from meshtrain.cli import flags
 from meshtrain.config import Config, default, resolve
 from meshtrain.config.config import to_json
 from meshtrain.errors import UserError
 from meshtrain.report import __main__ as report
-from meshtrain.run import hugging_face
+from meshtrain.run import hugging_face, verify
 
 OURS, THEIRS = "docs.guide.own_model:eight_bytes", "foreign.helper:main"
 NO_WEIGHTS = "allowed: a workdir with at least one complete checkpoint"

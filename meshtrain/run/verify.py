@@ -1,28 +1,34 @@
-"""Compares checkpoints with their checksums: `python -m meshtrain verify DIR`; exit code 1 if one is damaged."""
+"""Compares with checksums: `python -m meshtrain verify DIR`, or a token file; exit code 1 if something is damaged."""
 
+import hashlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from meshtrain.checkpoint import integrity, retention
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.checkpoint.manager import renamed
 from meshtrain.cli import flags
+from meshtrain.data.token_files import read_sidecar
 from meshtrain.errors import UserError, run
 from meshtrain.files import expanded, what_is_at
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a line for each checkpoint of a workdir, or for a single one; returns 1 if one is damaged.
+    """Prints a line for each checkpoint of a workdir, or for a single one, or for a token file; returns 1 if damaged.
 
     Raises:
-      UserError: there is no checkpoint.
+      UserError: there is no checkpoint, or no checksum of a token file.
     """
     parser = flags.Parser(
-        prog="python -m meshtrain verify", description="Reads checkpoints and compares them with their checksums."
+        prog="python -m meshtrain verify",
+        description="Reads checkpoints, or a token file, and compares them with their checksums.",
     )
-    parser.add_argument("directory", metavar="DIR", help="a workdir, its checkpoints, or one of them")
+    parser.add_argument("directory", metavar="DIR", help="a workdir, its checkpoints, or one of them; or a token file")
     given = expanded(parser.parse_args(argv).directory).absolute()
     what = what_is_at(given)
+    if what == "a file" and given.suffix == ".bin":
+        return _token_file(given)
     checkpoints = []
     if what == "a folder" and given.name.isdecimal():
         checkpoints = [given]
@@ -43,6 +49,17 @@ def main(argv: Sequence[str]) -> int:
         for line in damage[1:]:
             print(f"    {line}")
     return int(is_damaged)
+
+
+def _token_file(path: Path) -> int:
+    wanted = read_sidecar(path).sha256
+    if not wanted:
+        raise UserError(f"{path}: got no sha256 in its description; allowed: what python -m meshtrain prepare writes "
+                        "now; nearest: prepare it again")  # fmt: skip
+    with path.open("rb") as file:
+        is_whole = hashlib.file_digest(file, "sha256").hexdigest() == wanted
+    print(f"{path}: {'whole' if is_whole else 'damaged: its ids are not those that were written'}")
+    return int(not is_whole)
 
 
 if __name__ == "__main__":

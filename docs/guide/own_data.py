@@ -1,0 +1,35 @@
+"""Documents in an ArrayRecord, read by Grain: each is one row, cut at the sequence length.
+
+python -m meshtrain train --config.data.source=docs.guide.own_data:documents --config.data.path=FILE
+"""
+
+from pathlib import Path
+
+import grain
+import numpy as np
+
+from meshtrain.config import Config
+from meshtrain.data.own_source import Data
+from meshtrain.data.tokenizer import byte_tokenizer
+
+
+def documents(config: Config) -> Data:
+    """Returns the records of `config.data.path`, UTF-8 text each, as rows of bytes; one in twenty is for validation."""
+    length, text = config.sequence_length, byte_tokenizer()
+
+    def row(record: bytes) -> dict[str, np.ndarray]:
+        ids = np.append(np.frombuffer(record, np.uint8).astype(np.int32), text.end_id)[: length + 1]
+        is_token = np.arange(length) < len(ids) - 1
+        padded = np.pad(ids, (0, length + 1 - len(ids)))
+        return {
+            "tokens": np.where(is_token, padded[:-1], 0),
+            "targets": np.where(is_token, padded[1:], 0),
+            "segment_ids": is_token.astype(np.int32),  # 0: padding
+            "positions": np.arange(length, dtype=np.int32),
+            "weights": is_token.astype(np.float32),  # padding is nobody's target
+        }
+
+    rows = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(config.data.path)).map(row)
+    about, held_out = Path(config.data.path).stat(), max(len(rows) // 20, 1)
+    fingerprint = f"bytes of {len(rows)} records, {about.st_size} bytes"
+    return Data(rows[held_out:], rows[:held_out], fingerprint, text=text)
