@@ -18,7 +18,7 @@ def documents(config: Config) -> Data:
     length, text = config.sequence_length, byte_tokenizer()
 
     def row(record: bytes) -> dict[str, np.ndarray]:
-        ids = np.append(np.frombuffer(record, np.uint8).astype(np.int32), text.end_id)[: length + 1]
+        ids = np.asarray([*record, text.end_id][: length + 1], np.int32)
         is_token = np.arange(length) < len(ids) - 1
         padded = np.pad(ids, (0, length + 1 - len(ids)))
         return {

@@ -54,4 +54,4 @@ def test_the_page_shows_the_program():
     [function] = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     lines = path.read_text().splitlines()[function.lineno - 1 : function.end_lineno]
     assert len([line for line in lines if line.strip()]) <= 21
-    assert "\n".join(lines) in (ROOT / "docs" / "guide" / "data.md").read_text()
+    assert "\n".join(lines) in (ROOT / "docs" / "guide" / "tokens.md").read_text()
