@@ -30,7 +30,6 @@ from meshtrain.files import expanded, replacing, what_is_at, write_whole
 # Text tokenized at a time: enough for the tokenizer's threads, few enough that little memory is taken.
 _GROUP_BYTES = 1 << 20
 _NUM_GROUPS_AHEAD = 2
-_COUNTS = ("num_tokens", "num_documents")
 _QUIET_SECONDS = 60.0  # between two lines of progress where standard error is no terminal
 
 
@@ -163,8 +162,10 @@ def prepare(
     if not is_folder:
         targets = [out_path, sidecar_path(out_path), out_path.with_name(f"{out_path.name}.tokenizer.json")]
         problems += _output_problems(targets[: 2 if tokenizer == "bytes" else 3], files, overwrite)
-    elif what_is_at(out_path) != "a folder":
-        problems += _output_problems([out_path], [], False)
+    elif (what := what_is_at(out_path)) == "nothing there":
+        problems += _output_problems([out_path], [], overwrite)
+    elif what != "a folder":
+        problems.append(f"--output: got '{output}', {what}; allowed: a folder, or a new name; nearest: tokens/")
     if problems:
         raise UserError(*problems)
     opened = open_tokenizer(tokenizer, end_token)
@@ -204,14 +205,14 @@ def _write(
 ) -> TokenFile:
     """Writes a token file and what stands beside it; `content` is of the tokenizer.json, b"" if there is none."""
     with replacing(out_path) as out:
-        *counts, sha256 = _write_tokens(files, text_field, tokenizer, out, bar)
+        num_tokens, num_documents, sha256 = _write_tokens(files, text_field, tokenizer, out, bar)
         # The old description is deleted first and the new one written last: it never describes other tokens.
         sidecar_path(out_path).unlink(missing_ok=True)
         if content:
             write_whole(out_path.with_name(described.tokenizer), content)
-    described = dataclasses.replace(described, **dict(zip(_COUNTS, counts, strict=True)), sha256=sha256)
+    described = dataclasses.replace(described, num_tokens=num_tokens, num_documents=num_documents, sha256=sha256)
     write_whole(sidecar_path(out_path), json.dumps(dataclasses.asdict(described), indent=2) + "\n")
-    if described.num_tokens:
+    if num_tokens:
         write_index(out_path, make_index(out_path, described, whole=True))
     return described
 
@@ -244,8 +245,11 @@ def _write_each(
                     problems.add(line)
     if problems.count:
         raise UserError(*problems.lines())
-    num_tokens, num_documents = (sum(getattr(one, name) for one in whole.values()) for name in _COUNTS)
-    return dataclasses.replace(described, num_tokens=num_tokens, num_documents=num_documents)
+    return dataclasses.replace(
+        described,
+        num_tokens=sum(one.num_tokens for one in whole.values()),
+        num_documents=sum(one.num_documents for one in whole.values()),
+    )
 
 
 def _whole(path: Path, wanted: TokenFile) -> TokenFile | None:

@@ -38,6 +38,8 @@ FILES = {
     "list.jsonl": b"[1]",
     "half.jsonl": b'{"text": "\\ud800"}',
     "right.jsonl": b'{"text": "good"}\n',
+    "right.jsonl.gz": b'{"text": "good"}\n',
+    "right.parquet": b"PAR1",
     "blank.jsonl": b"\n",
     "prompts.jsonl": b'{"prompt": "def "}\n',
     "locked.jsonl": b'{"prompt": "def "}\n',

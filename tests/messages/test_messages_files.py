@@ -6,6 +6,8 @@ import os
 import pathlib
 import struct
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from meshtrain.config.config import parse, to_json
@@ -45,6 +47,22 @@ RUN = {
 }
 
 
+DOCUMENTS = b'{"text": "some words of a line"}\n' * 60
+
+
+def zst(content):
+    out = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(out, "zstd") as file:
+        file.write(content)
+    return out.getvalue().to_pybytes()
+
+
+def parquet():
+    out = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["some words of a line"] * 60}), out)
+    return out.getvalue().to_pybytes()
+
+
 def edited(**facts):
     """A function content -> content with other entries of its JSON object."""
     return lambda content: json.dumps(json.loads(content) | facts).encode()
@@ -54,7 +72,9 @@ def edited(**facts):
 FILES = {
     "small.py": (None, "explain", ["--config=small.py"], {}),
     "words.txt": (None, "train", TRAIN, {}),
-    "data.jsonl": (b'{"text": "some words of a line"}\n' * 60, "train", [*TRAIN, "data.path=data.jsonl"], {}),
+    "data.jsonl": (DOCUMENTS, "train", [*TRAIN, "data.path=data.jsonl"], {}),
+    **{f"data{ending}": (content, "train", [*TRAIN, f"data.path=data{ending}"], {}) for ending, content in (
+        (".jsonl.gz", gzip.compress(DOCUMENTS)), (".jsonl.zst", zst(DOCUMENTS)), (".parquet", parquet()))},
     "ids.bin": (bytes(4000), "train", [*TRAIN, "data.source=tokens", "data.path=ids.bin"],
                 {"ids.bin.json": json.dumps(TOKENS | {"num_tokens": 2000}).encode()}),
     "ids.bin.json": (json.dumps(TOKENS | {"num_tokens": 2000}).encode(), "train",
@@ -193,6 +213,7 @@ READ = {
     "small.py": {"without its last byte", "doubled"},
     "words.txt": {"cut", "without its last byte", "flipped", "doubled", "5000 digits", "nested"},
     "data.jsonl": {"without its last byte"},
+    "data.parquet": {"doubled"},
     "ids.bin": {"zeros"},
     "chat.jsonl": {"without its last byte"},
     "t.jinja": {"doubled"},
