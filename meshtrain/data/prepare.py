@@ -170,18 +170,8 @@ def prepare(
         raise UserError(*problems)
     opened = open_tokenizer(tokenizer, end_token)
     content = b"" if tokenizer == "bytes" else tokenizer_file(tokenizer).read_bytes()
-    digest = hashlib.sha256(content).hexdigest() if content else ""
-    copied = f"tokenizer.{digest[:8]}.json" if is_folder else f"{out_path.name}.tokenizer.json"
-    described = TokenFile(
-        dtype=opened.dtype.name,
-        vocab_size=opened.vocab_size,
-        num_tokens=0,
-        num_documents=0,
-        end_id=opened.end_id,
-        tokenizer=copied if content else "bytes",
-        tokenizer_sha256=digest,
-        end_token=end_token or folder_end_token(tokenizer),  # the copy has no tokenizer_config.json beside it
-    )
+    name = "" if is_folder else out_path.name
+    described = _description(opened, content, name, end_token or folder_end_token(tokenizer))
     write = functools.partial(_write, text_field=text_field, tokenizer=opened, content=content, described=described)
     try:
         if is_folder:
@@ -191,6 +181,25 @@ def prepare(
     except OSError as error:
         why = f"cannot be written ({error.strerror or error})"
         raise UserError(f"--output: '{output}' {why}; allowed: a file that can; nearest: tokens.bin") from error
+
+
+def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str) -> TokenFile:
+    """Returns the description of the token file `name` before it is written; `` in a folder, whose files share a copy.
+
+    `content` is of the tokenizer.json, b"" if there is none.
+    """
+    digest = hashlib.sha256(content).hexdigest() if content else ""
+    copied = f"{name}.tokenizer.json" if name else f"tokenizer.{digest[:8]}.json"
+    return TokenFile(
+        dtype=tokenizer.dtype.name,
+        vocab_size=tokenizer.vocab_size,
+        num_tokens=0,
+        num_documents=0,
+        end_id=tokenizer.end_id,
+        tokenizer=copied if content else "bytes",
+        tokenizer_sha256=digest,
+        end_token=end_token,  # the copy has no tokenizer_config.json beside it
+    )
 
 
 def _write(

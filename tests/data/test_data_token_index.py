@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import time
 
 import numpy as np
 import pytest
@@ -80,6 +81,16 @@ def test_a_changed_file_is_read_again_at_once(path):
         opened(path)
     with pytest.raises(UserError, match="holds id 999 at token 0"):
         opened(path)
+
+
+def test_the_ids_of_a_file_that_has_just_changed_are_read_a_tick_later(path, monkeypatch):
+    """Another change in the same tick of the clock would leave the time in the index true."""
+    waits = []
+    monkeypatch.setattr(token_files.time, "sleep", waits.append)
+    for seconds, wanted in ((10, [0.02]), (-10, [0.02])):
+        os.utime(path, ns=(time.time_ns() + seconds * 10**9,) * 2)
+        opened(path)
+        assert waits == wanted
 
 
 @pytest.mark.parametrize(
