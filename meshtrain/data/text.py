@@ -228,8 +228,9 @@ def read_rows(path: Path, column: str = "") -> Iterator[tuple[str, bytes | JsonO
 def _parquet_rows(path: Path, file: BinaryIO, column: str) -> Iterator[tuple[str, JsonObject, int]]:
     import pyarrow.parquet
 
-    # With a buffer, pages are read one by one, otherwise all of a row group at once.
-    table = pyarrow.parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
+    # Otherwise all that is asked for is read at once, and without a buffer all of a row group.
+    bounded = {"pre_buffer": False, "buffer_size": _BUFFER_BYTES}
+    table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True, **bounded)
     texts = [one.name for one in table.schema_arrow if "string" in str(one.type)]
     if column and column not in texts:
         raise UserError(

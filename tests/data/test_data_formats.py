@@ -1,6 +1,7 @@
 """The same documents from every kind of file, broken ones in one line, and a folder of shards that goes on."""
 
 import gzip
+import io
 import json
 import os
 import signal
@@ -117,14 +118,29 @@ def test_without_the_package_the_line_says_what_to_install(tmp_path, monkeypatch
         prepare(str(path), str(tmp_path / "out.bin"))
 
 
+class Counted(io.FileIO):
+    """A file that counts the bytes that are asked of it."""
+
+    num_bytes = 0
+
+    def read(self, size=-1):
+        content = super().read(size)
+        self.num_bytes += len(content)
+        return content
+
+
 def test_little_of_a_row_group_is_in_memory(tmp_path, monkeypatch):
-    """The rows of a batch are handed on before the next ones are decoded."""
-    path = write(tmp_path / "a.parquet", [{"text": "x" * 10_000}] * 700)
+    """Rows are handed on before what comes after them is read or decoded, in one row group of 14 MB."""
+    path, file_bytes = tmp_path / "a.parquet", 14_000_000
+    rows = pyarrow.table({"text": [os.urandom(1000).hex() for _ in range(7000)]})
+    pyarrow.parquet.write_table(rows, path, compression="none", use_dictionary=False)
     monkeypatch.setattr(text_module, "_ROWS", 7)
     before, most = pyarrow.total_allocated_bytes(), 0
-    for _ in text_module.read_documents(path, "text", Problems()):
-        most = max(most, pyarrow.total_allocated_bytes() - before)
-    assert 0 < most < 3_000_000
+    with Counted(path) as file:
+        for number, _ in enumerate(text_module._parquet_rows(path, file, "text")):
+            most = max(most, pyarrow.total_allocated_bytes() - before)
+            assert file.num_bytes < file_bytes * (number / 7000) + 4_000_000
+    assert 0 < most < 4_000_000
 
 
 def test_a_folder_has_a_token_file_for_each_file_and_goes_on_where_it_was(tmp_path, capsys):
