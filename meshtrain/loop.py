@@ -55,8 +55,8 @@ class Actions:
       write: (step, values) -> None: writes a row into the run's files.
       diagnose: (state, number) -> text: the array that first was not finite (`guard.first_not_finite` gave its number)
         and the checkpoint to go back to.
-      drawn: step -> what has been drawn from each source of the data.
       outer_step: state -> state: joins the groups that train apart; it returns before the devices are done.
+      drawn: step -> what has been drawn from each source of the data.
     """
 
     train_step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Mapping[str, jax.Array]]]
@@ -66,8 +66,8 @@ class Actions:
     rate: Callable[[int, Mapping[str, float]], None]
     write: Callable[[int, Mapping[str, float | None]], None]
     diagnose: Callable[[TrainState, int], str]
-    drawn: Callable[[int], dict[str, float]] = lambda step: {}
     outer_step: Callable[[TrainState], TrainState] = lambda state: state
+    drawn: Callable[[int], dict[str, float]] = lambda step: {}
 
 
 @dataclasses.dataclass(frozen=True)

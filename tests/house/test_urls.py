@@ -18,7 +18,7 @@ LINE = f"got '{URL}', a URL; allowed: a path of this machine; nearest: mount or 
 TEXTS = {
     *("--cluster", "--search", "--scaling", "--programs", "--schedule"),
     *("--prompt", "--stop", "--end_token", "--text_field", "--dtype", "--ignore", "action"),
-    *("--smallest", "--largest", "--limit", "--config.GROUP.FIELD"),
+    *("--smallest", "--largest", "--limit", "--copy", "--config.GROUP.FIELD"),
 }
 FIELDS = {"data.text_field", "data.end_token", "profile.steps", "optimizer.trainable", "lora.targets"}
 FIELDS |= {"checkpoint.best_metric", "init_ignore"}
