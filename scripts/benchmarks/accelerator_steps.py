@@ -303,7 +303,7 @@ def killed(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
         _kill([*words, f"--workdir={cut}"], cut)
         said = performed([*words, f"--workdir={cut}"])
         losses = [{row["step"]: row["loss"] for row in rows(run) if "loss" in row} for run in (whole, cut)]
-    [kept] = map(int, re.findall(r"^init .* step (\d+)$", said, re.MULTILINE))
+    [kept] = map(int, re.findall(r"^(?:init|restore) .* step (\d+)$", said, re.MULTILINE))
     after = [step for step in losses[0] if step > kept]
     return {"resumed_at": kept, "difference": max(abs(losses[1][step] / losses[0][step] - 1) for step in after)}
 

@@ -67,8 +67,17 @@ def test_what_a_process_said_last():
 
 @pytest.mark.slow
 def test_the_steps_run_on_a_cpu_with_small_sizes(out):
-    """Those of a second size of the same kind count as done."""
-    same = [name for name in NAMES if name.startswith(("gpt2_124m", accelerator_steps.LONG))]
+    """Those of a second size, or of the same function with another word, count as done."""
+    others = (
+        "gpt2_124m",
+        accelerator_steps.LONG,
+        "attention xla",
+        "attention triton",
+        "attention splash",
+        "fp8",
+        "bits,",
+    )
+    same = [name for name in NAMES if name.startswith(others)]
     done = {name: {"result": {"step_seconds": 1.0}} for name in same}
     out.write_text(json.dumps({"tiny": True, "steps": done}))
     accelerator.main([f"--out={out}", "--tiny"])
@@ -77,11 +86,10 @@ def test_the_steps_run_on_a_cpu_with_small_sizes(out):
     assert not {name: entry for name, entry in found.items() if "failed" in entry}
     results = {name: entry["result"] for name, entry in found.items()}
     assert results["attention cudnn"] == {"not_measured": "a kernel for GPUs"}
-    blockwise = results["attention blockwise"]["packed"]
-    assert 0 < blockwise["gradients"] < 3 * results["attention xla"]["packed"]["gradients"]
+    assert 0 < results["attention blockwise"]["packed"]["gradients"] < 0.1
     ours, bare = results["llama_1b"], results["llama_1b in plain JAX"]
     assert ours["first_loss"] == pytest.approx(bare["first_loss"], rel=1e-3)
     assert ours["compiler_bytes"] > 0 < results["llama_1b planned"]["peak_bytes"]
-    assert results["bits, deterministic"]["different"] == 0
+    assert results["bits"]["different"] == 0
     assert results["kill and resume"]["resumed_at"] >= accelerator_steps.SAVED_STEP
     assert results["kill and resume"]["difference"] <= 1e-5
