@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -64,6 +65,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("xdist_group") is None:
             shared = [GROUPS[name] for name in GROUPS if name in getattr(item, "fixturenames", ())]
             item.add_marker(pytest.mark.xdist_group([*shared, item.nodeid.partition("::")[0]][0]))
+
+
+def pytest_collection_finish() -> None:
+    """Has garbage collected less often, and leaves out what has been imported: tracing makes objects by the million."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -85,7 +85,7 @@ CASES = {
     "a window of one block": ((600, 600), 2, False, {"window": 128}, ("splash", "xla", "cudnn")),
     "cap": ((300, 300), 4, False, {"window": 64, "cap": 5.0, "scalar": 4}, ("blockwise", "splash", "xla")),
     "all": ((200, 200), 4, True, ALL, ("blockwise", "triton")),
-    "all, padded": ((200, 200), 4, False, ALL, ("triton",)),
+    "all, padded": ((200, 200), 2, False, ALL, ("triton",)),
     "memory": ((100, 200), 2, False, {**ALL, "cap": 5.0}, ("blockwise", "xla")),
     "memory, padded": ((200, 300), 2, False, ALL, ("splash",)),
     "memory of documents": ((200, 300), 2, True, ALL, ("splash", "cudnn")),
