@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from meshtrain.checkpoint import integrity, verify
+from meshtrain.checkpoint import integrity
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import restore_params
 from meshtrain.checkpoint.retention import RATINGS, CheckpointOptions, kept, read_ratings, saved_steps
 from meshtrain.errors import SaveFailed, UserError
+from meshtrain.run import verify
 from tests.messages.test_messages_files import CONTENTS
 
 
