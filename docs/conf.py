@@ -9,7 +9,7 @@ project = "meshtrain"
 author = "the authors of meshtrain"
 copyright = "the authors of meshtrain, Apache-2.0"
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**"]
 exclude_patterns = [".*", "build", "runs", "configs", "meshtrain", "scripts", "tests", "**/__pycache__"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode", "docs.site"]

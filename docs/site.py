@@ -74,7 +74,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
             pages = re.findall(r"\]\(([\w/]+)\.md\)", rows) + (GENERATED if title == "reference" else [])
             lines = [f":caption: {title.capitalize()}", ":hidden:", "", *(f"docs/{page}" for page in pages)]
             source[0] += "\n```{toctree}\n" + "\n".join(lines) + "\n```\n"
-        source[0] += "\n```{toctree}\n:hidden:\n\ndocs/index\nCONTRIBUTING\n```\n"
+        source[0] += "\n```{toctree}\n:hidden:\n\ndocs/index\nCHANGELOG\nCONTRIBUTING\nSECURITY\n```\n"
 
 
 def directives() -> Iterator[str]:
