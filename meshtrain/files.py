@@ -73,8 +73,12 @@ def _whole(digits: str) -> int | float:
     return int(digits) if len(digits) <= sys.float_info.max_10_exp else float(digits)
 
 
-# The option or argument -> the schemes of the URLs that its place reads; a place without an entry reads none.
-READ: Mapping[str, Sequence[str]] = {}
+# The option, or the command and its argument -> the schemes of the URLs that its place reads; without an entry none.
+READ: Mapping[str, Sequence[str]] = dict.fromkeys(
+    ("checkpoint.directory", "init_from", "evaluate --workdir", "generate --workdir", "hf --workdir", "verify DIR"),
+    ("gs",),
+)
+_MOUNTS = {"s3": "s3fs BUCKET /mnt/BUCKET, and the path below it"}  # what gives the files of a scheme a path
 
 _SCHEME = re.compile(r"\s*([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
@@ -89,18 +93,26 @@ def is_url(path: str) -> bool:
     return _SCHEME.match(path) is not None
 
 
-def url_problems(key: str, path: str) -> list[str]:
+def url_problems(key: str, path: str, command: str = "") -> list[str]:
     """Returns one line if one of these paths, commas between them, is a URL that the place `key` does not read.
+
+    Args:
+      key: the option, or the argument of `command`.
+      path: as the user wrote it.
+      command: whose argument it is; '' for an option.
 
     >>> url_problems("--workdir", "gs://bucket/run")
     ["--workdir: got 'gs://bucket/run', a URL; allowed: a path of this machine; nearest: mount or copy it"]
     """
-    schemes = [match[1].lower() for one in path.split(",") if (match := _SCHEME.match(one))]
-    read = READ[key] if key in READ else ()
+    schemes = [match[0].removesuffix("://") for one in path.split(",") if (match := _SCHEME.match(one))]
+    place = f"{command} {key}".strip()
+    read = READ[place] if place in READ else ()
     if all(scheme in read for scheme in schemes):
         return []
+    mounts = [_MOUNTS[scheme] for scheme in schemes if scheme in _MOUNTS]
+    fix = mounts[0] if mounts else "mount or copy it"
     allowed = ", ".join(["a path of this machine", *(f"{scheme}://" for scheme in read)])
-    return [f"{key}: got '{path}', a URL; allowed: {allowed}; nearest: mount or copy it"]
+    return [f"{key}: got '{path}', a URL; allowed: {allowed}; nearest: {fix}"]
 
 
 def what_is_at(path: str | os.PathLike[str]) -> str:

@@ -106,25 +106,25 @@ def train_resolved(
     Args:
       begun_seconds: when the program began, by `time.monotonic`; goodput counts from there.
     """
-    run = expanded(directory).absolute()
+    run, there = expanded(directory).absolute(), config.checkpoint.directory
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = peers.is_main_process()
     show = functools.partial(phase, is_main=is_main)
     with Watchdog(config.watchdog_seconds) as watchdog:
         start.refuse_unequal_processes(config, run)
         shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-        of_workdir = peers.share_problems("workdir", start.check(config, run, start.saved_step(run)))
+        of_workdir = peers.share_problems("workdir", start.check(config, run, start.saved_step(run, there)))
         with show("mesh") as say:
             assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
             say("; ".join([describe(assembly.mesh, peers.num_machines()), *assembly.cost.exchanges, *notes]))
         with show("data") as say:
             corpus = open_data(config, assembly.task, make_data)
-            workdir.refuse_other_corpus(run, corpus.fingerprint)
+            workdir.refuse_other_corpus(run, corpus.fingerprint, there)
             say(corpus.summary)
         warn_of_repeats(config, assembly.task, corpus)
         start.refuse_other_weights(assembly, run)
         saving.refuse_unknown_metric(assembly, corpus)
-        with workdir.locked(run), saving.checkpoints_of(assembly, run) as checkpoints:
+        with workdir.locked(run), saving.owning(config, run), saving.checkpoints_of(assembly, run) as checkpoints:
             state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show, begun_seconds)
         with watchdog.patient():
             summary.show(assembly, corpus, state, values, run, make_task, rules)
@@ -171,7 +171,7 @@ def run_steps(
     with ThreadPoolExecutor(1) as thread:
         # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
         compiling = thread.submit(compiled_steps, assembly)
-        with show("restore" if start.saved_step(run) else "init") as say:
+        with show("restore" if start.saved_step(run, config.checkpoint.directory) else "init") as say:
             state, start_step, restored = start.starting_state(assembly, checkpoints)
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
         if is_main and start_step:

@@ -12,7 +12,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests import quick, signals
+from tests import bucket_process, quick, signals
 
 NUM_DEVICES = 8
 TESTS = pathlib.Path(__file__).parent
@@ -87,6 +87,20 @@ def exact_bits() -> Iterator[None]:
     """What a test compiles has the same last bits wherever the same operations stand in another program."""
     with quick.exact():
         yield
+
+
+@pytest.fixture(scope="session")
+def bucket_server() -> Iterator[bucket_process.Server]:
+    """A bucket server in a process of its own, to which all clients of this process and of its children talk."""
+    with bucket_process.started() as server:
+        os.environ.update(server.environment)
+        yield server
+
+
+@pytest.fixture
+def bucket(bucket_server: bucket_process.Server) -> str:
+    """A prefix without any object."""
+    return bucket_server.prefix()
 
 
 # CPU seconds by folder, of this process and of the children that it has waited for.

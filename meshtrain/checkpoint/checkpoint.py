@@ -7,6 +7,8 @@ On disk (Orbax, one directory a step, OCDBT format)::
                                  manifest.json   checksums, written last: without it a checkpoint is incomplete
     <workdir>/damaged/<step>/             a checkpoint whose checksums did not match
 
+In a bucket the same stands below `checkpoint.directory`, `damaged/` too; `buckets.py` says what differs.
+
 Arrays are stored under the path of their leaf (`params/layers/attention/query`), never under the Python class that
 held them, so neither a mesh nor a container type has to be the same when they are read again.
 """
@@ -28,11 +30,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from meshtrain.checkpoint import integrity, retention
+from meshtrain.checkpoint import buckets, integrity, retention
+from meshtrain.checkpoint.buckets import Place, reached
 from meshtrain.checkpoint.manager import EXTRA, STATE, manager, renamed
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.cli.tables import format_bytes
-from meshtrain.errors import SaveFailed, UserError, nearest
+from meshtrain.errors import SaveFailed, UserError, nearest, warn
 from meshtrain.files import JsonObject
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays, Leaf, Shaped, Tree, leaves_with_paths
@@ -64,13 +67,13 @@ class Checkpoints:
       higher_is_better: whether a larger value of `options.best_metric` is a better one.
 
     Raises:
-      UserError: the directory cannot be created.
+      UserError: the directory cannot be created, or the bucket cannot be reached.
     """
 
     def __init__(
-        self, directory: str | Path, options: CheckpointOptions | None, *, higher_is_better: bool = False
+        self, directory: str | Place, options: CheckpointOptions | None, *, higher_is_better: bool = False
     ) -> None:
-        self.directory = Path(directory).expanduser().absolute()
+        self.directory = buckets.place(directory)
         self._options = options
         self._higher_is_better = higher_is_better
         self._in_flight: _Save | None = None
@@ -93,9 +96,9 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Returns the steps that are completely written and sealed, oldest first. Waits for a save in flight."""
         self.wait()
-        return [
-            step for step in retention.saved_steps(self.directory) if integrity.is_sealed(self.directory / str(step))
-        ]
+        with reached(self.directory):
+            steps = retention.saved_steps(self.directory)
+            return [step for step in steps if integrity.is_sealed(self.directory / str(step))]
 
     def latest_step(self) -> int | None:
         """Returns the newest step that is completely written, or None. Waits for a save in flight."""
@@ -120,13 +123,16 @@ class Checkpoints:
         """
         assert self._options is not None, "opened for reading only"
         self.wait()
-        if integrity.is_sealed(self.directory / str(step)):
-            return False
         json.dumps(dict(extra))  # raises here, with the caller on the stack, instead of later in a thread
         items = ocp.args.Composite(
             **{STATE: ocp.args.PyTreeSave(_nested(leaves_by_path(state))), EXTRA: ocp.args.JsonSave(dict(extra))}
         )
         try:
+            if integrity.is_sealed(self.directory / str(step)):
+                self.newest_failure = None
+                return False
+            if self.newest_failure and not isinstance(self.directory, Path):  # it may not have answered at that time
+                self._manager = self._new_manager()
             _create(self.directory)
             self._manager.save(step, args=items, force=True)
         except Exception as error:
@@ -138,7 +144,11 @@ class Checkpoints:
     def rate(self, step: int, values: Mapping[str, float]) -> None:
         """Records the metrics of a step's evaluation if `CheckpointOptions.keep_best` asks for it; process 0 writes."""
         if self._options is not None and self._options.keep_best and peers.is_main_process():
-            retention.rate(self.directory, step, values)
+            try:
+                with reached(self.directory):
+                    retention.rate(self.directory, step, values)
+            except buckets.Unreached as error:
+                warn(f"{error}; step {step} is not among the best")
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """Returns the newest step with matching checksums and state, and a line for each newer one that is damaged.
@@ -150,6 +160,10 @@ class Checkpoints:
           UserError: there are completed checkpoints and all of them are damaged; none is moved then.
         """
         self.wait()
+        with reached(self.directory):
+            return self._newest_whole()
+
+    def _newest_whole(self) -> tuple[int | None, list[str]]:
         damaged, newest = dict[int, str](), None
         for step in reversed(retention.saved_steps(self.directory)):
             if not (line := self._damage(step)):
@@ -183,9 +197,10 @@ class Checkpoints:
     def _damage(self, step: int) -> str:
         """Returns one line with what is wrong first, "" for a whole checkpoint; processes call it together."""
         directory = self.directory / str(step)
-        problems = integrity.damage(directory, peers.index(), peers.count())
-        lines = [line for part in peers.gathered(f"damage {step}", problems) for line in part]
-        lines = lines or renamed(directory)
+        with reached(directory):
+            problems = integrity.damage(directory, peers.index(), peers.count())
+            lines = [line for part in peers.gathered(f"damage {step}", problems) for line in part]
+            lines = lines or renamed(directory)
         return f"checkpoint {directory}: {lines[0]}" if lines else ""
 
     def restore(self, step: int, abstract_state: Arrays) -> Arrays:
@@ -254,7 +269,8 @@ class Checkpoints:
             self._manager.wait_until_finished()
             while not futures.wait([save.sealed], _LOOK_SECONDS).done:
                 # Only process 0 checks: another machine of a shared file system may see the folder later.
-                if peers.is_main_process() and not (directory := self.directory / str(save.step)).is_dir():
+                directory = self.directory / str(save.step)
+                if peers.is_main_process() and isinstance(directory, Path) and not directory.is_dir():
                     raise FileNotFoundError(f"{directory} has vanished")
             save.sealed.result()
         except Exception as error:
@@ -267,7 +283,11 @@ class Checkpoints:
         with contextlib.suppress(SaveFailed):
             self.wait()
         self._thread.shutdown()
-        self._manager.close()
+        try:
+            self._manager.close()
+        except Exception:  # of a save in a bucket that has failed: Orbax says it a second time
+            if not self.newest_failure:
+                raise
 
     def _seal(self, step: int, has_failed: threading.Event) -> None:
         assert self._options is not None
@@ -278,25 +298,28 @@ class Checkpoints:
     def _failure(self, step: int, error: Exception) -> SaveFailed:
         """Returns the exception for a failed save, and makes a new manager, so that the next save may succeed."""
         directory = self.directory / str(step)
+        line = f"checkpoint {directory}: not written: {_reason(error)}"
+        if not isinstance(directory, Path):
+            self.newest_failure = SaveFailed(f"{line}; nearest: the network, or this user's rights")
+            return self.newest_failure
         disk = f" ({free})" if (free := _free_space(directory)) else ""  # before the save's files are deleted
-        self.newest_failure = SaveFailed(
-            f"checkpoint {directory}: not written: {_reason(error)}{disk}; nearest: free space there, or another "
-            "--workdir"
-        )
+        self.newest_failure = SaveFailed(f"{line}{disk}; nearest: free space there, or another --workdir")
         # Orbax's manager would count the failed step as saved: a new one replaces it.
         self._manager = self._new_manager()
         return self.newest_failure
 
     def _new_manager(self) -> ocp.CheckpointManager:
         writes = self._options is not None
-        if writes and peers.is_main_process():
-            retention.sweep(self.directory)
-        return manager(self.directory, writes=writes)
+        with reached(self.directory):
+            if writes and peers.is_main_process():
+                retention.sweep(self.directory)
+            return manager(self.directory, writes=writes)
 
     def _stored(self, step: int) -> dict[str, Shaped]:
         """Returns path -> metadata with `.shape` and `.dtype` for each array of a step; reads no array."""
         self.refuse_unknown(step)
-        return leaves_by_path(self._manager.item_metadata(step)[STATE].tree)
+        with reached(self.directory):
+            return leaves_by_path(self._manager.item_metadata(step)[STATE].tree)
 
     def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], like: Arrays) -> Arrays:
         assert all(leaf.sharding is not None for leaf in wanted.values()), "every leaf says where it goes"
@@ -306,7 +329,8 @@ class Checkpoints:
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
             partial_restore=True,
         )
-        leaves = leaves_by_path(self._manager.restore(step, args=ocp.args.Composite(**{STATE: items}))[STATE])
+        with reached(self.directory):
+            leaves = leaves_by_path(self._manager.restore(step, args=ocp.args.Composite(**{STATE: items}))[STATE])
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in wanted])
 
     def refuse_unknown(self, step: int) -> None:
@@ -320,9 +344,10 @@ class Checkpoints:
             )
 
 
-def _create(directory: Path) -> None:
+def _create(directory: Place) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        if isinstance(directory, Path):  # a prefix is there with its first object
+            directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"{directory}: got {error.strerror or error}; allowed: a directory that can be written"
@@ -350,7 +375,7 @@ def _nested(leaves: Mapping[str, Leaf]) -> dict[str, Tree]:
 
 
 def _refuse_mismatches(
-    directory: Path, stored: Mapping[str, Shaped], wanted: Mapping[str, Shaped], rounded: Collection[str] = ()
+    directory: Place, stored: Mapping[str, Shaped], wanted: Mapping[str, Shaped], rounded: Collection[str] = ()
 ) -> None:
     """Compares the arrays of a checkpoint with those that the run needs, both by path.
 

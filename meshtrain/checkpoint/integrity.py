@@ -1,12 +1,14 @@
 """Checksums of checkpoints: SHA-256 of each file, in a manifest that is written last.
 
     <step>/manifest.json        {"sha256": of what follows, "files": {name: {"bytes": ..., "sha256": ...}}}
+                                in a bucket {"bytes": ..., "crc32c": ...}, as its listing has them
     <step>/manifest.<i>.part    checksums of the files of process i, until process 0 has merged the parts
 
 Neither the storage nor Orbax notices a flipped byte: it would be read as a weight. A checkpoint without a manifest
 was never completed. This module reads files, not arrays.
 """
 
+import contextlib
 import hashlib
 import json
 import time
@@ -14,30 +16,35 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
+from etils import epath
+
+from meshtrain.checkpoint import buckets
+from meshtrain.checkpoint.buckets import Place, Unreached, reached
 from meshtrain.errors import UserError
-from meshtrain.files import read_json, what_is_at, write_whole
+from meshtrain.files import read_json, what_is_at
 
 MANIFEST = "manifest.json"
 _OWN = "ocdbt.process_"  # the folder of what one process has written, followed by its index
 _POLL_SECONDS = 0.05
 
 
-class FileEntry(TypedDict):
-    """What the manifest says of a file: its size, and its checksum in hexadecimal digits."""
+class FileEntry(TypedDict, total=False):
+    """What the manifest says of a file: its size, and its checksum in hexadecimal digits, or an object's in base64."""
 
     bytes: int
     sha256: str
+    crc32c: str
 
 
 Files = dict[str, FileEntry]  # by the name relative to the checkpoint's folder
 
 
-def is_sealed(directory: Path) -> bool:
+def is_sealed(directory: Place) -> bool:
     """Returns whether a checkpoint's folder has its manifest."""
     return (directory / MANIFEST).is_file()
 
 
-def seal(directory: Path, index: int, num_processes: int, is_cancelled: Callable[[], bool]) -> bool:
+def seal(directory: Place, index: int, num_processes: int, is_cancelled: Callable[[], bool]) -> bool:
     """Waits until a checkpoint is committed, computes checksums, and writes the manifest when all processes have.
 
     Args:
@@ -52,6 +59,8 @@ def seal(directory: Path, index: int, num_processes: int, is_cancelled: Callable
     Raises:
       OSError: files cannot be read or written.
     """
+    if not isinstance(directory, Path):
+        return _seal_listed(directory, index, is_cancelled)
     if not _waited(directory.is_dir, is_cancelled):
         return False
     sums = checksums(directory, lambda name: _owner(name, num_processes) == index)
@@ -70,13 +79,31 @@ def seal(directory: Path, index: int, num_processes: int, is_cancelled: Callable
     return True
 
 
-def checksums(directory: Path, is_wanted: Callable[[str], bool]) -> Files:
-    """Returns {name: {"bytes", "sha256"}} of the wanted files below a folder, manifests left out.
+def _seal_listed(directory: epath.Path, index: int, is_cancelled: Callable[[], bool]) -> bool:
+    """Does what `seal` does, in a bucket: process 0 lists the objects of all."""
+    mark = directory / (MANIFEST if index else buckets.COMMITTED)
+
+    def is_there() -> bool:
+        with contextlib.suppress(Unreached), reached(mark):  # it may answer again: whether the save fails, Orbax says
+            return mark.exists()
+        return False
+
+    is_complete = _waited(is_there, is_cancelled)
+    if is_complete and not index:
+        _write(directory / MANIFEST, checksums(directory, lambda name: True))
+    return is_complete
+
+
+def checksums(directory: Place, is_wanted: Callable[[str], bool]) -> Files:
+    """Returns {name: {"bytes", "sha256"}} of the wanted files below a folder, manifests left out; crc32c in a bucket.
 
     Args:
       directory: the folder.
       is_wanted: whether to include a file, by its name relative to the folder.
     """
+    if not isinstance(directory, Path):
+        objects = sorted(buckets.listed(directory).items())
+        return {name: {"bytes": size, "crc32c": crc} for name, (size, crc) in objects if name != MANIFEST}
     names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return {
         name: {"bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)}
@@ -85,7 +112,7 @@ def checksums(directory: Path, is_wanted: Callable[[str], bool]) -> Files:
     }
 
 
-def damage(directory: Path, index: int = 0, num_processes: int = 1) -> list[str]:
+def damage(directory: Place, index: int = 0, num_processes: int = 1) -> list[str]:
     """Returns one line for each file whose size or checksum differs; an empty list for an undamaged checkpoint.
 
     Args:
@@ -100,6 +127,13 @@ def damage(directory: Path, index: int = 0, num_processes: int = 1) -> list[str]
     except (OSError, UserError) as error:
         return [str(error)]
     names = sorted(expected)[index::num_processes]
+    kind = "sha256" if isinstance(directory, Path) else "crc32c"
+    if not all(kind in entry for entry in expected.values()):
+        return [f"{MANIFEST}: it has no {kind}: the checkpoint was copied between a disk and a bucket"]
+    if not isinstance(directory, Path):
+        found = checksums(directory, lambda name: True)
+        odd = [name for name in names if name not in found or found[name] != expected[name]]
+        return [f"{name}: {'its bytes have changed' if name in found else 'missing'}" for name in odd]
     return [line for name in names if (line := _difference(directory / name, name, expected[name]))]
 
 
@@ -117,7 +151,7 @@ def _difference(path: Path, name: str, expected: FileEntry) -> str:
         return f"{name}: {error.strerror or error}"
 
 
-def _other_than_file(path: Path) -> str:
+def _other_than_file(path: Place) -> str:
     """Returns what stands in a file's place, such as a pipe, whose reader would wait; '' for a file or nothing."""
     return what_is_at(path) if path.exists() and not path.is_file() else ""
 
@@ -142,11 +176,11 @@ def _of(files: Files) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def _write(path: Path, files: Files) -> None:
-    write_whole(path, json.dumps({"sha256": _of(files), "files": files}))
+def _write(path: Place, files: Files) -> None:
+    buckets.write(path, json.dumps({"sha256": _of(files), "files": files}))
 
 
-def _read(path: Path) -> Files:
+def _read(path: Place) -> Files:
     if other := _other_than_file(path):
         raise UserError(f"{path.name}: not a file but {other}")
     try:

@@ -18,11 +18,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from meshtrain.checkpoint.buckets import Place
+
 STATE, EXTRA = "state", "extra"  # the two folders of a save
 _REPLICA_SLICE_BYTES = 8 << 20
 
 
-def manager(directory: Path, *, writes: bool) -> ocp.CheckpointManager:
+def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
     """Returns the manager of a folder of checkpoints; one that only reads creates, cleans up and deletes nothing."""
     silence()
     # Orbax deletes nothing. `keeping.prune` runs once a new save is sealed, and `keeping.sweep` deletes half-written
@@ -33,7 +35,7 @@ def manager(directory: Path, *, writes: bool) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
 
-def renamed(directory: Path) -> list[str]:
+def renamed(directory: Place) -> list[str]:
     """Returns one line if a whole checkpoint's state is of another step than its folder is named after; else no line.
 
     A state without a step, such as imported weights, may have any name. All processes call it together.

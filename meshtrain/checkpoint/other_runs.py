@@ -1,13 +1,18 @@
 """Restores another run's weights onto this run's shardings, after a comparison with their checksums."""
 
+import contextlib
 import os
 from collections.abc import Collection
 from pathlib import Path
 
+from meshtrain.checkpoint import buckets
+from meshtrain.checkpoint.buckets import Place, reached
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.checkpoint.manager import STATE
+from meshtrain.checkpoint.integrity import is_sealed
+from meshtrain.checkpoint.manager import EXTRA, STATE
+from meshtrain.checkpoint.retention import saved_steps
 from meshtrain.errors import UserError, warn
-from meshtrain.files import expanded, what_is_at
+from meshtrain.files import JsonObject, expanded, is_url, read_json, what_is_at
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays
 
@@ -41,11 +46,36 @@ def restore_params(
         return checkpoints.restore_params(step, abstract_params, rounded), step
 
 
+def recorded(directory: str | Path) -> JsonObject:
+    """Returns what the newest checkpoint in a place says of its run; nothing without one. It starts no JAX.
+
+    Raises:
+      UserError: it is a bucket that cannot be reached.
+    """
+    with reached(place := buckets.place(directory)):
+        for step in reversed(saved_steps(place)):
+            with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # a damaged one
+                if is_sealed(place / str(step)):
+                    return dict(read_json((place / str(step) / EXTRA / "metadata").read_text(encoding="utf-8")))
+    return {}
+
+
+def place_of(directory: str | Path) -> Place:
+    """Returns where the checkpoints of a workdir are, by its config.json; any other folder or bucket as it is."""
+    if is_url(str(directory)):
+        return buckets.place(directory)
+    given = expanded(directory).absolute()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if elsewhere := read_json((given / "config.json").read_text(encoding="utf-8"))["checkpoint"]["directory"]:
+            return buckets.place(elsewhere)
+    return given / CHECKPOINTS if what_is_at(given / CHECKPOINTS) == "a folder" else given
+
+
 def find(directory: str | Path) -> Checkpoints:
     """Opens another run's checkpoints for reading.
 
     Args:
-      directory: a workdir, or the directory `checkpoints` inside one.
+      directory: a workdir, the directory `checkpoints` inside one, or gs://bucket/prefix.
 
     Returns:
       Checkpoints with at least one complete step; the caller closes it.
@@ -54,14 +84,15 @@ def find(directory: str | Path) -> Checkpoints:
       UserError: there is no such directory, or no complete checkpoint in it; the line says what it holds.
     """
     given = expanded(directory).absolute()
-    if (what := what_is_at(given)) != "a folder":
+    if not is_url(str(directory)) and (what := what_is_at(given)) != "a folder":
         raise UserError(
             f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}'; nearest: "
             "the --workdir of a run that has saved"
         )
-    inner = given / CHECKPOINTS if what_is_at(given / CHECKPOINTS) == "a folder" else given
+    inner = place_of(directory)
     try:
-        os.scandir(inner).close()
+        if isinstance(inner, Path):
+            os.scandir(inner).close()
     except OSError as error:
         raise UserError(
             f"{inner}: got a folder that cannot be read ({error.strerror}); allowed: a workdir of "
@@ -70,7 +101,7 @@ def find(directory: str | Path) -> Checkpoints:
     checkpoints = Checkpoints(inner, None)
     if checkpoints.latest_step() is None:
         checkpoints.close()
-        names = sorted(entry.name for entry in checkpoints.directory.iterdir())
+        names = sorted(entry.name for entry in inner.iterdir()) if inner.is_dir() else []
         listing = f"only {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "an empty directory"
         raise UserError(
             f"{checkpoints.directory}: got {listing}; allowed: a workdir with at least one complete checkpoint"

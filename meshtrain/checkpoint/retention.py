@@ -8,8 +8,10 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from meshtrain.checkpoint.integrity import is_sealed
-from meshtrain.files import read_json, write_whole
+from meshtrain.checkpoint import buckets
+from meshtrain.checkpoint.buckets import Place
+from meshtrain.checkpoint.integrity import MANIFEST, is_sealed
+from meshtrain.files import read_json
 from meshtrain.options import AllBut, option
 
 DAMAGED = "damaged"  # folder beside the checkpoints, for those whose checksums do not match
@@ -20,8 +22,11 @@ RATINGS = "ratings.json"  # beside the steps: {step: {metric: value}}
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointOptions:
-    """When the state is saved and which checkpoints are kept."""
+    """When and where the state is saved and which checkpoints are kept."""
 
+    directory: str = option(
+        "", "folder or gs://bucket/prefix of the checkpoints; '': checkpoints/ in the workdir", names="path"
+    )
     every: int = option(0, "steps between saves; 0: only after the last step, which is always saved", minimum=0)
     keep_last: int = option(3, "number of newest checkpoints to keep; older ones are deleted", minimum=1)
     keep_every: int = option(0, "also keep checkpoints at multiples of this many steps; 0: none", minimum=0)
@@ -54,7 +59,7 @@ def kept(steps: Iterable[int], options: CheckpointOptions, ratings: Ratings, *, 
     return stay | best
 
 
-def read_ratings(directory: Path) -> dict[int, dict[str, float]]:
+def read_ratings(directory: Place) -> dict[int, dict[str, float]]:
     """Returns {step: {metric: value}} of the checkpoints in a folder; empty where the file is missing or damaged."""
     try:
         content = read_json((directory / RATINGS).read_text(encoding="utf-8"))
@@ -68,20 +73,20 @@ def read_ratings(directory: Path) -> dict[int, dict[str, float]]:
         return {}
 
 
-def rate(directory: Path, step: int, values: Mapping[str, float]) -> None:
+def rate(directory: Place, step: int, values: Mapping[str, float]) -> None:
     """Adds the metrics of a step to the file that `read_ratings` reads. Raises OSError: it cannot be written."""
     ratings = read_ratings(directory) | {step: dict(values)}
-    write_whole(directory / RATINGS, json.dumps(dict(sorted(ratings.items()))))
+    buckets.write(directory / RATINGS, json.dumps(dict(sorted(ratings.items()))))
 
 
-def saved_steps(directory: Path) -> list[int]:
+def saved_steps(directory: Place) -> list[int]:
     """Returns the steps of the checkpoints in a folder, complete or not, oldest first."""
     if not directory.is_dir():
         return []
     return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal() and entry.is_dir())
 
 
-def prune(directory: Path, options: CheckpointOptions, *, higher_is_better: bool) -> None:
+def prune(directory: Place, options: CheckpointOptions, *, higher_is_better: bool) -> None:
     """Deletes the checkpoints that `kept` does not name. Each is renamed first: `sweep` deletes the rest after a kill.
 
     Raises:
@@ -90,22 +95,33 @@ def prune(directory: Path, options: CheckpointOptions, *, higher_is_better: bool
     sealed_steps = [step for step in saved_steps(directory) if is_sealed(directory / str(step))]
     stay = kept(sealed_steps, options, read_ratings(directory), higher_is_better=higher_is_better)
     for step in sorted(set(sealed_steps) - stay):
-        going = directory / f"{step}{HALF_WRITTEN}"
-        (directory / str(step)).rename(going)
+        one, going = directory / str(step), directory / f"{step}{HALF_WRITTEN}"
+        if not isinstance(one, Path):
+            buckets.delete(one, MANIFEST)
+            continue
+        one.rename(going)
         shutil.rmtree(going)
 
 
-def sweep(directory: Path) -> None:
+def sweep(directory: Place) -> None:
     """Deletes half-written and half-deleted checkpoints. Files that a thread is still writing may remain."""
-    if directory.is_dir():
+    if not isinstance(directory, Path):
+        for one in [directory / str(step) for step in saved_steps(directory)]:
+            if not (is_sealed(one) or (one / buckets.COMMITTED).exists()):
+                buckets.delete(one, MANIFEST)
+    elif directory.is_dir():
         for entry in directory.iterdir():
             if HALF_WRITTEN in entry.name:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def set_aside(directory: Path, step: int) -> Path:
-    """Moves a checkpoint into the folder `damaged`, for inspection, and returns its new path."""
-    aside = directory.parent / DAMAGED
-    aside.mkdir(exist_ok=True)
+def set_aside(directory: Place, step: int) -> None:
+    """Moves a checkpoint into the folder `damaged`, for inspection."""
+    one, aside = directory / str(step), (directory.parent if isinstance(directory, Path) else directory) / DAMAGED
     names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
-    return (directory / str(step)).rename(next(aside / name for name in names if not (aside / name).exists()))
+    new = next(aside / name for name in names if not (aside / name).exists())
+    if not isinstance(one, Path):
+        buckets.move(one, new)
+    else:
+        aside.mkdir(exist_ok=True)
+        one.rename(new)

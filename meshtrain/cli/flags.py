@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from meshtrain.errors import MOST_LINES, UserError, first_line, is_finite, nearest, unknown
-from meshtrain.files import expanded, is_utf8, url_problems, what_is_at
+from meshtrain.files import expanded, is_url, is_utf8, url_problems, what_is_at
 from meshtrain.options import MOST, Imported, Options, Value, Values
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
@@ -82,11 +82,11 @@ class Parser(argparse.ArgumentParser):
 
     def without_urls(self, parsed: argparse.Namespace) -> list[str]:
         """Gives each path that is a URL its default, in place; returns one line for each."""
-        problems = []
+        problems, command = [], self.prog.split()[-1]
         for action in [action for action in self._actions if str(action.metavar).startswith(_PATHS)]:
             key, given = [action.metavar, *action.option_strings][-1], getattr(parsed, action.dest) or []
             paths = [given] if isinstance(given, str) else given
-            if lines := [line for path in paths for line in url_problems(str(key), path)]:
+            if lines := [line for path in paths for line in url_problems(str(key), path, command)]:
                 setattr(parsed, action.dest, action.default)
                 problems += lines
         return problems
@@ -100,8 +100,8 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
       extra: the command's own arguments, its `prog` and its description; None for none.
 
     Returns:
-      A namespace with `config` (the file or None), `workdir` (a Path; runs/NAME_OF_THE_CONFIG by default), `overrides`
-      (dotted key -> text; the last one wins), `problems` (a line for each unknown argument, to be reported together
+      A namespace with `config` (the file or None), `workdir` (a Path or a URL; by default runs/NAME_OF_CONFIG), and
+      `overrides` (dotted key -> text; the last one wins), `problems` (a line for each unknown argument, to be reported
       with those of the configuration), `command` (the words to type again, without `extra` none), and those of `extra`.
 
     Raises:
@@ -127,7 +127,7 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
     default = default_workdir(namespace.config)
     if namespace.workdir == "" or not is_utf8(namespace.workdir or ""):
         problems.append(f"--workdir: got '{namespace.workdir}'; allowed: a folder's path in UTF-8; nearest: {default}")
-    namespace.workdir = expanded(namespace.workdir or default)
+    namespace.workdir = given if is_url(given := namespace.workdir or "") else expanded(given or default)
     namespace.overrides, namespace.problems = overrides, problems
     namespace.command = [sys.orig_argv[0], *extra.prog.split()[1:], *argv] if extra else []
     return namespace

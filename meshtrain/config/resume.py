@@ -46,6 +46,7 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "other gradients": ("precision", "loss_scale", "reduction"),
     "other updates": ("optimizer", "learning_rate", "local_steps"),
     "where the weights came from: config.json is the record of it": ("init_from", "init_ignore"),
+    "another place of the run's checkpoints, where it would begin anew": ("checkpoint.directory",),
 }
 
 

@@ -23,7 +23,7 @@ from meshtrain.config.from_hugging_face import as_file
 from meshtrain.data.sources import DOCUMENTS
 from meshtrain.data.tokenizer import NUM_BYTES, TEMPLATE, TOKENIZER, file_tokenizer
 from meshtrain.errors import UserError, run
-from meshtrain.files import expanded, what_is_at, write_whole
+from meshtrain.files import expanded, is_url, what_is_at, write_whole
 from meshtrain.hf import adapters, export
 from meshtrain.hf.config_export import as_json, family_of
 from meshtrain.hf.config_json import config_of_text, described, differences, has_images, is_decoder, is_described
@@ -176,10 +176,10 @@ def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[str]:
     return []
 
 
-def _original(config: Config, workdir: Path) -> Path | None:
+def _original(config: Config, workdir: str | Path) -> Path | None:
     """Returns the folder that a run's model came from, if it is there and its config.json describes this model."""
-    came_from = expanded(config.init_from) if config.init_from else workdir
-    for folder in (workdir, workdir / ORIGINAL, came_from, came_from / ORIGINAL):
+    given = [expanded(one) for one in (workdir, config.init_from) if str(one) and not is_url(str(one))]
+    for folder in (one / inner for one in given for inner in ("", ORIGINAL)):
         if is_described(folder):
             theirs = described(folder, ignore=None).options
             if not differences(config.model, theirs, config.sequence_length, folder):

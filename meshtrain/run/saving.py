@@ -3,17 +3,22 @@
 import contextlib
 import json
 import time
+import uuid
 from pathlib import Path
 
 import jax
 
 from meshtrain.assemble import Assembly
+from meshtrain.checkpoint.buckets import Unreached
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.config.config import to_json
+from meshtrain.checkpoint.owner import owned
+from meshtrain.config.config import Config, to_json
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own_source import Data
 from meshtrain.errors import SaveFailed, UserError, unknown, warn
+from meshtrain.files import is_url
 from meshtrain.observe.run_files import EVALUATED, LOSS_OF
+from meshtrain.run import workdir
 from meshtrain.run.evaluation import sets_of
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
@@ -46,7 +51,7 @@ def save(assembly: Assembly, checkpoints: Checkpoints, corpus: Data, step: int, 
 
 
 def finish(checkpoints: Checkpoints) -> None:
-    """Waits until the last save is on the disk.
+    """Waits until the last save is on the disk, or in the bucket.
 
     Raises:
       SaveFailed: it could not be written; the message names the step from which the same command resumes.
@@ -55,8 +60,11 @@ def finish(checkpoints: Checkpoints) -> None:
         checkpoints.wait()
     # The last save may also have failed at its start, of which `save` has only warned.
     if error := checkpoints.newest_failure:
-        step = checkpoints.latest_step()
-        where = "begins anew" if step is None else f"goes on from step {step}"
+        try:
+            step = checkpoints.latest_step()
+            where = "begins anew" if step is None else f"goes on from step {step}"
+        except Unreached:
+            where = "goes on from the newest step there"
         raise SaveFailed(f"{error}; the same command {where}")
 
 
@@ -64,7 +72,14 @@ def checkpoints_of(assembly: Assembly, run: Path) -> Checkpoints:
     """Opens the checkpoints in a run's folder for writing; the task says in which direction `best_metric` is better."""
     options = assembly.config.checkpoint
     higher_is_better = options.best_metric.removeprefix(EVALUATED) in assembly.task.higher_is_better
-    return Checkpoints(run / CHECKPOINTS, options, higher_is_better=higher_is_better)
+    return Checkpoints(options.directory or run / CHECKPOINTS, options, higher_is_better=higher_is_better)
+
+
+def owning(config: Config, run: Path) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a run, by the id that its folder keeps, owns the bucket of its checkpoints."""
+    if not is_url(directory := config.checkpoint.directory):
+        return contextlib.nullcontext()
+    return owned(directory, workdir.kept(run, workdir.RUN_ID, lambda: uuid.uuid4().hex))
 
 
 def refuse_unknown_metric(assembly: Assembly, corpus: Data) -> None:

@@ -17,13 +17,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import Assembly, kept_params, learning_rates, stored_params
+from meshtrain.checkpoint.buckets import Unreached
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import find
 from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.resume import from_json
 from meshtrain.errors import UserError, warn
-from meshtrain.files import what_is_at
+from meshtrain.files import is_url, what_is_at
 from meshtrain.launch import peers
 from meshtrain.models.task import Params
 from meshtrain.observe import trackers
@@ -38,11 +39,13 @@ from meshtrain.step.state import RESIDUAL, TrainState
 _RATE_TOLERANCE = 0.01  # relative: a smaller change of the learning rate gives no warning
 
 
-def saved_step(run: Path) -> int:
-    """Returns the step of a run's newest complete checkpoint, 0 if there is none."""
+def saved_step(run: Path, directory: str = "") -> int:
+    """Returns the step of a run's newest complete checkpoint, in its folder or `checkpoint.directory`; 0 for none."""
     try:
-        with find(run / CHECKPOINTS) as checkpoints:
+        with find(directory or run / CHECKPOINTS) as checkpoints:
             return checkpoints.latest_step() or 0
+    except Unreached:
+        raise
     except UserError:
         return 0
 
@@ -97,8 +100,12 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
 
 
 def compared(config: Config, run: Path) -> Values:
-    """Returns name -> value of what has to be the same in all processes besides versions: workdir and configuration."""
-    return {"workdir": str(run), **flags.flatten(json.loads(to_json(config)))}
+    """Returns name -> value of what has to be the same in all processes besides versions: workdir and configuration.
+
+    With a bucket between them, each machine may have a workdir of its own.
+    """
+    own = {} if is_url(config.checkpoint.directory) else {"workdir": str(run)}
+    return {**own, **flags.flatten(json.loads(to_json(config)))}
 
 
 def refuse_other_weights(assembly: Assembly, run: Path) -> None:
@@ -107,7 +114,7 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
     Raises:
       UserError: they differ.
     """
-    if assembly.config.init_from and not saved_step(run):
+    if assembly.config.init_from and not saved_step(run, assembly.config.checkpoint.directory):
         weights.refuse_other_params(assembly.config.init_from, *_taken(assembly))
 
 

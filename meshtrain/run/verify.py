@@ -8,10 +8,11 @@ from pathlib import Path
 from meshtrain.checkpoint import integrity, retention
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.checkpoint.manager import renamed
+from meshtrain.checkpoint.other_runs import place_of
 from meshtrain.cli import flags
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.errors import UserError, run
-from meshtrain.files import expanded, what_is_at
+from meshtrain.files import what_is_at
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,17 +25,18 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m meshtrain verify",
         description="Reads checkpoints, or a token file, and compares them with their checksums.",
     )
-    parser.add_argument("directory", metavar="DIR", help="a workdir, its checkpoints, or one of them; or a token file")
-    given = expanded(parser.parse_args(argv).directory).absolute()
-    what = what_is_at(given)
-    if what == "a file" and given.suffix == ".bin":
+    parser.add_argument(
+        "directory", metavar="DIR", help="a workdir, its checkpoints or their bucket, or one of them; or a token file"
+    )
+    given = place_of(parser.parse_args(argv).directory)
+    what = what_is_at(given) if isinstance(given, Path) else "a folder"
+    if isinstance(given, Path) and what == "a file" and given.suffix == ".bin":
         return _token_file(given)
     checkpoints = []
     if what == "a folder" and given.name.isdecimal():
         checkpoints = [given]
     elif what == "a folder":
-        inner = given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
-        checkpoints = [inner / str(step) for step in retention.saved_steps(inner)]
+        checkpoints = [given / str(step) for step in retention.saved_steps(given)]
     if not checkpoints:
         got = "no checkpoint in it" if what == "a folder" else what
         raise UserError(

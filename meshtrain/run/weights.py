@@ -21,7 +21,7 @@ from meshtrain.config.resume import from_json
 from meshtrain.data.sources import DOCUMENTS
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
 from meshtrain.errors import UserError, warn
-from meshtrain.files import read_json, what_is_at
+from meshtrain.files import is_url, read_json, what_is_at
 from meshtrain.hf import config_json as hf_config
 from meshtrain.hf import folder as hf_folder
 from meshtrain.hf.export import byte_tokenizer
@@ -52,6 +52,11 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
         hf_folder.opened(arguments.workdir, ignore)  # problems of config.json and of the files together
         given = of_folder(arguments.workdir, ignore)
         return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
+    if is_url(str(arguments.workdir)):
+        own, was = arguments.workdir, other_runs.recorded(arguments.workdir)
+        if "config" not in was:
+            raise UserError(f"{own}: got no complete checkpoint; allowed: where a run has saved; nearest: another")
+        return _changed(json.dumps(was["config"]), own, arguments, also, reads_data=reads_data)
     own = arguments.workdir / CONFIG_FILE
     if what_is_at(own) != "a file":
         return configure(arguments, also, reads_data=reads_data)
@@ -61,12 +66,18 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
         text = own.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{own}: not UTF-8 ({error}); allowed: what a run wrote; nearest: another --workdir") from error
+    return _changed(text, own, arguments, also, reads_data=reads_data)
+
+
+def _changed(
+    text: str, place: str | Path, arguments: argparse.Namespace, also: Sequence[str], *, reads_data: bool
+) -> Config:
     instead = {key: value for key, value in arguments.overrides.items() if key in FORMER}
-    given = from_json(text, instead | _refuse_functions(text, own, arguments))
+    given = from_json(text, instead | _refuse_functions(text, place, arguments))
     return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
 
 
-def _refuse_functions(text: str, place: Path, arguments: argparse.Namespace) -> dict[str, str]:
+def _refuse_functions(text: str, place: str | Path, arguments: argparse.Namespace) -> dict[str, str]:
     """Returns dotted key -> the command line's value, of the options that may name a function.
 
     Raises:
@@ -90,7 +101,7 @@ def _refuse_functions(text: str, place: Path, arguments: argparse.Namespace) -> 
     raise UserError(f"{place}: {got}; allowed: {allowed}; nearest: {fix}")
 
 
-def assembled(config: Config, workdir: Path, step: int | None, *, folds_pipeline: bool = False) -> Assembly:
+def assembled(config: Config, workdir: str | Path, step: int | None, *, folds_pipeline: bool = False) -> Assembly:
     """Returns the assembly of a run's configuration on the devices of this machine; reads no weights, compiles nothing.
 
     Args:
@@ -112,7 +123,7 @@ def assembled(config: Config, workdir: Path, step: int | None, *, folds_pipeline
     return assemble(config, shape, devices, also=also)
 
 
-def restored(assembly: Assembly, workdir: Path, step: int | None) -> tuple[Params, int]:
+def restored(assembly: Assembly, workdir: str | Path, step: int | None) -> tuple[Params, int]:
     """Returns the weights of a checkpoint, as `assembly.state.params` has them, and its step; see `assembled`.
 
     Raises:

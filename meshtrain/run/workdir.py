@@ -20,6 +20,7 @@ import jax
 
 from meshtrain.assemble import Assembly
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
+from meshtrain.checkpoint.other_runs import recorded
 from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.resume import difference
@@ -33,12 +34,15 @@ from meshtrain.step.device_memory import bytes_of_device, held, statistics
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
+RUN_ID = "run"  # in corpus.json, by which a run owns a bucket
 _FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVICE_FILE, SAMPLES_FILE)
 _FOLDERS = (CHECKPOINTS, "tensorboard", WANDB_FOLDER)
 
 
 def check(run: Path, config: Config) -> list[str]:
     """Returns one line for each reason why a configuration cannot run here; writes nothing.
+
+    It is compared with that of the folder, and with that of the newest checkpoint in `checkpoint.directory`.
 
     Args:
       run: the run's folder, there or not.
@@ -49,14 +53,15 @@ def check(run: Path, config: Config) -> list[str]:
     """
     if problems := flags.unwritable(run) or _out_of_place(run):
         return problems
-    before = _read_json(run / CONFIG_FILE)
-    changed = difference(before, json.loads(to_json(config))) if before else []
-    if not changed:
-        return []
-    return [
-        *(f"workdir {run} holds another run: {line}" for line in changed),
-        f"workdir {run}: allowed: the run's own configuration; nearest: another --workdir",
-    ]
+    now, before = json.loads(to_json(config)), {f"workdir {run}": _read_json(run / CONFIG_FILE)}
+    place = config.checkpoint.directory
+    if place and "config" in (there := recorded(place)):  # it may be a copy of the place that it names
+        before[place] = {**there["config"], "checkpoint": now["checkpoint"]}
+    changed = {where: difference(was, now) for where, was in before.items() if was}
+    lines = [f"{where} holds another run: {line}" for where, found in changed.items() for line in found]
+    end = [f"{where}: allowed: the run's own configuration; nearest: another --workdir"
+           for where, found in changed.items() if found]  # fmt: skip
+    return lines + end
 
 
 def _out_of_place(run: Path) -> list[str]:
@@ -190,21 +195,23 @@ def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / CONFIG_FILE, to_json(config))
         write_whole(run / "layout.txt", layout)
-        if not _read_json(run / CORPUS_FILE):
-            write_whole(run / CORPUS_FILE, json.dumps({"fingerprint": fingerprint}))
+        if "fingerprint" not in (facts := _read_json(run / CORPUS_FILE)):
+            write_whole(run / CORPUS_FILE, json.dumps({**facts, "fingerprint": fingerprint}))
     except OSError as error:
         raise UserError(
             f"--workdir: cannot write {run} ({error.strerror}); allowed: a folder that can be made and written"
         ) from None
 
 
-def refuse_other_corpus(run: Path, fingerprint: str) -> None:
-    """Compares the fingerprint of the data with the one in corpus.json.
+def refuse_other_corpus(run: Path, fingerprint: str, directory: str = "") -> None:
+    """Compares the fingerprint of the data with the one in corpus.json, else in the newest checkpoint of a directory.
 
     Raises:
       UserError: the folder holds a run on other data.
     """
     facts = _facts(run)
+    if directory and "fingerprint" not in facts and "corpus" in (there := recorded(directory)):
+        facts = {"fingerprint": there["corpus"]}
     if "fingerprint" in facts and facts["fingerprint"] != fingerprint:
         raise UserError(
             f"workdir {run}: its run learned from data with hash {facts['fingerprint'][:12]}, and these have "
@@ -228,7 +235,7 @@ def _facts(run: Path) -> JsonObject:
     facts = _read_json(run / CORPUS_FILE)
     for name, value in facts.items():
         is_none = value is None and name != "begun_seconds"  # as the loss of a bigram model of many ids
-        if not (isinstance(value, str) if name == "fingerprint" else is_none or is_finite(value)):
+        if not (isinstance(value, str) if name in ("fingerprint", RUN_ID) else is_none or is_finite(value)):
             raise UserError(
                 f"{run / CORPUS_FILE}: got {value!r} for {name}; allowed: the file as the run wrote it; nearest: "
                 "another --workdir"

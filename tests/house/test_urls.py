@@ -1,4 +1,7 @@
-"""A URL is refused wherever a path of this machine is read: every path of the configuration and every argument."""
+"""A URL is refused wherever a path of this machine is read: every path of the configuration and every argument.
+
+Where checkpoints are read or written, a bucket of `gs://` is taken and every other URL refused.
+"""
 
 import argparse
 import contextlib
@@ -14,6 +17,13 @@ from meshtrain.errors import UserError
 
 URL = "gs://bucket/one"
 LINE = f"got '{URL}', a URL; allowed: a path of this machine; nearest: mount or copy it"
+S3 = "s3://bucket/one"
+S3_LINE = f"got '{S3}', a URL; allowed: a path of this machine, gs://; nearest: s3fs BUCKET /mnt/BUCKET, and the path "
+S3_LINE += "below it"
+TAKE_BUCKETS = {
+    *("init_from", "checkpoint.directory"),
+    *("evaluate --workdir", "generate --workdir", "hf --workdir", "verify DIR"),
+}
 # Texts that are no paths. A new text stands here, or the metavar of its argument says FILE, DIR or RUN.
 TEXTS = {
     *("--cluster", "--search", "--scaling", "--programs", "--schedule"),
@@ -60,14 +70,15 @@ def test_every_text_of_a_command_line_is_a_path_or_known_to_be_none():
 def test_an_argument_that_is_a_path_refuses_a_url(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.py").write_text("def get_config():\n    return {}\n")
-    needed, said = NEEDED[command] if command in NEEDED else [], {}
+    needed, said, lines = NEEDED[command] if command in NEEDED else [], {}, {}
     for name in (name for name, is_path in arguments_of(command) if is_path):
-        words = [URL] if name in ("DIR", "RUN") else [f"{name}={URL}"]
+        url, line = (S3, S3_LINE) if f"{command} {name}" in TAKE_BUCKETS else (URL, LINE)
+        words, lines[name] = [url] if name in ("DIR", "RUN") else [f"{name}={url}"], [f"{name}: {line}"]
         with pytest.raises(UserError) as caught:
             main([command, *needed, *words])
         said[name] = [line for line in caught.value.problems if line.startswith(f"{name}: ")]
     assert said
-    assert said == {name: [f"{name}: {LINE}"] for name in said}
+    assert said == lines
     assert os.listdir() == ["tiny.py"]
 
 
@@ -88,12 +99,13 @@ def test_every_text_of_the_configuration_is_a_path_a_function_or_known_to_be_non
 @pytest.mark.parametrize("key", [key for key, entry in fields().items() if entry.names == "path"])
 @pytest.mark.parametrize("reads_data", [True, False])
 def test_a_field_that_is_a_path_refuses_a_url(key, reads_data):
+    url, line = (S3, S3_LINE) if key in TAKE_BUCKETS else (URL, LINE)
     with pytest.raises(UserError) as caught:
-        resolve({}, {key: URL, "seed": "-1"}, ["--flag: another problem"], reads_data=reads_data)
+        resolve({}, {key: url, "seed": "-1"}, ["--flag: another problem"], reads_data=reads_data)
     assert set(caught.value.problems) == {
         "--flag: another problem",
         "seed: got -1; allowed: at least 0; nearest: 0",
-        f"{key}: {LINE}",
+        f"{key}: {line}",
     }
 
 
@@ -119,8 +131,10 @@ def test_one_of_several_paths_is_enough():
     assert len(files.url_problems("data.path", f"a.txt, {URL}/*.txt,b.txt")) == 1
 
 
-def test_a_scheme_that_a_place_reads_is_one_entry(monkeypatch):
-    monkeypatch.setattr(files, "READ", {"init_from": ("gs",)})
+def test_a_scheme_that_a_place_reads_is_one_entry():
+    assert files.READ.keys() == TAKE_BUCKETS
     assert files.url_problems("init_from", URL) == []
+    assert files.url_problems("--workdir", URL, "verify") == [f"--workdir: {LINE}"]
+    assert [len(files.url_problems("init_from", url)) for url in ("GS://bucket/one", " gs://bucket/one")] == [1, 1]
     assert files.url_problems("data.path", URL) == [f"data.path: {LINE}"]
     assert "allowed: a path of this machine, gs://;" in files.url_problems("init_from", "s3://bucket/one")[0]

@@ -53,7 +53,8 @@ def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> JsonOb
     shape = _shape(options, devices)
     if given.config is not None:
         run = given.workdir.absolute()
-        problems = check_filled(config, shape) + start.check(config, run, start.saved_step(run))
+        begun = start.saved_step(run, config.checkpoint.directory)
+        problems = check_filled(config, shape) + start.check(config, run, begun)
         if problems := peers.share_problems("job", problems):
             raise UserError(*problems)
     mesh = make_mesh(shape, devices)

@@ -1,0 +1,133 @@
+"""Checkpoints in a bucket, `gs://bucket/prefix`: what differs from a folder on a disk.
+
+A prefix has no rename: a save counts once its last objects are there, and a deletion begins with them. The listing has
+the size and the CRC32C of each object, so that no byte is read back. Orbax writes arrays through TensorStore, and small
+objects through etils.epath and gcsfs, as is done here.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import fsspec
+from etils import epath
+
+from meshtrain.errors import UserError, first_line, warn
+from meshtrain.files import is_url, write_whole
+from meshtrain.options import imported_modules
+
+Place: TypeAlias = Path | epath.Path  # a folder of a disk, or a prefix of a bucket
+_ROUNDS, _MOST_MINUTES, _SILENCE_SECONDS = 4, 3, 60.0  # a round of gcsfs, six tries, takes 34 s
+COMMITTED = "commit_success.txt"  # Orbax writes it last, where it would rename a folder
+
+# Words of what the store says -> what is wrong, and the fix. Any other error is taken for the network's.
+_REASONS = (
+    (("401", "nonymous", "redentials"), "no credentials", "gcloud auth application-default login"),
+    (("403", "Forbidden"), "no permission", "the role storage.objectAdmin of the bucket"),
+    (("",), "no answer", "the same once the network is back"),
+)
+
+
+class Unreached(UserError):
+    """A bucket does not answer, is not there, or refuses this user: one line."""
+
+
+def place(directory: str | os.PathLike[str]) -> Place:
+    """Returns a folder with its absolute path, or a prefix of a bucket that is there.
+
+    Raises:
+      UserError: the bucket cannot be listed, or the package gcsfs is not installed.
+    """
+    if not is_url(str(directory)):
+        return Path(directory).expanduser().absolute()
+    if not importlib.util.find_spec("gcsfs"):
+        raise UserError(f"{directory}: got a bucket; allowed: with the extra 'gcs'; nearest: pip install gcsfs")
+    # Otherwise a process never sees what others write, and what is raised is printed too, with its stack.
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    for library in ("gcsfs", "google.auth"):
+        logging.getLogger(library).setLevel(logging.CRITICAL + 1)
+    _wait_longer()
+    found = epath.Path(str(directory))
+    try:
+        with reached(found):
+            _client().find(f"{found}/{COMMITTED}")  # an object that is missing is no error, but a bucket is
+    except FileNotFoundError as error:
+        fix = f"gcloud storage buckets create {found.parents[-3]}"
+        raise Unreached(f"{found}: got no such bucket; allowed: one that is there; nearest: {fix}") from error
+    return found
+
+
+@contextlib.contextmanager
+def reached(place: Place) -> Iterator[None]:
+    """Raises what a bucket's client raises in the block as Unreached; leaves missing objects, and a disk's errors."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(place, Path) or isinstance(error, FileNotFoundError | FileExistsError | UserError):
+            raise
+        said = first_line(error)
+        what, fix = next(rest for words, *rest in _REASONS if any(word in said for word in words))
+        allowed = "allowed: a bucket that this user may list, read and write"
+        raise Unreached(f"{place}: got {what} ({said}); {allowed}; nearest: {fix}") from error
+
+
+@functools.cache
+def _wait_longer() -> None:
+    """Lets gcsfs try for minutes; alone it gives up after half of one.
+
+    A save of several processes that fails in one of them would keep the others waiting, and stop the run.
+    """
+    gcsfs, retry = imported_modules("gcsfs", "gcsfs.retry")
+    tries, said_seconds = gcsfs.GCSFileSystem._request, [-math.inf]
+
+    async def request(*given: Any, **named: Any) -> Any:
+        for _ in range(_ROUNDS):
+            try:
+                return await tries(*given, **named)
+            except Exception as error:
+                if not retry.is_retriable(error):
+                    raise
+                if time.monotonic() - said_seconds[0] > _SILENCE_SECONDS:
+                    warn(f"a bucket does not answer ({first_line(error)}); it is tried for {_MOST_MINUTES} minutes")
+                said_seconds[0] = time.monotonic()
+        return await tries(*given, **named)
+
+    gcsfs.GCSFileSystem._request = request
+
+
+def _client() -> Any:
+    return fsspec.filesystem("gcs", finalize_on_close=True)  # as epath asks, and so the same object
+
+
+def listed(place: epath.Path) -> dict[str, tuple[int, str]]:
+    """Returns name -> (bytes, CRC32C in base64) of each object below a prefix, by one listing."""
+    found = _client().find(str(place), detail=True)
+    above = f"{str(place).partition('://')[2]}/"
+    return {name.removeprefix(above): (int(one["size"]), one["crc32c"]) for name, one in found.items()}
+
+
+def write(path: Place, text: str, *, is_new: bool = False) -> None:
+    """Replaces a file or an object whole. Raises FileExistsError for a new object that another writer has made."""
+    if isinstance(path, Path):
+        write_whole(path, text)
+    else:
+        _client().pipe_file(str(path), text.encode(), mode="create" if is_new else "overwrite")
+
+
+def delete(place: epath.Path, first: str) -> None:
+    """Deletes a checkpoint; what makes it count goes first, so that after a kill the rest does not."""
+    for name in (first, COMMITTED):
+        (place / name).unlink(missing_ok=True)
+    _client().rm(str(place), recursive=True)
+
+
+def move(place: epath.Path, to: epath.Path) -> None:
+    """Moves a checkpoint: the store copies it, and the old objects are deleted."""
+    _client().mv(str(place), str(to), recursive=True)
