@@ -18,7 +18,7 @@ from types import ModuleType
 from meshtrain import options
 from meshtrain.cli import flags
 from meshtrain.errors import UserError, leave_at_once, run
-from meshtrain.files import Json, JsonObject
+from meshtrain.files import Json, JsonObject, is_url
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.rendezvous import Hub, Member, Said, Unreachable, roll_call
@@ -87,7 +87,7 @@ def diagnosed(arguments: argparse.Namespace, meeting: Meeting | None, environ: M
         meeting, arguments.workdir, arguments.gpus, environ, min(_FACT_SECONDS, arguments.limit)
     )
     if meeting is None:
-        result += _as_job(arguments, lambda name, value, seconds: {0: value}, 1)
+        result += _as_job(arguments, lambda name, value, seconds: {0: value}, 1, [])
         return _shown(result, {0: socket.gethostname()}, "this machine")
     own, begun = _introduction(result, environ), time.monotonic()
     try:
@@ -125,11 +125,11 @@ def _together(arguments: argparse.Namespace, meeting: Meeting, call: Hub | Membe
     with machine_facts.marked(arguments.workdir, files, meeting.index, _FACT_SECONDS) as workdir:
         theirs += _clocks(call.exchange, len(said), arguments.limit)
         looked = call.exchange("seen", machine_facts.looked(workdir, files), arguments.limit)
-    theirs += all_processes.shared({process: tuple(each) for process, each in looked.items()}, len(said))
+    shared = all_processes.shared({process: tuple(each) for process, each in looked.items()}, len(said))
     if len(said) == count and not verdicts.exit_code(each for each in theirs if each.check in ("versions", "software")):
-        theirs += _as_job(arguments, call.exchange, count)
+        theirs += _as_job(arguments, call.exchange, count, shared)
     else:
-        theirs.append(all_processes.NOT_RUN)
+        theirs += [*shared, all_processes.NOT_RUN]
     if hub is None:
         return int(call.exchange("end", None, arguments.limit)[0])
     machines = len(set(hosts.values()))
@@ -166,18 +166,25 @@ def _job() -> ModuleType:
     return options.imported_modules("meshtrain.probe.checks.job")[0]
 
 
-def _as_job(arguments: argparse.Namespace, exchange: _Exchange, num_processes: int) -> list[Finding]:
-    """Returns what the job would refuse, how its configurations differ, and, without such errors, what JAX does."""
+def _as_job(
+    arguments: argparse.Namespace, exchange: _Exchange, num_processes: int, shared: Sequence[Finding]
+) -> list[Finding]:
+    """Returns what the job would refuse, how its configurations differ, and, without such errors, what JAX does.
+
+    Before it stands `shared`, what was found about the workdirs, unless the processes meet in a bucket.
+    """
     limit = arguments.limit
     own = _within_limit(limit, "the import of JAX", lambda _: _job().compared(arguments))
     answers = exchange("configuration", own, 2 * limit)
     fix = "start all processes by the same command, with the same files"
     results = all_processes.held_up(answers, num_processes, limit) or all_processes.same("configuration", answers, fix)
+    before = [] if is_url(str(answers[0].get("checkpoint.directory", "")).strip("'")) else [*shared]
     if verdicts.exit_code(results):
-        return [*results, all_processes.NOT_RUN]
+        return [*before, *results, all_processes.NOT_RUN]
     own = _within_limit(limit, "the start of JAX", lambda begin: _job().exercised(arguments, begin))
     answers = exchange("collectives", own, 2 * limit)
-    return results + (all_processes.held_up(answers, num_processes, limit) or _judged(answers, arguments.gpus))
+    results += all_processes.held_up(answers, num_processes, limit) or _judged(answers, arguments.gpus)
+    return before + results
 
 
 def _within_limit(limit: float, first: str, work: _Work) -> JsonObject:

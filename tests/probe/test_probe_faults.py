@@ -17,6 +17,7 @@ from meshtrain.probe.checks import job, machine_facts
 TINY, MESH_3D = (str(Path(__file__).parents[2] / "configs" / name) for name in ("tiny.py", "3d.py"))
 WELL = {"devices": (4, "H100"), "without_gpus": False, "times": {"data": (2, 1e-3)}, "wrong": [], "pairs": {}}
 HOST = socket.gethostname()
+BUCKET = "--config.checkpoint.directory=gs://bucket/run"
 NOT_RUN = "collectives    not run; do: mend the errors"
 
 
@@ -85,6 +86,8 @@ FAULTS = [
      [f"shared         process 0 ({HOST}): FOLDER has no file of process 1: it is not the same folder; do: a workdir",
       f"shared         process 1 ({HOST}): FOLDER/here has no file of process 0: it is not the same folder",
       f"configuration  process 1 ({HOST}): workdir is 'FOLDER/here/run', and 'FOLDER/run' in process 0", NOT_RUN]),
+    ("workdirs of their own, which meet in a bucket",
+     [process(BUCKET), process(BUCKET, "--workdir=here/run")], []),
     ("another configuration", [process(f"--config={TINY}"), process(f"--config={MESH_3D}")],
      [f"configuration  process 1 ({HOST}): checkpoint.every is 50, and 0 in process 0"] + [""] * 99),
     ("another field", [process(f"--config={TINY}"), process(f"--config={TINY}", "--config.seed=7")],
