@@ -13,7 +13,7 @@ import meshtrain
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = ("browser", "dev", "kubernetes", "release", "report")  # of those that constraints.txt is for
+EXTRAS = ("browser", "dev", "docs", "kubernetes", "release", "report")  # of those that constraints.txt is for
 
 
 def test_all_say_the_same_version():
