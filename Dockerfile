@@ -11,7 +11,8 @@ WORKDIR /opt/meshtrain
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY meshtrain meshtrain
 COPY configs configs
-RUN pip install --no-cache-dir --constraint constraints.txt ".[${DEVICES},kubernetes]"
+ENV PIP_NO_CACHE_DIR=1
+RUN pip install --constraint constraints.txt ".[${DEVICES},kubernetes]"
 
 # By number: Kubernetes' runAsNonRoot knows no names. /runs is where a volume is mounted.
 RUN useradd --uid 1000 --create-home meshtrain && install --directory --owner=meshtrain /runs

@@ -26,7 +26,7 @@ TAKE_BUCKETS = {
 }
 # Texts that are no paths. A new text stands here, or the metavar of its argument says FILE, DIR or RUN.
 TEXTS = {
-    *("--cluster", "--search", "--scaling", "--programs", "--schedule"),
+    *("--cluster", "--copy", "--search", "--scaling", "--programs", "--schedule"),
     *("--prompt", "--stop", "--end_token", "--text_field", "--dtype", "--ignore", "action"),
     *("--smallest", "--largest", "--limit", "--copy", "--config.GROUP.FIELD"),
 }
