@@ -18,7 +18,7 @@ from types import ModuleType
 from meshtrain import options
 from meshtrain.cli import flags
 from meshtrain.errors import UserError, leave_at_once, run
-from meshtrain.files import Json, JsonObject, is_url
+from meshtrain.files import Json, JsonObject
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.rendezvous import Hub, Member, Said, Unreachable, roll_call
@@ -178,7 +178,8 @@ def _as_job(
     answers = exchange("configuration", own, 2 * limit)
     fix = "start all processes by the same command, with the same files"
     results = all_processes.held_up(answers, num_processes, limit) or all_processes.same("configuration", answers, fix)
-    before = [] if is_url(str(answers[0].get("checkpoint.directory", "")).strip("'")) else [*shared]
+    # A job compares its workdirs unless it meets in a bucket.
+    before = [*shared] if {"workdir", "refused", "failed", "stuck"} & answers[0].keys() else []
     if verdicts.exit_code(results):
         return [*before, *results, all_processes.NOT_RUN]
     own = _within_limit(limit, "the start of JAX", lambda begin: _job().exercised(arguments, begin))
