@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject
-from meshtrain.hf.config_json import CONFIG_FILE, differences, in_no_table, of_json
+from meshtrain.hf.config_json import CONFIG_FILE, QUANTIZED, differences, in_no_table, of_json
 from meshtrain.hf.families import FAMILIES
 from meshtrain.hf.positions import (
     DEEPSEEK,
@@ -70,7 +70,7 @@ def as_json(
       length: tokens of the longest text of training.
       end_id: the token that ends a text; -1: none does.
       original: of the folder that the model came from, with equal options; its keys keep their values, except for the
-        dtype. Empty: none.
+        dtype, and how weights are packed. Empty: none.
     """
     rows = FAMILIES[family]
     stated: JsonObject = {"architectures": [rows.architecture], "model_type": family}
@@ -173,8 +173,8 @@ def _window(options: DecoderOptions, family: str) -> JsonObject:
 
 
 def _both_ropes(original: Mapping[str, Json], stated: Mapping[str, Json]) -> JsonObject:
-    """Returns the original keys, but for a spelling of rotary positions that it has with null."""
-    kept = dict(original)
+    """Returns the original keys, but for a spelling of rotary positions that it has with null, and for 4 bits."""
+    kept = {key: value for key, value in original.items() if key != QUANTIZED}
     if kept.get("rope_parameters") is None:
         kept.pop("rope_parameters", None)
     if kept.get("rope_scaling") is None and stated.get("rope_scaling") is not None:

@@ -19,6 +19,7 @@ from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.options import Options, Value, Values
 
 CONFIG_FILE = "config.json"
+QUANTIZED = "quantization_config"
 ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapters alone
 # Options that the weights do not depend on; a user may choose them.
 _FREE = (
@@ -35,7 +36,7 @@ class Described:
       family: its `model_type`.
       options: of the decoder.
       max_length: tokens of the longest text of training; 0: it does not say.
-      dtype: of the weights, as the file names it; '': it does not say.
+      dtype: of the weights, as the file names it; bfloat16 where it says but how they are packed; '': neither.
     """
 
     family: str
@@ -128,7 +129,7 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
         found += _contradictions(shape)
     if found:
         raise UserError(*(f"{path}: {line}" for line in found))
-    dtype = given.get("dtype") or given.get("torch_dtype")
+    dtype = given.get("dtype") or given.get("torch_dtype") or ("bfloat16" if given.get(QUANTIZED) else None)
     length = given.get(FAMILIES[kind].length)
     return Described(kind, shape, length if isinstance(length, int) else 0, dtype if isinstance(dtype, str) else "")
 
@@ -230,10 +231,12 @@ def _refused(given: Mapping[str, Json], kind: str) -> list[str]:
     for key, value in {**given, **unsaid}.items():
         if value is None or key in understood or key not in DIFFERENT:
             continue
-        legal: Sequence[Json] = only[key] if key in only else ()
+        if key == QUANTIZED and isinstance(value, dict) and value.get("quant_method") in family.packed:
+            continue
+        legal: Sequence[Json] = only[key] if key in only else family.packed if key == QUANTIZED else ()
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in legal):
             allowed = ", ".join(map(str, legal)) or f"keys that meshtrain understands in a {kind}"
-            fix = UNQUANTIZED if key == "quantization_config" else f"{NO_WAY}: {DIFFERENT[key]} would differ"
+            fix = UNQUANTIZED if key == QUANTIZED else f"{NO_WAY}: {DIFFERENT[key]} would differ"
             problems.append(refusal(key, value, allowed, fix))
     return problems
 

@@ -28,6 +28,7 @@ class Family(NamedTuple):
       only: more keys that are legal with these values alone; a missing one means what `absent` says, if it does.
       same: key -> another name for it in some files.
       idle: more keys that change nothing, given what `only` allows.
+      packed: the `quant_method`s whose files are read.
     """
 
     architecture: str
@@ -42,6 +43,7 @@ class Family(NamedTuple):
     only: Mapping[str, tuple[Json, ...]] = {}
     same: Mapping[str, str] = {}
     idle: tuple[str, ...] = ()
+    packed: tuple[str, ...] = ()
 
 
 _LLAMA_FIELDS = {
@@ -170,6 +172,7 @@ FAMILIES: Mapping[str, Family] = {
         only={"swiglu_limit": (CLAMP,), "swiglu_alpha": (CLAMPED_SLOPE,)},
         same={"num_experts_per_tok": "experts_per_token", "num_local_experts": "num_experts"},
         idle=(*_OF_ROUTERS, "initial_context_length"),
+        packed=("mxfp4",),
     ),
     "phi3": Family(
         "Phi3ForCausalLM",

@@ -2,7 +2,8 @@
 
 Arrays are made shard by shard: no array exists whole on a host that has a part of it. For each leaf and each shard of
 it on this process' devices, the shard's part of every layer's tensor is copied from the mapped file into one buffer in
-our layout, and the buffer goes to the devices that hold this shard. So the extra memory of a host is one shard.
+our layout, and the buffer goes to the devices that hold this shard. So the extra memory of a host is one shard, and
+the part of one expert where files are in 4 bits.
 """
 
 import collections
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 from meshtrain.errors import Problems, UserError, nearest
 from meshtrain.files import expanded, what_is_at
-from meshtrain.hf import names, tensor_files
+from meshtrain.hf import mxfp4, names, tensor_files
 from meshtrain.hf.config_json import Described, described
 from meshtrain.hf.names import Weight
 from meshtrain.launch import peers
@@ -90,7 +91,11 @@ def _mismatches(
 ) -> list[str]:
     """Returns one line for each tensor that is missing, left over, or of another shape or dtype than the table's."""
     size, problems = names.sizes(model.options), Problems()
-    wanted = {name: names.stored_shape(weight, size) for weight in table for name in names.tensor_names(weight, size)}
+    wanted, packed = dict[str, tuple[int, ...]](), set[str]()
+    for weight in table:
+        shapes = names.tensor_shapes(weight, size)
+        wanted |= shapes
+        packed |= shapes.keys() if weight.is_packed else set()
     left = [name for name in stored if name not in wanted and not names.is_ignored(name, model.options)]
     for name, shape in wanted.items():
         if name not in stored:
@@ -106,9 +111,10 @@ def _mismatches(
                 f"{got.file}: {name}: got shape {list(got.shape)}; allowed: {list(shape)}, by config.json; nearest: "
                 "the files that belong to it"
             )
-        if got.dtype not in tensor_files.READABLE:
+        readable = (mxfp4.DTYPE,) if name in packed else tensor_files.READABLE
+        if got.dtype not in readable:
             problems.add(
-                f"{got.file}: {name}: got dtype {got.dtype}; allowed: {', '.join(tensor_files.READABLE)}; nearest: the "
+                f"{got.file}: {name}: got dtype {got.dtype}; allowed: {', '.join(readable)}; nearest: the "
                 "model before it was quantized"
             )
     for name in left:
@@ -143,8 +149,13 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=disable, file=sys.stderr) as bar:
         for path, leaf in leaves:
             weight = table[path]
-            views = [names.as_ours(tensors[name], weight, size) for name in names.tensor_names(weight, size)]
-            arrays.append(_array(views, leaf, bar, stack=names.stack(weight, size)))
+            stored, stack = names.tensor_names(weight, size), names.stack(weight, size)
+            if weight.is_packed:
+                experts = [one for name in stored for one in names.packed_as_ours(tensors, name, weight, size)]
+                arrays.append(_array(experts, leaf, bar, stack=(*stack, size["E"])))
+            else:
+                views = [names.as_ours(tensors[name], weight, size) for name in stored]
+                arrays.append(_array(views, leaf, bar, stack=stack))
     return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays)
 
 
@@ -198,7 +209,9 @@ def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
     return sum(int(np.prod([end - begin for begin, end in spans])) * leaf.dtype.itemsize for spans in _by_index(leaf))
 
 
-def _array(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, bar: tqdm, *, stack: tuple[int, ...]) -> jax.Array:
+def _array(
+    views: Sequence[np.ndarray | mxfp4.Packed], leaf: jax.ShapeDtypeStruct, bar: tqdm, *, stack: tuple[int, ...]
+) -> jax.Array:
     """Returns a leaf; its leading dims are those of `stack`, and `views` has the tensor of each place in them."""
     shards = []
     for spans, devices in _by_index(leaf).items():

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.hf import mxfp4
 from meshtrain.models.transformer.decoder import DecoderOptions
 
 _GPT2_PREFIX = "transformer."  # old files lack it
@@ -35,6 +36,7 @@ class Weight(NamedTuple):
       layout: of our leaf, without the dims that stack layers and experts with a tensor of their own.
       stored: the layout of the tensor.
       part: index into the dim `3` or `2` of `stored`, or which heads of `J` these are.
+      is_packed: whether the last dim of `stored` is in blocks of MXFP4; E is then the first of both layouts.
     """
 
     path: str
@@ -42,6 +44,7 @@ class Weight(NamedTuple):
     layout: str
     stored: str
     part: int = 0
+    is_packed: bool = False
 
     @property
     def stacks(self) -> str:
@@ -122,6 +125,12 @@ _GPT_OSS = (
     Weight("layers/experts/up_bias", "model.layers.{}.mlp.experts.gate_up_proj_bias", "E X", "E (X 2)", 1),
     Weight("layers/experts/down", "model.layers.{}.mlp.experts.down_proj", "E X D", "E X D"),
     Weight("layers/experts/down_bias", "model.layers.{}.mlp.experts.down_proj_bias", "E D", "E D"),
+)
+# The same matrices in 4 bits, the other way round.
+_PACKED = (
+    Weight("layers/experts/gate", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (X 2) D", 0, True),
+    Weight("layers/experts/up", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (X 2) D", 1, True),
+    Weight("layers/experts/down", "model.layers.{}.mlp.experts.down_proj", "E X D", "E D X", 0, True),
 )
 # The name of the norm before the mlp is that of another one where there are four norms.
 _GEMMA2 = (
@@ -256,8 +265,8 @@ def weights(family: str, options: DecoderOptions) -> list[Weight]:
 def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]:
     """Returns the table with the names and layouts that files use.
 
-    Old files of GPT-2 have no prefix, some of experts have one tensor for all experts of a layer, and some with images
-    have another prefix.
+    Old files of GPT-2 have no prefix, some of experts have one tensor for all experts of a layer, some have these in 4
+    bits, and some with images have another prefix.
 
     Args:
       table: from `weights`.
@@ -267,6 +276,8 @@ def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]
     has_own = any(row.stacks == "LE" for row in table)
     if len(fused) > 1 and has_own:  # files with a tensor for each expert may have the router's name as well
         table = [fused[row.path] if row.path in fused else row for row in table]
+    packed = {row.path: row for row in _PACKED if f"{row.name.format(0)}{mxfp4.BLOCKS}" in names}
+    table = [packed[row.path] if row.path in packed else row for row in table]
     for prefix, replaced in _OF_TEXT.items():
         if any(name.startswith(prefix) for name in names):
             return [row._replace(name=re.sub(f"^{replaced}", prefix, row.name)) for row in table]
@@ -356,6 +367,25 @@ def stored_shape(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
             product *= size[letter]
         shape.append(product)
     return tuple(shape)
+
+
+def tensor_shapes(weight: Weight, size: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Returns name -> shape of the tensors of a file that hold a weight, or other weights with it."""
+    shape, result = stored_shape(weight, size), dict[str, tuple[int, ...]]()
+    for name in tensor_names(weight, size):
+        result |= mxfp4.shapes(name, shape) if weight.is_packed else {name: shape}
+    return result
+
+
+def packed_as_ours(
+    tensors: Mapping[str, np.ndarray], name: str, weight: Weight, size: Mapping[str, int]
+) -> list[mxfp4.Packed]:
+    """Returns the matrix of each expert from a layer's two tensors in MXFP4: views, which read nothing."""
+    blocks, scales = tensors[f"{name}{mxfp4.BLOCKS}"], tensors[f"{name}{mxfp4.SCALES}"]
+    of_blocks = {**size, weight.letters[-1]: scales.shape[-1]}
+    whole = blocks.view([("bytes", np.uint8, mxfp4.BYTES)])[..., 0]  # so that a block is one element
+    numbers, exponents = as_ours(whole, weight, of_blocks)["bytes"], as_ours(scales, weight, of_blocks)
+    return [mxfp4.Packed(*expert) for expert in zip(numbers, exponents, strict=True)]
 
 
 def as_ours(tensor: np.ndarray, weight: Weight, size: Mapping[str, int]) -> np.ndarray:

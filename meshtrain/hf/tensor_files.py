@@ -20,11 +20,13 @@ from safetensors import SafetensorError, safe_open
 
 from meshtrain.errors import Problems
 from meshtrain.files import is_utf8, what_is_at
+from meshtrain.hf import mxfp4
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 READABLE: Mapping[str, np.dtype] = {
     "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16),
 }  # fmt: skip
+_VIEWED = {**READABLE, mxfp4.DTYPE: np.dtype(np.uint8)}  # from which `mxfp4` makes numbers
 _BITS = re.compile(r"\d+")
 _PICKLES = re.compile(r".*\.(bin|pth|pt|ckpt)")
 _AGAIN = "nearest: download it again"
@@ -36,7 +38,7 @@ class Stored(NamedTuple):
 
     Attributes:
       file: that holds it.
-      dtype: as the format names it; one of `READABLE` can be read.
+      dtype: as the format names it; one of `READABLE` can be read, and `U8` where it holds numbers of 4 bits.
       shape: of the tensor.
       begin: its first byte, from the start of the file.
     """
@@ -83,12 +85,12 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
 
 
 def opened(stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
-    """Returns name -> tensor as a read-only view of its file, for readable dtypes; bytes are read where it is used."""
+    """Returns name -> tensor as a read-only view of its file, whose bytes are read where it is used."""
     maps = {file: np.memmap(file, np.uint8, "r") for file in {one.file for one in stored.values()}}
     result = {}
     for name, one in stored.items():
         raw = np.asarray(maps[one.file])[one.begin : one.begin + _num_bytes(one)]
-        result[name] = raw.view(READABLE[one.dtype]).reshape(one.shape)
+        result[name] = raw.view(_VIEWED[one.dtype]).reshape(one.shape)
     return result
 
 

@@ -4,11 +4,13 @@
 
 NAME/ has config.json, config.v4.json (the same with the keys of older files), model.safetensors with random weights,
 norms and biases too, expected.npz (input_ids int32 [2, 24], logits float32 [2, 24, vocabulary]), and teeth.json: by how
-much the logits move where a key has another value, so that a tolerance of 1e-4 notices each.
+much the logits move where a key has another value, so that a tolerance of 1e-4 notices each. Where experts are in 4
+bits (MXFP4), unpacked.json has the SHA-256 of each of their matrices as transformers unpacks it, in bfloat16.
 
 Extras: transformers
 """
 
+import hashlib
 import json
 import pathlib
 import sys
@@ -54,12 +56,26 @@ class Model(NamedTuple):
       kind: its `model_type`.
       options: of its configuration class, besides `SMALL` and `DEFAULT`.
       teeth: keys with other values, by what they change.
+      is_packed: whether experts are in 4 bits, and all else in bfloat16.
     """
 
     kind: str
     options: Mapping[str, Any]
     teeth: Mapping[str, Mapping[str, Any]] = {}
+    is_packed: bool = False
 
+
+GPT_OSS = {
+    **TURNS, "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "rope_parameters": YARN | {"truncate": False},
+}  # fmt: skip
+PACKED = {  # as published
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+EXPONENTS = {"gate_up_proj": 124, "down_proj": 122}  # of 2, with a bias of 127; the largest are 3 more
 
 MODELS: Mapping[str, Model] = {
     "gemma": Model("gemma", {"tie_word_embeddings": True}),
@@ -94,12 +110,10 @@ MODELS: Mapping[str, Model] = {
     ),
     "gpt-oss": Model(
         "gpt_oss",
-        {
-            **TURNS, "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
-            "rope_parameters": YARN | {"truncate": False},
-        },
+        GPT_OSS,
         {"without window": {"layer_types": ["full_attention"] * 2}, "no limit": {"swiglu_limit": 100.0}},
     ),
+    "gpt-oss-mxfp4": Model("gpt_oss", GPT_OSS | {"hidden_size": 64, "intermediate_size": 32}, is_packed=True),
     "olmo2": Model("olmo2", {"head_dim": None}),
     "olmo3": Model(
         "olmo3",
@@ -206,6 +220,8 @@ def make(name: str, folder: pathlib.Path) -> None:
     for key, value in model.named_buffers():
         value.data = torch.randn_like(value) * 0.1 if key.endswith("e_score_correction_bias") else value.data
     model.save_pretrained(folder)
+    if row.is_packed:
+        pack(folder)
     ids = np.random.default_rng(len(name)).integers(0, 67, (2, LENGTH)).astype(np.int32)
     expected = logits(folder, ids)
     np.savez_compressed(folder / "expected.npz", input_ids=ids, logits=expected)
@@ -218,6 +234,31 @@ def make(name: str, folder: pathlib.Path) -> None:
     write_json(folder / "teeth.json", teeth)
     (folder / "generation_config.json").unlink()
     print(f"{sum(path.stat().st_size for path in folder.iterdir()):8,} bytes  {name}  {teeth}", flush=True)
+
+
+def pack(folder: pathlib.Path) -> None:
+    """Replaces the matrices of experts by random ones in 4 bits, and all else by bfloat16."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", stated | {"dtype": "bfloat16", "quantization_config": PACKED})
+    tensors, hashes = {}, {}
+    for key, value in load_file(folder / "model.safetensors").items():
+        kind = key.rpartition(".")[2]
+        if kind not in EXPONENTS:
+            tensors[key] = value.bfloat16()
+            continue
+        experts, rows, columns = value.shape  # as transformers has it in memory, the other way round
+        groups = (experts, columns, rows // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+        scales = torch.randint(EXPONENTS[kind], EXPONENTS[kind] + 4, groups, dtype=torch.uint8)
+        tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        unpacked = convert_moe_packed_tensors(blocks, scales).view(torch.int16).numpy()
+        hashes[key] = hashlib.sha256(unpacked.tobytes()).hexdigest()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    write_json(folder / "unpacked.json", hashes)
 
 
 def moved(folder: pathlib.Path, ids: np.ndarray, expected: np.ndarray, stated: Mapping[str, Any]) -> float:

@@ -138,6 +138,11 @@ REFUSED = {
             "nearest: the copy of this model that is not quantized, in bfloat16 or float32"
         ],
     ),
+    "other bits": (
+        "gpt-oss-mxfp4",
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        ["quantization_config: got {'quant_method': 'bitsandbytes'}; allowed: mxfp4; nearest: the copy of this model"],
+    ),
     "code": ("llama", {"auto_map": {"AutoModel": "x.Y"}}, ["auto_map: got"]),
     "biases": (
         "mistral-window",

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from meshtrain.hf import export, folder
 from meshtrain.sharding.rules import AXES
@@ -49,7 +50,7 @@ def test_logits_of_sharded_weights_are_the_same(name):
     check(name, SHARDED)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "gpt-oss-mxfp4"])
 def test_logits_of_experts_on_several_devices_are_the_same(name):
     check(name, ONE | {"expert": 4, "tensor": 2})
 
@@ -169,6 +170,40 @@ def test_a_shard_of_the_layers_has_its_own_layers():
     tensors = folder.tensor_files.opened(opened.stored)
     views = [tensors[table["layers/mlp_norm/scale"].name.format(layer)] for layer in range(2)]
     np.testing.assert_array_equal(np.asarray(folder._array(views, leaf, Bar(), stack=(2,))), np.stack(views))
+
+
+def test_a_part_of_a_matrix_in_4_bits_is_decoded_from_its_blocks_alone():
+    """Byte 0x52 is 1 and then 3; of the exponents 127 is 1, and 129 is 4."""
+    numbers = np.full((3, 2, 16), 0x52, np.uint8)
+    exponents = np.array([[127, 127], [127, 129], [127, 127]], np.uint8)
+    read = []
+
+    class Watched(np.ndarray):
+        def __getitem__(self, part):
+            read.append(part)
+            return np.asarray(self)[part]
+
+    packed = folder.mxfp4.Packed(numbers.view(Watched), exponents.view(Watched))
+    np.testing.assert_array_equal(packed[slice(61, 66), slice(1, 2)], [[12], [4], [12], [1], [3]])
+    assert read == [(slice(1, 3), slice(1, 2))] * 2
+
+
+def test_tensors_in_4_bits_that_do_not_fit_are_refused_in_a_line_each(tmp_path):
+    shutil.copytree(FIXTURES / "gpt-oss-mxfp4", tmp_path, dirs_exist_ok=True)
+    arrays = folder.tensor_files.opened(folder.tensor_files.tensors(tmp_path)[0])
+    experts = "model.layers.1.mlp.experts"
+    arrays[f"{experts}.down_proj_scales"] = arrays[f"{experts}.down_proj_scales"][:, :1]
+    del arrays[f"{experts}.gate_up_proj_scales"]
+    kept = {name: np.asarray(array) for name, array in arrays.items()}
+    kept[f"{experts}.down_proj_blocks"] = kept[f"{experts}.down_proj_blocks"].astype(np.float32)
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(folder.UserError) as error:
+        folder.opened(tmp_path)
+    lines = sorted(line.partition(f"{experts}.")[2] for line in error.value.problems)
+    assert lines[0].startswith("down_proj_blocks: got dtype F32; allowed: U8; nearest: ")
+    assert lines[1].startswith("down_proj_scales: got shape [4, 1, 1]; allowed: [4, 64, 1], by config.json")
+    assert lines[2].startswith("gate_up_proj_scales: not in the files; ")
+    assert len(lines) == 3
 
 
 def test_padding_of_the_vocabulary_is_zero():
