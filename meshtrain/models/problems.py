@@ -40,6 +40,8 @@ def of_decoder(
             f"model.rope_low, model.rope_high: got {options.rope_low}, {options.rope_high}; allowed: 0 < rope_low < "
             f"rope_high; nearest: 1.0, 4.0"
         )
+    if scaling and scaling.kind == "yarn" and options.rope_base == 1.0:
+        problems.append("model.rope_base: got 1.0; allowed: above 1 with YaRN; nearest: 10000.0")
     return problems
 
 

@@ -74,8 +74,8 @@ def gradients(implementation, placement=None, policy="none", model=MODEL):
     return jax.jit(both)(params)
 
 
-# With scores that are scaled and capped, and a layer without the window.
-ALTERNATING = {"num_layers": 2, "global_every": 2, "attention_cap": 2.0, "attention_scalar": 5}
+# With scores that are scaled and capped, sinks, and a layer without the window.
+ALTERNATING = {"num_layers": 2, "global_every": 2, "attention_cap": 2.0, "attention_scalar": 5, "sinks": True}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,9 @@ ALTERNATING = {"num_layers": 2, "global_every": 2, "attention_cap": 2.0, "attent
         ("splash", {}, {"data": 2, "fsdp": 2, "tensor": 2}),
         ("blockwise", {}, {"data": 2, "fsdp": 2, "tensor": 2}),
         pytest.param("cudnn", {}, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("triton", {"window": 0}, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "triton", {"window": 0, "sinks": True}, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow
+        ),
         pytest.param("splash", ALTERNATING, {"tensor": 2}, marks=pytest.mark.slow),
         pytest.param("blockwise", ALTERNATING, {"tensor": 2}, marks=pytest.mark.slow),
     ],
@@ -124,6 +126,8 @@ def case(head_dim, lengths, dtype, platform, *, documents=False, memory=False, a
         (case(512, LONG, jnp.bfloat16, "gpu"), "blockwise", "no heads of 512"),
         (case(128, LONG, jnp.bfloat16, "gpu", documents=True, window=100), "blockwise", "Pallas kernel no window"),
         (case(128, LONG, jnp.bfloat16, "gpu", cap=1.0), "blockwise", "no capped scores"),
+        (case(64, LONG, jnp.bfloat16, "gpu", sinks=True), "triton", "cuDNN's kernel takes no sinks"),
+        (case(64, LONG, jnp.bfloat16, "gpu", sinks=True, window=128), "blockwise", "Pallas kernel no window"),
         (case(128, LONG, jnp.bfloat16, "gpu", documents=True, memory=True), "blockwise", "no memory"),
         (case(128, (1024, 1024), jnp.bfloat16, "cpu"), "blockwise", "no kernel for cpu"),
         (case(128, (1023, 1024), jnp.bfloat16, "cpu", documents=True), "xla", "small below 1,024"),
