@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from meshtrain.plan import __main__ as plan
+from scripts.benchmarks import finetune
 
 ROOT = pathlib.Path(__file__).parents[2]
 GALLERY = ROOT / "docs" / "gallery"
@@ -30,7 +31,7 @@ def words_of(name, program):
 
 def test_a_page_is_one_screen_with_a_command_and_a_picture():
     pages = {path.stem: path.read_text(encoding="utf-8") for path in GALLERY.glob("*.md")}
-    assert len(pages) == 2
+    assert len(pages) == 3
     for name, text in pages.items():
         assert len(text.splitlines()) <= MOST_LINES, name
         assert "```console\n$ " in text, name
@@ -51,6 +52,14 @@ def test_three_steps_of_ones_own_model_are_the_same_on_64_devices_and_on_one(tmp
         losses.append([row["loss"] for row in rows if "loss" in row])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][-1] < losses[0][0]
+
+
+def test_the_fine_tuning_of_the_page_is_the_one_of_the_guide():
+    """Three steps of which are run by test_own_finetuning.py."""
+    lines = re.sub(r" \\\n +", " ", page("fine_tune")).splitlines()
+    shown = [line for line in lines if line.startswith("$ python -m ")]
+    assert shown
+    assert {*shown} <= {finetune.shown(words) for words in finetune.commands(finetune.FOLDER)}
 
 
 @pytest.mark.gpu_compiler
