@@ -15,7 +15,8 @@ BLOCK = 32
 BYTES = 16
 BLOCKS, SCALES, DTYPE = "_blocks", "_scales", "U8"
 _BYTE = np.arange(256, dtype=np.uint8)
-_NUMBERS = np.stack([_BYTE & 15, _BYTE >> 4], axis=-1).view(jnp.float4_e2m1fn).astype(np.float32)  # byte -> both
+_NUMBERS = np.stack([_BYTE & 15, _BYTE >> 4], axis=-1).view(jnp.float4_e2m1fn).astype(np.float32)
+_PAIRS = _NUMBERS.view(np.complex64)[:, 0]  # byte -> both numbers; one element is looked up faster than two
 
 
 def shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -41,7 +42,7 @@ class Packed:
         rows, columns = part
         first = rows.start // BLOCK
         blocks = slice(first, -(-rows.stop // BLOCK))
-        values = _NUMBERS[self.numbers[blocks, columns]]  # [blocks, columns, 16, 2]
-        values *= self.exponents[blocks, columns].view(jnp.float8_e8m0fnu).astype(np.float32)[..., None, None]
-        of_rows = values.reshape(*values.shape[:2], BLOCK).swapaxes(1, 2).reshape(-1, values.shape[1])
+        values = _PAIRS[self.numbers[blocks, columns]].view(np.float32)  # [blocks, columns, 32]
+        values *= self.exponents[blocks, columns].view(jnp.float8_e8m0fnu).astype(np.float32)[..., None]
+        of_rows = values.swapaxes(1, 2).reshape(-1, values.shape[1])
         return of_rows[rows.start - first * BLOCK : rows.stop - first * BLOCK]
