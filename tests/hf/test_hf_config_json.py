@@ -122,8 +122,14 @@ REFUSED = {
     "windows of layers without them": ("smollm3", {"use_sliding_window": True}, ["use_sliding_window: got True"]),
     "longer texts of phi": (
         "phi3",
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]}},
-        ["rope_parameters.rope_type: got 'longrope'; allowed: default; nearest: none"],
+        {
+            "partial_rotary_factor": 0.75,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]},
+        },
+        [
+            "partial_rotary_factor: got 0.75; allowed: 1.0; nearest: none, this model cannot be imported: attention",
+            "rope_parameters.rope_type: got 'longrope'; allowed: default; nearest: none",
+        ],
     ),
     "two halves of olmo": (
         "olmo3",
