@@ -75,7 +75,10 @@ def _whole(digits: str) -> int | float:
 
 # The option, or the command and its argument -> the schemes of the URLs that its place reads; without an entry none.
 READ: Mapping[str, Sequence[str]] = dict.fromkeys(
-    ("checkpoint.directory", "init_from", "evaluate --workdir", "generate --workdir", "hf --workdir", "verify DIR"),
+    (
+        *("checkpoint.directory", "init_from", "data.path", "data.validation_path", "prepare --path"),
+        *("evaluate --workdir", "generate --workdir", "hf --workdir", "verify DIR"),
+    ),
     ("gs",),
 )
 _MOUNTS = {"s3": "s3fs BUCKET /mnt/BUCKET, and the path below it"}  # what gives the files of a scheme a path

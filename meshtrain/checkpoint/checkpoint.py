@@ -30,8 +30,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from meshtrain.checkpoint import buckets, integrity, retention
-from meshtrain.checkpoint.buckets import Place, reached
+from meshtrain.checkpoint import integrity, retention
 from meshtrain.checkpoint.manager import EXTRA, STATE, manager, renamed
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.cli.tables import format_bytes
@@ -39,6 +38,8 @@ from meshtrain.errors import SaveFailed, UserError, nearest, warn
 from meshtrain.files import JsonObject
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays, Leaf, Shaped, Tree, leaves_with_paths
+from meshtrain.store import buckets
+from meshtrain.store.buckets import Place, reached
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"

@@ -18,10 +18,10 @@ from typing import TypedDict
 
 from etils import epath
 
-from meshtrain.checkpoint import buckets
-from meshtrain.checkpoint.buckets import Place, Unreached, reached
 from meshtrain.errors import UserError
 from meshtrain.files import read_json, what_is_at
+from meshtrain.store import buckets
+from meshtrain.store.buckets import Place, Unreached, reached
 
 MANIFEST = "manifest.json"
 _OWN = "ocdbt.process_"  # the folder of what one process has written, followed by its index

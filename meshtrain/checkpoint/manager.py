@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from meshtrain.checkpoint.buckets import Place
+from meshtrain.store.buckets import Place
 
 STATE, EXTRA = "state", "extra"  # the two folders of a save
 _REPLICA_SLICE_BYTES = 8 << 20

@@ -5,8 +5,6 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from meshtrain.checkpoint import buckets
-from meshtrain.checkpoint.buckets import Place, reached
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.integrity import is_sealed
 from meshtrain.checkpoint.manager import EXTRA, STATE
@@ -15,6 +13,8 @@ from meshtrain.errors import UserError, warn
 from meshtrain.files import JsonObject, expanded, is_url, read_json, what_is_at
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays
+from meshtrain.store import buckets
+from meshtrain.store.buckets import Place, reached
 
 
 def restore_params(

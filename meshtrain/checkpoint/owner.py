@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 
-from meshtrain.checkpoint import buckets
-from meshtrain.checkpoint.buckets import Place, Unreached, reached
 from meshtrain.errors import EXIT_LOST_PEER, UserError, leave_at_once, warn
 from meshtrain.files import JsonObject, read_json
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
+from meshtrain.store import buckets
+from meshtrain.store.buckets import Place, Unreached, reached
 
 OWNER = "owner.json"
 _BEAT_SECONDS, _STALE_SECONDS = 60.0, 600.0

@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from meshtrain.checkpoint import buckets
-from meshtrain.checkpoint.buckets import Place
 from meshtrain.checkpoint.integrity import MANIFEST, is_sealed
 from meshtrain.files import read_json
 from meshtrain.options import AllBut, option
+from meshtrain.store import buckets
+from meshtrain.store.buckets import Place
 
 DAMAGED = "damaged"  # folder beside the checkpoints, for those whose checksums do not match
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # part of the name of a folder that is being written or deleted

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_probl
 from meshtrain.errors import Problems, UserError, nearest, warn
 from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.launch import peers
+from meshtrain.store.buckets import Place
 
 PAIR = ("prompt", "completion")
 ALPACA = ("instruction", "output")
@@ -61,7 +61,7 @@ class Written(NamedTuple):
     ends: bool
 
 
-def read_lines(path: Path, problems: Problems) -> list[Line]:
+def read_lines(path: Place, problems: Problems) -> list[Line]:
     """Returns the lines of a file that are not empty.
 
     Args:
@@ -280,7 +280,7 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
 
 
 def open_whole(
-    options: DataOptions, files: Iterable[Path], tokenizer: Tokenizer, asked: Asked
+    options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, asked: Asked
 ) -> dict[str, FirstFitExamples]:
     """Returns the path of each file -> its examples; see `corpus.open_whole`."""
     examples, empty = dict[str, FirstFitExamples](), Problems()
@@ -300,7 +300,7 @@ def open_whole(
     return examples
 
 
-def lines_of(options: DataOptions, files: Iterable[Path], tokenizer: Tokenizer, vocab_size: int) -> list[Written]:
+def lines_of(options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, vocab_size: int) -> list[Written]:
     """Returns the text of each line of some files.
 
     Raises:

@@ -17,12 +17,13 @@ import numpy as np
 from meshtrain.data import chat
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, num_inputs, pack
-from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_files, is_own
+from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_files, is_own, unmounted
 from meshtrain.data.text import read_documents, share, standard_library
 from meshtrain.data.token_files import document_ends, open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.data.weighted_paths import PATH, Part, named_parts
 from meshtrain.errors import Problems, UserError
+from meshtrain.store.buckets import Place
 
 # Fewer documents than this are split at one position instead of by hash: the share of few hashes would be far off.
 _SPLIT_BY_HASH_FROM = 100
@@ -83,6 +84,8 @@ def vocabulary_of(options: DataOptions) -> int:
 
 
 def _first_file(options: DataOptions) -> Path:
+    if problems := unmounted(options):
+        raise UserError(*problems)
     parts, problems = named_parts(options.path, "")
     if problems:
         raise UserError(*problems)
@@ -99,7 +102,7 @@ def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
     return TokenStream((array,), tokenizer.end_id)
 
 
-def _texts(options: DataOptions, files: Sequence[Path]) -> list[list[str]]:
+def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
     """Returns the documents of each file.
 
     Raises:
@@ -115,7 +118,9 @@ def _texts(options: DataOptions, files: Sequence[Path]) -> list[list[str]]:
     return texts
 
 
-def _text_streams(options: DataOptions, files: Sequence[Path], tokenizer: Tokenizer) -> tuple[TokenStream, TokenStream]:
+def _text_streams(
+    options: DataOptions, files: Sequence[Place], tokenizer: Tokenizer
+) -> tuple[TokenStream, TokenStream]:
     """Returns the streams of both splits: of each document by a hash, or one stream of few documents cut in two.
 
     The hash is of a document's content, which keeps its split when its file is renamed or copied; of the standard
@@ -140,7 +145,7 @@ def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, 
 
 
 def _streams(
-    options: DataOptions, files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int
+    options: DataOptions, files: Sequence[Place], tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[TokenStream, TokenStream, str, str]:
     """Returns the streams of both splits, the digest of their ids, and a description of the source."""
     if options.source == "tokens":

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +26,7 @@ from meshtrain.data.token_files import TokenFile, make_index, read_sidecar, side
 from meshtrain.data.tokenizer import Tokenizer, file_problems, folder_end_token, open_tokenizer, tokenizer_file
 from meshtrain.errors import Problems, UserError, run
 from meshtrain.files import expanded, replacing, what_is_at, write_whole
+from meshtrain.store.buckets import Place
 
 # Text tokenized at a time: enough for the tokenizer's threads, few enough that little memory is taken.
 _GROUP_BYTES = 1 << 20
@@ -33,7 +34,7 @@ _NUM_GROUPS_AHEAD = 2
 _QUIET_SECONDS = 60.0  # between two lines of progress where standard error is no terminal
 
 
-def _groups(files: Sequence[Path], text_field: str) -> Iterator[tuple[list[str], int]]:
+def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str], int]]:
     """Yields documents about a MiB at a time, and how many bytes of the files they took.
 
     Raises:
@@ -73,7 +74,7 @@ def _tokenized(groups: Iterable[tuple[list[str], int]], tokenizer: Tokenizer) ->
 
 
 def _write_tokens(
-    files: Sequence[Path], text_field: str, tokenizer: Tokenizer, out: BinaryIO, bar: tqdm
+    files: Iterable[Place], text_field: str, tokenizer: Tokenizer, out: BinaryIO, bar: tqdm
 ) -> tuple[int, int, str]:
     """Writes the ids of all documents, each followed by the end id; returns (num_tokens, num_documents, sha256)."""
     num_tokens = num_documents = 0
@@ -90,15 +91,14 @@ def _write_tokens(
     return num_tokens, num_documents, digest.hexdigest()
 
 
-def _progress(files: Iterable[Path]) -> tqdm:
+def _progress(file_bytes: Iterable[int]) -> tqdm:
     """Returns a bar over the bytes of the files, with the rate and the time left; in a log it is a line a minute."""
     quiet = 0.1 if sys.stderr.isatty() else _QUIET_SECONDS
-    total_bytes = sum(path.stat().st_size for path in files)
     options = {"unit": "B", "unit_scale": True, "mininterval": quiet, "delay": quiet, "ascii": quiet > 1}
-    return tqdm(total=total_bytes, desc="prepare", **options)
+    return tqdm(total=sum(file_bytes), desc="prepare", **options)
 
 
-def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: bool) -> list[str]:
+def _output_problems(targets: Sequence[Path], files: Iterable[Place], overwrite: bool) -> list[str]:
     """Returns one line for each reason not to write `targets`, the token file first, from `files`."""
     problems, out_path = [], targets[0]
     stands = {target: what for target in targets if (what := what_is_at(target)) != "nothing there"}
@@ -115,7 +115,7 @@ def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: 
             f"--output: got '{out_path}', but the folder '{out_path.parent}' does not exist; nearest: create it; "
             "allowed: a file in a folder that does"
         )
-    if what_is_at(out_path) == "a file" and any(one.samefile(out_path) for one in files):
+    if what_is_at(out_path) == "a file" and any(isinstance(one, Path) and one.samefile(out_path) for one in files):
         problems.append(f"--output: '{out_path}' is also read as text; allowed: another name; nearest: {out_path}.bin")
     return problems
 
@@ -141,7 +141,7 @@ def prepare(
     The description is written after the ids: a token file without one is refused, and in a folder written again.
 
     Args:
-      path: files or globs, comma separated.
+      path: files, objects of buckets (`gs://`), or globs, comma separated.
       output: the .bin file to write; or, with / at its end, a folder to make, for a NAME.bin of each file NAME.
       tokenizer: `bytes`, or the path of a tokenizer.json or its folder.
       end_token: the token that ends a document; `` takes the folder's, else a well-known one, or adds one id.
@@ -176,7 +176,7 @@ def prepare(
     try:
         if is_folder:
             return _write_each(files, out_path, described, overwrite, write)
-        with _progress(files) as bar:
+        with _progress(files.values()) as bar:
             return write(files, out_path, bar)
     except OSError as error:
         why = f"cannot be written ({error.strerror or error})"
@@ -203,7 +203,7 @@ def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str
 
 
 def _write(
-    files: Sequence[Path],
+    files: Iterable[Place],
     out_path: Path,
     bar: tqdm,
     *,
@@ -227,7 +227,7 @@ def _write(
 
 
 def _write_each(
-    files: Sequence[Path], folder: Path, described: TokenFile, overwrite: bool, write: Callable[..., TokenFile]
+    files: Mapping[Place, int], folder: Path, described: TokenFile, overwrite: bool, write: Callable[..., TokenFile]
 ) -> TokenFile:
     """Writes a token file for each file of text, but for those that are whole; see `prepare`."""
     parts = {folder / f"{path.name}.bin": path for path in files}
@@ -245,7 +245,7 @@ def _write_each(
     folder.mkdir(exist_ok=True)
     if whole:
         print(f"{folder}: {len(whole):,} of {len(parts):,} files are whole", flush=True)
-    with _progress([parts[part] for part in left]) as bar:
+    with _progress(files[parts[part]] for part in left) as bar:
         for part in left:
             try:
                 whole[part] = write([parts[part]], part, bar)

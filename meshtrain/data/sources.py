@@ -12,8 +12,10 @@ from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems
 from meshtrain.data.weighted_paths import PATH, named_parts
 from meshtrain.errors import Problems, UserError
+from meshtrain.files import url_problems
 from meshtrain.options import Options, option
 from meshtrain.options import problems as option_problems
+from meshtrain.store.buckets import Place
 
 # Sources of packed tokens -> what they read of what a user may name.
 INPUTS: Mapping[str, tuple[str, ...]] = {
@@ -175,6 +177,12 @@ def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[st
     return problems
 
 
+def unmounted(options: DataOptions) -> list[str]:
+    """Returns one line for each URL of a source that reads files of this machine alone, by maps or in pieces."""
+    paths = {"data.path": options.path, "data.validation_path": options.validation_path}
+    return [line for key, path in paths.items() for line in url_problems(key, path, f"data.source={options.source}")]
+
+
 def fraction_problems(options: DataOptions) -> list[str]:
     """Returns one line where the whole of the data would be for validation."""
     if options.validation_fraction < 1:
@@ -190,14 +198,15 @@ def check(options: DataOptions, reads_data: bool = True) -> list[str]:
       reads_data: whether the files must exist on this machine; if not, only the options themselves are checked.
     """
     inputs = INPUTS[options.source]
-    problems = unread(options, inputs) + fraction_problems(options)
+    urls = unmounted(options) if options.source == "tokens" else []
+    problems = unread(options, inputs) + fraction_problems(options) + urls
     if not reads_data:
         return problems
     if "tokenizer" in inputs and options.tokenizer != "bytes":
         problems += file_problems(options.tokenizer)
     if "chat_template" in inputs:
         problems += chat_template.file_problems(options.chat_template)
-    if "path" in inputs:
+    if "path" in inputs and not urls:
         parts, found = named_parts(options.path, options.validation_path)
         problems += Problems(found).lines()
         if not found:
@@ -207,7 +216,7 @@ def check(options: DataOptions, reads_data: bool = True) -> list[str]:
     return problems
 
 
-def checked_files(options: DataOptions) -> list[Path]:
+def checked_files(options: DataOptions) -> list[Place]:
     """Returns the files of `data.path`, of a source of packed tokens.
 
     Raises:
@@ -234,7 +243,7 @@ def _sidecar_problems(files: Iterable[Path]) -> list[str]:
     return problems
 
 
-def _no_lines(files: Iterable[Path]) -> list[str]:
+def _no_lines(files: Iterable[Place]) -> list[str]:
     """Returns one line for each file that holds no lines or rows, judged by its name."""
     lines = "jq -c '.[]' FILE.json > FILE.jsonl, for a file with one list"
     return [
@@ -246,7 +255,7 @@ def _no_lines(files: Iterable[Path]) -> list[str]:
 
 
 # Of each source that reads `path`: files -> one line for each of another kind.
-_KINDS: Mapping[str, Callable[[Iterable[Path]], list[str]]] = {
+_KINDS: Mapping[str, Callable[[Iterable[Place]], list[str]]] = {
     "text": tokens_as_text,
     "tokens": _sidecar_problems,
     "chat": _no_lines,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from meshtrain.errors import Problems, UserError, nearest
-from meshtrain.files import Json, JsonObject, is_utf8, what_is_at
+from meshtrain.files import Json, JsonObject, is_url, is_utf8, url_problems, what_is_at
+from meshtrain.store.buckets import Place, objects, reached
 
 PARQUET = ".parquet"
 # Names of files with a document in each line or row; corpora call lines .json too where they are compressed.
@@ -24,6 +25,7 @@ _BUFFER_BYTES = 1 << 20
 _ROWS = 64  # of a .parquet decoded at a time: a document may have megabytes
 # What pyarrow, gzip and zlib raise for content that is cut or broken.
 _BROKEN = (OSError, EOFError, ValueError, NotImplementedError, TypeError, MemoryError, zlib.error)
+_KEY = "data.path"
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _ZEROS_IN = 1 << 16  # bytes of a file's beginning in which zero bytes are looked for
 
@@ -78,25 +80,29 @@ def _beside(path: Path) -> str:
     return fix if "did you mean" in fix else f"{fix}; nearest: '{every}'"
 
 
-def find_files(paths: str) -> tuple[list[Path], list[str]]:
+def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
     """Returns the files of `data.path`; none of them is read.
 
     Args:
-      paths: files or globs (`**` for any depth), comma separated.
+      paths: files, objects of buckets, or globs (`**` for any depth), comma separated.
 
     Returns:
-      The files in order, without duplicates, and one line for each problem. Globs skip empty files.
+      The files in order -> their bytes, and one line for each problem. Globs skip empty files.
     """
-    files: dict[Path, None] = {}
+    files: dict[Place, int] = {}
     problems = []
     items = [os.path.expanduser(item.strip()) for item in paths.split(",") if item.strip()]
     if not items:
         problems.append("data.path: got ''; allowed: files or globs, comma separated; nearest: data.source=python")
     for item in items:
         path, what = Path(item), what_is_at(item)
-        if what == "a file":
-            files[path] = None
-            if not path.stat().st_size:
+        if is_url(item):
+            found, lines = _find_objects(item)
+            files |= found
+            problems += lines
+        elif what == "a file":
+            files[path] = path.stat().st_size
+            if not files[path]:
                 problems.append(
                     f"data.path: got '{item}', which is empty; allowed: files with at least one sequence; "
                     f"nearest: '{path.parent}/*'"
@@ -104,11 +110,11 @@ def find_files(paths: str) -> tuple[list[Path], list[str]]:
         elif what == "a folder":
             problems.append(f"data.path: got '{item}', a folder; allowed: files or globs; nearest: '{path}/*'")
         elif what == "nothing there" and glob.has_magic(item):
-            found = [Path(name) for name in sorted(glob.glob(item, recursive=True))]
-            full = [one for one in found if what_is_at(one) == "a file" and one.stat().st_size]
-            files.update(dict.fromkeys(full))
+            names = [Path(name) for name in sorted(glob.glob(item, recursive=True))]
+            full = {one: size for one in names if what_is_at(one) == "a file" and (size := one.stat().st_size)}
+            files |= full
             if not full:
-                said = f"only folders or empty files ({len(found)})" if found else "nothing"
+                said = f"only folders or empty files ({len(names)})" if names else "nothing"
                 problems.append(
                     f"data.path: got '{item}', which matches {said}; allowed: a glob that matches files{_beside(path)}"
                 )
@@ -118,9 +124,28 @@ def find_files(paths: str) -> tuple[list[Path], list[str]]:
     problems += [
         f"data.path: got '{path}', which this user may not read; allowed: readable files; nearest: chmod a+r '{path}'"
         for path in files
-        if not _can_read(path)
+        if isinstance(path, Path) and not _can_read(path)
     ]
-    return list(files), Problems(problems).lines()
+    return files, Problems(problems).lines()
+
+
+def _find_objects(pattern: str) -> tuple[dict[Place, int], list[str]]:
+    """Returns what `find_files` does, of a URL."""
+    if lines := url_problems(_KEY, pattern):  # another scheme, after a `NAME=`
+        return {}, lines
+    folder, _, name = pattern.rpartition("/")
+    try:
+        found = objects(pattern, _KEY)
+        full: dict[Place, int] = {path: num_bytes for path, num_bytes in found.items() if num_bytes}
+        if full:
+            return full, []
+        beside = {path.name: path for path in objects(f"{folder}/*", _KEY)}
+        below = objects(f"{pattern}/*", _KEY)
+    except UserError as error:
+        return {}, list(error.problems)
+    said = f"only empty objects ({len(found)})" if found else "no object"
+    fix = nearest(name, beside) or f"; nearest: '{pattern if below else folder}/*'"
+    return {}, [f"{_KEY}: got '{pattern}', which matches {said}; allowed: objects of a bucket, or globs{fix}"]
 
 
 def _can_read(path: Path) -> bool:
@@ -132,7 +157,7 @@ def _can_read(path: Path) -> bool:
     return True
 
 
-def tokens_as_text(files: Iterable[Path]) -> list[str]:
+def tokens_as_text(files: Iterable[Place]) -> list[str]:
     """Returns one line for each file that holds prepared tokens, to be called where text is to be read.
 
     A token file has its description beside it, or zero bytes. It has to be refused here: the bytes of small ids are
@@ -151,16 +176,18 @@ def tokens_as_text(files: Iterable[Path]) -> list[str]:
     return problems
 
 
-def _has_zeros(path: Path) -> bool:
+def _has_zeros(path: Place) -> bool:
+    if is_table(path):  # refused line by line, and there may be thousands of objects
+        return False
     try:
         with opened(path) as (file, _):
-            return path.suffix != PARQUET and b"\0" in file.read(_ZEROS_IN)
+            return b"\0" in file.read(_ZEROS_IN)
     except UserError:  # reported where it is read
         return False
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def opened(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file of documents; whatever it is that cannot be read in the block is one line.
 
     Yields:
@@ -169,38 +196,39 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     Raises:
       UserError: it cannot be read, is cut or broken, or needs a package that is not installed.
     """
-    try:
-        with path.open("rb") as file:
-            content: BinaryIO = file
-            if path.suffix == ".gz":
-                content = io.BufferedReader(gzip.GzipFile(fileobj=file), _BUFFER_BYTES)
-            elif path.suffix == ".zst":
-                import pyarrow
+    with reached(path, _KEY):
+        try:
+            with path.open("rb") as file:
+                content: BinaryIO = file
+                if path.suffix == ".gz":
+                    content = io.BufferedReader(gzip.GzipFile(fileobj=file), _BUFFER_BYTES)
+                elif path.suffix == ".zst":
+                    import pyarrow
 
-                # Unlike the package zstandard, it notices where a file was cut.
-                content = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), _BUFFER_BYTES)
-            yield content, file
-    except UserError:
-        raise
-    except ImportError as error:
-        raise UserError(
-            f"data.path: got '{path}', which takes the package pyarrow ({error}); allowed: files that take none; "
-            "nearest: pip install 'meshtrain[data]'"
-        ) from error
-    except _BROKEN as error:
-        why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-        raise UserError(
-            f"data.path: '{path}' cannot be read ({why}); allowed: whole files that this user may read; nearest: leave "
-            "it out, or fetch it again"
-        ) from error
+                    # Unlike the package zstandard, it notices where a file was cut.
+                    content = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), _BUFFER_BYTES)
+                yield content, file
+        except UserError:
+            raise
+        except ImportError as error:
+            raise UserError(
+                f"data.path: got '{path}', which takes the package pyarrow ({error}); allowed: files that take none; "
+                "nearest: pip install 'meshtrain[data]'"
+            ) from error
+        except _BROKEN as error:
+            why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+            raise UserError(
+                f"data.path: '{path}' cannot be read ({why}); allowed: whole files that this user may read; nearest: "
+                "leave it out, or fetch it again"
+            ) from error
 
 
-def is_table(path: Path) -> bool:
+def is_table(path: Place) -> bool:
     """Returns whether each line or row of a file is a document, judged by its name."""
     return path.name.endswith(TABLES)
 
 
-def read_rows(path: Path, column: str = "") -> Iterator[tuple[str, bytes | JsonObject, int]]:
+def read_rows(path: Place, column: str = "") -> Iterator[tuple[str, bytes | JsonObject, int]]:
     """Yields the lines of a file that are not empty, or the rows of a .parquet, with little of it in memory.
 
     Args:
@@ -225,7 +253,7 @@ def read_rows(path: Path, column: str = "") -> Iterator[tuple[str, bytes | JsonO
                 yield f"{path}, line {number}", line, end - begin
 
 
-def _parquet_rows(path: Path, file: BinaryIO, column: str) -> Iterator[tuple[str, JsonObject, int]]:
+def _parquet_rows(path: Place, file: BinaryIO, column: str) -> Iterator[tuple[str, JsonObject, int]]:
     import pyarrow.parquet
 
     # Otherwise all that is asked for is read at once, and without a buffer all of a row group.
@@ -238,7 +266,7 @@ def _parquet_rows(path: Path, file: BinaryIO, column: str) -> Iterator[tuple[str
             f"{', '.join(table.schema_arrow.names) or '(none)'}; allowed there: {', '.join(texts) or 'nothing'}"
             f"{nearest(column, texts) or f'; nearest: data.text_field={texts[0] if texts else column}'}"
         )
-    row_bytes = path.stat().st_size // max(table.metadata.num_rows, 1)
+    row_bytes = file.seek(0, os.SEEK_END) // max(table.metadata.num_rows, 1)
     batches = table.iter_batches(_ROWS, columns=[column] if column else None, use_threads=False)
     rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
     for number, row in enumerate(rows, start=1):
@@ -278,7 +306,7 @@ def _row_text(row: bytes | JsonObject, where: str, text_field: str) -> str:
     return text
 
 
-def read_documents(path: Path, text_field: str, problems: Problems) -> Iterator[tuple[str, int]]:
+def read_documents(path: Place, text_field: str, problems: Problems) -> Iterator[tuple[str, int]]:
     """Yields the documents of one file: of each line or row as `is_table` has it, or the whole of any other file.
 
     Args:
@@ -300,8 +328,8 @@ def read_documents(path: Path, text_field: str, problems: Problems) -> Iterator[
                     if problems.is_enough():
                         return
             return
-        with opened(path) as (file, _):
-            content = file.read()
+        with opened(path) as (file, stored):
+            content, num_bytes = file.read(), stored.tell()
     except UserError as error:
         problems.add(str(error))
         return
@@ -314,4 +342,4 @@ def read_documents(path: Path, text_field: str, problems: Problems) -> Iterator[
             f"allowed: text in UTF-8; nearest: {fix}"
         )
         return
-    yield text, path.stat().st_size
+    yield text, num_bytes

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshtrain.data.text import find_files
+from meshtrain.store.buckets import Place
 
 PATH, VALIDATION_PATH = "data.path", "data.validation_path"
 MOST_PERIOD = 100_000  # samples after which each source has its whole share
@@ -23,14 +24,14 @@ class Part(NamedTuple):
     Attributes:
       name: `` for the only source.
       paths: its files or globs, comma separated.
-      files: which these are, in order.
+      files: which these are, in order; in a bucket or on a disk.
       key: the option that names them.
       weight: of a source of a mixture, a whole number.
     """
 
     name: str
     paths: str
-    files: Sequence[Path]
+    files: Sequence[Place]
     key: str = PATH
     weight: int = 1
 
@@ -47,7 +48,7 @@ def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[str]]
             parts = [parts[0]._replace(name="")]
     else:
         files, problems = find_files(path)
-        parts = [Part("", path, files)]
+        parts = [Part("", path, list(files))]
     held, found = _named(_texts(validation_path), VALIDATION_PATH)
     trained = {file for part in parts for file in part.files}
     found += [
@@ -85,7 +86,7 @@ def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[str]]:
             problems.append(
                 f"{key}: got '{name}' twice as a name; allowed: one each; nearest: {name}{len(parts) + 1}={paths}"
             )
-        parts.append(Part(name, paths, files, key))
+        parts.append(Part(name, paths, list(files), key))
     return parts, problems
 
 

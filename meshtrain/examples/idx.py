@@ -49,7 +49,8 @@ def find_images(paths: str, key: str) -> tuple[list[Path], list[str]]:
             f"{key}: got ''; allowed with data.source=idx: files of images, or globs, comma separated; nearest: "
             "data.source=digits"
         ]
-    files, found = find_files(paths)
+    sizes_of, found = find_files(paths)
+    files = list(sizes_of)
     if found:
         return files, [line.replace("data.path", key, 1) for line in found]
     problems, sizes = Problems(), dict[tuple[int, ...], Path]()

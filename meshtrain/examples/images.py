@@ -15,7 +15,7 @@ import numpy as np
 
 from meshtrain.data.corpus import tokenizer_for, vocabulary_of
 from meshtrain.data.own_source import Data, opened
-from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unread
+from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unmounted, unread
 from meshtrain.errors import UserError
 from meshtrain.examples.idx import find_images, read_pairs
 from meshtrain.options import option
@@ -152,8 +152,9 @@ def _split(
 def check(options: ImageOptions, reads_data: bool) -> list[str]:
     """Returns one line for each problem that the options, and the headers of files, show."""
     inputs = ("path", "validation_path") if options.source == "idx" else ()
-    problems = unread(options, inputs, lambda path: "idx") + fraction_problems(options)
-    if reads_data and inputs:
+    urls = unmounted(options) if inputs else []
+    problems = unread(options, inputs, lambda path: "idx") + fraction_problems(options) + urls
+    if reads_data and inputs and not urls:
         problems += find_images(options.path, "data.path")[1]
         if options.validation_path:
             problems += find_images(options.validation_path, "data.validation_path")[1]

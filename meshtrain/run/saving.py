@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 
 from meshtrain.assemble import Assembly
-from meshtrain.checkpoint.buckets import Unreached
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.owner import owned
 from meshtrain.config.config import Config, to_json
@@ -22,6 +21,7 @@ from meshtrain.run import workdir
 from meshtrain.run.evaluation import sets_of
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
+from meshtrain.store.buckets import Unreached
 
 
 def save(assembly: Assembly, checkpoints: Checkpoints, corpus: Data, step: int, state: TrainState) -> dict[str, float]:

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import Assembly, kept_params, learning_rates, stored_params
-from meshtrain.checkpoint.buckets import Unreached
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import find
 from meshtrain.cli import flags
@@ -35,6 +34,7 @@ from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.trees import leaves_with_paths, merged, select
 from meshtrain.step.shardings import shardings
 from meshtrain.step.state import RESIDUAL, TrainState
+from meshtrain.store.buckets import Unreached
 
 _RATE_TOLERANCE = 0.01  # relative: a smaller change of the learning rate gives no warning
 

@@ -28,12 +28,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from meshtrain.checkpoint import buckets
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.integrity import MANIFEST, is_sealed
 from meshtrain.checkpoint.retention import CheckpointOptions, saved_steps
 from meshtrain.errors import run
 from meshtrain.launch import distributed
+from meshtrain.store import buckets
 from scripts.benchmarks.save import example_state
 from tests import bucket_process
 

@@ -7,13 +7,13 @@ import time
 import pytest
 
 from meshtrain import evaluate, generate
-from meshtrain.checkpoint.buckets import place
 from meshtrain.checkpoint.other_runs import recorded
 from meshtrain.checkpoint.owner import OWNER
 from meshtrain.checkpoint.retention import saved_steps
 from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.run import hugging_face, verify
+from meshtrain.store.buckets import place
 from scripts.benchmarks import buckets as program
 
 SAVES = ("checkpoint.every=5", "checkpoint.keep_last=9")

@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket, `gs://bucket/prefix`: what differs from a folder on a disk.
+"""A bucket, `gs://bucket/prefix`, with checkpoints or text: what differs from a folder on a disk.
 
 A prefix has no rename: a save counts once its last objects are there, and a deletion begins with them. The listing has
 the size and the CRC32C of each object, so that no byte is read back. Orbax writes arrays through TensorStore, and small
@@ -30,7 +30,7 @@ COMMITTED = "commit_success.txt"  # Orbax writes it last, where it would rename 
 # Words of what the store says -> what is wrong, and the fix. Any other error is taken for the network's.
 _REASONS = (
     (("401", "nonymous", "redentials"), "no credentials", "gcloud auth application-default login"),
-    (("403", "Forbidden"), "no permission", "the role storage.objectAdmin of the bucket"),
+    (("403", "Forbidden"), "no permission", "the role storage.{} of the bucket"),
     (("",), "no answer", "the same once the network is back"),
 )
 
@@ -39,8 +39,12 @@ class Unreached(UserError):
     """A bucket does not answer, is not there, or refuses this user: one line."""
 
 
-def place(directory: str | os.PathLike[str]) -> Place:
+def place(directory: str | os.PathLike[str], key: str = "") -> Place:
     """Returns a folder with its absolute path, or a prefix of a bucket that is there.
+
+    Args:
+      directory: as the user wrote it.
+      key: see `reached`.
 
     Raises:
       UserError: the bucket cannot be listed, or the package gcsfs is not installed.
@@ -48,7 +52,8 @@ def place(directory: str | os.PathLike[str]) -> Place:
     if not is_url(str(directory)):
         return Path(directory).expanduser().absolute()
     if not importlib.util.find_spec("gcsfs"):
-        raise UserError(f"{directory}: got a bucket; allowed: with the extra 'gcs'; nearest: pip install gcsfs")
+        line = f"{directory}: got a bucket; allowed: with the extra 'gcs'; nearest: pip install gcsfs"
+        raise UserError(_of(key, line))
     # Otherwise a process never sees what others write, and what is raised is printed too, with its stack.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     for library in ("gcsfs", "google.auth"):
@@ -56,17 +61,23 @@ def place(directory: str | os.PathLike[str]) -> Place:
     _wait_longer()
     found = epath.Path(str(directory))
     try:
-        with reached(found):
+        with reached(found, key):
             _client().find(f"{found}/{COMMITTED}")  # an object that is missing is no error, but a bucket is
     except FileNotFoundError as error:
-        fix = f"gcloud storage buckets create {found.parents[-3]}"
-        raise Unreached(f"{found}: got no such bucket; allowed: one that is there; nearest: {fix}") from error
+        fix = f"gcloud storage buckets create gs://{str(found).split('/')[2]}"
+        line = f"{found}: got no such bucket; allowed: one that is there; nearest: {fix}"
+        raise Unreached(_of(key, line)) from error
     return found
 
 
 @contextlib.contextmanager
-def reached(place: Place) -> Iterator[None]:
-    """Raises what a bucket's client raises in the block as Unreached; leaves missing objects, and a disk's errors."""
+def reached(place: Place, key: str = "") -> Iterator[None]:
+    """Raises what a bucket's client raises in the block as Unreached; leaves missing objects, and a disk's errors.
+
+    Args:
+      place: in a bucket, or on a disk.
+      key: the option that names it, where it is only read; with it the line begins.
+    """
     try:
         yield
     except Exception as error:
@@ -74,8 +85,13 @@ def reached(place: Place) -> Iterator[None]:
             raise
         said = first_line(error)
         what, fix = next(rest for words, *rest in _REASONS if any(word in said for word in words))
-        allowed = "allowed: a bucket that this user may list, read and write"
-        raise Unreached(f"{place}: got {what} ({said}); {allowed}; nearest: {fix}") from error
+        rights, role = ("list and read", "objectViewer") if key else ("list, read and write", "objectAdmin")
+        allowed = f"allowed: a bucket that this user may {rights}; nearest: {fix.format(role)}"
+        raise Unreached(_of(key, f"{place}: got {what} ({said}); {allowed}")) from error
+
+
+def _of(key: str, line: str) -> str:
+    return f"{key}: {line}" if key else line
 
 
 @functools.cache
@@ -111,6 +127,22 @@ def listed(place: epath.Path) -> dict[str, tuple[int, str]]:
     found = _client().find(str(place), detail=True)
     above = f"{str(place).partition('://')[2]}/"
     return {name.removeprefix(above): (int(one["size"]), one["crc32c"]) for name, one in found.items()}
+
+
+def objects(pattern: str, key: str) -> dict[epath.Path, int]:
+    """Returns the objects that a URL or a glob matches -> their bytes, in the order of their names, by one listing.
+
+    Args:
+      pattern: `gs://bucket/...`, where `**` is any depth.
+      key: the option that names it.
+
+    Raises:
+      UserError: as in `place`.
+    """
+    with reached(place(pattern, key), key):
+        found = _client().glob(pattern, detail=True)
+    files = sorted((name, int(one["size"])) for name, one in found.items() if one["type"] == "file")
+    return {epath.Path(f"gs://{name}"): num_bytes for name, num_bytes in files}
 
 
 def write(path: Place, text: str, *, is_new: bool = False) -> None:
