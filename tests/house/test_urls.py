@@ -1,6 +1,6 @@
 """A URL is refused wherever a path of this machine is read: every path of the configuration and every argument.
 
-Where checkpoints are read or written, a bucket of `gs://` is taken and every other URL refused.
+Where checkpoints are read or written, and text is read, a bucket of `gs://` is taken and every other URL refused.
 """
 
 import argparse
@@ -21,7 +21,7 @@ S3 = "s3://bucket/one"
 S3_LINE = f"got '{S3}', a URL; allowed: a path of this machine, gs://; nearest: s3fs BUCKET /mnt/BUCKET, and the path "
 S3_LINE += "below it"
 TAKE_BUCKETS = {
-    *("init_from", "checkpoint.directory"),
+    *("init_from", "checkpoint.directory", "data.path", "data.validation_path", "prepare --path"),
     *("evaluate --workdir", "generate --workdir", "hf --workdir", "verify DIR"),
 }
 # Texts that are no paths. A new text stands here, or the metavar of its argument says FILE, DIR or RUN.
@@ -114,6 +114,16 @@ def test_a_data_function_of_the_user_s_reads_what_it_likes():
     assert resolve({}, options | {"model.vocab_size": "257"}, reads_data=False).data.path == URL
 
 
+@pytest.mark.parametrize("source", ["tokens", "idx"])
+@pytest.mark.parametrize("reads_data", [True, False])
+def test_a_source_that_maps_or_opens_files_refuses_a_bucket(source, reads_data):
+    task = {"task": "convnet"} if source == "idx" else {"model.vocab_size": "257"}
+    options = task | {"data.source": source, "data.path": URL, "data.validation_path": URL}
+    with pytest.raises(UserError) as caught:
+        resolve({}, options, reads_data=reads_data)
+    assert caught.value.problems == (f"data.path: {LINE}", f"data.validation_path: {LINE}")
+
+
 @pytest.mark.parametrize("directory", [URL, "file:///tmp/run", "S3://bucket/run", " gs://bucket/run"])
 def test_a_run_s_folder_given_in_python_is_no_url(tmp_path, monkeypatch, directory):
     monkeypatch.chdir(tmp_path)
@@ -128,7 +138,8 @@ def test_other_names_with_colons_are_paths(path):
 
 
 def test_one_of_several_paths_is_enough():
-    assert len(files.url_problems("data.path", f"a.txt, {URL}/*.txt,b.txt")) == 1
+    assert len(files.url_problems("data.tokenizer", f"a.txt, {URL}/*.txt,b.txt")) == 1
+    assert len(files.url_problems("data.path", f"a.txt, {URL}/*.txt,{S3}")) == 1
 
 
 def test_a_scheme_that_a_place_reads_is_one_entry():
@@ -136,5 +147,5 @@ def test_a_scheme_that_a_place_reads_is_one_entry():
     assert files.url_problems("init_from", URL) == []
     assert files.url_problems("--workdir", URL, "verify") == [f"--workdir: {LINE}"]
     assert [len(files.url_problems("init_from", url)) for url in ("GS://bucket/one", " gs://bucket/one")] == [1, 1]
-    assert files.url_problems("data.path", URL) == [f"data.path: {LINE}"]
+    assert files.url_problems("data.tokenizer", URL) == [f"data.tokenizer: {LINE}"]
     assert "allowed: a path of this machine, gs://;" in files.url_problems("init_from", "s3://bucket/one")[0]
