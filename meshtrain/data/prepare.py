@@ -282,9 +282,14 @@ def main(arguments: Sequence[str]) -> None:
     """Parses the command line, writes the token file, and prints what it holds."""
     parser = flags.Parser(prog="python -m meshtrain prepare", description=__doc__, allow_abbrev=False)
     kinds = ".txt, .py, .jsonl, .parquet, and text as .gz or .zst"
-    parser.add_argument("--path", metavar="FILES", required=True, help=f"files or globs, commas between: {kinds}")
     parser.add_argument(
-        "--output", metavar="FILE", required=True, help="the .bin file, or FOLDER/ for one of each file"
+        "--path", metavar="FILES", required=True, help=f"files or globs, also of gs://, commas between: {kinds}"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        required=True,
+        help="the .bin file; or FOLDER/ for one of each, which resumes after a kill",
     )
     parser.add_argument("--tokenizer", metavar="FILE", default="bytes", help="bytes, or a tokenizer.json or its folder")
     parser.add_argument("--end_token", default="", help="the token that ends a document")

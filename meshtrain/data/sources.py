@@ -49,7 +49,8 @@ class DataOptions:
         "",
         "files or globs, comma separated: .txt, .py, .jsonl, .parquet, those of text also as .gz, .zst, for text; .bin "
         "for tokens; .jsonl, .parquet for chat; images for idx, whose labels are beside them; '' otherwise. "
-        "FILES:WEIGHT, comma separated, is a mixture by shares of sequences, of text, tokens or chat",
+        "FILES:WEIGHT, comma separated, is a mixture by shares of sequences, of text, tokens or chat. Text and chat "
+        "may lie in a bucket, gs://",
         names="path",
     )
     validation_path: str = option(

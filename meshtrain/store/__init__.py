@@ -1,4 +1,4 @@
-"""Where is it kept? Buckets of objects, `gs://bucket/prefix`, beside the folders of a disk.
+"""What is not on a disk? Buckets: their objects as places, listings and writes, and one line where one refuses.
 
-Checkpoints are written there and text is read from there. Whatever a bucket refuses is one line for the user.
+Checkpoints are written there, and text is read from there.
 """

@@ -86,6 +86,23 @@ def test_a_bucket_without_rights_is_refused_before_anything_is_written(bucket_se
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_goes_on_from_text_in_a_bucket_and_notices_that_an_object_has_changed(
+    stopped, straight, run, command, bucket, corpus
+):
+    directory, changes = stopped("mesh.fsdp=2"), ("mesh.fsdp=2", f"data.path={bucket}-text/*.txt")
+    text = place(f"{bucket}-text") / "words.txt"
+    text.write_text(corpus.read_text()[1:])
+    [line] = refused(command(directory, *changes))
+    assert "learned from data with hash" in line
+    text.write_text(corpus.read_text())
+    for _ in range(2):  # the second start finds a run that is done
+        again = run(directory, *changes)
+        assert again.losses.items() <= straight.losses.items()
+    text.write_text(corpus.read_text()[1:])
+    [line] = refused(command(directory, *changes))
+    assert "learned from data with hash" in line
+
+
 @pytest.mark.slow
 def test_other_commands_read_the_bucket_or_the_workdir_that_names_it(ran, run, bucket, tmp_path, capsys):
     for where in (bucket, str(ran.directory)):
