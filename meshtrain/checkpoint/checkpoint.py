@@ -143,11 +143,15 @@ class Checkpoints:
         return True
 
     def rate(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the metrics of a step's evaluation if `CheckpointOptions.keep_best` asks for it; process 0 writes."""
+        """Records the metrics of a step's evaluation if `CheckpointOptions.keep_best` asks for it; process 0 writes.
+
+        What is then no longer among the best is deleted after the save in flight is sealed.
+        """
         if self._options is not None and self._options.keep_best and peers.is_main_process():
             try:
                 with reached(self.directory):
                     retention.rate(self.directory, step, values)
+                self._thread.submit(self._prune)
             except buckets.Unreached as error:
                 warn(f"{error}; step {step} is not among the best")
 
@@ -291,10 +295,13 @@ class Checkpoints:
                 raise
 
     def _seal(self, step: int, has_failed: threading.Event) -> None:
-        assert self._options is not None
         is_sealed = integrity.seal(self.directory / str(step), peers.index(), peers.count(), has_failed.is_set)
         if is_sealed and peers.is_main_process():
-            retention.prune(self.directory, self._options, higher_is_better=self._higher_is_better)
+            self._prune()
+
+    def _prune(self) -> None:
+        assert self._options is not None
+        retention.prune(self.directory, self._options, higher_is_better=self._higher_is_better)
 
     def _failure(self, step: int, error: Exception) -> SaveFailed:
         """Returns the exception for a failed save, and makes a new manager, so that the next save may succeed."""

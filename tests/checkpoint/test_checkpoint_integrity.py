@@ -344,6 +344,16 @@ def test_old_saves_go_once_the_new_one_is_sealed_and_the_best_stays(higher_is_be
     assert read_ratings(tmp_path)[2] == {"eval_loss": 0.3}
 
 
+def test_a_rating_after_the_seal_deletes_what_was_best_before(tmp_path):
+    options = CheckpointOptions(keep_last=1, keep_best=1)
+    with Checkpoints(tmp_path, options) as checkpoints:
+        for step, loss in ((1, 0.9), (2, 0.8)):
+            checkpoints.save(step, state(step), {})
+            checkpoints.wait()
+            checkpoints.rate(step, {"eval_loss": loss})
+    assert saved_steps(tmp_path) == [2]
+
+
 @pytest.mark.parametrize("content", ["[" * 200_000, "", "[1]", '{"x": 1}', '{"1": "low"}'])
 def test_damaged_ratings_are_none(content, tmp_path):
     (tmp_path / RATINGS).write_text(content)
