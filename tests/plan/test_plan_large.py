@@ -1,4 +1,4 @@
-"""The four large configurations, planned for the clusters that their title pages name: minutes each."""
+"""Large configurations, planned for the clusters that their title pages name; `scripts/bench plan` has all of them."""
 
 import pathlib
 import runpy
@@ -10,12 +10,7 @@ from meshtrain.plan import text_report
 from tests.plan.conftest import planned
 
 ROOT = pathlib.Path(__file__).parents[2]
-LARGE = {
-    "llama3_8b": "h100:8x8",
-    "llama3_70b": "a100:256x8",
-    "gpt3_175b": "a100:512x8",
-    "mtnlg_530b": "a100:560x8",
-}
+LARGE = {"llama3_8b": "h100:8x8", "llama3_70b": "a100:256x8", "mtnlg_530b": "a100:560x8"}
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.slow]
 

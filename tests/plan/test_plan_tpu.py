@@ -88,14 +88,9 @@ def test_the_kernel_runs_in_a_pipeline_stage_and_not_again_in_its_backward_rows(
 
 def test_long_sequences_need_no_matrix_of_probabilities():
     long = dataclasses.replace(CONFIG, sequence_length=4096, model=dataclasses.replace(MODEL, num_layers=1))
-    written_out = dataclasses.replace(long, model=dataclasses.replace(long.model, attention="xla"))
-    kernel, xla = (planned("v5e:2x4", config) for config in (long, written_out))
-    assert (kernel.compiled.attention, xla.compiled.attention) == ("splash", "xla")
-    matrix_bytes = 4 * 4096 * 4096 * 4
-    saved = xla.memory.compiler.temporary_bytes - kernel.memory.compiler.temporary_bytes
-    assert saved > 0.9 * matrix_bytes
-    assert kernel.memory.compiler.temporary_bytes < 0.2 * matrix_bytes
-    assert any("4096 x 4096 numbers" in finding.what for finding in findings(xla))
+    kernel = planned("v5e:2x4", long)
+    assert kernel.compiled.attention == "splash"
+    assert kernel.memory.compiler.temporary_bytes < 0.2 * (4 * 4096 * 4096 * 4)  # float32 of four heads
     assert not any("4096 x 4096 numbers" in finding.what for finding in findings(kernel))
 
 
