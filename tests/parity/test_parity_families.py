@@ -45,12 +45,7 @@ SLOW = [
     (SINKS, {"pipeline": 2, "data": 2}, {}),
     (GPT_OSS, {"expert": 2, "tensor": 2}, {"num_steps": 2}),
     (SINKS_IN_BLOCKS, {"context": 4, "fsdp": 2}, {}),
-    (
-        DEEPSEEK,
-        {"data": 2, "expert": 2, "pipeline": 2},
-        {"zero": ZeroOptions(level=1), "remat": RematOptions("selective")},
-    ),
-    (DEEPSEEK, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {"pipeline": IN_CHUNKS, "remat": RematOptions("full")}),
+    (DEEPSEEK, {"data": 2, "expert": 2, "pipeline": 2}, {"pipeline": IN_CHUNKS, "remat": RematOptions("selective")}),
     (DEEPSEEK, {"context": 2, "tensor": 2, "data": 2}, {"accumulation_steps": 2, "zero": ZeroOptions(level=2)}),
     (LATENT_IN_BLOCKS, {"context": 4, "fsdp": 2}, {}),
 ]

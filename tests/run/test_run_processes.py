@@ -122,18 +122,18 @@ def worker(launcher, index):
 
 
 def test_any_number_of_processes_gives_the_same_numbers_and_goes_on_with_what_another_has_saved(finished, tmp_path):
-    """Two compile on their own, as users' processes do; process 0 compiles for the four, and for the eight."""
+    """Two compile on their own, as users' processes do; process 0 compiles for the four."""
     alone = finished(tmp_path / "1", *THREE_AXES, *STEADY, *SIX_STEPS, processes=1, devices=8)
     assert list(alone) == list(range(1, 7))
-    half = finished(tmp_path / "2", *THREE_AXES, *STEADY, "num_steps=3", processes=2, devices=4, program=PROGRAM)
+    half = finished(tmp_path / "2", *THREE_AXES, *STEADY, "num_steps=3", processes=4, devices=2)
     np.testing.assert_allclose(list(half.values()), [alone[step] for step in half], rtol=1e-5)
     # Half of it here, half of it elsewhere: other processes, another mesh.
-    whole = finished(tmp_path / "2", "mesh.fsdp=4", *STEADY, "num_steps=6", processes=4, devices=1)
+    whole = finished(tmp_path / "2", "mesh.fsdp=4", *STEADY, "num_steps=6", processes=2, devices=2, program=PROGRAM)
     assert list(whole) == list(alone)
     np.testing.assert_allclose(list(whole.values()), list(alone.values()), rtol=1e-5)
-    many = finished(tmp_path / "8", *THREE_AXES, *STEADY, *SIX_STEPS, processes=8, devices=1)
-    np.testing.assert_allclose(list(many.values()), list(alone.values()), rtol=1e-5)
-    samples = [(tmp_path / name / "samples.txt").read_text() for name in ("1", "8")]
+    two = finished(tmp_path / "4", *THREE_AXES, *STEADY, *SIX_STEPS, processes=4, devices=2)
+    np.testing.assert_allclose(list(two.values()), list(alone.values()), rtol=1e-5)
+    samples = [(tmp_path / name / "samples.txt").read_text() for name in ("1", "4")]
     assert samples[0] == samples[1]
     assert "the pipeline of 2 is folded into tensor" in samples[0]
 
@@ -203,8 +203,8 @@ def test_a_workdir_in_use_is_refused_and_one_that_was_left_is_not(launched, comm
     wait_for_step(third, 1)
 
 
-def test_killed_twenty_times_it_ends_with_the_weights_of_a_run_that_was_not(launched, finished, tmp_path):
-    last = "1000"
+def test_killed_eight_times_it_ends_with_the_weights_of_a_run_that_was_not(launched, finished, tmp_path):
+    last = "500"
     changes = ("mesh.fsdp=2", *STEADY, *SMALL, f"num_steps={last}", "checkpoint.every=20", "eval_every=0")
     straight = finished(tmp_path / "straight", *changes, processes=1, devices=2)  # and fills the cache
     begun = time.monotonic()
@@ -212,13 +212,13 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_a_run_that_was_not(laun
     wait_for_step(process, 1)
     seconds = time.monotonic() - begun
     chance, steps = random.Random(4), []
-    for number in range(20):
+    for number in range(8):
         if number % 2:
             time.sleep(chance.uniform(0.3, 1.0) * seconds)  # somewhere before its first step
         else:
             # Somewhere in its steps and their saves: a save every twenty steps takes as long as twenty steps.
             shown = (line for line in process.stdout if re.search(r"step +\d+/", line))
-            collections.deque(itertools.islice(shown, chance.randint(1, 80)), maxlen=0)
+            collections.deque(itertools.islice(shown, chance.randint(1, 60)), maxlen=0)
             time.sleep(chance.uniform(0, 0.05))
         if alive := worker(process, 0):
             with contextlib.suppress(ProcessLookupError):
@@ -229,7 +229,7 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_a_run_that_was_not(laun
     out, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 0, out
     assert steps == sorted(steps)
-    assert len(set(steps)) > 3, "the kills came before anything was saved, or after everything was"
+    assert len(set(steps)) > 2, "the kills came before anything was saved, or after everything was"
     assert losses(tmp_path / "killed") == straight
     weights = [final_weights(tmp_path / run / "checkpoints" / last) for run in ("straight", "killed")]
     assert weights[0] == weights[1]
