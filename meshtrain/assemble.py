@@ -380,6 +380,7 @@ def _update(
         scaling,
         lambda opt_state, norm: offload.fetched(opt_state, moments, after=norm),
         replicas.trained,
+        average_decay=config.optimizer.average,
     )
     if reduction is not None and reduction.update is not None:
         late: Update = reduction.update(update, replicas.reduce, after_update)

@@ -25,7 +25,7 @@ from meshtrain.launch import peers
 from meshtrain.models.task import Params, Task
 from meshtrain.run.evaluation import Sums, first_examples, means, sets_of, summed, together
 from meshtrain.run.opened import open_data, open_files, text_of
-from meshtrain.run.weights import assembled, configuration, restored
+from meshtrain.run.weights import LAST, add_weights, assembled, choice_problems, configuration, restored
 from meshtrain.sharding.mesh import describe
 
 Values = Mapping[str, float]
@@ -159,10 +159,11 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     )
     extra.add_argument("--step", type=int, help="the checkpoint to evaluate (default: the newest)")
     extra.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    add_weights(extra)
     arguments = flags.arguments(argv, extra)
     if NAMED & arguments.overrides.keys():  # they are scored alone
         arguments.overrides.setdefault("data.validation_path", "")
-    problems = []
+    problems = choice_problems(arguments.weights, arguments.workdir)
     if arguments.step is not None and arguments.step < 0:
         problems.append(f"--step: got {arguments.step}; allowed: the step of a checkpoint; nearest: leave it out")
     return arguments, configuration(arguments, problems, reads_data=True)
@@ -180,14 +181,15 @@ def main(argv: Sequence[str]) -> int:
     if is_described(arguments.workdir) and VALIDATION in scored.parts:  # a folder brings no data of its own
         parts = {f"{VALIDATION} of data.source={config.data.source}": scored.parts[VALIDATION]}
         scored = dataclasses.replace(scored, parts=parts)
-    params, step = restored(assembly, arguments.workdir, arguments.step)
+    params, step = restored(assembly, arguments.workdir, arguments.step, arguments.weights)
     values, total = evaluated(assembly, params, scored)
     if not peers.is_main_process():
         return 0
     if arguments.json:
         print(as_json(values, total, str(arguments.workdir), step))
     else:
-        what = "" if is_described(arguments.workdir) else f"step {step} of "  # a folder has no steps
+        averages = "" if arguments.weights == LAST else "averages at "
+        what = "" if is_described(arguments.workdir) else f"{averages}step {step} of "  # a folder has no steps
         print(f"{what}{arguments.workdir} on {describe(assembly.mesh)}\n")
         print(table(values, total, assembly.task.unit))
     return 0

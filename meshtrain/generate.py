@@ -21,7 +21,7 @@ from meshtrain.launch import peers
 from meshtrain.models.task import Decode
 from meshtrain.run.generating import decode_of, generator, problems_of_task
 from meshtrain.run.opened import text_of
-from meshtrain.run.weights import assembled, configuration, restored
+from meshtrain.run.weights import add_weights, assembled, choice_problems, configuration, restored
 
 MAX_TEMPERATURE = 1_000_000  # at which all tokens are equally probable
 MAX_TOKENS, MAX_SAMPLES, MAX_SEED, MAX_STEP = 1_000_000, 100_000, 2**32 - 1, 10**12
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="of the random numbers (default: the run's seed)")
     parser.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
     parser.add_argument("--out", metavar="FILE", help="writes the texts to a .jsonl file instead of printing them")
+    add_weights(parser)
     return parser
 
 
@@ -150,7 +151,8 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = flags.arguments(argv, _parser())
     prompts, problems = _prompts(arguments)
-    config = configuration(arguments, [*_number_problems(arguments), *problems], reads_data=False)
+    problems += [*_number_problems(arguments), *choice_problems(arguments.weights, arguments.workdir)]
+    config = configuration(arguments, problems, reads_data=False)
     assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
     if problems := problems_of_task(assembly):
         raise UserError(*problems)
@@ -167,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
         asked = in_chat(prompts, open_template(config.data.tokenizer, config.data.chat_template))
     ids = encoded(asked, tokenizer.encode, assembly.task.vocab_size, decode)
     num_tokens = _num_tokens(arguments.num_tokens, decode, max(len(one) for one in ids))
-    params, _ = restored(assembly, arguments.workdir, arguments.step)
+    params, _ = restored(assembly, arguments.workdir, arguments.step, arguments.weights)
     default_temperature = DEFAULT_TEMPERATURE if continues else 0.0
     temperature = default_temperature if arguments.temperature is None else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p)

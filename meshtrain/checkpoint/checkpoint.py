@@ -43,6 +43,7 @@ from meshtrain.store.buckets import Place, reached
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"
+AVERAGES = "opt_state/averaged_weights"  # see `optim/average.py`
 _LOOK_SECONDS = 1.0
 _MAX_MISMATCHES = 5
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -219,10 +220,13 @@ class Checkpoints:
           A pytree of jax.Array of the same structure, bitwise what was saved.
 
         Raises:
-          UserError: no such step; or an array is missing, is left over, or has another shape or dtype.
+          UserError: no such step; or an array is missing, is left over, or has another shape or dtype. Averages of
+            weights may be left over.
         """
-        wanted = leaves_by_path(abstract_state)
-        _refuse_mismatches(self.directory / str(step), self._stored(step), wanted)
+        wanted, stored = leaves_by_path(abstract_state), self._stored(step)
+        left = [path for path in stored if path.startswith(f"{AVERAGES}/") and path not in wanted]
+        stored = {path: leaf for path, leaf in stored.items() if path not in left}
+        _refuse_mismatches(self.directory / str(step), stored, wanted)
         return self._read(step, wanted, abstract_state)
 
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
@@ -233,23 +237,33 @@ class Checkpoints:
         """
         return {path: tuple(leaf.shape) for path, leaf in self._stored(step).items()}
 
-    def restore_params(self, step: int, abstract_params: Arrays, rounded: Collection[str] = ()) -> Arrays:
-        """Reads only the weights of a step; the optimizer's arrays are not touched.
+    def restore_params(
+        self, step: int, abstract_params: Arrays, rounded: Collection[str] = (), *, averaged: bool = False
+    ) -> Arrays:
+        """Reads only the weights of a step, or their averages; the optimizer's other arrays are not touched.
 
         Args:
           step: one of `steps()`.
           abstract_params: pytree of jax.ShapeDtypeStruct with shardings, as `params` is in the state.
           rounded: paths in `abstract_params` of weights that are read in another dtype than they were saved in.
+          averaged: whether averages are read where weights have some, rounded to the dtypes of these weights.
 
         Returns:
           A pytree of jax.Array of the same structure.
 
         Raises:
-          UserError: as `restore`, about the weights only.
+          UserError: as `restore`, about the weights only; or the step has no averages and they are asked for.
         """
         self.refuse_other_params(step, abstract_params, rounded)
-        wrapped = {_PARAMS: abstract_params}
-        return self._read(step, leaves_by_path(wrapped), wrapped)[_PARAMS]
+        stored, weights = self._stored(step) if averaged else {}, leaves_by_path(abstract_params)
+        in_place = {path: f"{AVERAGES}/{path}" for path in weights if f"{AVERAGES}/{path}" in stored}
+        if averaged and not in_place:
+            raise UserError(
+                f"--weights: got average, and step {step} in {self.directory} has no averages; allowed: those of a run "
+                "with optimizer.average; nearest: --weights=last"
+            )
+        wanted = {in_place[path] if path in in_place else f"{_PARAMS}/{path}": leaf for path, leaf in weights.items()}
+        return self._read(step, wanted, abstract_params)
 
     def refuse_other_params(self, step: int, abstract_params: Arrays, rounded: Collection[str] = ()) -> None:
         """Compares shapes and dtypes of the weights of a step with `abstract_params`; reads no array.

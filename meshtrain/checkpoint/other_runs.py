@@ -18,7 +18,12 @@ from meshtrain.store.buckets import Place, reached
 
 
 def restore_params(
-    directory: str | Path, step: int | None, abstract_params: Arrays, rounded: Collection[str] = ()
+    directory: str | Path,
+    step: int | None,
+    abstract_params: Arrays,
+    rounded: Collection[str] = (),
+    *,
+    averaged: bool = False,
 ) -> tuple[Arrays, int]:
     """Reads the weights of one of another run's checkpoints onto this run's shardings.
 
@@ -27,6 +32,7 @@ def restore_params(
       step: of the checkpoint; None: the newest one that is whole.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings.
       rounded: paths of weights that are read in another dtype than they were saved in.
+      averaged: see `Checkpoints.restore_params`.
 
     Returns:
       A pytree of jax.Array of the same structure, bitwise the other run's weights but for rounded ones; and the step.
@@ -43,7 +49,7 @@ def restore_params(
             assert step is not None, "find returns only directories with a complete step"
             for line in damaged if peers.is_main_process() else ():
                 warn(line)
-        return checkpoints.restore_params(step, abstract_params, rounded), step
+        return checkpoints.restore_params(step, abstract_params, rounded, averaged=averaged), step
 
 
 def recorded(directory: str | Path) -> JsonObject:

@@ -37,6 +37,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "how long the run goes on, and the decay of the learning rate that belongs to it": (
         "num_steps", "learning_rate.decay_steps",
     ),
+    "what is averaged beside the weights: averages move none of them": ("optimizer.average",),
     # A spike rule decides which later steps are skipped; users change it on resume to skip other ones.
     "when a run gives up": ("guard", "watchdog_seconds"),
 }  # fmt: skip

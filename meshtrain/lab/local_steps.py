@@ -118,6 +118,11 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
         )
     if config.offload.moments:
         problems.append(f"offload.moments: got True with {given}; allowed: False; nearest: offload.moments=False")
+    if config.optimizer.average:
+        problems.append(
+            f"optimizer.average: got {config.optimizer.average} with {given}, where each group would average weights "
+            "that its outer step replaces; allowed: 0; nearest: optimizer.average=0"
+        )
     if options.outer_momentum >= 1:
         problems.append(
             f"local_steps.outer_momentum: got {options.outer_momentum}; allowed: at least 0 and below 1; nearest: 0.9"

@@ -17,6 +17,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from meshtrain.errors import UserError
 from meshtrain.optim import moments, trainable
 from meshtrain.optim.adafactor import scale_by_adafactor
+from meshtrain.optim.average import with_averages
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
 from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, option, problems, raised
@@ -143,6 +144,12 @@ class OptimizerOptions:
         256, "elements of a matrix that share a scale, with 8-bit moments; a power of two",
         only_for={"moments": ("8bit",), "name": WITH_MOMENTS},
     )  # fmt: skip
+    average: float = option(
+        0.0,
+        "decay of an average of the trained weights (0.999 is usual), which evaluate, generate and hf export take with "
+        "--weights=average; 0: none",
+        minimum=0.0,
+    )
     balance_rate: float = option(
         0.001,
         "by which the bias of an expert moves in a step against its load, with model.router=sigmoid",
@@ -161,7 +168,7 @@ def check(options: OptimizerOptions, path: str = "optimizer") -> list[str]:
     """Returns one line for each problem that `options.problems` does not check: limits from above, and the pattern."""
     above = [
         f"{path}.{name}: got {getattr(options, name)}; allowed: at least 0 and below 1; nearest: 0.999"
-        for name in ("beta1", "beta2", "momentum")
+        for name in ("beta1", "beta2", "momentum", "average")
         if getattr(options, name) >= 1
     ]
     above += moments.check_block(options.moment_block, f"{path}.moment_block")
@@ -190,7 +197,7 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Names
 
     Returns:
       A transformation whose `update` needs the parameters. Its moments are stored as `options.moments` says; those of
-      adafactor are float32.
+      adafactor are float32. With `options.average` its state is `average.Averaged`, and the step moves the averages.
 
     Raises:
       UserError: options out of bounds, one line each; or what is wrong with a user's function, one line, which may
@@ -203,9 +210,9 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Names
     logical_axes = map_axes(lambda axes: optax.MaskedNode() if is_router_bias(axes) else axes, logical_axes)
     make = _built_in if options.name in NAMES else _own
     moved = make(options, schedule, logical_axes)
-    if "biases" not in jax.tree.leaves(labels):
-        return moved
-    return optax.partition({"biases": optax.set_to_zero(), "others": moved}, labels)
+    if "biases" in jax.tree.leaves(labels):
+        moved = optax.partition({"biases": optax.set_to_zero(), "others": moved}, labels)
+    return with_averages(moved) if options.average else moved
 
 
 def _built_in(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.GradientTransformation:

@@ -2,7 +2,7 @@
 
 python -m meshtrain hf config DIR > configs/mine.py
 python -m meshtrain hf import DIR --to=runs/mine
-python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16] [--adapters]
+python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16] [--adapters] [--weights=average]
 """
 
 import argparse
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--adapters", action="store_true", help="for export: the adapters alone, for the package peft; otherwise merged"
     )
+    weights.add_weights(parser)
     return parser
 
 
@@ -82,6 +83,8 @@ def _problems(arguments: argparse.Namespace) -> list[str]:
         problems.append(f"--dtype: got '{arguments.dtype}'; allowed: {allowed}; nearest: leave it out")
     if arguments.adapters and action != "export":
         problems.append(f"--adapters: got hf {action}; allowed: with export; nearest: leave it out")
+    if arguments.weights != weights.LAST and action != "export":
+        problems.append(f"--weights: got hf {action}; allowed: with export; nearest: leave it out")
     return problems
 
 
@@ -121,7 +124,8 @@ def _import(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     """Writes a run's weights as a Hugging Face folder, or its adapters as one of the package peft."""
-    config = configuration(arguments, [], reads_data=False)
+    also = weights.choice_problems(arguments.weights, arguments.workdir)
+    config = configuration(arguments, also, reads_data=False)
     if problems := _unlike_export(config, is_of_adapters=arguments.adapters):
         raise UserError(*problems)
     options = config.model
@@ -134,7 +138,8 @@ def _export(arguments: argparse.Namespace) -> None:
     assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
     if peers.count() > 1:
         raise UserError(f"hf export: got {peers.count()} processes; allowed: 1; nearest: start one of them")
-    params, _ = weights.restore_params(arguments.workdir, arguments.step, assembly.kept_state.params)
+    like, averaged = assembly.kept_state.params, arguments.weights == weights.AVERAGE
+    params, _ = weights.restore_params(arguments.workdir, arguments.step, like, averaged=averaged)
     target = expanded(arguments.to).absolute()
     target.mkdir(parents=True, exist_ok=True)
     if arguments.adapters:

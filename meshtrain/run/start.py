@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import Assembly, kept_params, learning_rates, stored_params
-from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.checkpoint.checkpoint import AVERAGES, CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import find
 from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
@@ -27,11 +27,12 @@ from meshtrain.files import is_url, what_is_at
 from meshtrain.launch import peers
 from meshtrain.models.task import Params
 from meshtrain.observe import trackers
+from meshtrain.optim.average import Averaged
 from meshtrain.optim.trainable import is_adapter
 from meshtrain.options import Values
 from meshtrain.run import weights, workdir
 from meshtrain.sharding.rules import DATA
-from meshtrain.sharding.trees import leaves_with_paths, merged, select
+from meshtrain.sharding.trees import Arrays, leaves_with_paths, merged, path_text, select
 from meshtrain.step.shardings import shardings
 from meshtrain.step.state import RESIDUAL, TrainState
 from meshtrain.store.buckets import Unreached
@@ -153,13 +154,44 @@ def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainS
 
 
 def _restored(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
-    """Returns the saved state of a step, whatever number of replicas had residuals."""
-    kept, reduction = assembly.kept_state, assembly.replicas.reduction
+    """Returns the saved state of a step, whatever number of replicas had residuals, with averages or without."""
+    kept, has = assembly.kept_state, isinstance(assembly.kept_state.opt_state, Averaged)
+    had = any(path.startswith(f"{AVERAGES}/") for path in checkpoints.shapes(step))
+    if has == had:
+        return _with_residuals(assembly, checkpoints, step, kept)
+    if peers.is_main_process():
+        what = "no averages, which begin at its weights" if has else "averages, which this run leaves out"
+        warn(f"optimizer.average: got {assembly.config.optimizer.average}, and step {step} has {what}")
+    saved = kept.opt_state.inner if has else Averaged(kept.opt_state, ())
+    state = _with_residuals(assembly, checkpoints, step, dataclasses.replace(kept, opt_state=saved))
+    return averages_begun(state, kept) if has else dataclasses.replace(state, opt_state=state.opt_state.inner)
+
+
+def _with_residuals(assembly: Assembly, checkpoints: Checkpoints, step: int, kept: TrainState) -> TrainState:
+    """Returns the saved state of a step, as `kept` but for the number of replicas that had residuals."""
+    reduction = assembly.replicas.reduction
     shapes = [shape for path, shape in checkpoints.shapes(step).items() if path.startswith(f"{RESIDUAL}/")]
     now = jax.tree.leaves(kept.residual)
     if reduction is None or not (shapes and now) or shapes[0][0] == now[0].shape[0]:
         return checkpoints.restore(step, kept)
     return shared_out(checkpoints.restore(step, as_saved(kept, shapes[0][0])), kept, reduction.reshard)
+
+
+def averages_begun(state: TrainState, like: TrainState) -> TrainState:
+    """Returns a state whose averages are its weights, whatever averages it has had.
+
+    Args:
+      state: with the optimizer's state inside an `Averaged`, or without one.
+      like: abstract, with averages, each leaf with its sharding.
+    """
+    averages = like.opt_state.averaged_weights
+
+    def begun(weights: dict[str, jax.Array]) -> Arrays:
+        return jax.tree_util.tree_map_with_path(lambda path, of: weights[path_text(path)].astype(of.dtype), averages)
+
+    first = jax.jit(begun, out_shardings=shardings(averages))(dict(leaves_with_paths(state.params)))
+    inner = state.opt_state.inner if isinstance(state.opt_state, Averaged) else state.opt_state
+    return dataclasses.replace(state, opt_state=Averaged(inner, first))
 
 
 def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> None:
@@ -211,6 +243,8 @@ def beginning(assembly: Assembly) -> TrainState:
     if config.lora.rank:
         kept = merged(kept, kept_params(assembly, state.params))
     state = dataclasses.replace(state, params=stored_params(assembly, kept))
+    if config.optimizer.average:
+        return averages_begun(state, assembly.state)  # those of `init` are the weights that others have replaced
     if assembly.apart is None:
         return state
     # Each group starts from these weights.

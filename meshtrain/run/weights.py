@@ -30,6 +30,26 @@ from meshtrain.models.task import Params
 from meshtrain.run.generating import without_pipeline
 from meshtrain.sharding.mesh import mesh_shape, num_needed
 
+LAST, AVERAGE = WEIGHTS = ("last", "average")
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that says which weights of a checkpoint are read."""
+    text = "last, or average: what optimizer.average has made of them (default: last)"
+    parser.add_argument("--weights", default=LAST, help=text)
+
+
+def choice_problems(which: str, directory: str | Path) -> list[str]:
+    """Returns one line if `--weights` has no meaning in a directory, else none; reads no checkpoint."""
+    if which not in WEIGHTS:
+        return [f"--weights: got '{which}'; allowed: {', '.join(WEIGHTS)}; nearest: --weights={LAST}"]
+    if which == AVERAGE and hf_config.is_described(directory):
+        return [
+            f"--weights: got {AVERAGE} with a Hugging Face folder, which has no averages; allowed: {LAST}; nearest: "
+            "leave it out"
+        ]
+    return []
+
 
 def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_data: bool) -> Config:
     """Returns the configuration of the run in the workdir, changed by the command line's overrides.
@@ -123,13 +143,13 @@ def assembled(config: Config, workdir: str | Path, step: int | None, *, folds_pi
     return assemble(config, shape, devices, also=also)
 
 
-def restored(assembly: Assembly, workdir: str | Path, step: int | None) -> tuple[Params, int]:
+def restored(assembly: Assembly, workdir: str | Path, step: int | None, which: str = LAST) -> tuple[Params, int]:
     """Returns the weights of a checkpoint, as `assembly.state.params` has them, and its step; see `assembled`.
 
     Raises:
-      UserError: the checkpoint is damaged, or of another model.
+      UserError: the checkpoint is damaged, of another model, or without averages where `which` asks for them.
     """
-    kept, found = restore_params(workdir, step, assembly.kept_state.params)
+    kept, found = restore_params(workdir, step, assembly.kept_state.params, averaged=which == AVERAGE)
     return stored_params(assembly, kept), found
 
 
@@ -213,7 +233,12 @@ def refuse_other_params(directory: str | Path, abstract_params: Params, rounded:
 
 
 def restore_params(
-    directory: str | Path, step: int | None, abstract_params: Params, rounded: Collection[str] = ()
+    directory: str | Path,
+    step: int | None,
+    abstract_params: Params,
+    rounded: Collection[str] = (),
+    *,
+    averaged: bool = False,
 ) -> tuple[Params, int]:
     """Reads weights onto this run's shardings. All processes call it together.
 
@@ -222,6 +247,7 @@ def restore_params(
       step: of the checkpoint; None: the newest one that is whole.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
       rounded: paths of weights whose dtype may differ from the saved one; those of a folder are always converted.
+      averaged: see `Checkpoints.restore_params`; a folder has no averages.
 
     Returns:
       A pytree of jax.Array of the same structure; and the step, 0 for a Hugging Face folder.
@@ -230,7 +256,7 @@ def restore_params(
       UserError: see `checkpoint.other_runs.restore_params` and `hf.folder.opened`; or processes see other files.
     """
     if not hf_config.is_described(directory):
-        return other_runs.restore_params(directory, step, abstract_params, rounded)
+        return other_runs.restore_params(directory, step, abstract_params, rounded, averaged=averaged)
     found = hf_folder.opened(directory, ignore=None)
     hf_folder.refuse_differences(found)
     return hf_folder.read(found, abstract_params, shows_bar=peers.is_main_process() and sys.stderr.isatty()), 0

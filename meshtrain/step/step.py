@@ -12,6 +12,7 @@ import optax
 
 from meshtrain.models.metrics import Metrics, all_logged, divisor
 from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
+from meshtrain.optim.average import followed
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merged, select
@@ -85,11 +86,12 @@ def weight_update(
     mask: Masks = None,
     reduce: Reduce | None = None,
     after_update: AfterUpdate | None = None,
+    average_decay: float = 0.0,
 ) -> Update:
     """Returns the second half of a step: (state, sums of the batch, seed of its gradients) -> (state, metrics).
 
-    A step that the guard skips changes neither weights nor moments. It advances the step number, and with it data and
-    random numbers.
+    A step that the guard skips changes neither weights nor moments nor averages. It advances the step number, and with
+    it data and random numbers.
 
     Args:
       transformation: the optimizer. It gets the gradients of the mean loss.
@@ -104,6 +106,7 @@ def weight_update(
       reduce: (gradients of the mean loss, residual) -> (the same reduced over data, the next residual), see
         `Replicas.reduce`; None where the sums have gradients that are reduced.
       after_update: what moves weights besides the optimizer, see `Task.after_update`; None: nothing.
+      average_decay: of the averages in the optimizer's state, see `average.followed`; 0: it has none.
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
     clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
@@ -134,6 +137,8 @@ def weight_update(
         moved = optax.apply_updates(float32_params, updates)
         if after_update is not None:
             moved, _ = select(after_update(merged(moved, frozen), sums.metrics), mask)
+        if average_decay:
+            opt_state = followed(opt_state, moved, average_decay)
         updated = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, trained)
         metrics = all_logged(sums.metrics, weight)
         metrics |= {
