@@ -1,4 +1,4 @@
-"""Averages follow the weights that a step leaves: in float32, trained ones alone, and none in a step that is skipped."""
+"""Averages follow the weights that a step leaves: in float32, trained ones alone, and not in skipped steps."""
 
 import jax
 import jax.numpy as jnp
