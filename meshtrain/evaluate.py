@@ -25,7 +25,7 @@ from meshtrain.launch import peers
 from meshtrain.models.task import Params, Task
 from meshtrain.run.evaluation import Sums, first_examples, means, sets_of, summed, together
 from meshtrain.run.opened import open_data, open_files, text_of
-from meshtrain.run.weights import LAST, add_weights, assembled, choice_problems, configuration, restored
+from meshtrain.run.weights import LAST, add_weights_flag, assembled, choice_problems, configuration, restored
 from meshtrain.sharding.mesh import describe
 
 Values = Mapping[str, float]
@@ -159,7 +159,7 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     )
     extra.add_argument("--step", type=int, help="the checkpoint to evaluate (default: the newest)")
     extra.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    add_weights(extra)
+    add_weights_flag(extra)
     arguments = flags.arguments(argv, extra)
     if NAMED & arguments.overrides.keys():  # they are scored alone
         arguments.overrides.setdefault("data.validation_path", "")

@@ -21,7 +21,7 @@ from meshtrain.launch import peers
 from meshtrain.models.task import Decode
 from meshtrain.run.generating import decode_of, generator, problems_of_task
 from meshtrain.run.opened import text_of
-from meshtrain.run.weights import add_weights, assembled, choice_problems, configuration, restored
+from meshtrain.run.weights import add_weights_flag, assembled, choice_problems, configuration, restored
 
 MAX_TEMPERATURE = 1_000_000  # at which all tokens are equally probable
 MAX_TOKENS, MAX_SAMPLES, MAX_SEED, MAX_STEP = 1_000_000, 100_000, 2**32 - 1, 10**12
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="of the random numbers (default: the run's seed)")
     parser.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
     parser.add_argument("--out", metavar="FILE", help="writes the texts to a .jsonl file instead of printing them")
-    add_weights(parser)
+    add_weights_flag(parser)
     return parser
 
 

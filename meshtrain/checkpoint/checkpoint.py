@@ -223,9 +223,8 @@ class Checkpoints:
           UserError: no such step; or an array is missing, is left over, or has another shape or dtype. Averages of
             weights may be left over.
         """
-        wanted, stored = leaves_by_path(abstract_state), self._stored(step)
-        left = [path for path in stored if path.startswith(f"{AVERAGES}/") and path not in wanted]
-        stored = {path: leaf for path, leaf in stored.items() if path not in left}
+        wanted, saved = leaves_by_path(abstract_state), self._stored(step)
+        stored = {path: saved[path] for path in saved if path in wanted or not path.startswith(f"{AVERAGES}/")}
         _refuse_mismatches(self.directory / str(step), stored, wanted)
         return self._read(step, wanted, abstract_state)
 

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--adapters", action="store_true", help="for export: the adapters alone, for the package peft; otherwise merged"
     )
-    weights.add_weights(parser)
+    weights.add_weights_flag(parser)
     return parser
 
 

@@ -33,7 +33,7 @@ from meshtrain.sharding.mesh import mesh_shape, num_needed
 LAST, AVERAGE = WEIGHTS = ("last", "average")
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
+def add_weights_flag(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that says which weights of a checkpoint are read."""
     text = "last, or average: what optimizer.average has made of them (default: last)"
     parser.add_argument("--weights", default=LAST, help=text)
