@@ -151,8 +151,8 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = flags.arguments(argv, _parser())
     prompts, problems = _prompts(arguments)
-    problems += [*_number_problems(arguments), *choice_problems(arguments.weights, arguments.workdir)]
-    config = configuration(arguments, problems, reads_data=False)
+    of_weights = choice_problems(arguments.weights, arguments.workdir)
+    config = configuration(arguments, [*_number_problems(arguments), *of_weights, *problems], reads_data=False)
     assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
     if problems := problems_of_task(assembly):
         raise UserError(*problems)

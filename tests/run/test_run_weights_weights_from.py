@@ -144,7 +144,7 @@ def test_a_text_ends_with_each_id_that_the_folder_names(has_tokenizer, own_end, 
     if not has_tokenizer:
         (with_text / "tokenizer.json").unlink()
     ends = []
-    monkeypatch.setattr(generate, "restored", lambda assembly, workdir, step: ({}, 0))
+    monkeypatch.setattr(generate, "restored", lambda *given: ({}, 0))
     monkeypatch.setattr(generate, "generator", lambda assembly, params, end_ids: ends.extend(end_ids))
     monkeypatch.setattr(generate, "answers", lambda *given: [])
     assert generate.main([f"--workdir={with_text}", "--prompt=1", "--num-tokens=1"]) == 0
@@ -236,7 +236,7 @@ def test_a_folder_with_problems_is_refused_as_a_workdir(tmp_path):
 
 def test_an_evaluation_without_data_says_what_was_scored(monkeypatch, capsys):
     scored = {"loss": 1.0}
-    monkeypatch.setattr(evaluate, "restored", lambda assembly, workdir, step: ({}, 0))
+    monkeypatch.setattr(evaluate, "restored", lambda *given: ({}, 0))
     monkeypatch.setattr(evaluate, "evaluated", lambda *given: (dict.fromkeys(given[2].parts, scored), scored))
     assert evaluate.main([f"--workdir={LLAMA}", "--json"]) == 0
     [part] = json.loads(capsys.readouterr().out)["files"]
