@@ -146,15 +146,18 @@ class Checkpoints:
     def rate(self, step: int, values: Mapping[str, float]) -> None:
         """Records the metrics of a step's evaluation if `CheckpointOptions.keep_best` asks for it; process 0 writes.
 
-        What is then no longer among the best is deleted after the save in flight is sealed.
+        The thread that seals records them, after the save in flight, and deletes what is then not among the best.
         """
         if self._options is not None and self._options.keep_best and peers.is_main_process():
-            try:
-                with reached(self.directory):
-                    retention.rate(self.directory, step, values)
-                self._thread.submit(self._prune)
-            except buckets.Unreached as error:
-                warn(f"{error}; step {step} is not among the best")
+            self._thread.submit(self._rate, step, values)
+
+    def _rate(self, step: int, values: Mapping[str, float]) -> None:
+        try:
+            with reached(self.directory):
+                retention.rate(self.directory, step, values)
+                self._prune()
+        except (OSError, buckets.Unreached) as error:
+            warn(f"{error}; step {step} is not among the best")
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """Returns the newest step with matching checksums and state, and a line for each newer one that is damaged.
