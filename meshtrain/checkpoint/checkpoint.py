@@ -79,6 +79,7 @@ class Checkpoints:
         self._options = options
         self._higher_is_better = higher_is_better
         self._in_flight: _Save | None = None
+        self._rated: futures.Future[None] | None = None
         self.newest_failure: SaveFailed | None = None  # of the newest save; None unless it is known to have failed
         self._thread = futures.ThreadPoolExecutor(1, "seal")
         if options is not None:
@@ -149,7 +150,9 @@ class Checkpoints:
         The thread that seals records them, after the save in flight, and deletes what is then not among the best.
         """
         if self._options is not None and self._options.keep_best and peers.is_main_process():
-            self._thread.submit(self._rate, step, values)
+            if self._rated is not None:
+                self._rated.result()  # raises what was no failure to write
+            self._rated = self._thread.submit(self._rate, step, values)
 
     def _rate(self, step: int, values: Mapping[str, float]) -> None:
         try:
@@ -304,6 +307,8 @@ class Checkpoints:
         with contextlib.suppress(SaveFailed):
             self.wait()
         self._thread.shutdown()
+        if self._rated is not None:
+            self._rated.result()
         try:
             self._manager.close()
         except Exception:  # of a save in a bucket that has failed: Orbax says it a second time
