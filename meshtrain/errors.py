@@ -20,6 +20,7 @@ EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED_ITSELF = 3
 EXIT_LOST_PEER = 4
+EXIT_TOO_FEW = 69  # EX_UNAVAILABLE of sysexits.h
 EXIT_NOT_SAVED = 74  # EX_IOERR of sysexits.h
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL
 EXIT_INTERRUPTED = 130
@@ -30,6 +31,7 @@ EXIT_CODES = {
     EXIT_USER_ERROR: "a mistake in the input; `doctor`: a job would fail",
     EXIT_STOPPED_ITSELF: "training stopped itself: too many steps in a row were skipped, or the last was not finite",
     EXIT_LOST_PEER: "a hang, or a lost process",
+    EXIT_TOO_FEW: "the run does not fit the processes that are left: start fewer, or wait for the others",
     EXIT_NOT_SAVED: "the last checkpoint or standard output could not be written: free space, then start it again",
     EXIT_START_AGAIN: "interrupted after saving: start it again",
     EXIT_INTERRUPTED: "Ctrl-C without a save: the second one during training, or the first in other commands",
@@ -49,6 +51,10 @@ class UserError(ValueError):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class TooFew(UserError):
+    """A run does not fit the processes that are left of its job: exit code 69, another number of them may fit."""
 
 
 class Problems:
@@ -173,7 +179,7 @@ def _code_of(entry: Callable[[], int | None]) -> int:
     except UserError as error:
         for problem in error.problems:
             print(f"meshtrain: error: {one_line(problem)}", file=sys.stderr)
-        code = EXIT_USER_ERROR
+        code = EXIT_TOO_FEW if isinstance(error, TooFew) else EXIT_USER_ERROR
     except TrainingStopped as error:
         print(f"meshtrain: stopped: {error}", file=sys.stderr)
         code = EXIT_STOPPED_ITSELF

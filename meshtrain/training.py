@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,14 @@ import jax
 from meshtrain import loop, options
 from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.config import fewer
 from meshtrain.config.config import Config, Given, resolve
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.loader import batches
 from meshtrain.data.own_source import Data, MakeData
 from meshtrain.errors import UserError
 from meshtrain.files import expanded, url_problems
-from meshtrain.launch import distributed, peers
+from meshtrain.launch import cluster, distributed, peers
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.models.task import limits
 from meshtrain.observe.goodput import Goodput
@@ -107,15 +109,21 @@ def train_resolved(
       begun_seconds: when the program began, by `time.monotonic`; goodput counts from there.
     """
     run, there = expanded(directory).absolute(), config.checkpoint.directory
+    if os.environ.get(cluster.FULL) and (problems := fewer.check(config)):
+        raise UserError(*problems)
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = peers.is_main_process()
     show = functools.partial(phase, is_main=is_main)
     with Watchdog(config.watchdog_seconds) as watchdog:
         start.refuse_unequal_processes(config, run)
-        shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
+        full = cluster.full_size(os.environ, peers.count())
         of_workdir = peers.share_problems("workdir", start.check(config, run, start.saved_step(run, there)))
-        with show("mesh") as say:
+        with show("mesh") as say, fewer.refusing(peers.count(), full):
+            simulated = devices[0].platform == "cpu" and full == 1
+            shape = mesh_shape(config.mesh, len(devices), simulated=simulated)
+            config, given = fewer.spread(config, shape, peers.count(), full, rules), config
             assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
+            notes += fewer.text(given, config, peers.count(), full)
             say("; ".join([describe(assembly.mesh, peers.num_machines()), *assembly.cost.exchanges, *notes]))
         with show("data") as say:
             corpus = open_data(config, assembly.task, make_data)
@@ -201,7 +209,8 @@ def run_steps(
             outer_step=outer_step,
         )
         since_seconds = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds)
-        observers = loop.Observers(progress, profiler, watchdog, Goodput(since_seconds, trackers.done), own_times)
+        goodput = Goodput(since_seconds, trackers.done, num_processes=peers.count())
+        observers = loop.Observers(progress, profiler, watchdog, goodput, own_times)
         stream = _batches(assembly, corpus, start_step)
         last = loop.run(state, start_step, stream, timetable(config), throughput_of(assembly), actions, observers)
         with watchdog.patient():

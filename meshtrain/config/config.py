@@ -271,9 +271,7 @@ def batch_problems(
       num_microbatches: parts that are computed one after the other.
       num_groups: that train apart, which then divide the batch in place of the data axis; 0: none.
     """
-    # An axis that is there for experts alone is left out where it has size 1.
-    axes = [axis for axis in rules.activations["batch"] if axis not in expert_axes() or mesh_shape[axis] > 1]
-    sizes = {f"mesh.{axis}": mesh_shape[axis] for axis in axes}
+    sizes = batch_shards(rules, mesh_shape)
     if num_groups:
         sizes = {"local_steps.groups": num_groups} | {name: n for name, n in sizes.items() if name != f"mesh.{DATA}"}
     divisor = math.prod(sizes.values()) * num_microbatches
@@ -284,6 +282,13 @@ def batch_problems(
         f"batch_size: got {batch_size}; allowed: a multiple of {divisor} = {factors}; "
         f"nearest: {nearest_multiple(batch_size, divisor)}"
     ]
+
+
+def batch_shards(rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
+    """Returns option -> size of each mesh axis that splits the sequences of a batch; see `batch_problems`."""
+    # An axis that is there for experts alone is left out where it has size 1.
+    axes = [axis for axis in rules.activations["batch"] if axis not in expert_axes() or mesh_shape[axis] > 1]
+    return {f"mesh.{axis}": mesh_shape[axis] for axis in axes}
 
 
 def sequence_problems(

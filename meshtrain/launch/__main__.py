@@ -18,13 +18,20 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog=f"{program()} launch",
         description="Starts a program in several processes that find each other, and ends them together.",
-        usage="%(prog)s --processes=N [--devices=N] [--restarts=N] -- -m meshtrain train --config=3d ...",
+        usage="%(prog)s --processes=N [--devices=N] [--restarts=N] [--min-processes=N] -- -m meshtrain train --config=3d ...",
         exit_on_error=False,
         allow_abbrev=False,
     )
     result.add_argument("--processes", type=int, help="how many; by default one for each GPU")
     result.add_argument("--devices", type=int, help="CPU devices that each of them simulates")
     result.add_argument("--restarts", type=int, default=0, help="how often all are started again after a failure")
+    result.add_argument(
+        "--min-processes", type=int, help="go on with the others after a failure, with at least so many (mesh.data=-1)"
+    )
+    seconds = local_processes.Job.back_seconds
+    result.add_argument(
+        "--back-seconds", type=int, help=f"after which all are started again, one that failed too ({seconds:.0f})"
+    )
     return result
 
 
@@ -46,7 +53,16 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
         raise UserError(
             f"{error.argument_name}: {error.message}; allowed: a whole number; nearest: {error.argument_name}=2"
         ) from None
-    names = ("--processes", "--devices", "--restarts")
+    on_gpus = bool(gpus) and arguments.devices is None  # --devices asks for simulated CPU devices
+    num_processes: int = len(gpus) if arguments.processes is None else arguments.processes
+    limits = {
+        "processes": (1, local_processes.MAX_PROCESSES),
+        "devices": (1, local_processes.MAX_SIMULATED),
+        "restarts": (0 if arguments.min_processes is None else 1, sys.maxsize),
+        "min_processes": (1, max(num_processes, 1)),
+        "back_seconds": (1, sys.maxsize),
+    }
+    names = [_flag(name) for name in limits]
     problems = [
         f"{word}: unknown; allowed: {', '.join(names)}, then -- and the program"
         f"{nearest(word.partition('=')[0], names) or '; nearest: -- before the program'}"
@@ -56,18 +72,11 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
         problems.append(
             "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train --config=3d"
         )
-    limits = {
-        "processes": (1, local_processes.MAX_PROCESSES),
-        "devices": (1, local_processes.MAX_SIMULATED),
-        "restarts": (0, sys.maxsize),
-    }
     for name, (least, most) in limits.items():
         value = getattr(arguments, name)
         if value is not None and not least <= value <= most:
             allowed, fix = ("at least", least) if value < least else ("at most", most)
-            problems.append(f"--{name}: got {value}; allowed: {allowed} {fix}; nearest: {fix}")
-    on_gpus = bool(gpus) and arguments.devices is None  # --devices asks for simulated CPU devices
-    num_processes: int = len(gpus) if arguments.processes is None else arguments.processes
+            problems.append(f"{_flag(name)}: got {value}; allowed: {allowed} {fix}; nearest: {fix}")
     if not num_processes and arguments.processes is None:
         problems.append("--processes: got nothing; allowed: at least 1; nearest: --processes=2")
     elif on_gpus and num_processes > len(gpus):
@@ -77,9 +86,19 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
         )
     if problems:
         raise UserError(*problems)
-    return local_processes.Job(
-        command, num_processes, arguments.devices or 0, tuple(gpus) if on_gpus else ()
-    ), arguments.restarts
+    wanted = local_processes.Job(
+        command,
+        num_processes,
+        arguments.devices or 0,
+        tuple(gpus) if on_gpus else (),
+        arguments.min_processes or 0,
+        arguments.back_seconds or local_processes.Job.back_seconds,
+    )
+    return wanted, arguments.restarts
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def main(argv: Sequence[str]) -> int:

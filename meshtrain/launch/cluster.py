@@ -1,6 +1,7 @@
 """Whether this process is one of several, and where they meet, read from the environment without JAX.
 
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID   set by a launcher, or by hand
+    MESHTRAIN_FULL_PROCESSES                                     how many there are with all machines of the job
     Slurm's, Open MPI's, Kubernetes', Cloud TPU's own variables   read by JAX, where there are several processes
 
 `processes` says how JAX is to connect them, and `meeting` where it will.
@@ -16,6 +17,7 @@ from typing import TypedDict
 from meshtrain.errors import UserError
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+FULL = "MESHTRAIN_FULL_PROCESSES"
 WITHOUT_JAX = ("deactivate", "slurm", "ompi")  # ways to meet whose address the environment says
 _BY_HAND = f"each process with its {', '.join(EXPLICIT)}"
 # Where JAX meets if nobody names a port: jax/_src/clusters, a port of the last 4096 by the number of the job.
@@ -97,6 +99,24 @@ def processes(environ: Mapping[str, str], platforms: str) -> Arguments | None:
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ and _installed("kubernetes"):
         return {"cluster_detection_method": "k8s"}
     return _cloud_tpu(environ, platforms)
+
+
+def full_size(environ: Mapping[str, str], num_processes: int) -> int:
+    """Returns how many processes the job has with all of its machines: at least those that there are.
+
+    Args:
+      environ: of this process.
+      num_processes: that there are; they are all, where the environment does not say it.
+
+    Raises:
+      UserError: the variable is no number, or below `num_processes`.
+    """
+    if not environ.get(FULL):
+        return num_processes
+    [full] = _numbers(environ, **{FULL: _MOST})
+    if full < num_processes:
+        raise UserError(f"{FULL}: got {full}; allowed: at least the {num_processes} processes; nearest: {num_processes}")
+    return full
 
 
 def meeting(

@@ -53,15 +53,17 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
         _meet(how)  # only the cluster knows the number of processes
         how = {**how, "num_processes": peers.num_connected()}
     # If possible, checked before the processes connect: an error in one must not leave the others waiting.
-    num_devices = devices_each(num_devices_needed, how["num_processes"] if how else 1, is_open)
+    num_processes = cluster.full_size(os.environ, how["num_processes"] if how else 1)
+    num_devices = devices_each(num_devices_needed, num_processes, is_open)
     if how is not None:
         _meet(how)
-    if num_devices_needed is not None or _setting("jax_num_cpu_devices") < 1:
+    is_given = _setting("jax_num_cpu_devices") >= 1
+    if not is_given or (num_devices_needed is not None and not (is_open and num_processes > 1)):
         _simulate(num_devices)
     lines = _keep_compilations()
     all_devices = _devices()
     if is_open and num_devices_needed is not None:
-        fills_up = all_devices[0].platform != "cpu" or jax.process_count() > 1
+        fills_up = all_devices[0].platform != "cpu" or num_processes > 1
         num_devices_needed = None if fills_up else min(num_devices_needed, len(all_devices))
     devices, about_devices = choose(all_devices, num_devices_needed, jax.process_count())
     return devices, [*lines, *_about_cpu(devices), *about_devices]

@@ -1,7 +1,8 @@
 """Starts several processes on this machine, forwards signals to them, and ends all when one of them fails.
 
 Each process gets its index and the coordinator's address through the environment (see `distributed`). Its output
-lines are printed with its index in front. The exit code is that of the first process that failed. Needs no JAX.
+lines are printed with its index in front. The exit code is that of the first process that failed. A job may go on with
+those that are left, and with all of them some time later. Needs no JAX.
 """
 
 import collections
@@ -15,11 +16,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 from meshtrain import errors
-from meshtrain.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
+from meshtrain.errors import (
+    EXIT_FINISHED,
+    EXIT_LOST_PEER,
+    EXIT_START_AGAIN,
+    EXIT_STOPPED_ITSELF,
+    EXIT_TOO_FEW,
+    EXIT_USER_ERROR,
+)
+from meshtrain.launch.cluster import FULL
 from meshtrain.launch.signals import STOPPING, drop_output, heeded, on_terminal
 
 # EXIT_NOT_SAVED is retried: the disk may have space again when the run has repeated its last steps.
@@ -43,12 +52,18 @@ class Job:
       num_processes: the number of processes.
       num_devices: devices that each simulates on CPU; 0 leaves that to the program.
       gpus: identifiers of the machine's GPUs, of which each process gets one; empty on CPU.
+      min_processes: with how many it may go on where one has failed; 0: with all.
+      back_seconds: after which time one that has failed is started again with the others.
+      full: how many there are with those that are left out; 0: nobody is.
     """
 
     command: tuple[str, ...]
     num_processes: int
     num_devices: int = 0
     gpus: tuple[str, ...] = ()
+    min_processes: int = 0
+    back_seconds: float = 600.0
+    full: int = 0
 
 
 class Workers:
@@ -75,11 +90,18 @@ class Workers:
             if process.poll() is None:
                 process.send_signal(number)
 
-    def wait(self) -> tuple[int, int]:
-        """Waits until all processes have ended; returns (index, exit code) of the first that failed, or (0, 0)."""
+    def wait(self, until: float | None = None) -> tuple[int, int]:
+        """Waits until all processes have ended; returns (index, exit code) of the first that failed, or (0, 0).
+
+        Args:
+          until: the time, by `time.monotonic`, at which they are told to save and to end; None: never.
+        """
         first = None
         while first is None and any(process.poll() is None for process in self.processes):
             first = self._first_failure()
+            if until is not None and time.monotonic() >= until:
+                self.send(signal.SIGTERM)
+                until = None
             time.sleep(_POLL_SECONDS)
         first = first or self._first_failure()
         if first is not None:
@@ -111,7 +133,8 @@ def run(job: Job, num_restarts: int = 0) -> int:
     Args:
       job: what to start.
       num_restarts: how often it is started again after a failure. It is not started again after a user's mistake, a run
-        that stopped itself, or a signal to this process.
+        that stopped itself, or a signal to this process. A start with those that are left, because fewer fit the run or
+        because all are there again, does not count.
     """
     workers: Workers | None = None
     arrived, descriptors = list[int](), on_terminal()
@@ -126,23 +149,86 @@ def run(job: Job, num_restarts: int = 0) -> int:
 
     for passed_on in heeded():
         signal.signal(passed_on, pass_on)
-    for number in range(num_restarts + 1):
+    left = Left(job)
+    while True:
+        part = left.part(arrived)
         # Until all processes are started: one that got the same SIGINT twice would end without a save.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         try:
             if arrived:
                 return code
-            workers = Workers(job)
+            workers = Workers(part)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-        index, code = workers.wait()
+        until = left.all_back()
+        index, code = workers.wait(until)
         if code:
             _say(f"process {index} ended first, with code {code}; its last words:")
             print(*(f"    {line}" for line in workers.last_words[index]), sep="\n", file=sys.stderr, flush=True)
-        if code in NEVER_RETRIED or arrived or number == num_restarts:
+        if code in NEVER_RETRIED or arrived:
             return code
-        _say(f"starting again, {num_restarts - number - 1} more times at most")
-    raise AssertionError("the last round returns")
+        if code == EXIT_TOO_FEW:
+            if not left.one_less():
+                return code
+        elif until is not None and time.monotonic() >= until:
+            _say("all processes start again")
+        elif num_restarts == 0:
+            return code
+        else:
+            num_restarts -= 1
+            left.failed(index, code)
+            _say(f"starting again, {num_restarts} more times at most")
+
+
+class Left:
+    """Which processes of a job are started: all, or those that are left where it may go on with fewer."""
+
+    def __init__(self, job: Job) -> None:
+        """Starts with all of them."""
+        self.job = job
+        self.back: dict[int, float] = {}  # number of a process -> when it is there again, by `time.monotonic`
+        self.most = job.num_processes  # that fit the run
+        self.numbers = list(range(job.num_processes))
+
+    def part(self, arrived: Sequence[int]) -> Job:
+        """Returns the job of the next start, after a wait where too few processes are left; names those left out.
+
+        Args:
+          arrived: signals to this process, which end the wait.
+        """
+        job = self.job
+        if not job.min_processes:
+            return job
+        times = sorted(self.back.get(number, 0.0) for number in range(job.num_processes))
+        while (now := time.monotonic()) < times[job.min_processes - 1] and not arrived:
+            time.sleep(_POLL_SECONDS)
+        self.back = {number: when for number, when in self.back.items() if when > now}
+        there = [number for number in range(job.num_processes) if number not in self.back]
+        self.numbers = there[: self.most]
+        if out := [str(number) for number in range(job.num_processes) if number not in self.numbers]:
+            _say(f"{len(self.numbers)} of {job.num_processes} processes start, without {', '.join(out)}")
+        gpus = tuple(job.gpus[number] for number in self.numbers) if job.gpus else ()
+        return dataclasses.replace(job, num_processes=len(self.numbers), gpus=gpus, full=job.num_processes)
+
+    def all_back(self) -> float | None:
+        """Returns when all processes are there again; None where none is missing."""
+        return max(self.back.values(), default=None)
+
+    def failed(self, index: int, code: int) -> None:
+        """Leaves a process out for a while: the one with this index of the last start ended first, with this code."""
+        self.most = self.job.num_processes
+        if self.job.min_processes and code not in (EXIT_START_AGAIN, EXIT_LOST_PEER):
+            self.back[self.numbers[index]] = time.monotonic() + self.job.back_seconds
+
+    def one_less(self) -> bool:
+        """Makes the next start one process smaller, because this number does not fit; returns whether it may be."""
+        self.most = len(self.numbers) - 1
+        may = self.most >= self.job.min_processes > 0
+        if self.job.min_processes and not may:
+            least, there = self.job.min_processes, self.job.num_processes - len(self.back)
+            _say(f"--min-processes: got {least}, and no number of processes from {least} to {there} fits this run; "
+                 "allowed: what the line above has; nearest: that")  # fmt: skip
+        return may
 
 
 def environment(job: Job, index: int, address: str, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -162,6 +248,8 @@ def environment(job: Job, index: int, address: str, inherited: Mapping[str, str]
         "MESHTRAIN_LOST_SECONDS": inherited.get("MESHTRAIN_LOST_SECONDS") or LOST_SECONDS,
         "PYTHONUNBUFFERED": "1",
     }
+    if job.full:
+        own[FULL] = str(job.full)
     if job.num_devices:
         own["JAX_NUM_CPU_DEVICES"] = str(job.num_devices)
     if job.gpus:

@@ -231,6 +231,7 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
         "useful_seconds",
         "timed_steps",
         "goodput",
+        "processes",
     }
     for name in values:
         if name.endswith("_per_second") and name not in known:  # throughput in another unit than tokens

@@ -56,6 +56,7 @@ _LEFT_OUT = (
 )
 _IF_ANY = ("skipped_steps", "left_out_tokens")  # all zero in most runs
 _IF_SEVERAL = ("save_blocking_seconds",)  # most runs save once, and one point is no curve
+_IF_CHANGED = ("processes",)  # one number for each start of the program
 _TITLES = {
     "grad_norm": "gradient norm",
     "mfu": "MFU",
@@ -92,6 +93,7 @@ def metrics(logs: Sequence[Log]) -> list[str]:
         and not OF_EACH.fullmatch(name)
         and (name not in _IF_ANY or np.nanmax(curve.values) > 0)
         and (name not in _IF_SEVERAL or len(curve.steps) > 1)
+        and (name not in _IF_CHANGED or np.ptp(curve.values) > 0)
     )
     rates = tuple(f"{unit}_per_second" for unit in units)
     first, last = ([name for name in group if name in found] for group in (_FIRST, (*_LAST[:4], *rates, *_LAST[4:])))

@@ -14,17 +14,24 @@ SBATCH = ROOT / "scripts" / "slurm.sbatch"
 SRUN = """#!/usr/bin/env bash
 printf "%s\\n" "$@" >> "$SAID"
 case " $* " in *" doctor "*) exit "$UNWELL" ;; esac
+[ "$2" = "--ntasks=${FITS:-8}" ] || exit 69
+if [ -n "${TOLD:-}" ]; then
+  for _ in {1..200}; do [ -e "$TOLD" ] && exit 75 || sleep 0.05; done
+fi
 exit "$CODE"
 """
 SCONTROL = '#!/usr/bin/env bash\nprintf "scontrol %s\\n" "$*" >> "$SAID"\n'
+SINFO = '#!/usr/bin/env bash\nprintf "sinfo %s\\n" "$*" > "$TOLD.sinfo"; echo 2\n'
+SCANCEL = '#!/usr/bin/env bash\nprintf "%s\\n" "$*" > "$TOLD"\n'
 
 
-def batch(folder, code, unwell):
-    """Runs the batch script with an srun and a scontrol of ours; returns (exit code, what they were told)."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+def batch(folder, code, unwell, **more):
+    """Runs the batch script with Slurm's programs of ours; returns (exit code, what srun and scontrol were told)."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO), ("scancel", SCANCEL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     own = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "17", "SAID": str(folder / "said")}
+    own |= {"SLURM_JOB_NUM_NODES": "8", "SLURM_JOB_PARTITION": "gpus", **more}
     own |= {"CODE": str(code), "UNWELL": str(unwell), "PATH": f"{folder}:{os.environ['PATH']}"}
     words = ["--config=configs/tiny.py", "--workdir=a b"]
     done = subprocess.run(["bash", SBATCH, *words], env={**os.environ, **own}, cwd=folder)
@@ -32,6 +39,7 @@ def batch(folder, code, unwell):
 
 
 PROGRAM = [".venv/bin/python", "-m", "meshtrain"]
+TRAIN = ["--nodes=8", "--ntasks=8", "--kill-on-bad-exit=1", *PROGRAM, "train", "--config=configs/tiny.py", "--workdir=a b"]
 DOCTOR = ["--kill-on-bad-exit=0", *PROGRAM, "doctor", "--gpus=8", "--config=configs/tiny.py", "--workdir=a b"]
 
 
@@ -41,8 +49,27 @@ def test_the_batch_script_starts_the_program_and_puts_the_job_back_where_that_he
     assert returned == code
     assert said[: len(DOCTOR)] == DOCTOR
     said = said[len(DOCTOR) :]
-    assert said[:7] == ["--kill-on-bad-exit=1", *PROGRAM, "train", "--config=configs/tiny.py", "--workdir=a b"]
-    assert said[7:] == (["scontrol requeue 17"] if requeued else [])
+    assert said[: len(TRAIN)] == ["--nodes=8", "--ntasks=8", *TRAIN[2:]]
+    assert said[len(TRAIN) :] == (["scontrol requeue 17"] if requeued else [])
+
+
+def test_with_fewer_hosts_the_batch_script_starts_as_many_as_fit(tmp_path):
+    more = {"SLURM_JOB_NUM_NODES": "7", "MESHTRAIN_FULL_PROCESSES": "8", "FITS": "6"}
+    returned, said = batch(tmp_path, 0, 0, **more)
+    assert returned == 0
+    starts = [[f"--nodes={n}", f"--ntasks={n}", *TRAIN[2:]] for n in (7, 6)]
+    assert said[len(DOCTOR) :] == [word for start in starts for word in start]
+
+
+def test_once_enough_hosts_are_idle_the_run_saves_and_the_job_is_queued_again(tmp_path):
+    told = tmp_path / "told"
+    more = {"SLURM_JOB_NUM_NODES": "6", "MESHTRAIN_FULL_PROCESSES": "8", "FITS": "6", "IDLE_SECONDS": "0.1"}
+    returned, said = batch(tmp_path, 0, 0, TOLD=str(told), **more)
+    assert returned == 75
+    assert said[-1] == "scontrol requeue 17"
+    assert told.read_text() == "--signal=TERM 17\n"
+    asked = (tmp_path / "told.sinfo").read_text()
+    assert asked == "sinfo --noheader --partition=gpus --states=idle --format=%D\n"
 
 
 def test_the_batch_script_ends_where_the_doctor_finds_an_error(tmp_path):

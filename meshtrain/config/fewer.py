@@ -1,0 +1,83 @@
+"""A run on the processes that are left of its job: the batch stays, and a microbatch grows no larger than on all."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from meshtrain.config.config import Config, batch_shards, num_microbatches
+from meshtrain.errors import TooFew, UserError
+from meshtrain.sharding.rules import DATA, Rules, default_rules
+
+
+def check(config: Config) -> list[str]:
+    """Returns one line if a job that may start with fewer processes has a mesh of one size."""
+    if config.mesh.data == -1:
+        return []
+    got = f"mesh.{DATA}: got {config.mesh.data}, in a job that may go on with fewer processes"
+    return [f"{got}; allowed: -1, what is left; nearest: mesh.{DATA}=-1"]
+
+
+@contextmanager
+def refusing(num_processes: int, full: int) -> Iterator[None]:
+    """Turns a mistake in the block into a `TooFew` where processes are missing: with all of them there was none."""
+    try:
+        yield
+    except UserError as error:
+        if num_processes == full or isinstance(error, TooFew):
+            raise
+        where = f"processes: got {num_processes} of {full}, with the problems above"
+        raise TooFew(*error.problems, f"{where}; allowed: a number without; nearest: one less, or {full}") from error
+
+
+def spread(
+    config: Config, mesh_shape: Mapping[str, int], num_processes: int, full: int, rules: Rules | None = None
+) -> Config:
+    """Returns the configuration of a run on the processes that are left, each with as many devices as before.
+
+    Its `accumulation_steps` is the least with which a microbatch has no more sequences than on all processes.
+
+    Args:
+      config: of the run on all of them.
+      mesh_shape: the size of each mesh axis on those that are left.
+      num_processes: that are left.
+      full: all of them.
+      rules: see `assemble`.
+
+    Raises:
+      TooFew: the global batch does not divide by the shards on those that are left.
+    """
+    if num_processes == full:
+        return config
+    rules = rules or default_rules(config.layout)
+    in_pipeline = num_microbatches(config, mesh_shape) // config.accumulation_steps
+    num_devices = math.prod(mesh_shape.values())
+
+    def shards(num_processes_then: int) -> int:
+        """Returns how many shards a pipeline's microbatch has on a number of processes; 0: they are no mesh."""
+        data, left = divmod(mesh_shape[DATA] * num_processes_then, num_processes)
+        return 0 if left else math.prod(batch_shards(rules, {**mesh_shape, DATA: data}).values()) * in_pipeline
+
+    sequences, left = divmod(config.batch_size, shards(num_processes))
+    if left:
+        allowed = [n for n in range(1, full + 1) if shards(n) and config.batch_size % shards(n) == 0]
+        below = max((n for n in allowed if n < num_processes), default=full)
+        raise TooFew(
+            f"processes: got {num_processes} of {full}, {num_devices} devices, whose shards do not divide batch_size = "
+            f"{config.batch_size}; allowed: {', '.join(map(str, allowed))}; nearest: {below}"
+        )
+    least = next(
+        steps
+        for steps in range(1, sequences + 1)
+        if sequences % steps == 0 and steps * shards(num_processes) >= config.accumulation_steps * shards(full)
+    )
+    return dataclasses.replace(config, accumulation_steps=least)
+
+
+def text(before: Config, now: Config, num_processes: int, full: int) -> list[str]:
+    """Returns a line about the processes that are missing; none where all are there."""
+    if num_processes == full:
+        return []
+    steps = f"accumulation_steps={now.accumulation_steps}"
+    was = f" (of {before.accumulation_steps})" if now.accumulation_steps != before.accumulation_steps else ""
+    return [f"{num_processes} of {full} processes: {steps}{was}"]
