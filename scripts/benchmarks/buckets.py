@@ -2,7 +2,8 @@
 
 The bucket is that of the tests, a server in a process of its own on this machine. The two processes have no folder in
 common. Killed together, again and again, they go on from the newest save that was complete, bitwise the state of a run
-that was never killed; at last one process goes on in an empty folder, on another mesh.
+that was never killed; at last one process goes on in an empty folder, on another mesh. The run draws from two sources by
+weight, has experts, and averages its weights.
 
 Extras: gcs buckets-test
 """
@@ -47,9 +48,10 @@ def get_config():
     config.num_steps, config.batch_size, config.sequence_length, config.sample_tokens = {steps}, 4, 16, 0
     config.model.num_layers, config.model.embed_dim, config.model.mlp_dim = 1, 16, 16
     config.model.num_heads = config.model.num_kv_heads = 2
+    config.model.num_experts, config.model.experts_per_token, config.optimizer.average = 4, 2, 0.99
     config.learning_rate.name, config.learning_rate.warmup_steps, config.learning_rate.peak = "constant", 0, 1e-3
     config.checkpoint.every, config.checkpoint.keep_every = {every}, {every}
-    config.data.source, config.data.path, config.log_every = "text", "{text}", 1
+    config.data.source, config.data.path, config.log_every = "text", "{mixture}", 1
     config.observe.tensorboard = False
     return config
 """
@@ -144,10 +146,12 @@ def kills(number: int, folder: Path, server: bucket_process.Server) -> str:
       AssertionError: a resume was not bitwise, or lost more than the save that was open.
     """
     num_steps = EVERY * (2 * number + 2)
-    text = folder / "text.txt"
-    text.write_text("".join(f"def f{i % 7}(x):\n    return x + {i * i % 13}\n" for i in range(500)))
+    texts = [folder / "additions.txt", folder / "products.txt"]
+    for text, sign in zip(texts, "+*", strict=True):
+        text.write_text("".join(f"def f{i % 7}(x):\n    return x {sign} {i * i % 13}\n" for i in range(500)))
+    mixture = f"{texts[0]}:0.7,{texts[1]}:0.3"
     config = folder / "config.py"
-    config.write_text(CONFIG.format(steps=num_steps, every=EVERY, text=text))
+    config.write_text(CONFIG.format(steps=num_steps, every=EVERY, mixture=mixture))
     straight, killed = server.prefix(), server.prefix()
     words = [f"--config={config}", "--config.mesh.fsdp=2", "--config.checkpoint.directory="]
     own = {name: [folder / f"{name}{index}" for index in range(2)] for name in ("straight", "killed")}
