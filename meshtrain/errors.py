@@ -48,6 +48,8 @@ _LONG = re.compile(r"\S{400,}")  # the content of a file rather than a path or a
 class UserError(ValueError):
     """A mistake that the user can fix. Each problem is one line: the value given, what is allowed, the nearest fix."""
 
+    code = EXIT_USER_ERROR
+
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
@@ -55,6 +57,8 @@ class UserError(ValueError):
 
 class TooFew(UserError):
     """A run does not fit the processes that are left of its job: exit code 69, another number of them may fit."""
+
+    code = EXIT_TOO_FEW
 
 
 class Problems:
@@ -179,7 +183,7 @@ def _code_of(entry: Callable[[], int | None]) -> int:
     except UserError as error:
         for problem in error.problems:
             print(f"meshtrain: error: {one_line(problem)}", file=sys.stderr)
-        code = EXIT_TOO_FEW if isinstance(error, TooFew) else EXIT_USER_ERROR
+        code = error.code
     except TrainingStopped as error:
         print(f"meshtrain: stopped: {error}", file=sys.stderr)
         code = EXIT_STOPPED_ITSELF

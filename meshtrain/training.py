@@ -175,7 +175,7 @@ def run_steps(
       show: name -> context manager of a phase of the start; it yields a function that takes the phase's result as text.
       begun_seconds: when the program began, by `time.monotonic`.
     """
-    config, is_main = assembly.config, peers.is_main_process()
+    config, is_main, n = assembly.config, peers.is_main_process(), peers.count()
     with ThreadPoolExecutor(1) as thread:
         # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
         compiling = thread.submit(compiled_steps, assembly)
@@ -193,7 +193,7 @@ def run_steps(
         closing(Trackers(config.observe, run, start_step, is_main=is_main)) as trackers,
         closing(Progress(config.num_steps, start_step, is_main=is_main, show_bar=config.observe.progress)) as progress,
         closing(Profiler(config.profile, run)) as profiler,
-        OwnTimes() if peers.count() > 1 else nullcontext() as own_times,
+        OwnTimes() if n > 1 else nullcontext() as own_times,
     ):
         if restored and start_step < config.num_steps:
             trackers.write(start_step, restored)
@@ -208,9 +208,10 @@ def run_steps(
             drawn=functools.partial(drawn, config, assembly.task, corpus),
             outer_step=outer_step,
         )
-        since_seconds = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds)
-        goodput = Goodput(since_seconds, trackers.done, num_processes=peers.count())
-        observers = loop.Observers(progress, profiler, watchdog, goodput, own_times)
+        since = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds)
+        observers = loop.Observers(
+            progress, profiler, watchdog, Goodput(since, trackers.done, num_processes=n), own_times
+        )
         stream = _batches(assembly, corpus, start_step)
         last = loop.run(state, start_step, stream, timetable(config), throughput_of(assembly), actions, observers)
         with watchdog.patient():

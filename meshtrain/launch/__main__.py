@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog=f"{program()} launch",
         description="Starts a program in several processes that find each other, and ends them together.",
-        usage="%(prog)s --processes=N [--devices=N] [--restarts=N] [--min-processes=N] -- -m meshtrain train --config=3d ...",
+        usage="%(prog)s --processes=N [--devices=N] [--restarts=N [--min-processes=N]] -- -m meshtrain train ...",
         exit_on_error=False,
         allow_abbrev=False,
     )

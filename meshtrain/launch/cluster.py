@@ -115,7 +115,9 @@ def full_size(environ: Mapping[str, str], num_processes: int) -> int:
         return num_processes
     [full] = _numbers(environ, **{FULL: _MOST})
     if full < num_processes:
-        raise UserError(f"{FULL}: got {full}; allowed: at least the {num_processes} processes; nearest: {num_processes}")
+        raise UserError(
+            f"{FULL}: got {full}; allowed: at least the {num_processes} processes; nearest: {num_processes}"
+        )
     return full
 
 

@@ -160,8 +160,7 @@ def run(job: Job, num_restarts: int = 0) -> int:
             workers = Workers(part)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-        until = left.all_back()
-        index, code = workers.wait(until)
+        index, code = workers.wait(left.until)
         if code:
             _say(f"process {index} ended first, with code {code}; its last words:")
             print(*(f"    {line}" for line in workers.last_words[index]), sep="\n", file=sys.stderr, flush=True)
@@ -170,7 +169,7 @@ def run(job: Job, num_restarts: int = 0) -> int:
         if code == EXIT_TOO_FEW:
             if not left.one_less():
                 return code
-        elif until is not None and time.monotonic() >= until:
+        elif left.until is not None and time.monotonic() >= left.until:
             _say("all processes start again")
         elif num_restarts == 0:
             return code
@@ -181,14 +180,19 @@ def run(job: Job, num_restarts: int = 0) -> int:
 
 
 class Left:
-    """Which processes of a job are started: all, or those that are left where it may go on with fewer."""
+    """Which processes of a job are started: all, or those that are left where it may go on with fewer.
+
+    Attributes:
+      until: when those that the last start left out are there again, by `time.monotonic`; None: it left out none.
+    """
 
     def __init__(self, job: Job) -> None:
         """Starts with all of them."""
         self.job = job
-        self.back: dict[int, float] = {}  # number of a process -> when it is there again, by `time.monotonic`
-        self.most = job.num_processes  # that fit the run
-        self.numbers = list(range(job.num_processes))
+        self.until: float | None = None
+        self._back = [0.0] * job.num_processes  # when each is there again
+        self._most = job.num_processes  # that fit the run
+        self._started = list(range(job.num_processes))
 
     def part(self, arrived: Sequence[int]) -> Job:
         """Returns the job of the next start, after a wait where too few processes are left; names those left out.
@@ -199,35 +203,32 @@ class Left:
         job = self.job
         if not job.min_processes:
             return job
-        times = sorted(self.back.get(number, 0.0) for number in range(job.num_processes))
-        while (now := time.monotonic()) < times[job.min_processes - 1] and not arrived:
+        enough = sorted(self._back)[job.min_processes - 1]
+        while (now := time.monotonic()) < enough and not arrived:
             time.sleep(_POLL_SECONDS)
-        self.back = {number: when for number, when in self.back.items() if when > now}
-        there = [number for number in range(job.num_processes) if number not in self.back]
-        self.numbers = there[: self.most]
-        if out := [str(number) for number in range(job.num_processes) if number not in self.numbers]:
-            _say(f"{len(self.numbers)} of {job.num_processes} processes start, without {', '.join(out)}")
-        gpus = tuple(job.gpus[number] for number in self.numbers) if job.gpus else ()
-        return dataclasses.replace(job, num_processes=len(self.numbers), gpus=gpus, full=job.num_processes)
-
-    def all_back(self) -> float | None:
-        """Returns when all processes are there again; None where none is missing."""
-        return max(self.back.values(), default=None)
+        there = [number for number, back in enumerate(self._back) if back <= now]
+        self.until = max(self._back) if len(there) < job.num_processes else None
+        self._started = there[: self._most]
+        if out := [str(number) for number in range(job.num_processes) if number not in self._started]:
+            _say(f"{len(self._started)} of {job.num_processes} processes start, without {', '.join(out)}")
+        gpus = tuple(job.gpus[number] for number in self._started) if job.gpus else ()
+        return dataclasses.replace(job, num_processes=len(self._started), gpus=gpus, full=job.num_processes)
 
     def failed(self, index: int, code: int) -> None:
         """Leaves a process out for a while: the one with this index of the last start ended first, with this code."""
-        self.most = self.job.num_processes
+        self._most = self.job.num_processes
         if self.job.min_processes and code not in (EXIT_START_AGAIN, EXIT_LOST_PEER):
-            self.back[self.numbers[index]] = time.monotonic() + self.job.back_seconds
+            self._back[self._started[index]] = time.monotonic() + self.job.back_seconds
 
     def one_less(self) -> bool:
         """Makes the next start one process smaller, because this number does not fit; returns whether it may be."""
-        self.most = len(self.numbers) - 1
-        may = self.most >= self.job.min_processes > 0
+        tried = len(self._started)
+        self._most = tried - 1
+        may = self._most >= self.job.min_processes > 0
         if self.job.min_processes and not may:
-            least, there = self.job.min_processes, self.job.num_processes - len(self.back)
-            _say(f"--min-processes: got {least}, and no number of processes from {least} to {there} fits this run; "
-                 "allowed: what the line above has; nearest: that")  # fmt: skip
+            least = self.job.min_processes
+            _say(f"--min-processes: got {least}, and {tried} processes do not fit this run, nor do more of those that are "
+                 "left; allowed: what the line above has; nearest: that")  # fmt: skip
         return may
 
 

@@ -51,7 +51,7 @@ class Goodput:
         self._timed_steps += seconds > 0
 
     def values(self) -> dict[str, float]:
-        """Returns `useful_seconds`, `timed_steps` and `goodput` (0 to 1) as they are now, and of several `processes`."""
+        """Returns `useful_seconds`, `timed_steps` and `goodput` (0 to 1) as they are now; of several, `processes`."""
         passed = self._now() - self._begun_seconds
         share = min(1.0, self._useful_seconds / passed) if passed > 0 else 0.0
         values = {"useful_seconds": self._useful_seconds, "timed_steps": self._timed_steps, "goodput": share}

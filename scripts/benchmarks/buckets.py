@@ -2,8 +2,8 @@
 
 The bucket is that of the tests, a server in a process of its own on this machine. The two processes have no folder in
 common. Killed together, again and again, they go on from the newest save that was complete, bitwise the state of a run
-that was never killed; at last one process goes on in an empty folder, on another mesh. The run draws from two sources by
-weight, has experts, and averages its weights.
+that was never killed; at last one process goes on in an empty folder, on another mesh. The run has experts, draws from
+two sources by weight, and averages its weights.
 
 Extras: gcs buckets-test
 """

@@ -139,3 +139,12 @@ def test_all_that_a_scheduler_leaves_out_comes_at_once():
         "SLURM_LOCALID",
         "SLURM_JOB_ID",
     ]
+
+
+def test_a_job_may_have_more_processes_than_there_are():
+    assert cluster.full_size({}, 3) == 3
+    assert cluster.full_size({"MESHTRAIN_FULL_PROCESSES": "8"}, 3) == 8
+    with pytest.raises(UserError, match="FULL_PROCESSES: got 2; allowed: at least the 3 processes; nearest: 3"):
+        cluster.full_size({"MESHTRAIN_FULL_PROCESSES": "2"}, 3)
+    with pytest.raises(UserError, match="FULL_PROCESSES: got eight; allowed: a number"):
+        cluster.full_size({"MESHTRAIN_FULL_PROCESSES": "eight"}, 3)

@@ -39,7 +39,15 @@ def batch(folder, code, unwell, **more):
 
 
 PROGRAM = [".venv/bin/python", "-m", "meshtrain"]
-TRAIN = ["--nodes=8", "--ntasks=8", "--kill-on-bad-exit=1", *PROGRAM, "train", "--config=configs/tiny.py", "--workdir=a b"]
+TRAIN = [
+    "--nodes=8",
+    "--ntasks=8",
+    "--kill-on-bad-exit=1",
+    *PROGRAM,
+    "train",
+    "--config=configs/tiny.py",
+    "--workdir=a b",
+]
 DOCTOR = ["--kill-on-bad-exit=0", *PROGRAM, "doctor", "--gpus=8", "--config=configs/tiny.py", "--workdir=a b"]
 
 

@@ -169,3 +169,68 @@ def test_more_processes_than_gpus_are_refused_and_fewer_take_the_first():
         job(["--processes=3", "--", "x"], ("0", "1"))
     assert job(["--", "x"], ("0", "1"))[0].num_processes == 2
     assert job(["--processes=3", "--devices=2", "--", "x"], ("0", "1"))[0].gpus == ()
+
+
+# Writes who starts into a file; what the numbers of a start have to do stands before.
+STARTS = """if True:
+    import os, pathlib, signal, sys, time
+    index, count = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    if index == 0:
+        with open({starts!r}, "a") as file:
+            file.write(str(count) + os.environ["MESHTRAIN_FULL_PROCESSES"] + " ")
+    number = len(pathlib.Path({starts!r}).read_text().split())
+    {then}
+"""
+
+
+def starts_of(folder, then, *words):
+    """(exit code, starts, messages) of four processes; a start is the number of processes, and 4 for all."""
+    path = folder / "starts"
+    path.write_text("")
+    code, _, err = ended(STARTS.format(starts=str(path), then=then), *words, processes=4)
+    return code, path.read_text().split(), err
+
+
+def test_one_that_is_killed_is_left_out_until_it_is_there_again(tmp_path):
+    # The first start loses its third process; the second one runs until it is told to end; the third one finishes.
+    then = "time.sleep(0.5); (number == 1 and index == 2 and os.kill(os.getpid(), 9)); number < 3 and time.sleep(90)"
+    words = ("--min-processes=2", "--restarts=1", "--back-seconds=10")
+    code, starts, err = starts_of(tmp_path, then, *words)
+    assert (code, starts) == (0, ["44", "34", "44"]), err
+    assert "3 of 4 processes start, without 2\n" in err
+    assert err.endswith("all processes start again\n")
+
+
+def test_where_a_number_does_not_fit_one_less_is_started(tmp_path):
+    then = "(number == 1 and index == 0 and os.kill(os.getpid(), 9)); sys.exit(0 if count == 2 else 69)"
+    words = ("--min-processes=2", "--restarts=1", "--back-seconds=99")
+    code, starts, err = starts_of(tmp_path, "time.sleep(0.3); " + then, *words)
+    assert (code, starts) == (0, ["44", "34", "24"]), err
+    assert "2 of 4 processes start, without 0, 3\n" in err
+
+
+def test_where_no_number_fits_it_ends(tmp_path):
+    then = "time.sleep(0.3); (number == 1 and index == 0 and os.kill(os.getpid(), 9)); sys.exit(69)"
+    words = ("--min-processes=2", "--restarts=1", "--back-seconds=99")
+    code, starts, err = starts_of(tmp_path, then, *words)
+    assert (code, starts) == (69, ["44", "34", "24"]), err
+    assert "--min-processes: got 2, and 2 processes do not fit this run, nor do more of those that are left; " in err
+
+
+def test_on_gpus_each_that_is_left_keeps_its_own():
+    left = local_processes.Left(local_processes.Job(("-c", ""), 3, 0, ("5", "7", "9"), min_processes=1))
+    left.failed(1, 137)
+    part = left.part([])
+    assert (part.num_processes, part.gpus, part.full) == (2, ("5", "9"), 3)
+    assert left.until is not None
+
+
+def test_too_few_that_are_left_wait_for_another():
+    left = local_processes.Left(local_processes.Job(("-c", ""), 2, min_processes=2, back_seconds=0.2))
+    begun = time.monotonic()
+    left.failed(0, 1)
+    assert left.part([]).num_processes == 2
+    assert time.monotonic() - begun >= 0.2
+    left.failed(0, 1)
+    assert left.part([signal.SIGTERM]).num_processes == 1, "a signal ends the wait"

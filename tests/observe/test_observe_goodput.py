@@ -19,6 +19,11 @@ def test_it_goes_on_where_the_process_before_stopped():
     assert goodput.values() == {"useful_seconds": 25.0, "timed_steps": 5, "goodput": 0.25}
 
 
+def test_of_several_processes_it_says_how_many_there_are():
+    assert "processes" not in Goodput(0.0).values()
+    assert Goodput(0.0, num_processes=3).values()["processes"] == 3
+
+
 def test_rows_say_what_was_done_and_how_old_the_run_was(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = [

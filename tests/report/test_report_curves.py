@@ -132,6 +132,12 @@ def test_rates_come_in_the_order_of_their_runs():
     assert curves.metrics(runs) == ["loss", *(f"{unit}_per_second" for unit in units)]
 
 
+def test_the_number_of_processes_is_drawn_where_it_has_changed():
+    steady, shrunk = (log(loss=curve([3.0, 2.0]), processes=curve(numbers)) for numbers in ([4, 4], [4, 3]))
+    assert curves.metrics([steady]) == ["loss"]
+    assert curves.metrics([steady, shrunk]) == ["loss", "processes"]
+
+
 def test_a_run_that_saved_once_has_no_panel_of_saves():
     once, twice = (log(loss=curve([3.0, 2.0]), save_blocking_seconds=curve(saves)) for saves in ([0.1], [0.1, 0.2]))
     assert curves.metrics([once, once]) == ["loss"]

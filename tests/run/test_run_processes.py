@@ -64,8 +64,8 @@ def launched(command, cache):
     """A function (directory, changes, processes, devices, words before the program's) -> the started launcher."""
     started = []
 
-    def start(directory, *changes, processes=2, devices=1, program=("-c", SHARING)):
-        words = ["--processes", str(processes), "--devices", str(devices)]
+    def start(directory, *changes, processes=2, devices=1, program=("-c", SHARING), launch=()):
+        words = ["--processes", str(processes), "--devices", str(devices), *launch]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
         process = subprocess.Popen(
             [sys.executable, "-m", "meshtrain.launch", *words, "--", *program, *command(directory, *changes)],
@@ -233,6 +233,23 @@ def test_killed_eight_times_it_ends_with_the_weights_of_a_run_that_was_not(launc
     assert losses(tmp_path / "killed") == straight
     weights = [final_weights(tmp_path / run / "checkpoints" / last) for run in ("straight", "killed")]
     assert weights[0] == weights[1]
+
+
+def test_killed_three_times_it_goes_on_with_those_that_are_left_and_with_all_again(launched, finished, tmp_path):
+    changes = ("mesh.data=-1", *STEADY, *SMALL, "batch_size=12", "num_steps=300", "checkpoint.every=5", "log_every=1")
+    straight = finished(tmp_path / "straight", *changes, "mesh.data=3", processes=1, devices=3)
+    options = {"processes": 3, "launch": ("--min-processes=1", "--restarts=9", "--back-seconds=600")}
+    process = launched(tmp_path / "killed", *changes, **options)
+    for count in (3, 2, 1):
+        wait_for_step(process, 50 * (4 - count))  # several saves each
+        victim = worker(process, count - 1) if count > 1 else process.pid
+        os.kill(victim, signal.SIGKILL)
+    process.communicate(timeout=LIMIT_SECONDS)
+    found = finished(tmp_path / "killed", *changes, **options)
+    assert list(found) == list(straight)
+    np.testing.assert_allclose(list(found.values()), list(straight.values()), rtol=1e-5)
+    rows = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert {row.get("processes", 1) for row in rows if "loss" in row} == {1, 2, 3}
 
 
 def newest_save(directory):
