@@ -17,7 +17,7 @@ from meshtrain.config.config import Config, Given, resolve
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.loader import batches
 from meshtrain.data.own_source import Data, MakeData
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, warn
 from meshtrain.files import expanded, url_problems
 from meshtrain.launch import distributed, peers
 from meshtrain.launch.watchdog import Watchdog
@@ -30,7 +30,7 @@ from meshtrain.observe.trackers import Trackers
 from meshtrain.run import saving, start, summary, workdir
 from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import drawn, open_data, warn_of_repeats
-from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
+from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.trees import select
@@ -117,6 +117,8 @@ def train_resolved(
         with show("mesh") as say:
             assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
             say("; ".join([describe(assembly.mesh, peers.num_machines()), *assembly.cost.exchanges, *notes]))
+        for what, change in advice(assembly.mesh, peers.num_machines()) if is_main else ():
+            warn(f"mesh: {what}; nearest: {change}")
         with show("data") as say:
             corpus = open_data(config, assembly.task, make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint, there)
