@@ -46,6 +46,7 @@ from meshtrain.sharding.stored import (
     Names,
     activation_sharding,
     axes_in,
+    is_names,
     named_params,
     num_parts,
     rules_of_level,
@@ -200,7 +201,10 @@ def _on_mesh(
 
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, mesh, batch_axes(batch))
     after_update = after_update_of(task, stack)
-    update = _update(config, transformation, rates, scaling, state_shardings.opt_state, replicas, after_update)
+    of_layers = None if config.observe.layers == "off" else dict(leaves_with_paths(axes, is_leaf=is_names))
+    update = _update(
+        config, transformation, rates, scaling, state_shardings.opt_state, replicas, after_update, of_layers, stack
+    )
     step = (apart.step if apart else train_step)(gradients, update, scaling)
     bytes_of_layer = 0 if program else layer_bytes(params, axes, replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
@@ -368,8 +372,10 @@ def _update(
     moments: Shardings,
     replicas: Replicas,
     after_update: AfterUpdate | None,
+    names_of_layers: Mapping[str, Names] | None,
+    stack: Stack | None,
 ) -> Update:
-    """Returns the update of a step; `moments` are the shardings of the optimizer's state."""
+    """Returns the update of a step; `moments` are the shardings of the optimizer's state. See `weight_update`."""
     reduction = replicas.reduction
     update = functools.partial(
         weight_update,
@@ -381,6 +387,8 @@ def _update(
         lambda opt_state, norm: offload.fetched(opt_state, moments, after=norm),
         replicas.trained,
         average_decay=config.optimizer.average,
+        names_of_layers=names_of_layers,
+        stack=stack,
     )
     if reduction is not None and reduction.update is not None:
         late: Update = reduction.update(update, replicas.reduce, after_update)

@@ -33,7 +33,8 @@ from meshtrain.run.opened import drawn, open_data, warn_of_repeats
 from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
-from meshtrain.sharding.trees import select
+from meshtrain.sharding.trees import leaves_with_paths, select
+from meshtrain.step.guard import name_of_gradient
 from meshtrain.step.state import TrainState
 
 
@@ -201,6 +202,7 @@ def run_steps(
             diagnose=functools.partial(saving.diagnosis, checkpoints),
             drawn=functools.partial(drawn, config, assembly.task, corpus),
             outer_step=outer_step,
+            name=functools.partial(name_of_gradient, [path for path, _ in leaves_with_paths(assembly.state.params)]),
         )
         since_seconds = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds)
         observers = loop.Observers(progress, profiler, watchdog, Goodput(since_seconds, trackers.done), own_times)

@@ -38,6 +38,11 @@ class ObserveOptions:
 
     progress: bool = option(True, "draw a progress bar (process 0, on a terminal only)")
     tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")
+    layers: str = option(
+        "off",
+        "norms: of each layer's gradients, weights and updates, in each row",
+        choices=("off", "norms"),
+    )
     tracker: str = option(
         "none",
         f"one more tracker: none, wandb (Weights & Biases; reads WANDB_* variables), or {FORM} of one's own",
