@@ -163,8 +163,7 @@ def run_steps(
 
     Args:
       assembly: mesh, task, shardings and functions of the run.
-      corpus: its data.
-      checkpoints: its checkpoints.
+      corpus, checkpoints: its data and checkpoints.
       run: its folder.
       watchdog: ends the process if no step completes in time.
       show: name -> context manager of a phase of the start; it yields a function that takes the phase's result as text.

@@ -1,4 +1,4 @@
-"""Norms of each layer: the same numbers on every mesh, in layer order, and the layer of a gradient that is not finite."""
+"""Norms of each layer: the same numbers on every mesh, in layer order, and the layer of what is not finite."""
 
 import dataclasses
 
