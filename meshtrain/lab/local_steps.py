@@ -31,7 +31,6 @@ from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.errors import UserError, nearest_multiple
 from meshtrain.models.metrics import Metrics, all_logged
 from meshtrain.models.task import Batch, Params, Sums
-from meshtrain.observe.run_files import OF_LAYER
 from meshtrain.optim.states import state_axes
 from meshtrain.sharding.gradients import Compute, Replicas
 from meshtrain.sharding.placement import Placement, on_shards
@@ -363,7 +362,7 @@ def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
         guard.IN_A_ROW: jnp.max(metrics[guard.IN_A_ROW]),
         guard.FIRST_NOT_FINITE: jnp.max(metrics[guard.FIRST_NOT_FINITE]),
     }
-    joined |= {name: jnp.mean(norm, axis=0) for name, norm in metrics.items() if OF_LAYER.fullmatch(name)}
+    joined |= {name: jnp.mean(norm, axis=0) for name, norm in metrics.items() if "_norm_of/" in name}
     if guard.ITS_LAYER in metrics:
         joined[guard.ITS_LAYER] = jnp.max(metrics[guard.ITS_LAYER])
     if "loss_scale" in metrics:

@@ -27,6 +27,7 @@ from meshtrain.options import FORM, WITH_OPTIONS, called, option
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
+ACTIVATIONS = "activations"
 KEY, NAMES = "observe.tracker", ("none", "wandb")
 _PEEK_BYTES = 1 << 20  # of a file of metrics, to see whether it is one
 Run: TypeAlias = Any  # a `wandb.Run`, whose package may be missing
@@ -40,8 +41,8 @@ class ObserveOptions:
     tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")
     layers: str = option(
         "off",
-        "norms: of each layer's gradients, weights and updates, in each row",
-        choices=("off", "norms"),
+        "norms: of each layer's gradients, weights and updates, in each row; activations: the largest ones too",
+        choices=("off", "norms", ACTIVATIONS),
     )
     tracker: str = option(
         "none",

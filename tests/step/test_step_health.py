@@ -9,6 +9,8 @@ import optax
 import pytest
 
 from meshtrain.assemble import assemble
+from meshtrain.config import tasks
+from meshtrain.models import metrics
 from meshtrain.models.task import Sums
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.pipeline.schedules import PipelineOptions
@@ -24,7 +26,7 @@ CONFIG = dataclasses.replace(
     runs.CONFIG,
     num_steps=2,
     model=dataclasses.replace(runs.LLAMA, num_layers=NUM_LAYERS),
-    observe=ObserveOptions(layers="norms"),
+    observe=ObserveOptions(layers="activations"),
     pipeline=PipelineOptions(schedule="1f1b", num_microbatches=2),
 )
 
@@ -71,8 +73,30 @@ def test_every_mesh_has_the_same_numbers_in_layer_order(one):
     _, metrics, _ = two_steps(data=2, fsdp=2, pipeline=2)
     names = [name for name in one[1] if "_norm_of/" in name]
     assert len(names) == 9
-    for name in names:
+    peaks = one[1]["largest_activation_of/layers"]
+    assert len(set(peaks.tolist())) > 1
+    assert one[1]["largest_activation"] == max(peaks)
+    for name in [*names, "largest_activation_of/layers"]:
         np.testing.assert_allclose(metrics[name], one[1][name], rtol=1e-5, err_msg=name)
+
+
+def test_the_largest_activation_of_a_layer_is_at_most_half_a_bin_off():
+    for largest in (3e-3, 1.0, 700.0):
+        x = jnp.array([[0.0, -largest], [largest / 3, 0.0]])
+        of_all = jax.tree.map(jnp.add, metrics.peaks(x, 1, 3), metrics.peaks(x / 8, 1, 3))
+        found = metrics.of_layers(of_all)
+        assert found.tolist()[::2] == [0, 0]
+        assert 2 ** (-1 / 16) <= float(found[1]) / largest <= 2 ** (1 / 16)
+    for wrong in (jnp.nan, jnp.inf, 1e30):
+        assert float(metrics.of_layers(metrics.peaks(jnp.array([1.0, wrong]), 0, 1))[0]) > 2**31
+    logged = metrics.all_logged({metrics.PEAK: metrics.peaks(x, 1, 3)}, jnp.float32(7))
+    assert sorted(logged) == ["largest_activation", "largest_activation_of/layers"]
+
+
+def test_activations_are_refused_where_a_task_says_nothing_of_them():
+    (line,) = tasks.watch_problems(CONFIG, tasks.find("seq2seq"))
+    assert "nearest: observe.layers=norms" in line
+    assert tasks.watch_problems(CONFIG, tasks.decoder) == []
 
 
 NAMES = {"encoder/w": ("layers", "embed"), "encoder/scale": ("norm",), "head": ("embed",)}
