@@ -119,7 +119,7 @@ def test_the_jobset_is_the_same_job_whose_pods_start_together(kubernetes):
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 
 
-def test_the_jobset_of_slices_is_the_cluster_that_is_planned(kubernetes):
+def test_the_jobset_of_slices_is_the_cluster_that_is_planned(kubernetes, monkeypatch):
     spec = documents("jobset_slices.yaml")["JobSet"]["spec"]
     assert spec["failurePolicy"] == documents("jobset.yaml")["JobSet"]["spec"]["failurePolicy"]
     [slices] = spec["replicatedJobs"]
@@ -133,6 +133,7 @@ def test_the_jobset_of_slices_is_the_cluster_that_is_planned(kubernetes):
     assert chips * planned.num_slices == planned.num_devices == 4 * 512
     mesh = dict(word.removeprefix("--config.").split("=") for word in container["args"])
     assert (mesh["mesh.data"], mesh["mesh.fsdp"]) == (str(planned.num_slices), str(chips))
+    monkeypatch.setattr(cluster, "_installed", lambda package: True)
     told = {"KUBERNETES_SERVICE_HOST": "1", "JOB_COMPLETION_INDEX": "0", "MEGASCALE_NUM_SLICES": "4"}
     told |= {"TPU_WORKER_HOSTNAMES": "a,b"}
     assert cluster.processes(told, "tpu,cpu") == {"cluster_detection_method": "gketpu"}
