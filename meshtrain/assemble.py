@@ -46,6 +46,7 @@ from meshtrain.sharding.stored import (
     Names,
     activation_sharding,
     axes_in,
+    is_names,
     named_params,
     num_parts,
     rules_of_level,
@@ -200,7 +201,7 @@ def _on_mesh(
 
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, mesh, batch_axes(batch))
     after_update = after_update_of(task, stack)
-    update = _update(config, transformation, rates, scaling, state_shardings.opt_state, replicas, after_update)
+    update = _update(config, transformation, rates, scaling, state_shardings, replicas, after_update, axes, stack)
     step = (apart.step if apart else train_step)(gradients, update, scaling)
     bytes_of_layer = 0 if program else layer_bytes(params, axes, replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
@@ -365,11 +366,13 @@ def _update(
     transformation: optax.GradientTransformation,
     rates: Schedule,
     scaling: loss_scale.Scaling | None,
-    moments: Shardings,
+    of_state: Shardings,
     replicas: Replicas,
     after_update: AfterUpdate | None,
+    axes: NamesTree,
+    stack: Stack | None,
 ) -> Update:
-    """Returns the update of a step; `moments` are the shardings of the optimizer's state."""
+    """Returns the update of a step; `of_state` are the shardings of the state, `axes` those of parameters."""
     reduction = replicas.reduction
     update = functools.partial(
         weight_update,
@@ -378,9 +381,11 @@ def _update(
         config.optimizer.clip_norm,
         config.guard,
         scaling,
-        lambda opt_state, norm: offload.fetched(opt_state, moments, after=norm),
+        lambda opt_state, norm: offload.fetched(opt_state, of_state.opt_state, after=norm),
         replicas.trained,
         average_decay=config.optimizer.average,
+        names_of_layers=None if config.observe.layers == "off" else dict(leaves_with_paths(axes, is_leaf=is_names)),
+        stack=stack,
     )
     if reduction is not None and reduction.update is not None:
         late: Update = reduction.update(update, replicas.reduce, after_update)

@@ -22,7 +22,7 @@ from meshtrain.models.task import token_batch
 from meshtrain.options import naming, own_values
 from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.pipeline.stages import layers_of_stage
-from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
+from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.mesh_picture import mesh_figure, mesh_text
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import DATA
@@ -41,6 +41,7 @@ def text(assembly: Assembly) -> str:
         *([f"active       {task.num_active_parameters:,} for each token"] if task.num_active_parameters else []),
         *trained_text(assembly),
         f"mesh         {describe(assembly.mesh)}",
+        *(f"warning      {what}; {change}" for what, change in advice(assembly.mesh)),
         *reduction_text(assembly),
         f"batch        {batch_text(assembly)}",
         *kernels_text(assembly),

@@ -53,10 +53,11 @@ class Actions:
       finish_saving: waits until the last save is on disk, and raises SaveFailed where it could not be written.
       rate: (step, values of the evaluation) -> None: records the values with the step's checkpoint.
       write: (step, values) -> None: writes a row into the run's files.
-      diagnose: (state, number) -> text: the array that first was not finite (`guard.first_not_finite` gave its number)
-        and the checkpoint to go back to.
+      diagnose: (state, number, layer) -> text: the array that first was not finite (`guard.first_not_finite` gave its
+        number) and the checkpoint to go back to.
       outer_step: state -> state: joins the groups that train apart; it returns before the devices are done.
       drawn: step -> what has been drawn from each source of the data.
+      name: (number, layer) -> the loss or the gradient for which a step was skipped.
     """
 
     train_step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Mapping[str, jax.Array]]]
@@ -65,9 +66,10 @@ class Actions:
     finish_saving: Callable[[], None]
     rate: Callable[[int, Mapping[str, float]], None]
     write: Callable[[int, Mapping[str, float | None]], None]
-    diagnose: Callable[[TrainState, int], str]
+    diagnose: Callable[[TrainState, int, int], str]
     outer_step: Callable[[TrainState], TrainState] = lambda state: state
     drawn: Callable[[int], dict[str, float]] = lambda step: {}
+    name: Callable[[int, int], str] = lambda number, layer: f"array {number}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,15 +194,19 @@ class Log:
         self.observers.goodput.add(0.0 if done.is_first else done.step_seconds)
         is_due = due(done.step, self.when.log_every) or done.is_first or done.step == self.when.num_steps
         if is_due or too_many_skipped(done, self.when):
-            values: dict[str, float | None] = dict(scalars(done.result))
-            for name in (guard.IN_A_ROW, guard.FIRST_NOT_FINITE):
-                del values[name]
+            of_guard = (guard.IN_A_ROW, guard.FIRST_NOT_FINITE, guard.ITS_LAYER)
+            values: dict[str, float | None] = {
+                name: value for name, value in scalars(done.result).items() if name not in of_guard
+            }
             values |= self.throughput.since_last_row(done.step, self.clock) | self.actions.drawn(done.step)
             if self.observers.own_times:
                 values |= self.observers.own_times.exchange(done.step, values, self.observers.progress.line)
             self.row(done.step, values | self.observers.goodput.values())
             if line := self.uneven.line(done.step, values):
                 self.observers.progress.line(line)
+        if num_skipped_in_a_row(done.result):
+            first = self.actions.name(*first_not_finite(done))
+            self.observers.progress.line(f"step {done.step} was skipped; first array that is not finite: {first}")
         stop_if_too_many_skipped(done, state, self.when, self.actions)
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -228,6 +234,13 @@ def too_many_skipped(done: CompletedStep, when: Timetable) -> bool:
     return num_skipped > when.max_skipped_in_a_row or ends_badly(done, when)
 
 
+def first_not_finite(done: CompletedStep) -> tuple[int, int]:
+    """Returns (number, layer) of the first value of a skipped step that is not finite; see `guard.name_of_gradient`."""
+    values = scalars(done.result)
+    layer = values[guard.ITS_LAYER] if guard.ITS_LAYER in values else -1
+    return int(values[guard.FIRST_NOT_FINITE]), int(layer)
+
+
 def ends_badly(done: CompletedStep, when: Timetable) -> bool:
     """Returns whether this is the last step, and its loss or its gradient norm is not finite."""
     values = scalars(done.result)
@@ -249,11 +262,10 @@ def stop_if_too_many_skipped(done: CompletedStep, state: TrainState, when: Timet
     if not too_many_skipped(done, when):
         return
     values = scalars(done.result)
-    number = int(values[guard.FIRST_NOT_FINITE])
     allowed = f"guard.max_skipped_in_a_row = {when.max_skipped_in_a_row}"
     allowed += ", the last not" if ends_badly(done, when) else ""
     raise TrainingStopped(
         f"loss is {values['loss']} and the gradient norm {values['grad_norm']} at step {done.step}; "
         f"{num_skipped_in_a_row(done.result)} steps in a row were skipped (allowed: {allowed}); "
-        f"{actions.diagnose(state, number)}; try a lower learning rate"
+        f"{actions.diagnose(state, *first_not_finite(done))}; try a lower learning rate"
     )

@@ -19,7 +19,7 @@ from meshtrain.config.config import Config, Given, resolve
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.loader import batches
 from meshtrain.data.own_source import Data, MakeData
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, warn
 from meshtrain.files import expanded, url_problems
 from meshtrain.launch import cluster, distributed, peers
 from meshtrain.launch.watchdog import Watchdog
@@ -32,10 +32,11 @@ from meshtrain.observe.trackers import Trackers
 from meshtrain.run import saving, start, summary, workdir
 from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import drawn, open_data, warn_of_repeats
-from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
+from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
-from meshtrain.sharding.trees import select
+from meshtrain.sharding.trees import leaves_with_paths, select
+from meshtrain.step.guard import name_of_gradient
 from meshtrain.step.state import TrainState
 
 
@@ -125,6 +126,8 @@ def train_resolved(
             assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
             notes += fewer.text(given, config, peers.count(), full)
             say("; ".join([describe(assembly.mesh, peers.num_machines()), *assembly.cost.exchanges, *notes]))
+        for what, change in advice(assembly.mesh, peers.num_machines()) if is_main else ():
+            warn(f"mesh: {what}; nearest: {change}")
         with show("data") as say:
             corpus = open_data(config, assembly.task, make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint, there)
@@ -168,8 +171,7 @@ def run_steps(
 
     Args:
       assembly: mesh, task, shardings and functions of the run.
-      corpus: its data.
-      checkpoints: its checkpoints.
+      corpus, checkpoints: its data and checkpoints.
       run: its folder.
       watchdog: ends the process if no step completes in time.
       show: name -> context manager of a phase of the start; it yields a function that takes the phase's result as text.
@@ -207,6 +209,7 @@ def run_steps(
             diagnose=functools.partial(saving.diagnosis, checkpoints),
             drawn=functools.partial(drawn, config, assembly.task, corpus),
             outer_step=outer_step,
+            name=functools.partial(name_of_gradient, [path for path, _ in leaves_with_paths(assembly.state.params)]),
         )
         since = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds)
         observers = loop.Observers(

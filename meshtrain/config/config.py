@@ -211,7 +211,7 @@ def _on_mesh(
     if function is None:
         return problems
     own = list(function.check(config, mesh_shape)) if hasattr(function, "check") else []
-    problems += own
+    problems += own + tasks.watch_problems(config, function)
     on_one_device = math.prod(mesh_shape.values()) == 1
     if on_one_device and not config.optimizer.trainable and not config.lora.rank and not rules.own:
         return problems

@@ -25,6 +25,7 @@ from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Task
 from meshtrain.models.transformer import task as decoder_task
 from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.observe.trackers import ACTIVATIONS
 from meshtrain.options import Imported, Options
 from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.sharding.placement import Placement
@@ -100,7 +101,8 @@ def of_text(config: Config, placement: Placement) -> OfText:
 
 def _decoder(config: Config, placement: Placement) -> Task:
     rate = config.optimizer.balance_rate
-    task = decoder_task.decoder(config.model, **of_text(config, placement), balance_rate=rate)
+    watches = config.observe.layers == ACTIVATIONS
+    task = decoder_task.decoder(config.model, **of_text(config, placement), balance_rate=rate, watches=watches)
     return with_adapters(task, config.lora, config.model.share_of_experts)
 
 
@@ -240,6 +242,16 @@ def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
         ]
     _, params, axes = abstract_weights(dataclasses.replace(config, lora=LoraOptions()), make_task)
     return lora.problems(config.lora, params, axes)
+
+
+def watch_problems(config: Config, make_task: MakeTask) -> list[str]:
+    """Returns one line if activations are to be watched in a task that says nothing of them."""
+    if config.observe.layers != ACTIVATIONS or make_task is decoder:
+        return []
+    return [
+        f"observe.layers: got {ACTIVATIONS} with task={name_of(make_task)}; allowed: off, norms, or task={decoder.name}; "
+        "nearest: observe.layers=norms"
+    ]
 
 
 @functools.lru_cache(maxsize=8)

@@ -362,6 +362,9 @@ def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
         guard.IN_A_ROW: jnp.max(metrics[guard.IN_A_ROW]),
         guard.FIRST_NOT_FINITE: jnp.max(metrics[guard.FIRST_NOT_FINITE]),
     }
+    joined |= {name: jnp.mean(norm, axis=0) for name, norm in metrics.items() if "_norm_of/" in name}
+    if guard.ITS_LAYER in metrics:
+        joined[guard.ITS_LAYER] = jnp.max(metrics[guard.ITS_LAYER])
     if "loss_scale" in metrics:
         joined["loss_scale"] = jnp.min(metrics["loss_scale"])
     return joined

@@ -96,7 +96,9 @@ def processes(environ: Mapping[str, str], platforms: str) -> Arguments | None:
     if num_tasks > 1:
         one_on_each_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
         return _scheduler(environ, _open_mpi(environ), num_tasks, one_on_each_host)
-    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ and _installed("kubernetes"):
+    # Google's Kubernetes tells pods with TPUs where they meet. A job is one slice of theirs.
+    is_pod = "KUBERNETES_SERVICE_HOST" in environ and "TPU_WORKER_HOSTNAMES" not in environ
+    if is_pod and "JOB_COMPLETION_INDEX" in environ and _installed("kubernetes"):
         return {"cluster_detection_method": "k8s"}
     return _cloud_tpu(environ, platforms)
 

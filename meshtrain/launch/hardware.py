@@ -127,8 +127,10 @@ ACCELERATORS = (
         memory_bytes_per_second=1.2e12,
         num_links=6,
         link_bytes_per_second=300e9,
+        network_bytes_per_second=6.25e9,
         product_share=0.75,
-        source="cloud.google.com/tpu/docs/v4; links: six of 50 GB/s, Jouppi et al. 2023 (arXiv:2304.01433), table 4",
+        source="cloud.google.com/tpu/docs/v4; links: six of 50 GB/s, Jouppi et al. 2023 (arXiv:2304.01433), table 4; "
+        "network: assumed as the v5p's",
         product_source="assumed",
     ),
     Accelerator(

@@ -13,6 +13,8 @@ EVALUATED = "eval_"  # what the names of an evaluation's metrics begin with
 LOSS_OF = "eval_loss/"  # the loss of one validation set: its name follows
 EPOCHS = "epochs/"  # how often a source of a mixture was drawn: its name follows, as it does behind `tokens/`
 OF_EACH = re.compile(r"(.+)_each/(\d{1,9})")  # the load of one expert: the name of the metric, and the expert
+# Of one layer, or of other parameters: the name of the metric, and the layer or the first key of the parameters.
+OF_LAYER = re.compile(r"(grad_norm|weight_norm|update_norm|largest_activation)_of/(.+)")
 
 
 def row_of(line: bytes) -> JsonObject | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import numpy as np
 
-from meshtrain.observe.run_files import EPOCHS, LOSS_OF, OF_EACH
+from meshtrain.observe.run_files import EPOCHS, LOSS_OF, OF_EACH, OF_LAYER
 from meshtrain.sharding.trees import Arrays
 
 
@@ -200,7 +200,8 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
     """Returns one readable line of a row of metrics.
 
     Known names come first, in a fixed order and with their units; others (a model's own metrics) follow under their
-    name. None values are left out, and so are values that another entry implies, and the loads of single experts.
+    name. None values are left out, and so are values that another entry implies, the loads of single experts and the
+    norms of single layers.
 
     Args:
       values: a row as written to metrics.jsonl.
@@ -241,7 +242,7 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
     parts = [text(value) for name, text in known.items() if (value := values.get(name)) is not None]
     for name, value in values.items():
         is_said = name in known or name.partition("/")[0] in said_already or name.startswith(EPOCHS)
-        if value is None or is_said or OF_EACH.fullmatch(name):
+        if value is None or is_said or OF_EACH.fullmatch(name) or OF_LAYER.fullmatch(name):
             continue
         if name.startswith(LOSS_OF):
             parts.append(f"{name.removeprefix(LOSS_OF)} {value:.4f}")

@@ -27,6 +27,7 @@ from meshtrain.options import FORM, WITH_OPTIONS, called, option
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
+ACTIVATIONS = "activations"
 KEY, NAMES = "observe.tracker", ("none", "wandb")
 _PEEK_BYTES = 1 << 20  # of a file of metrics, to see whether it is one
 Run: TypeAlias = Any  # a `wandb.Run`, whose package may be missing
@@ -38,6 +39,11 @@ class ObserveOptions:
 
     progress: bool = option(True, "draw a progress bar (process 0, on a terminal only)")
     tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")
+    layers: str = option(
+        "off",
+        "norms: of each layer's gradients, weights and updates, in each row; activations: the largest ones too",
+        choices=("off", "norms", ACTIVATIONS),
+    )
     tracker: str = option(
         "none",
         f"one more tracker: none, wandb (Weights & Biases; reads WANDB_* variables), or {FORM} of one's own",

@@ -7,7 +7,6 @@ python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 --scal
 import argparse
 import functools
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 
@@ -45,7 +44,7 @@ def arguments() -> argparse.ArgumentParser:
     def add(name: str, metavar: str, text: str) -> None:
         extra.add_argument(f"--{name}", metavar=metavar, default="", help=text)
 
-    add("cluster", "NAME", "h100:8x8 (hosts x GPUs), v5e:16x16, cpu:8, ...")
+    add("cluster", "NAME", "h100:8x8 (hosts x GPUs), v5e:16x16, 2xv5e:16x16 (slices), cpu:8, ...")
     add("json", "FILE", "also write the report for programs")
     add("html", "FILE", "also write the report as one page with charts")
     add("calibrate", "FILE", "metrics.jsonl of a measured run, or its seconds a step; scales times")
@@ -137,7 +136,7 @@ def wrong_size(given: argparse.Namespace) -> list[str]:
     if given.scaling:  # which replaces the mesh
         return []
     try:
-        num_devices = math.prod(clusters.parse(given.cluster)[1])
+        num_devices = clusters.parse(given.cluster).num_devices
         wanted = built(file_content(given.config), given.overrides)[0].mesh
     except UserError:
         return []  # reported with the others

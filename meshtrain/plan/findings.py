@@ -20,6 +20,7 @@ from meshtrain.plan.planner import Plan
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import Compiled
 from meshtrain.plan.timing.streams import Assumptions, bandwidth
+from meshtrain.sharding.mesh import advice
 from meshtrain.sharding.reduction import SUM, Reduction
 from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE
 
@@ -57,6 +58,7 @@ def findings(plan: Plan) -> list[Finding]:
             bound = max(bound, plan.executor_bytes or 0.0)
         results += _traffic(axis, bound, plan.traffic)
     results += [*_attention(plan), *_experts(plan), *gathered_for_each(plan)]
+    results += [Finding(what, change) for what, change in advice(assembly.mesh)]
     if plan.added_share is not None and plan.added_share > ADDED:
         results.append(
             Finding(

@@ -26,7 +26,7 @@ from meshtrain.plan.hlo.flops import Work, matmul_flops
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import Compiled, compile_step, outer_program_of, program_of
 from meshtrain.plan.timing.streams import Assumptions, Timing, timing
-from meshtrain.sharding.mesh import mesh_shape
+from meshtrain.sharding.mesh import mesh_shape, over_slices
 from meshtrain.sharding.rules import DATA
 from meshtrain.step.precision import product_name
 
@@ -147,7 +147,7 @@ def plan(
     compiled = (compiled_by or compile_step)(config, shape, cluster)
     assembly = compiled.assembly
     program = program_of(compiled)
-    sent = collectives(program, dict(assembly.mesh.shape)) if program else []
+    sent = collectives(program, dict(assembly.mesh.shape), over_slices(assembly.mesh)) if program else []
     rows = tuple(traffic(sent))
     modelled = None
     if program and cluster.accelerator:
@@ -177,7 +177,7 @@ def _outer(compiled: Compiled, cluster: Cluster, assumptions: Assumptions) -> Ou
         return None
     return Outer(
         period=assembly.config.local_steps.period,
-        traffic=tuple(traffic(collectives(program, dict(assembly.mesh.shape)))),
+        traffic=tuple(traffic(collectives(program, dict(assembly.mesh.shape), over_slices(assembly.mesh)))),
         minimum_bytes=outer_wire_bytes_minimum(assembly),
         timing=timing(assembly.mesh, cluster, program, assumptions) if cluster.accelerator else None,
     )

@@ -63,7 +63,7 @@ def started(config: Config, name: str) -> Callable[[Config, Mapping[str, int], C
 
 def ends_early(config: Config, name: str) -> bool:
     """Returns whether steps are planned from dumps, by copies of this process: for the cluster of this name."""
-    compared = jax.__version__ in COMPARED and parse(name)[0] in GPUS and not config.local_steps.period
+    compared = jax.__version__ in COMPARED and parse(name).device in GPUS and not config.local_steps.period
     return compared and not xla_bridge.backends_are_initialized()  # a copy would lack JAX's threads
 
 

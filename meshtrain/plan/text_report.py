@@ -232,9 +232,8 @@ def _time(plan: Plan) -> str:
     how = f"calibrated: measured is {timing.factor:.2f} of the bare model" if timing.factor != 1 else "no step measured"
     marked = [(name, value, "modelled") for name, value in rows]
     ends = timing.assumptions.interval_line(accelerator, is_calibrated=timing.factor != 1)
-    lines = [f"assumed: {line}" for line in [*timing.assumptions.lines(accelerator), ends, how]] + link_lines(
-        timing.links
-    )
+    of_model = timing.assumptions.lines(accelerator, plan.cluster.num_slices)
+    lines = [f"assumed: {line}" for line in [*of_model, ends, how]] + link_lines(timing.links)
     return "\n".join([aligned(marked, ("time", "a step", "")), *(f"  {line}" for line in lines)])
 
 

@@ -40,6 +40,9 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
     ]
     if drawn:
         parts += [heading("Load of each expert over the mean, mean of layers"), *drawn]
+    for run in runs:
+        parts += [part for norms in loads.of_layers(run.log)
+                  for part in (heading(f"{run.name}: {norms.what}", 3), loads.chart(norms))]  # fmt: skip
     if rows := _sources(runs):
         parts += [heading("Sources of data"), table(rows, ["run", "source", "epochs", "drawn"])]
     parts += [heading("Configuration"), *_configurations(runs)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshtrain.files import JsonObject
 from meshtrain.observe import charts
-from meshtrain.observe.run_files import EPOCHS, EVALUATED, OF_EACH
+from meshtrain.observe.run_files import EPOCHS, EVALUATED, OF_EACH, OF_LAYER
 from meshtrain.report.logs import Curve, Log
 
 # Points on the page, over all curves: about 45 bytes each, beside 4.8 MB of Plotly's own script.
@@ -91,6 +91,7 @@ def metrics(logs: Sequence[Log]) -> list[str]:
         and name.partition("/")[0] not in units
         and not name.startswith(EPOCHS)
         and not OF_EACH.fullmatch(name)
+        and not OF_LAYER.fullmatch(name)
         and (name not in _IF_ANY or np.nanmax(curve.values) > 0)
         and (name not in _IF_SEVERAL or len(curve.steps) > 1)
         and (name not in _IF_CHANGED or np.ptp(curve.values) > 0)

@@ -1,30 +1,36 @@
-"""The load of each expert over the steps of a run, as a still chart: a row for each expert, colours for loads.
+"""The load of each expert, and the norms of each layer, over the steps of a run, as still charts: rows in colours.
 
-E: experts, N: logged steps.
+E: experts, or layers and other parameters, N: logged steps.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from meshtrain.observe.charts import WIDTH_INCHES, svg
-from meshtrain.observe.run_files import OF_EACH
+from meshtrain.observe.run_files import OF_EACH, OF_LAYER
 from meshtrain.report.logs import Log
 
 _MOST_COLUMNS = 400  # more would be narrower than what a screen shows
+_MOST_LABELS = 20
 
 
 class Loads(NamedTuple):
-    """The loads of one metric.
+    """The loads of one metric, or the norms.
 
     Attributes:
       steps: int64 [N], increasing.
-      values: float64 [E, N], 1 where load is even; not-a-number where a row has none.
+      values: float64 [E, N], a load is 1 where it is even; not-a-number where a row has none.
+      names: of the layers and other parameters, [E]; empty for experts.
+      what: the kind of chart.
     """
 
     steps: np.ndarray
     values: np.ndarray
+    names: Sequence[str] = ()
+    what: str = "load of each expert"
 
 
 def of_experts(log: Log) -> list[Loads]:
@@ -33,19 +39,40 @@ def of_experts(log: Log) -> list[Loads]:
     for name in log.curves:
         if match := OF_EACH.fullmatch(name):
             found.setdefault(match[1], {})[int(match[2])] = name
-    loads = []
-    for names in found.values():
-        curves = [log.curves[names[number]] for number in sorted(names)]
-        steps = np.unique(np.concatenate([curve.steps for curve in curves]))
-        values = np.full((len(curves), len(steps)), math.nan)
-        for row, curve in zip(values, curves, strict=True):
-            row[np.searchsorted(steps, curve.steps)] = curve.values
-        loads.append(Loads(steps, values))
-    return loads
+    return [Loads(*_aligned(log, [names[number] for number in sorted(names)])) for names in found.values()]
+
+
+def of_layers(log: Log) -> list[Loads]:
+    """Returns the norms of gradients, weights and updates of each layer and other parameters, none if none are logged.
+
+    Values that are not positive have no place on the logarithmic scale of their colours.
+    """
+    groups = dict[str, dict[str, str]]()
+    for name in log.curves:
+        if match := OF_LAYER.fullmatch(name):
+            groups.setdefault(match[1], {})[name] = match[2]
+    found = []
+    for what, names in groups.items():
+        steps, values = _aligned(log, list(names))
+        if np.any(values > 0):
+            positive = np.where(values > 0, values, math.nan)
+            found.append(Loads(steps, positive, list(names.values()), f"{what.replace('_', ' ')} of each layer"))
+    return found
+
+
+def _aligned(log: Log, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps of all of these metrics, and their values at each."""
+    curves = [log.curves[name] for name in names]
+    steps = np.unique(np.concatenate([curve.steps for curve in curves]))
+    values = np.full((len(curves), len(steps)), math.nan)
+    for row, curve in zip(values, curves, strict=True):
+        row[np.searchsorted(steps, curve.steps)] = curve.values
+    return steps, values
 
 
 def chart(loads: Loads) -> str:
     """Returns the chart as an element of an HTML page: each column reaches from the logged step before to its own."""
+    from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -56,12 +83,16 @@ def chart(loads: Loads) -> str:
     figure = Figure(figsize=(WIDTH_INCHES, min(4.6, 1.0 + 0.2 * num_experts)), layout="constrained")
     axes = figure.add_subplot()
     # As a picture inside the chart: thousands of rectangles would make the page slow.
-    most = max(2.0, float(np.nanmax(loads.values)))
+    least, most = (float(found(loads.values)) for found in (np.nanmin, np.nanmax))
     edges = [first, *steps], np.arange(num_experts + 1) - 0.5
-    drawn = axes.pcolormesh(*edges, values, vmin=0, vmax=most, rasterized=True)
-    axes.set(xlabel="steps", ylabel="expert")
+    scale = LogNorm(least, most) if loads.names else Normalize(0, max(2.0, most))
+    drawn = axes.pcolormesh(*edges, values, norm=scale, rasterized=True)
+    axes.set(xlabel="steps", ylabel="layer" if loads.names else "expert")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    if loads.names:
+        labelled = range(0, num_experts, -(-num_experts // _MOST_LABELS))
+        axes.set_yticks(labelled, [loads.names[row] for row in labelled], fontsize=8)
     solids = figure.colorbar(drawn, ax=axes).solids
     assert solids is not None
     solids.set_rasterized(True)
-    return svg(figure, "load of each expert")
+    return svg(figure, loads.what)

@@ -105,14 +105,15 @@ def refuse_unknown_metric(assembly: Assembly, corpus: Data) -> None:
         raise UserError(line if "did you mean" in line else f"{line}; nearest: {names[0]}")
 
 
-def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int) -> str:
+def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int, layer: int) -> str:
     """Returns the name of the first array that was not finite, and the checkpoint that the run can resume from.
 
     Args:
       checkpoints: the run's own.
       state: the newest one.
-      number: see `guard.first_not_finite`.
+      number, layer: see `guard.name_of_gradient`.
     """
     step = checkpoints.latest_step()
     where = "none" if step is None else str(checkpoints.directory / str(step))
-    return f"first array that is not finite: {name_of_first(state.params, number)}; last good checkpoint: {where}"
+    first = name_of_first(state.params, number, layer)
+    return f"first array that is not finite: {first}; last good checkpoint: {where}"

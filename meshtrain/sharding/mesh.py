@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from meshtrain.errors import UserError
 from meshtrain.options import option
-from meshtrain.sharding.rules import AXES, AXIS_RECORDS
+from meshtrain.sharding.rules import AXES, AXIS_RECORDS, DATA, PIPELINE, storage_axes
 
 SIMULATED_DEVICES = 8
 
@@ -185,6 +185,52 @@ def _outer_sizes(sizes: Sequence[int], num_groups: int) -> tuple[int, ...]:
     return tuple(outer)
 
 
+def over_slices(mesh: Mesh) -> dict[str, int]:
+    """Returns how many slices of TPUs each axis crosses, in mesh order: 1 for each axis inside of one."""
+    slices = _numbers(mesh, "slice_index")
+    lines = [np.moveaxis(slices, i, -1).reshape(-1, size)[0] for i, size in enumerate(slices.shape)]
+    return {axis: len(set(line)) for axis, line in zip(mesh.axis_names, lines, strict=True)}
+
+
+def first_slice(mesh: Mesh) -> Mesh:
+    """Returns the part of the mesh that is on its first slice of TPUs; the mesh itself if there is one."""
+    over = over_slices(mesh)
+    if math.prod(over.values()) == 1:
+        return mesh
+    return Mesh(mesh.devices[tuple(slice(mesh.shape[axis] // over[axis]) for axis in AXES)], AXES)
+
+
+def advice(mesh: Mesh, num_machines: int = 0) -> list[tuple[str, str]]:
+    """Returns (what is slow, what helps) where an axis that communicates in every layer leaves the fast links.
+
+    Between slices of TPUs that is every axis but data and pipeline. Hosts of GPUs may gather weights from each other:
+    their network has a ninth of the speed of the links inside, that of slices less than a thirtieth.
+
+    Args:
+      mesh: of real or ahead-of-time devices.
+      num_machines: as in `describe`; of several processes on a machine it is not known what they share.
+    """
+    platform = mesh.devices.flat[0].platform
+    key, what, far = ("slice_index", "slice", ()) if platform == "tpu" else ("process_index", "host", storage_axes())
+    numbers = _numbers(mesh, key)
+    near = [axis for axis in _crossing(numbers) if axis not in (DATA, PIPELINE, *far)]
+    if platform == "cpu" or not near or (platform != "tpu" and 0 < num_machines < len(set(numbers.flat))):
+        return []
+    return [
+        (f"{', '.join(near)} leaves a {what} and sends in each layer", f"let {DATA} or {PIPELINE} leave it instead")
+    ]
+
+
+def _numbers(mesh: Mesh, key: str) -> np.ndarray:
+    """Returns a number of each device, 0 where it has none: int, in the shape of the mesh."""
+    return np.vectorize(lambda device: getattr(device, key, None) or 0, otypes=[int])(mesh.devices)
+
+
+def _crossing(numbers: np.ndarray) -> list[str]:
+    """Returns the axes along which the numbers of devices differ."""
+    return [axis for i, axis in enumerate(AXES) if (numbers != numbers.take([0], axis=i)).any()]
+
+
 def describe(mesh: Mesh, num_machines: int = 0) -> str:
     """Returns one line: sizes, devices, their order, and which axes cross processes or slices.
 
@@ -207,9 +253,8 @@ def describe(mesh: Mesh, num_machines: int = 0) -> str:
         processes = f"processes on {'one machine' if num_machines == 1 else f'{num_machines} machines'}"
     parts = [f"{sizes}: {len(devices)} x {devices[0].device_kind}, {order}"]
     for key, what in (("slice_index", "slices"), ("process_index", processes)):
-        groups = np.vectorize(lambda device, key=key: getattr(device, key, None) or 0, otypes=[int])(mesh.devices)
+        groups = _numbers(mesh, key)
         num_groups = len(set(groups.flat))
         if num_groups > 1:
-            crossing = [axis for i, axis in enumerate(AXES) if (groups != groups.take([0], axis=i)).any()]
-            parts.append(f"{num_groups} {what}, left by {', '.join(crossing)}")
+            parts.append(f"{num_groups} {what}, left by {', '.join(_crossing(groups))}")
     return "; ".join(parts)

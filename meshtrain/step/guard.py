@@ -5,6 +5,7 @@ decision depends on global sums alone.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from meshtrain.sharding.trees import Arrays, leaves_with_paths
 NUM_NORMS = 64  # gradient norms that the median of the spike rule is taken over
 
 # Metrics of a step that the loop reads and does not log.
-IN_A_ROW, FIRST_NOT_FINITE = "skipped_in_a_row", "first_not_finite"
+IN_A_ROW, FIRST_NOT_FINITE, ITS_LAYER = "skipped_in_a_row", "first_not_finite", "first_not_finite_layer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,21 @@ def first_not_finite(loss: jax.Array, square_sums: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(wrong), jnp.argmax(wrong), -1).astype(jnp.int32)
 
 
-def name_of_first(params: Arrays, number: int) -> str:
+def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
+    """Returns the name of the loss or the gradient for which a step was skipped.
+
+    Args:
+      paths: of the parameters.
+      number: the result of `first_not_finite`.
+      layer: of that gradient, see `health.last_not_finite`; -1: not known, or it has none.
+    """
+    if number < 0:
+        return "none, the gradient norm jumped (guard.spike_factor)"
+    of_layer = f", layer {layer}" if layer >= 0 else ""
+    return "loss" if number == 0 else f"gradients/{paths[number - 1]}{of_layer}"
+
+
+def name_of_first(params: Arrays, number: int, layer: int = -1) -> str:
     """Returns the name of the first array that is not finite: a weight, the loss, or a gradient, in this order.
 
     It runs once, after training has stopped. A weight that is not finite was so when the run started, because the guard
@@ -115,13 +130,11 @@ def name_of_first(params: Arrays, number: int) -> str:
 
     Args:
       params: the parameters, on any mesh; all processes call this together.
-      number: the result of `first_not_finite`.
+      number, layer: see `name_of_gradient`.
     """
     paths = [path for path, _ in leaves_with_paths(params)]
     are_finite = jax.jit(lambda leaves: [jnp.all(jnp.isfinite(leaf)) for leaf in leaves])(jax.tree.leaves(params))
     for path, is_finite in zip(paths, jax.device_get(are_finite), strict=True):
         if not np.all(is_finite):
             return f"params/{path}"
-    if number < 0:
-        return "none, the gradient norm jumped (guard.spike_factor)"
-    return "loss" if number == 0 else f"gradients/{paths[number - 1]}"
+    return name_of_gradient(paths, number, layer)

@@ -13,10 +13,11 @@ import optax
 from meshtrain.models.metrics import Metrics, all_logged, divisor
 from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
 from meshtrain.optim.average import followed
+from meshtrain.pipeline.stages import Stack
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merged, select
-from meshtrain.step import guard, loss_scale
+from meshtrain.step import guard, health, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import Scaling
@@ -87,6 +88,8 @@ def weight_update(
     reduce: Reduce | None = None,
     after_update: AfterUpdate | None = None,
     average_decay: float = 0.0,
+    names_of_layers: Mapping[str, Names] | None = None,
+    stack: Stack | None = None,
 ) -> Update:
     """Returns the second half of a step: (state, sums of the batch, seed of its gradients) -> (state, metrics).
 
@@ -107,6 +110,8 @@ def weight_update(
         `Replicas.reduce`; None where the sums have gradients that are reduced.
       after_update: what moves weights besides the optimizer, see `Task.after_update`; None: nothing.
       average_decay: of the averages in the optimizer's state, see `average.followed`; 0: it has none.
+      names_of_layers: path -> logical axes of each parameter, for `health.norms` in the metrics; None: without.
+      stack: of the pipeline's layers, for these.
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
     clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
@@ -121,7 +126,9 @@ def weight_update(
         trained, frozen = select(state.params, mask)
         # A zero for each frozen weight, because the guard reports a gradient by its index among all parameters.
         of_all = merged(mean_gradients, jax.tree.map(lambda _: jnp.float32(0), frozen))
-        squares = loss_scale.overflowed(scaling, square_sums(of_all), of_all, weight * seed)
+        by_layer = health.squares(names_of_layers, stack, of_all) if names_of_layers and reduce is None else None
+        sums_of_squares = health.totals(by_layer) if by_layer else square_sums(of_all)
+        squares = loss_scale.overflowed(scaling, sums_of_squares, of_all, weight * seed)
         norm, residual = jnp.sqrt(jnp.sum(squares)), state.residual
         if reduce is not None:
             mean_gradients, residual = reduce(mean_gradients, residual)
@@ -150,6 +157,12 @@ def weight_update(
             guard.IN_A_ROW: skipped.in_a_row,
             guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares),
         }
+        if names_of_layers:
+            by_layer = by_layer or health.squares(names_of_layers, stack, mean_gradients)
+            metrics[guard.ITS_LAYER] = health.last_not_finite(by_layer, metrics[guard.FIRST_NOT_FINITE])
+            for what, tree in (("weight", float32_params), ("update", updates)):
+                metrics |= health.norms(what, health.squares(names_of_layers, stack, tree), names_of_layers)
+            metrics |= health.norms("grad", by_layer, names_of_layers)
         if scaling is not None:
             metrics["loss_scale"] = state.loss_scale.scale
         params = merged(guard.where_good(good, updated, trained), frozen)

@@ -9,6 +9,9 @@ import tomllib
 import pytest
 import yaml
 
+from meshtrain.launch import cluster
+from meshtrain.plan.target import clusters
+
 ROOT = pathlib.Path(__file__).parents[2]
 SBATCH = ROOT / "scripts" / "slurm.sbatch"
 SRUN = """#!/usr/bin/env bash
@@ -149,6 +152,26 @@ def test_the_jobset_is_the_same_job_whose_pods_start_together(kubernetes):
     assert one["template"]["spec"] == job | {"backoffLimit": 0}
     [rule] = jobset["failurePolicy"]["rules"]
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+def test_the_jobset_of_slices_is_the_cluster_that_is_planned(kubernetes, monkeypatch):
+    spec = documents("jobset_slices.yaml")["JobSet"]["spec"]
+    assert spec["failurePolicy"] == documents("jobset.yaml")["JobSet"]["spec"]["failurePolicy"]
+    [slices] = spec["replicatedJobs"]
+    job, pod = slices["template"]["spec"], slices["template"]["spec"]["template"]["spec"]
+    assert job["podFailurePolicy"] == kubernetes["Job"]["spec"]["podFailurePolicy"]
+    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    planned = clusters.parse(f"{slices['replicas']}xv5p:{topology}")
+    [container] = pod["containers"]
+    chips = job["completions"] * container["resources"]["limits"]["google.com/tpu"]
+    assert job["completions"] == job["parallelism"]
+    assert chips * planned.num_slices == planned.num_devices == 4 * 512
+    mesh = dict(word.removeprefix("--config.").split("=") for word in container["args"])
+    assert (mesh["mesh.data"], mesh["mesh.fsdp"]) == (str(planned.num_slices), str(chips))
+    monkeypatch.setattr(cluster, "_installed", lambda package: True)
+    told = {"KUBERNETES_SERVICE_HOST": "1", "JOB_COMPLETION_INDEX": "0", "MEGASCALE_NUM_SLICES": "4"}
+    told |= {"TPU_WORKER_HOSTNAMES": "a,b"}
+    assert cluster.processes(told, "tpu,cpu") == {"cluster_detection_method": "gketpu"}
 
 
 def test_the_image_is_the_one_that_the_dockerfile_builds(kubernetes):

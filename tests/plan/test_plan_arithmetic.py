@@ -25,7 +25,7 @@ from meshtrain.plan.timing.streams import (
     Streams,
     _ends,
     bandwidth,
-    devices_by_host,
+    devices_by,
     exchange_bandwidth,
     link_lines,
     links_of,
@@ -325,7 +325,7 @@ def on_two_hosts(**sizes):
     [("data", {0: 1, 1: 1}), ("tensor", {0: 4}), ("data+tensor", {0: 4, 1: 4}), ("irregular", {0: 4, 1: 4})],
 )
 def test_the_hosts_of_a_group(axes, expected):
-    assert devices_by_host(on_two_hosts(data=2, tensor=4), axes) == expected
+    assert devices_by(on_two_hosts(data=2, tensor=4), axes, "process_index") == expected
 
 
 def test_in_an_all_to_all_each_device_sends_what_leaves_its_host_itself():

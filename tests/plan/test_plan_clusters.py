@@ -14,18 +14,25 @@ from meshtrain.plan.target import clusters
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "sizes"),
+    ("text", "name", "sizes", "num_slices"),
     [
-        ("h100:8x8", "h100", (8, 8)),
-        ("A100:16x8", "a100", (16, 8)),
-        ("h200:4", "h200", (1, 4)),
-        ("v5e:16x16", "v5e", (16, 16)),
-        ("v5p:8x8x8", "v5p", (8, 8, 8)),
-        ("cpu:8", "cpu", (8,)),
+        ("h100:8x8", "h100", (8, 8), 1),
+        ("A100:16x8", "a100", (16, 8), 1),
+        ("h200:4", "h200", (1, 4), 1),
+        ("v5e:16x16", "v5e", (16, 16), 1),
+        ("v5p:8x8x8", "v5p", (8, 8, 8), 1),
+        ("2xv5e:16x16", "v5e", (16, 16), 2),
+        ("cpu:8", "cpu", (8,), 1),
     ],
 )
-def test_names_of_clusters(text, name, sizes):
-    assert clusters.parse(text) == (name, sizes)
+def test_names_of_clusters(text, name, sizes, num_slices):
+    assert clusters.parse(text) == (name, sizes, num_slices)
+
+
+@pytest.mark.parametrize(("text", "fix"), [("2xh100:4x8", "h100:8x8"), ("3xcpu:2", "cpu:6")])
+def test_slices_are_of_tpus(text, fix):
+    with pytest.raises(UserError, match=f"nearest: {fix}$"):
+        clusters.parse(text)
 
 
 def test_cpus_are_simulated():

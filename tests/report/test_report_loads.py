@@ -45,6 +45,27 @@ def test_the_page_has_one_chart_of_them_and_no_panels(runs):
     assert "Load of each expert" not in content.run_page(runs[1:], [])
 
 
+def test_norms_have_a_chart_each_with_layers_by_name(tmp_path, monkeypatch):
+    rows = [
+        {"step": step, "loss": 2.0, "grad_norm_of/head": 1.0, "update_norm_of/head": 0.0}
+        | {f"grad_norm_of/layers/{layer}": 10.0**layer * step for layer in range(11)}
+        for step in (1, 2)
+    ]
+    [run] = opened([str(folder(tmp_path / "norms", rows))])[0]
+    [found] = loads.of_layers(run.log)
+    assert found.names == ["head", *(f"layers/{layer}" for layer in range(11))]
+    assert found.values[3].tolist() == [100.0, 200.0]
+    text = content.run_page([run], [])
+    assert text.count('aria-label="grad norm of each layer"') == 1
+    assert ">layers/10<" in text
+    assert "grad norm of/" not in text
+    drawn = []
+    monkeypatch.setattr(loads, "svg", lambda figure, what: drawn.append(figure) or what)
+    loads.chart(found)
+    assert drawn[0].axes[0].collections[0].norm.vmax == 2e10
+    loads.chart(found._replace(values=np.ones((12, 2))))
+
+
 def test_the_chart_is_as_wide_as_the_page():
     drawn = loads.chart(loads.Loads(np.array([10]), np.ones((2, 1))))
     pixels = float(re.search(r' width="([\d.]+)pt"', drawn)[1]) * 96 / 72

@@ -63,7 +63,7 @@ class Run:
     def rate(self, step, values):
         self.also.append(f"rate {step} {values['eval_loss']}")
 
-    def diagnose(self, state, number):
+    def diagnose(self, state, number, layer):
         return f"array {number}, seen at step {state}"
 
     def go(self):
@@ -100,6 +100,12 @@ def test_what_happens_every_so_many_steps(tmp_path):
     run.go()
     assert run.did == ["evaluate 4", "save 6", "evaluate 8", "save 9", "save 10", "evaluate 10"]
     assert [step for step, row in run.rows if "loss" in row] == [4, 6, 8, 10]
+
+
+def test_a_skipped_step_says_what_was_not_finite(tmp_path, capsys):
+    Run(tmp_path, losses={3: math.nan}).go()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
+    assert lines == ["step 3 was skipped; first array that is not finite: array 0"]
 
 
 def test_groups_are_joined_before_their_step_is_evaluated_and_saved(tmp_path):

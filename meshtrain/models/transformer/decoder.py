@@ -20,6 +20,7 @@ from meshtrain.models.attention.multi_head import CACHE, NEW, MultiHead, Slots
 from meshtrain.models.decoder_options import DecoderOptions as DecoderOptions
 from meshtrain.models.decoder_options import TransformerShape
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, weight
+from meshtrain.models.metrics import PEAK, peaks
 from meshtrain.models.moe.experts import Experts
 from meshtrain.models.moe.routing import Tokens
 from meshtrain.models.remat import MIDDLE, RESIDUAL, RematOptions, checkpoint_policy
@@ -163,6 +164,16 @@ class Layer(nn.Module):
         if o.stretch is None or not (o.window and o.rope_local_base):
             return o.stretch
         return None if is_global is None else jnp.where(is_global, o.stretch, 1.0)
+
+
+class Watched(Layer):
+    """A layer that also counts how large its activations are."""
+
+    def __call__(self, x: jax.Array, layer: jax.Array, *given: Given) -> tuple[jax.Array, LayerSums]:
+        """Applies the layer; see there."""
+        x, sums = super().__call__(x, layer, *given)
+        loss, found = sums or (jnp.float32(0), {})
+        return x, (loss, {**found, PEAK: peaks(x, layer, self.options.num_layers)})
 
 
 class Head(nn.Module):

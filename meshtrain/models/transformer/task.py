@@ -43,6 +43,8 @@ from meshtrain.models.transformer.decoder import (
     DecoderOptions,
     Embedding,
     Head,
+    Layer,
+    Watched,
     angles_of,
     layer_stack,
     run_layers,
@@ -68,6 +70,7 @@ def decoder(
     remat: RematOptions = NOTHING_AGAIN,
     placement: Placement | None = None,
     balance_rate: float = 0.0,
+    watches: bool = False,
 ) -> Task:
     """Returns the task of a decoder.
 
@@ -80,11 +83,12 @@ def decoder(
       remat: what the backward pass recomputes, in a pipeline too.
       placement: the shardings of activations and of gathered weights; None: one device, without shardings.
       balance_rate: by which the bias of an expert moves in a step against its load.
+      watches: whether the metrics of training have the largest activation of each layer, of those that are alike.
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
     num_positions = options.max_positions or sequence_length
     place = placement or Placement.nowhere()
-    model = Decoder(options, num_positions, dtype, output_dtype or dtype, place)
+    model = Decoder(options, num_positions, dtype, output_dtype or dtype, place, watches)
     num_parameters = count_parameters(options, num_positions)
     num_active = num_parameters - num_idle_parameters(options)
     has_biases = options.num_experts > 0 and options.router == "sigmoid"
@@ -125,6 +129,7 @@ class Decoder:
     dtype: DTypeLike
     output_dtype: DTypeLike
     placement: Placement
+    watches: bool = False
 
     def first(
         self,
@@ -188,7 +193,8 @@ class Decoder:
         if train and options.num_experts:
             tokens = Tokens(batch["weights"], (batch["segment_ids"] > 0).astype(jnp.float32))
         given = (sequence_keys(rng, batch), angles, documents, None, tokens)
-        return run_layers(options, layers, x, indices, given, self.placement, self.dtype, train, remat)
+        layer = Watched if train and self.watches else Layer
+        return run_layers(options, layers, x, indices, given, self.placement, self.dtype, train, remat, layer)
 
     def cast(self, layers: Params) -> Params:
         """Returns the layers in the dtypes in which they compute: norms and routers in float32, the rest in `dtype`."""

@@ -5,7 +5,7 @@ twice that for an all-reduce (Patarasu and Yuan 2009), all of it for a permute.
 
 A collective is counted once, however it is written. A start and its done are one collective, and so are the pieces of
 a TPU chain, which carries a gather through several fusions. A TPU's all-reduce of which each device keeps only a slice
-counts as a reduce-scatter.
+counts as a reduce-scatter. What leaves a slice is a collective of its own, see `between_slices`.
 """
 
 import collections
@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshtrain.launch.links import wire_share
+from meshtrain.plan.hlo.between_slices import BETWEEN, PERMUTE, Sent, is_send, sent
 from meshtrain.plan.hlo.flops import attention_kernel
 from meshtrain.plan.hlo.parse import Instruction, Program
 from meshtrain.plan.hlo.products import first_group, is_product
@@ -34,9 +35,9 @@ class Collective:
 
     Attributes:
       name: of the instruction.
-      kind: one of `KINDS`.
+      kind: one of `KINDS`, followed by `BETWEEN` where it leaves a slice.
       axes: the mesh axes it runs along, joined by `+`, or `irregular`.
-      group_size: devices in one group.
+      group_size: devices in one group, or slices.
       count: how often it runs in a step.
       logical_bytes: of the whole array, each time.
       wire_bytes: what one device sends, each time.
@@ -71,17 +72,20 @@ class Traffic:
     sources: tuple[str, ...]
 
 
-def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collective]:
+def collectives(
+    program: Program, mesh_shape: Mapping[str, int], over: Mapping[str, int] | None = None
+) -> list[Collective]:
     """Returns the collectives of a program between more than one device.
 
     Args:
       program: scheduled.
       mesh_shape: the size of each axis in mesh order; device i of the program is place i of the mesh, row by row.
+      over: the slices of TPUs along each axis, see `mesh.over_slices`; None: there is one.
 
     Raises:
       ValueError: replica groups in an unknown syntax.
     """
-    products = _with_products(program)
+    products, slices = _with_products(program), over or dict.fromkeys(mesh_shape, 1)
     called_by_start = _asynchronous_bodies(program, products)
     result: list[Collective] = []
     chains: dict[tuple[str, str], int] = {}
@@ -89,9 +93,13 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collect
         if not program.num_runs[name]:
             continue
         for at, line in enumerate(body):
-            if line.opcode.removesuffix("-start") not in KINDS:
+            if is_send(line):
+                found = sent(line, body, slices)
+            elif line.opcode.removesuffix("-start") in KINDS:
+                found = _inside(line, body, mesh_shape, slices)
+            else:
                 continue
-            one = _collective(program, mesh_shape, name, body, at, products)
+            one = _collective(program, found, name, body, at, products)
             if one.group_size == 1 or not one.axes:
                 continue
             if chain := CHAIN.search(line.rest):
@@ -108,30 +116,38 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collect
     return result
 
 
+def _inside(
+    line: Instruction, body: Sequence[Instruction], mesh_shape: Mapping[str, int], over: Mapping[str, int]
+) -> Sent:
+    """Returns the collective of an instruction; one that stays in its slice is written for the first slice alone."""
+    kind = line.opcode.removesuffix("-start")
+    of_slice = {axis: size // over[axis] for axis, size in mesh_shape.items()}
+    groups = replica_groups(line.attributes, math.prod(of_slice.values()))
+    leaves = bool(groups.max() >= math.prod(of_slice.values()))
+    axes = (axes_of_pairs if kind == PERMUTE else axes_of)(groups, mesh_shape if leaves else of_slice)
+    whole_bytes = _whole_bytes(line, kind, {other.name: other.shape for other in body})
+    return Sent(kind + BETWEEN if leaves else kind, axes, groups.shape[1], whole_bytes)
+
+
 def _collective(
     program: Program,
-    mesh_shape: Mapping[str, int],
+    found: Sent,
     computation: str,
     body: Sequence[Instruction],
     at: int,
     products: set[str],
 ) -> Collective:
-    line = body[at]
-    kind = line.opcode.removesuffix("-start")
-    groups = replica_groups(line.attributes, math.prod(mesh_shape.values()))
-    permutes = kind == "collective-permute"
-    axes = axes_of_pairs(groups, mesh_shape) if permutes else axes_of(groups, mesh_shape)
-    whole_bytes = _whole_bytes(line, kind, {other.name: other.shape for other in body})
+    line, kind = body[at], found.kind
     if kind == "all-reduce" and SCATTER.search(computation):
         kind = "reduce-scatter"
     return Collective(
         name=line.name,
         kind=kind,
-        axes=axes,
-        group_size=groups.shape[1],
+        axes=found.axes,
+        group_size=found.group_size,
         count=program.num_runs[computation],
-        logical_bytes=whole_bytes,
-        wire_bytes=whole_bytes * wire_share(kind, groups.shape[1]),
+        logical_bytes=found.whole_bytes,
+        wire_bytes=found.whole_bytes * wire_share(kind.removesuffix(BETWEEN), found.group_size),
         is_asynchronous=line.is_asynchronous,
         is_overlapped=line.is_asynchronous and _overlaps(body, at, products),
         source=program.source(line),
@@ -212,7 +228,7 @@ def layer_gradients(
     if not wire_bytes:
         return None
     kinds = ("all-reduce", "reduce-scatter")
-    along = [one for one in found if one.axes == axis and one.kind in kinds and one.count >= least_count]
+    along = [one for one in found if one.axes == axis and one.kind.startswith(kinds) and one.count >= least_count]
     hidden = sum(one.count * one.wire_bytes for one in along if one.is_overlapped)
     return LayerGradients(wire_bytes, min(1.0, hidden / wire_bytes))
 

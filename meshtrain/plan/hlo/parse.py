@@ -69,7 +69,7 @@ class Instruction:
     @property
     def is_asynchronous(self) -> bool:
         """Whether other work may run between it, a start, and its done."""
-        return self.opcode.endswith("-start") and '"is_sync":true' not in self.rest
+        return self.opcode == "send" or (self.opcode.endswith("-start") and '"is_sync":true' not in self.rest)
 
     def attribute(self, name: str) -> str | None:
         """Returns the value of an attribute, a computation's name, a list of dims or a word, without % and braces."""

@@ -59,19 +59,24 @@ def resized(cluster: str, num_devices: int) -> str:
 
     >>> [resized("h100:8x8", 32), resized("h100:8x8", 4), resized("v5e:16x16", 32), resized("v5p:2x2x2", 128)]
     ['h100:4x8', 'h100:1x4', 'v5e:4x8', 'v5p:4x4x8']
+    >>> [resized("2xv5e:4x4", 64), resized("2xv5e:4x4", 8)]
+    ['4xv5e:4x4', 'v5e:2x4']
 
     Raises:
-      UserError: hosts are not full, or a torus has no such size.
+      UserError: hosts or slices are not full, or a torus has no such size.
     """
-    name, sizes = parse(cluster)
-    if name in GPUS:
-        each = sizes[1]
-        if num_devices > each and num_devices % each:
+    name, sizes, num_slices = parse(cluster)
+    each, what = (sizes[1], "hosts") if name in GPUS else (math.prod(sizes), "slices")
+    if (name in GPUS or num_slices > 1) and num_devices > each:
+        if num_devices % each:
             fix = num_devices // each * each
             raise UserError(
-                f"--scaling: got {num_devices} on hosts of {each}; allowed: whole hosts, or less than one; "
+                f"--scaling: got {num_devices} on {what} of {each}; allowed: whole {what}, or less than one; "
                 f"nearest: {fix} or {fix + each}"
             )
+        if name not in GPUS:
+            return f"{num_devices // each}x{name}:{'x'.join(map(str, sizes))}"
+    if name in GPUS:
         return f"{name}:{max(1, num_devices // each)}x{min(each, num_devices)}"
     dims = [1] * len(sizes)
     left = num_devices

@@ -19,6 +19,7 @@ from meshtrain.plan.hlo.parse import Program
 from meshtrain.plan.scaling.strategies import BEST, KINDS, STRONG, Point
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.timing.streams import Assumptions, Streams, Timing, transfer_seconds
+from meshtrain.sharding.mesh import over_slices
 from meshtrain.sharding.rules import AXES
 
 
@@ -52,7 +53,7 @@ def spent(program: Program, mesh: Mesh, cluster: Cluster, assumptions: Assumptio
     """
     assert cluster.accelerator is not None
     accelerator = cluster.accelerator
-    found = collectives(program, dict(mesh.shape))
+    found = collectives(program, dict(mesh.shape), over_slices(mesh))
     each = transfer_seconds(found, mesh, cluster, assumptions)
 
     def step(axes: Iterable[str], *, has_bytes: bool = True) -> float:

@@ -41,7 +41,7 @@ def _title(found: Scaling) -> str:
     return "\n".join(
         [
             f"scaling      {found.cluster.devices[0].device_kind}, {sizes[0]:,} to {sizes[-1]:,} devices, "
-            f"hosts of {found.basis.devices_each}",
+            f"{'slices' if found.cluster.num_slices > 1 else 'hosts'} of {found.basis.devices_each}",
             f"model        {task.num_parameters or found.basis.weights.num_parameters:,} parameters",
             f"compiled     {found.num_compiled} programs; the search ran and found something that may fit on {at}",
         ]
@@ -132,7 +132,7 @@ def _assumed(found: Scaling) -> str:
 def _of_model(found: Scaling) -> list[str]:
     accelerator = found.cluster.accelerator
     assert accelerator is not None
-    return found.assumptions.lines(accelerator)
+    return found.assumptions.lines(accelerator, found.cluster.num_slices)
 
 
 def to_json(found: Scaling) -> JsonObject:

@@ -52,8 +52,9 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
     capacity = usable_bytes(accelerator) if accelerator else math.inf
     num_devices, result = len(cluster.devices), []
     shares = expert_sizes(weights, num_devices, cluster.devices_each)
+    has_slow_network = cluster.platform == "cuda" or cluster.num_slices > 1
     for shape in meshes(num_devices, sizes_to_try(config, num_devices), shares):
-        if cluster.platform == "cuda" and num_parts(_inside_layers(), shape) > cluster.devices_each:
+        if has_slow_network and num_parts(_inside_layers(), shape) > cluster.devices_each:
             continue  # every layer would communicate over the network
         if placement_problems(config, shape, weights):
             continue

@@ -1,4 +1,4 @@
-"""The devices of a cluster named `h100:8x8`, `v5e:16x16` or `cpu:8`, to compile for; none of them has to exist.
+"""The devices of a cluster, `h100:8x8`, `v5e:16x16`, `2xv5e:16x16` or `cpu:8`, to compile for; none has to exist.
 
 GPUs are described to the compiler by a file each in `targets/`; TPUs are known to libtpu by name; CPUs are simulated.
 """
@@ -10,11 +10,13 @@ import math
 import os
 import pkgutil
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
-from jax.experimental import topologies
+from jax.experimental.topologies import TopologyDescription, get_topology_desc
 
 from meshtrain.errors import UserError, nearest
 from meshtrain.launch import distributed
@@ -26,8 +28,27 @@ TARGETS = Path(__file__).parents[1] / "targets"
 GPUS = ("a100", "h100", "h200", "b200")
 TPUS = {"v4": "2x2x2", "v5e": "4x4", "v5p": "2x2x2", "v6e": "4x4"}  # with a torus of each
 SIZES = dict.fromkeys(GPUS, "8x8") | TPUS | {"cpu": "8"}  # an example of each
-CLUSTER = re.compile(r"(?P<name>[a-z]\w*):(?P<sizes>\d{1,9}(?:x\d{1,9})*)$")
-ALLOWED = f"HOSTSxGPUS of {', '.join(GPUS)}; the torus of {', '.join(TPUS)}; cpu:N"
+CLUSTER = re.compile(r"(?:(?P<slices>[1-9]\d{0,3})x)?(?P<name>[a-z]\w*):(?P<sizes>\d{1,9}(?:x\d{1,9})*)$")
+ALLOWED = f"HOSTSxGPUS of {', '.join(GPUS)}; the torus of {', '.join(TPUS)}, SLICESx before it for several; cpu:N"
+
+
+class Name(NamedTuple):
+    """What a cluster's name says.
+
+    Attributes:
+      device: the kind of device.
+      sizes: hosts and GPUs of each, or the torus of a slice.
+      num_slices: slices of TPUs.
+    """
+
+    device: str
+    sizes: tuple[int, ...]
+    num_slices: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.num_slices * math.prod(self.sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +62,7 @@ class Cluster:
       num_hosts: number of their hosts.
       accelerator: the peaks of one, None for CPUs.
       compute_capability: of a GPU, such as (9, 0).
+      num_slices: slices of TPUs.
     """
 
     text: str
@@ -49,18 +71,19 @@ class Cluster:
     num_hosts: int
     accelerator: Accelerator | None
     compute_capability: tuple[int, int] | None = None
+    num_slices: int = 1
 
     @property
     def devices_each(self) -> int:
-        """Devices of a host."""
-        return len(self.devices) // self.num_hosts
+        """Devices of a slice where there are several, else of a host: the network is slow beyond them."""
+        return len(self.devices) // (self.num_slices if self.num_slices > 1 else self.num_hosts)
 
 
-def parse(text: str) -> tuple[str, tuple[int, ...]]:
-    """Returns the kind of device and the sizes that a cluster's name gives: hosts and GPUs of each, or a torus.
+def parse(text: str) -> Name:
+    """Returns what a cluster's name says.
 
     Raises:
-      UserError: the name has another form or an unknown device.
+      UserError: the name has another form or an unknown device, or slices of other devices than TPUs.
     """
     match = CLUSTER.match(text.strip().lower())
     name = match["name"] if match else text.partition(":")[0]
@@ -71,7 +94,12 @@ def parse(text: str) -> tuple[str, tuple[int, ...]]:
     num_sizes = (1, 2) if name in GPUS else (SIZES[name].count("x") + 1,)
     if 0 in sizes or len(sizes) not in num_sizes:
         raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: {name}:{SIZES[name]}")
-    return name, (1, *sizes) if name in GPUS and len(sizes) == 1 else sizes
+    sizes = (1, *sizes) if name in GPUS and len(sizes) == 1 else sizes
+    num_slices = int(match["slices"] or 1)
+    if name not in TPUS and num_slices > 1:
+        fix = f"{name}:{num_slices * sizes[0]}x{sizes[1]}" if name in GPUS else f"{name}:{num_slices * sizes[0]}"
+        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: {fix}")
+    return Name(name, sizes, num_slices)
 
 
 def open_cluster(text: str) -> Cluster:
@@ -80,7 +108,7 @@ def open_cluster(text: str) -> Cluster:
     Raises:
       UserError: an unknown name, a compiler that is not installed, a torus that no TPU has.
     """
-    name, sizes = parse(text)
+    name, sizes, num_slices = parse(text)
     # Planning needs no accelerator; a run may be using the one of this machine.
     if jax.config.values["jax_platforms"] != "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -93,33 +121,35 @@ def open_cluster(text: str) -> Cluster:
         # Slices x hosts x GPUs of each.
         target = (TARGETS / f"{name}.txtpb").read_text()
         topology = f"1x{sizes[0]}x{sizes[1]}"
-        gpus = _described(text, platform="cuda", target_config=target, topology=topology)
+        gpus = _described(text, partial(get_topology_desc, platform="cuda", target_config=target, topology=topology))
         return Cluster(text, "cuda", gpus, sizes[0], find(gpus[0].device_kind), _capability(target))
     _require(text, "libtpu", "plan-tpu")
     # The compiler opens no chip, so it may share the library with a training run or another plan.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # A v4 has two cores. Training sees one device; the compiler sees two unless it is given this name.
     kind = {"chip_config_name": "megacore"} if name == "v4" else {}
-    chips = _described(text, platform="tpu", topology_name=f"{name}:{'x'.join(map(str, sizes))}", **kind)
+    slice_name = f"{name}:{'x'.join(map(str, sizes))}"
+    described = partial(get_topology_desc, platform="tpu", topology_name=slice_name, num_slices=num_slices, **kind)
+    chips = _described(text, described)
     num_hosts = len({chip.process_index for chip in chips})
-    return Cluster(text, "tpu", chips, num_hosts, find(chips[0].device_kind))
+    return Cluster(text, "tpu", chips, num_hosts, find(chips[0].device_kind), num_slices=num_slices)
 
 
-def _described(text: str, **description: str) -> Sequence[jax.Device]:
+def _described(text: str, describe: Callable[[], TopologyDescription]) -> Sequence[jax.Device]:
     try:
         with captured():  # without an accelerator each compiler prints long warnings
             jax.devices()  # loads the plugins here, so that their warnings are captured
             try:
-                devices: Sequence[jax.Device] = topologies.get_topology_desc(**description).devices
+                devices: Sequence[jax.Device] = describe().devices
             except RuntimeError as error:
                 if "topology not implemented" not in str(error):
                     raise
                 _start_gpu_plugins()
-                devices = topologies.get_topology_desc(**description).devices
+                devices = describe().devices
     except (RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"--cluster: got '{text}', which the compiler refuses: {first}; allowed: {ALLOWED}") from error
-    assert math.prod(parse(text)[1]) == len(devices)
+    assert parse(text).num_devices == len(devices)
     return devices
 
 

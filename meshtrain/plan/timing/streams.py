@@ -3,9 +3,10 @@
 Nothing here was measured, but the links if a file of them is given. Matrix products run at a share of the peak that
 the card and their shape decide (`shape_share`), everything else at the speed of memory, transfers at the speed
 of the slowest link of a ring over the group; an all-to-all has a speed of its own (`exchange_bandwidth`). A transfer
-overlaps the operations after its start, and its done waits for it. The program computes on a pipeline's idle rows too,
-so the bubble is in the time. The interval is two more walks: one with faster products and every asynchronous transfer
-hidden, one with slower products, slower kernels of experts, kernels that the host launches and no transfer hidden.
+overlaps the operations after its start, and its done waits for it. What TPUs send to other slices has its own wire. The
+program computes on a pipeline's idle rows too, so the bubble is in the time. The interval is two more walks: one with
+faster products and every asynchronous transfer hidden, one with slower products, slower kernels of experts, kernels
+that the host launches and no transfer hidden.
 
 The seconds of a measured step, for calibration: from a run's metrics.jsonl, or given as a number.
 """
@@ -26,6 +27,7 @@ from meshtrain.errors import UserError
 from meshtrain.files import expanded, read_json, what_is_at
 from meshtrain.launch.hardware import Accelerator
 from meshtrain.launch.links import Link, Links, link_for
+from meshtrain.plan.hlo.between_slices import BETWEEN
 from meshtrain.plan.hlo.collectives import Collective, collectives
 from meshtrain.plan.hlo.flops import attention_flops, attention_kernel
 from meshtrain.plan.hlo.memory_traffic import moved_bytes
@@ -33,9 +35,10 @@ from meshtrain.plan.hlo.parse import FUSIONS, Instruction, Program, branch_share
 from meshtrain.plan.hlo.products import Product, grouped_kernel, product_flops, product_of
 from meshtrain.plan.hlo.shapes import dtypes
 from meshtrain.plan.target.clusters import Cluster
+from meshtrain.sharding.mesh import first_slice, over_slices
 
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "partition-id", "opt-barrier",
-        "after-all")  # fmt: skip
+        "after-all", "recv")  # fmt: skip
 # Rows x columns of a tile -> its speed over that of the largest. An assumption: operands are read again for each tile,
 # so a tile of 64 x 64 reads almost three times the bytes for the same work.
 TILES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.92, (128, 64): 0.75, (64, 128): 0.75, (64, 64): 0.55}
@@ -63,6 +66,7 @@ class Assumptions:
       memory_efficiency: share of the memory's speed that everything else reaches.
       link_efficiency: share of a link's speed that transfers reach.
       latency_seconds: of a collective, for each doubling of its group.
+      slices_latency_seconds: the same between slices: from a chip through its host, the network and another host.
       calibrated_margin: share of the time by which the interval reaches beyond a measured step.
       links: measured on the cluster's platform; they replace the two above for the collectives like those measured.
     """
@@ -78,6 +82,7 @@ class Assumptions:
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
     latency_seconds: float = 5e-6
+    slices_latency_seconds: float = 50e-6
     calibrated_margin: float = 0.07
     links: Links | None = None
 
@@ -87,8 +92,11 @@ class Assumptions:
         grouped, launch = self.slow_grouped_efficiency, self.slow_launch_seconds
         return dataclasses.replace(self, grouped_efficiency=grouped, launch_seconds=launch)
 
-    def lines(self, accelerator: Accelerator) -> list[str]:
+    def lines(self, accelerator: Accelerator, num_slices: int) -> list[str]:
         """Returns one line of text for each assumption but the interval's ends, without the links."""
+        network = f"{(accelerator.network_bytes_per_second or 0.0) / 1e9:.4g} GB/s a chip ({accelerator.source})"
+        latency = f"{self.slices_latency_seconds * 1e6:.0f} us for each doubling of their number"
+        between = f"between slices at {self.link_efficiency:.0%} of {network}, and {latency}"
         shapes = ", less where tiles do not fill its units" if accelerator.num_units else ""
         launch = f", and {self.launch_seconds * 1e6:.0f} us a kernel" if accelerator.num_units else ""
         return [
@@ -100,6 +108,7 @@ class Assumptions:
             f"{launch}",
             f"transfers at {self.link_efficiency:.0%} of the slowest link of a ring (all-to-all: of each device's own "
             f"links), and {self.latency_seconds * 1e6:.0f} us for each doubling of the group",
+            *([between] if num_slices > 1 else []),
         ]
 
     def interval_line(self, accelerator: Accelerator, *, is_calibrated: bool) -> str:
@@ -155,18 +164,17 @@ class Timing:
 def bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
     """Returns the bytes a second that each device can send in a ring along an axis, or axes joined by `+`.
 
-    Where a ring leaves a host, the devices of a host that are in the same group share their network adapters; on a
-    torus one axis has two of the links.
+    Where a ring leaves a host of GPUs or a slice of TPUs, those of its devices that are in the same group share their
+    network adapters; on a torus one axis has two of the links.
     """
-    accelerator = cluster.accelerator
+    accelerator, is_tpu = cluster.accelerator, cluster.platform == "tpu"
     assert accelerator is not None
-    if cluster.platform == "tpu":
-        return accelerator.link_bytes_per_second * 2 / accelerator.num_links
-    hosts = devices_by_host(mesh, axis)
-    if len(hosts) <= 1:
-        return accelerator.link_bytes_per_second
+    link = accelerator.link_bytes_per_second * (2 / accelerator.num_links if is_tpu else 1)
+    near = devices_by(mesh, axis, "slice_index" if is_tpu else "process_index")
+    if len(near) <= 1:
+        return link
     assert accelerator.network_bytes_per_second is not None
-    return min(accelerator.link_bytes_per_second, accelerator.network_bytes_per_second * min(hosts.values()))
+    return min(link, accelerator.network_bytes_per_second * min(near.values()))
 
 
 def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
@@ -177,7 +185,7 @@ def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
     """
     accelerator = cluster.accelerator
     assert accelerator is not None
-    hosts = devices_by_host(mesh, axis)
+    hosts = devices_by(mesh, axis, "process_index")
     size = sum(hosts.values())
     if cluster.platform == "tpu":
         return bandwidth(mesh, cluster, axis) * min(1.0, 4 * (size - 1) / size**2)
@@ -189,13 +197,19 @@ def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
     return min(network / leaving, link / (1 - leaving) if leaving < 1 else math.inf)
 
 
-def devices_by_host(mesh: Mesh, axis: str) -> dict[int, int]:
-    """Returns host -> how many devices of the first group along an axis, or along axes joined by `+`, are on it."""
+def devices_by(mesh: Mesh, axis: str, key: str) -> dict[int, int]:
+    """Returns host -> how many devices of the first group along an axis, or along axes joined by `+`, are on it.
+
+    Args:
+      mesh: of the devices.
+      axis: an axis, or axes.
+      key: `process_index`, or `slice_index` for slices instead of hosts.
+    """
     names = mesh.axis_names
     chosen = [names.index(name) for name in axis.split("+") if name in names]
     lead = np.moveaxis(mesh.devices, chosen, range(len(chosen)))
     group = lead.reshape(-1, math.prod(lead.shape[len(chosen) :]) if chosen else 1)[:, 0]
-    return collections.Counter(device.process_index for device in group)
+    return collections.Counter(getattr(device, key, 0) for device in group)
 
 
 def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) -> dict[tuple[str, str], Link | None]:
@@ -209,7 +223,7 @@ def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) 
     for axes, kind in sorted({(one.axes, one.kind) for one in found}):
         used[axes, kind] = None
         if axes in mesh.axis_names:
-            num_hosts = len(devices_by_host(mesh, axes))
+            num_hosts = len(devices_by(mesh, axes, "process_index"))
             used[axes, kind] = link_for(assumptions.links, axes, kind, mesh.shape[axes], num_hosts)
     return used
 
@@ -239,13 +253,18 @@ def transfer_seconds(
       assumptions: of the model.
     """
     measured = {key: link for key, link in links_of(found, mesh, assumptions).items() if link}
+    network = (cluster.accelerator and cluster.accelerator.network_bytes_per_second) or math.nan
+    inside = first_slice(mesh)
 
     def of(one: Collective) -> tuple[float, float]:
         if (one.axes, one.kind) in measured:
             link = measured[one.axes, one.kind]
             return link.latency_seconds, one.wire_bytes / link.bytes_per_second
         hops = math.log2(max(2, one.group_size))
-        speed = (exchange_bandwidth if one.kind == "all-to-all" else bandwidth)(mesh, cluster, one.axes)
+        if one.kind.endswith(BETWEEN):  # all chips send at once, each through its share of its host's adapters
+            seconds = one.wire_bytes / (network * assumptions.link_efficiency)
+            return hops * assumptions.slices_latency_seconds, seconds
+        speed = (exchange_bandwidth if one.kind == "all-to-all" else bandwidth)(inside, cluster, one.axes)
         return hops * assumptions.latency_seconds, one.wire_bytes / (speed * assumptions.link_efficiency)
 
     return {one.name: of(one) for one in found}
@@ -293,18 +312,19 @@ class Streams:
     def _walk(self, name: str) -> tuple[float, float, float]:
         body = self.program.computations[name]
         shapes = {line.name: line.shape for line in body}
-        now = wire_free = computed = sent = 0.0
+        now = computed = sent = 0.0
+        free = {False: 0.0, True: 0.0}  # when the links, and the network between slices of TPUs, are free
         ends: dict[str, float] = {}
         for line in body:
             if line.name in self.transfers:
-                seconds = self.transfers[line.name]
+                seconds, wire = self.transfers[line.name], line.opcode == "send"
                 sent += seconds
-                wire_free = max(now, wire_free) + seconds
+                free[wire] = max(now, free[wire]) + seconds
                 if line.is_asynchronous and self.hidden is not Hidden.NONE:
                     # One that is hidden wherever it stands is waited for at the end of its computation only.
-                    ends[line.name] = wire_free if self.hidden is Hidden.SCHEDULED else now
+                    ends[line.name] = free[wire] if self.hidden is Hidden.SCHEDULED else now
                 else:
-                    now = wire_free
+                    now = free[wire]
             elif line.opcode.endswith("-done"):
                 now = max([now, *(ends[operand] for operand in line.operands if operand in ends)])
             elif line.opcode in ("while", "call", "conditional", "async-start"):
@@ -314,7 +334,7 @@ class Streams:
                 seconds, inner_sent = self._work(line, shapes)
                 together = seconds + inner_sent if self.hidden is Hidden.NONE else max(seconds, inner_sent)
                 now, computed, sent = now + together, computed + seconds, sent + inner_sent
-        return max(now, wire_free), computed, sent
+        return max(now, *free.values()), computed, sent
 
     def _called(self, caller: str, line: Instruction) -> tuple[float, float, float]:
         program, times = self.program, 1
@@ -415,7 +435,7 @@ def timing(
       measured_seconds: of this step on such a cluster; it calibrates one factor, and narrows the interval.
     """
     assert cluster.accelerator is not None
-    transfers = collectives(program, dict(mesh.shape))
+    transfers = collectives(program, dict(mesh.shape), over_slices(mesh))
     each = transfer_seconds(transfers, mesh, cluster, assumptions)
     alone = {name: latency + bandwidth for name, (latency, bandwidth) in each.items()}
     streams = Streams(program, cluster.accelerator, alone, assumptions)

@@ -1,0 +1,69 @@
+"""What TPUs send to other slices: their compiler writes pairs of `send` and `recv` for the host's runtime. No JAX.
+
+A collective over several slices becomes collectives inside of each, and between them such pairs as
+
+    %send = (f32[4,8]{1,0}, u32[], token[]) send(%x, %token), frontend_attributes={
+      _xla_host_transfer_handler_name="xla_megascale_runtime", _xla_host_transfer_rendezvous="psum.1_0",
+      _xla_megascale_target="{1,2}x{0:7}", _xla_megascale_transfer_type="ALL_REDUCE"}
+
+The target is `{slices}x{chips of each}`, or groups of chips, `{{100000,200000},{100001,200001}}`, or pairs of them,
+`{{100000->200000},{200000->100000}}`. Slices count from 1; chip 7 of slice 2 is 200007.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtrain.plan.hlo.parse import Instruction
+from meshtrain.plan.hlo.replica_groups import axes_of, axes_of_pairs
+from meshtrain.plan.hlo.shapes import num_bytes, parts
+
+BETWEEN = " between slices"  # ends the kind of a collective that leaves a slice
+RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
+TARGET = re.compile(r'_xla_megascale_target="?(\{.*?\})"?,_xla_megascale_transfer_type="(\w+)"')
+GROUP = re.compile(r"\{([\d,>-]+)\}")
+PERMUTE = "collective-permute"
+CHIPS = 100_000  # numbers of a slice
+
+
+class Sent(NamedTuple):
+    """A collective before its bytes on the wire are known.
+
+    Attributes:
+      kind: of `collectives.KINDS`, followed by `BETWEEN` where it leaves a slice.
+      axes: the mesh axes it runs along, joined by `+`, or `irregular`.
+      group_size: the devices, or the slices, of one group.
+      whole_bytes: of the whole array.
+    """
+
+    kind: str
+    axes: str
+    group_size: int
+    whole_bytes: float
+
+
+def is_send(line: Instruction) -> bool:
+    """Returns whether an instruction starts to send to other slices."""
+    return line.opcode == "send" and TARGET.search(line.rest) is not None
+
+
+def sent(line: Instruction, body: Sequence[Instruction], over: Mapping[str, int]) -> Sent:
+    """Returns the collective that a `send` starts; the larger of what it sends and receives is the whole array.
+
+    Args:
+      line: the `send`.
+      body: its computation, which has its `recv`.
+      over: the slices along each axis, in mesh order; slices are numbered row by row.
+    """
+    target, name = TARGET.search(line.rest), RENDEZVOUS.search(line.rest)
+    assert target, line.rest
+    assert name, line.rest
+    kind = PERMUTE if target[2] == "ONE_TO_ONE" else target[2].lower().replace("_", "-")
+    groups = GROUP.findall(target[1].partition("x")[0])
+    slices = np.array([[int(number) for number in re.findall(r"\d+", group)] for group in groups])
+    slices = np.where(slices < CHIPS, slices, slices // CHIPS) - 1
+    axes = (axes_of_pairs if kind == PERMUTE else axes_of)(slices, over)
+    ends = [other for other in body if other.opcode in ("send", "recv") and name[0] in other.rest]
+    return Sent(kind + BETWEEN, axes, slices.shape[1], max(num_bytes(parts(end.shape)[0]) for end in ends))
