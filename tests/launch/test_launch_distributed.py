@@ -270,6 +270,13 @@ assert len(start(8)[0]) == 8
     assert printed == [f"8 4 {main} 8 devices are simulated on 2 processes" for main in (True, False)]
 
 
+def test_one_that_is_left_of_a_job_keeps_its_number_of_devices(tmp_path):
+    code = "devices, _ = start(8, is_open=True)\nprint(len(devices))"
+    environ = {"HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "MESHTRAIN_FULL_PROCESSES": "4"}
+    found = [launch(code, **environ, **more) for more in ({"JAX_NUM_CPU_DEVICES": "1"}, {})]
+    assert [finish(process)[0].strip() for process in found] == ["1", "2"]
+
+
 def test_of_two_processes_with_one_number_each_says_so_in_a_line_and_no_stack():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -179,6 +179,7 @@ STARTS = """if True:
     if index == 0:
         with open({starts!r}, "a") as file:
             file.write(str(count) + os.environ["MESHTRAIN_FULL_PROCESSES"] + " ")
+    time.sleep(1)  # until that is written
     number = len(pathlib.Path({starts!r}).read_text().split())
     {then}
 """
@@ -194,7 +195,7 @@ def starts_of(folder, then, *words):
 
 def test_one_that_is_killed_is_left_out_until_it_is_there_again(tmp_path):
     # The first start loses its third process; the second one runs until it is told to end; the third one finishes.
-    then = "time.sleep(0.5); (number == 1 and index == 2 and os.kill(os.getpid(), 9)); number < 3 and time.sleep(90)"
+    then = "(number == 1 and index == 2 and os.kill(os.getpid(), 9)); number < 3 and time.sleep(90)"
     words = ("--min-processes=2", "--restarts=1", "--back-seconds=10")
     code, starts, err = starts_of(tmp_path, then, *words)
     assert (code, starts) == (0, ["44", "34", "44"]), err
@@ -205,13 +206,13 @@ def test_one_that_is_killed_is_left_out_until_it_is_there_again(tmp_path):
 def test_where_a_number_does_not_fit_one_less_is_started(tmp_path):
     then = "(number == 1 and index == 0 and os.kill(os.getpid(), 9)); sys.exit(0 if count == 2 else 69)"
     words = ("--min-processes=2", "--restarts=1", "--back-seconds=99")
-    code, starts, err = starts_of(tmp_path, "time.sleep(0.3); " + then, *words)
+    code, starts, err = starts_of(tmp_path, then, *words)
     assert (code, starts) == (0, ["44", "34", "24"]), err
     assert "2 of 4 processes start, without 0, 3\n" in err
 
 
 def test_where_no_number_fits_it_ends(tmp_path):
-    then = "time.sleep(0.3); (number == 1 and index == 0 and os.kill(os.getpid(), 9)); sys.exit(69)"
+    then = "(number == 1 and index == 0 and os.kill(os.getpid(), 9)); sys.exit(69)"
     words = ("--min-processes=2", "--restarts=1", "--back-seconds=99")
     code, starts, err = starts_of(tmp_path, then, *words)
     assert (code, starts) == (69, ["44", "34", "24"]), err
@@ -220,6 +221,8 @@ def test_where_no_number_fits_it_ends(tmp_path):
 
 def test_on_gpus_each_that_is_left_keeps_its_own():
     left = local_processes.Left(local_processes.Job(("-c", ""), 3, 0, ("5", "7", "9"), min_processes=1))
+    left.failed(0, 4)  # it lost another one, and is itself there
+    assert left.part([]).num_processes == 3
     left.failed(1, 137)
     part = left.part([])
     assert (part.num_processes, part.gpus, part.full) == (2, ("5", "9"), 3)
