@@ -9,15 +9,17 @@ import pytest
 
 from meshtrain import explain
 from meshtrain.config.config import Config
+from meshtrain.errors import UserError
 from meshtrain.launch import hardware
 from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.plan import __main__ as plan_command
 from meshtrain.plan import text_report
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives, layer_gradients
 from meshtrain.plan.search import candidates, estimate
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.timing.streams import Assumptions, bandwidth, timing, transfer_seconds
-from meshtrain.sharding.mesh import MeshOptions, advice, first_slice, over_slices
+from meshtrain.sharding.mesh import MeshOptions, advice, first_slice, mesh_shape, over_slices
 from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded
@@ -168,6 +170,16 @@ def test_the_first_slice_is_a_mesh_of_its_own_chips():
     assert dict(first_slice(mesh).shape) == dict.fromkeys(AXES, 1) | {"pipeline": 2, "fsdp": 2}
     assert {chip.slice_index for chip in first_slice(mesh).devices.flat} == {0}
     assert first_slice(first_slice(mesh)).size == 4
+
+
+def test_a_mesh_on_parts_of_several_slices_is_refused_before_the_compiler_ends_the_process():
+    """XLA aborts where slices have different numbers of partitions."""
+    with pytest.raises(
+        UserError, match=r"12 devices; allowed: at most the 8 of a slice, or whole .*nearest: mesh.data=8"
+    ):
+        plan_command.main(["--config=configs/tiny.py", "--cluster=2xv5e:2x4", "--config.mesh.data=12"])
+    options = MeshOptions(data=8)
+    assert mesh_shape(options, 16, simulated=False, slice_size=8)["data"] == 8
 
 
 def test_a_search_takes_a_slice_as_what_is_fast():
