@@ -249,8 +249,8 @@ def watch_problems(config: Config, make_task: MakeTask) -> list[str]:
     if config.observe.layers != ACTIVATIONS or make_task is decoder:
         return []
     return [
-        f"observe.layers: got {ACTIVATIONS} with task={name_of(make_task)}; allowed: off, norms, or task={decoder.name}; "
-        "nearest: observe.layers=norms"
+        f"observe.layers: got {ACTIVATIONS} with task={name_of(make_task)}; allowed: off, norms, or the task "
+        f"{decoder.name}; nearest: observe.layers=norms"
     ]
 
 

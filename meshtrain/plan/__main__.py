@@ -136,11 +136,12 @@ def wrong_size(given: argparse.Namespace) -> list[str]:
     if given.scaling:  # which replaces the mesh
         return []
     try:
-        num_devices = clusters.parse(given.cluster).num_devices
+        named = clusters.parse(given.cluster)
+        slice_size = named.num_devices // named.num_slices if named.num_slices > 1 else 0
         wanted = built(file_content(given.config), given.overrides)[0].mesh
     except UserError:
         return []  # reported with the others
-    problems = refusals(lambda: mesh_shape(wanted, num_devices, simulated=False))
+    problems = refusals(lambda: mesh_shape(wanted, named.num_devices, simulated=False, slice_size=slice_size))
     if problems:
         given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
     return problems

@@ -120,7 +120,8 @@ def shape_on(config: Config, cluster: Cluster) -> dict[str, int]:
     Raises:
       UserError: the mesh does not fit the cluster.
     """
-    return mesh_shape(config.mesh, len(cluster.devices), simulated=False)
+    slice_size = cluster.devices_each if cluster.num_slices > 1 else 0
+    return mesh_shape(config.mesh, len(cluster.devices), simulated=False, slice_size=slice_size)
 
 
 def plan(

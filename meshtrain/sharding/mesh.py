@@ -44,7 +44,9 @@ def check(options: MeshOptions) -> list[str]:
     return lines
 
 
-def mesh_shape(options: MeshOptions, num_devices: int, *, simulated: bool, num_processes: int = 1) -> dict[str, int]:
+def mesh_shape(
+    options: MeshOptions, num_devices: int, *, simulated: bool, num_processes: int = 1, slice_size: int = 0
+) -> dict[str, int]:
     """Returns the size of each axis, in mesh order, with -1 filled in.
 
     Args:
@@ -52,6 +54,7 @@ def mesh_shape(options: MeshOptions, num_devices: int, *, simulated: bool, num_p
       num_devices: devices of all processes. It has no effect where they are simulated.
       simulated: whether the devices are simulated on CPU, where their number is `num_needed(options)`.
       num_processes: one process may leave devices unused; several have to use all of them.
+      slice_size: devices of each slice of TPUs, where there are several: a mesh is in one, or uses all of some.
 
     Raises:
       UserError: the problems of `check`, or sizes that do not fit the devices.
@@ -74,6 +77,11 @@ def mesh_shape(options: MeshOptions, num_devices: int, *, simulated: bool, num_p
         raise UserError(
             f"mesh: got {asked}, {num_used} devices; allowed: at most the {num_devices} there are; "
             f"nearest: {_smaller(sizes, num_devices)}"
+        )
+    if slice_size and num_used > slice_size and num_used % slice_size:
+        raise UserError(
+            f"mesh: got {asked}, {num_used} devices; allowed: at most the {slice_size} of a slice, or whole slices; "
+            f"nearest: {_filled(sizes, num_used // slice_size * slice_size)}"
         )
     if num_processes > 1 and num_used != num_devices:
         raise UserError(
