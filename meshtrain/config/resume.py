@@ -43,7 +43,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "another model, or another shape of its arrays": ("task", "model", "lora"),
-    "other sequences in a step": ("seed", "batch_size", "sequence_length", "data.packing"),
+    "other sequences in a step": ("seed", "batch_size", "sequence_length", "data.packing", "data.loss_on"),
     "other gradients": ("precision", "loss_scale", "reduction"),
     "other updates": ("optimizer", "learning_rate", "local_steps"),
     "where the weights came from: config.json is the record of it": ("init_from", "init_ignore"),

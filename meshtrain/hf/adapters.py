@@ -111,6 +111,7 @@ def _config(
     """Returns the object of an adapter_config.json."""
     named = {rows[0].name.partition("{}.")[2].removesuffix(".weight"): len(_adapted(rows, leaves)) for rows in modules}
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
+    power = 0.5 if adapters.rank_stabilized else 1
     # Stored as [in, out] rather than [out, in]: the first dim is one that the product sums over.
     is_transposed = [re.findall(r"\w", row.stored)[0] == row.layout[0] for rows in modules for row in rows]
     assert len(set(is_transposed)) == 1, "all matrices of a family are stored alike"
@@ -120,14 +121,14 @@ def _config(
         "base_model_name_or_path": base,
         "r": adapters.rank,
         "lora_alpha": alpha,
-        # alpha / r stays what it is where a matrix has a larger rank.
+        # The scale stays what it is where a matrix has a larger rank.
         "rank_pattern": {name: count * adapters.rank for name, count in named.items() if count > 1},
-        "alpha_pattern": {name: count * alpha for name, count in named.items() if count > 1},
+        "alpha_pattern": {name: alpha * count**power for name, count in named.items() if count > 1},
         "target_modules": list(named),
         "fan_in_fan_out": is_transposed[0],
         "lora_dropout": 0.0,
         "bias": "none",
-        "use_rslora": False,
+        "use_rslora": adapters.rank_stabilized,
         "use_dora": False,
         "init_lora_weights": True,
         "modules_to_save": None,

@@ -25,7 +25,7 @@ NUM_SUMMED = {"query": 1, "key": 1, "value": 1, "output": 2, "gate": 1, "up": 1,
 NUM_SUMMED |= dict.fromkeys(("query_down", "key_value_down", "key_value"), 1)
 # An export has no tensors of images, and none in 4 bits.
 TARGETS = {f"all of {name}": (name, set(NUM_SUMMED)) for name in NAMES if not name.endswith(("-images", "-mxfp4"))}
-TARGETS["some of gpt2"] = ("gpt2", {"query", "value", "down"})
+TARGETS["some of gpt2"] = TARGETS["rank-stabilized gpt2"] = ("gpt2", {"query", "value", "down"})
 OF_EXPERTS = {
     "mixtral",
     "qwen3-moe",
@@ -68,24 +68,27 @@ def read(directory):
 
 
 def scale_of(stated, module):
-    """alpha / r of a module, as peft finds them: a pattern is a name's last parts."""
+    """alpha / r of a module, or alpha / sqrt(r), as peft finds them: a pattern is a name's last parts."""
     [name] = [name for name in stated["target_modules"] if module.endswith(f".{name}")]
     ranks, alphas = stated["rank_pattern"], stated["alpha_pattern"]
-    return (alphas[name] / ranks[name], ranks[name]) if name in ranks else (stated["lora_alpha"] / stated["r"], 3)
+    alpha, rank = (alphas[name], ranks[name]) if name in ranks else (stated["lora_alpha"], stated["r"])
+    return alpha / (rank**0.5 if stated["use_rslora"] else rank), rank
 
 
 @pytest.mark.parametrize("case", TARGETS)
 def test_merged_matrices_are_the_base_plus_the_products_of_peft(case, tmp_path):
     """Both are written from one run, with different code; peft's formula joins them."""
     name, targets = TARGETS[case]
+    lora = dataclasses.replace(LORA, rank_stabilized=case.startswith("rank-stabilized"))
     opened = folder.opened(FIXTURES / name)
     family, options, params = opened.model.family, opened.model.options, params_of(opened, targets)
     for one in ("merged", "peft"):
         (tmp_path / one).mkdir()
-    export.write_weights(tmp_path / "merged", family, options, params, "float32", LORA)
-    num_bytes = adapters.write(tmp_path / "peft", family, options, LORA, params, "float32", None)
+    export.write_weights(tmp_path / "merged", family, options, params, "float32", lora)
+    num_bytes = adapters.write(tmp_path / "peft", family, options, lora, params, "float32", None)
     base, found, factors = (read(path) for path in (FIXTURES / name, tmp_path / "merged", tmp_path / "peft"))
     stated = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (stated["r"], stated["use_rslora"]) == (3, lora.rank_stabilized)
     assert num_bytes == sum(tensor.nbytes for tensor in factors.values())
     assert base.keys() == found.keys()
     changed = 0
