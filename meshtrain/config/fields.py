@@ -65,9 +65,12 @@ class Config:
     )
     watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
     init_from: str = option(
-        "", "workdir or checkpoints of another run, or a Hugging Face folder, with the weights to start from; '': none",
+        "", "workdir or checkpoints of another run, Hugging Face folder, or adapters of peft, to start from; '': none",
         names="path",
     )  # fmt: skip
+    init_base: str = option(
+        "", "folder of the model beneath the adapters of init_from; '': what adapter_config.json names", names="path"
+    )
     init_ignore: str = option("", "keys of a Hugging Face folder's config.json that are read over, comma separated")
     task: str = option(
         "decoder",

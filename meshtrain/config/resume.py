@@ -46,7 +46,7 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "other sequences in a step": ("seed", "batch_size", "sequence_length", "data.packing", "data.loss_on"),
     "other gradients": ("precision", "loss_scale", "reduction"),
     "other updates": ("optimizer", "learning_rate", "local_steps"),
-    "where the weights came from: config.json is the record of it": ("init_from", "init_ignore"),
+    "where the weights came from: config.json is the record of it": ("init_from", "init_base", "init_ignore"),
     "another place of the run's checkpoints, where it would begin anew": ("checkpoint.directory",),
 }
 

@@ -1,7 +1,7 @@
 """Fine-tuning data: lines or rows of files -> texts with their answers -> examples, packed by first fit.
 
 A line has `prompt` and `completion`, or `messages`; lines of Alpaca (`instruction`, `input`, `output`) and ShareGPT
-(`conversations` of `from` and `value`) are messages. Lines stay whole, and tokens of answers alone, or of the last one, count as targets.
+(`conversations` of `from` and `value`) are messages. Lines stay whole, and tokens of answers alone count as targets.
 
 Shapes: T sequence_length, N tokens of a line.
 """

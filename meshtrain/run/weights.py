@@ -8,7 +8,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from meshtrain.assemble import Assembly, assemble, stored_params
@@ -21,9 +21,12 @@ from meshtrain.config.resume import from_json
 from meshtrain.data.sources import DOCUMENTS
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
 from meshtrain.errors import UserError, warn
-from meshtrain.files import is_url, read_json, what_is_at
+from meshtrain.files import expanded, is_url, read_json, what_is_at
+from meshtrain.hf import adapters, tensor_files
 from meshtrain.hf import config_json as hf_config
 from meshtrain.hf import folder as hf_folder
+from meshtrain.hf.adapters import Adapters, Factors
+from meshtrain.hf.config_export import family_of
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.launch import distributed, peers
 from meshtrain.models.task import Params
@@ -151,6 +154,54 @@ def restored(assembly: Assembly, workdir: str | Path, step: int | None, which: s
     """
     kept, found = restore_params(workdir, step, assembly.kept_state.params, averaged=which == AVERAGE)
     return stored_params(assembly, kept), found
+
+
+def beneath(config: Config) -> tuple[str, Adapters | None]:
+    """Returns the place of the weights that a run begins with, and the adapters of `init_from` where they are peft's.
+
+    Raises:
+      UserError: the adapters cannot be read.
+    """
+    if not adapters.is_folder(config.init_from):
+        return config.init_from, None
+    found = adapters.opened(config.init_from)
+    return config.init_base or found.base, found
+
+
+def factors_beside(config: Config, base: str, found: Adapters) -> Mapping[str, Factors]:
+    """Returns path of a matrix -> its factors in a folder; the arguments after the first are those of `beneath`.
+
+    Raises:
+      UserError: the adapters are of another model, or processes see other files.
+    """
+    peers.refuse_differences("the folder of adapters", {"options": found.options, "tensors": sorted(found.stored)})
+    is_folder = hf_config.is_described(base)
+    family = hf_config.described(base, ignore=None).family if is_folder else family_of(config.model)
+    return adapters.factors(found, family, config.model)
+
+
+def is_by_name(config: Config, base: str) -> bool:
+    """Returns whether tensors of a Hugging Face folder have the names of a run's weights: its task is no decoder."""
+    return hf_config.is_described(base) and not hf_config.is_decoder(config.model)
+
+
+def init_problems(config: Config) -> list[str]:
+    """Returns one line for each reason why a run cannot begin with the weights of `init_from`; reads no array."""
+    try:
+        base, found = beneath(config)
+        if config.init_base and found is None:
+            raise UserError(f"got init_base={config.init_base} and no adapters of peft; allowed: ''; nearest: ''")
+        if found and not hf_config.is_decoder(config.model):
+            raise UserError(f"got adapters of peft with task={config.task}; allowed: decoder; nearest: task=decoder")
+        if found and not is_url(base) and (not base or what_is_at(expanded(base)) != "a folder"):
+            raise UserError(f"got adapters of '{base}', which is no folder here; allowed: the model beneath them, or a "
+                            "run with it; nearest: --config.init_base=DIR")  # fmt: skip
+    except UserError as error:
+        lines = list(error.problems)
+    else:
+        by_name = is_by_name(config, base)
+        lines = tensor_files.tensors(expanded(base))[1] if by_name else weights_problems(config, base)
+    return [f"init_from: {line}" for line in lines]
 
 
 def weights_problems(config: Config, directory: str | Path, step: int | None = None) -> list[str]:
