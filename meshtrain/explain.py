@@ -22,6 +22,7 @@ from meshtrain.models.task import token_batch
 from meshtrain.options import naming, own_values
 from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.pipeline.stages import layers_of_stage
+from meshtrain.run.opened import epochs_text, open_data
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 from meshtrain.sharding.mesh_picture import mesh_figure, mesh_text
 from meshtrain.sharding.placement_text import table
@@ -43,6 +44,7 @@ def text(assembly: Assembly) -> str:
         f"mesh         {describe(assembly.mesh)}",
         *reduction_text(assembly),
         f"batch        {batch_text(assembly)}",
+        *epochs_lines(assembly),
         *kernels_text(assembly),
         *own_text(config),
         "",
@@ -75,6 +77,16 @@ def batch_text(assembly: Assembly) -> str:
         return assembly.task.batch_text
     held = (f"{name} {list(leaf.shape[1:])} {leaf.dtype.name}" for name, leaf in assembly.batch.items())
     return f"{config.batch_size} examples of {', '.join(held)}; {assembly.task.num_units:,} {assembly.task.unit}"
+
+
+def epochs_lines(assembly: Assembly) -> list[str]:
+    """Returns one line with the number of steps where `num_epochs` says it; the data are opened for it."""
+    if not assembly.config.num_epochs:
+        return []
+    try:
+        return [f"steps        {epochs_text(assembly.config, open_data(assembly.config, assembly.task))}"]
+    except UserError as error:
+        return [f"steps        not known here: {error.problems[0]}"]
 
 
 def kernels_text(assembly: Assembly) -> list[str]:

@@ -14,7 +14,7 @@ from meshtrain import loop, options
 from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.config.config import Config, Given, resolve
-from meshtrain.config.tasks import MakeTask
+from meshtrain.config.tasks import MakeTask, abstract_task
 from meshtrain.data.loader import batches
 from meshtrain.data.own_source import Data, MakeData
 from meshtrain.errors import UserError
@@ -29,11 +29,12 @@ from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
 from meshtrain.run import saving, start, summary, workdir
 from meshtrain.run.evaluation import evaluate
-from meshtrain.run.opened import drawn, open_data, warn_of_repeats
+from meshtrain.run.opened import drawn, epochs_text, open_data, warn_of_repeats, with_steps
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.trees import select
+from meshtrain.step.early_stop import reason
 from meshtrain.step.state import TrainState
 
 
@@ -111,6 +112,10 @@ def train_resolved(
     is_main = peers.is_main_process()
     show = functools.partial(phase, is_main=is_main)
     with Watchdog(config.watchdog_seconds) as watchdog:
+        corpus, epochs = None, ""
+        if config.num_epochs:
+            corpus = open_data(config, abstract_task(config, make_task), make_data)
+            config, epochs = with_steps(config, corpus), f"; steps: {epochs_text(config, corpus)}"
         start.refuse_unequal_processes(config, run)
         shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
         of_workdir = peers.share_problems("workdir", start.check(config, run, start.saved_step(run, there)))
@@ -118,9 +123,9 @@ def train_resolved(
             assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
             say("; ".join([describe(assembly.mesh, peers.num_machines()), *assembly.cost.exchanges, *notes]))
         with show("data") as say:
-            corpus = open_data(config, assembly.task, make_data)
+            corpus = corpus or open_data(config, assembly.task, make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint, there)
-            say(corpus.summary)
+            say(f"{corpus.summary}{epochs}")
         warn_of_repeats(config, assembly.task, corpus)
         start.refuse_other_weights(assembly, run)
         saving.refuse_unknown_metric(assembly, corpus)
@@ -189,14 +194,17 @@ def run_steps(
     ):
         if restored and start_step < config.num_steps:
             trackers.write(start_step, restored)
+        found = saving.evaluations(config, checkpoints) if start_step else {}
+        is_higher = saving.higher_is_better(assembly, config.early_stop.metric)
         actions = loop.Actions(
             train_step=train_step,
             evaluate=functools.partial(evaluate, assembly, corpus),
-            save=functools.partial(saving.save, assembly, checkpoints, corpus),
+            save=functools.partial(saving.save, assembly, checkpoints, corpus, found),
             finish_saving=functools.partial(saving.finish, checkpoints),
             rate=checkpoints.rate,
             write=trackers.write,
             diagnose=functools.partial(saving.diagnosis, checkpoints),
+            reason=functools.partial(reason, config.early_stop, found, higher=is_higher),
             drawn=functools.partial(drawn, config, assembly.task, corpus),
             outer_step=outer_step,
         )
@@ -239,4 +247,5 @@ def timetable(config: Config) -> loop.Timetable:
         save_every=config.checkpoint.every,
         max_skipped_in_a_row=config.guard.max_skipped_in_a_row,
         outer_every=config.local_steps.period,
+        can_stop=config.early_stop.patience > 0,
     )
