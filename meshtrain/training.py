@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
@@ -21,14 +21,15 @@ from meshtrain.errors import UserError
 from meshtrain.files import expanded, url_problems
 from meshtrain.launch import distributed, peers
 from meshtrain.launch.watchdog import Watchdog
-from meshtrain.models.task import limits
+from meshtrain.models.task import Params, limits
 from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.process_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
 from meshtrain.run import saving, start, summary, workdir
-from meshtrain.run.evaluation import evaluate
+from meshtrain.run.evaluation import evaluate_with_texts
+from meshtrain.run.generating import continuations
 from meshtrain.run.opened import drawn, epochs_text, open_data, warn_of_repeats, with_steps
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
@@ -129,8 +130,9 @@ def train_resolved(
         warn_of_repeats(config, assembly.task, corpus)
         start.refuse_other_weights(assembly, run)
         saving.refuse_unknown_metric(assembly, corpus)
+        continued = continuations(assembly, corpus, make_task, rules)
         with workdir.locked(run), saving.owning(config, run), saving.checkpoints_of(assembly, run) as checkpoints:
-            state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show, begun_seconds)
+            state, values = run_steps(assembly, corpus, continued, checkpoints, run, watchdog, show, begun_seconds)
         with watchdog.patient():
             summary.show(assembly, corpus, state, values, run, make_task, rules)
     return Result(state, values, run, assembly)
@@ -155,6 +157,7 @@ def _refuse_arguments(
 def run_steps(
     assembly: Assembly,
     corpus: Data,
+    continued: Callable[[Params], Sequence[tuple[str, str]]],
     checkpoints: Checkpoints,
     run: Path,
     watchdog: Watchdog,
@@ -166,6 +169,7 @@ def run_steps(
     Args:
       assembly: mesh, task, shardings and functions of the run.
       corpus: its data.
+      continued: weights -> prompts with the texts after them, for evaluations.
       checkpoints: its checkpoints.
       run: its folder.
       watchdog: ends the process if no step completes in time.
@@ -198,7 +202,7 @@ def run_steps(
         is_higher = saving.higher_is_better(assembly, config.early_stop.metric)
         actions = loop.Actions(
             train_step=train_step,
-            evaluate=functools.partial(evaluate, assembly, corpus),
+            evaluate=functools.partial(evaluate_with_texts, assembly, corpus, continued, run, progress.line),
             save=functools.partial(saving.save, assembly, checkpoints, corpus, found),
             finish_saving=functools.partial(saving.finish, checkpoints),
             rate=checkpoints.rate,

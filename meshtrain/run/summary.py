@@ -152,12 +152,12 @@ def sample(
         length = fitting(decode, max(map(len, ids), default=0), most, within_training=assembly.config.sample_tokens < 0)
         if not ids or not length or not all(ids):
             return ""
-        assembly, params, line = folded(assembly, params, make_task, rules)
+        assembly, move, line = folded(assembly, make_task, rules)
     except UserError as error:  # the run is done and saved, whether it can be sampled or not
         return str(error)
     temperature = TEMPERATURE if decode.continues else 0.0
     wanted = Wanted(length, Sampling(temperature), seed=assembly.config.seed)
-    drawn = answers(generator(assembly, params, [text.end_id]), text.decode, ids, wanted)
+    drawn = answers(generator(assembly, move(params), [text.end_id]), text.decode, ids, wanted)
     between = "" if decode.continues else " -> "
     shown = [f"{prompt}{between}{one.text}" for prompt, one in zip(prompts, drawn, strict=True)]
     return "\n".join([*([f"({line})"] if line else []), *shown])
