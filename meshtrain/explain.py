@@ -44,7 +44,6 @@ def text(assembly: Assembly) -> str:
         f"mesh         {describe(assembly.mesh)}",
         *reduction_text(assembly),
         f"batch        {batch_text(assembly)}",
-        *epochs_lines(assembly),
         *kernels_text(assembly),
         *own_text(config),
         "",
@@ -77,16 +76,6 @@ def batch_text(assembly: Assembly) -> str:
         return assembly.task.batch_text
     held = (f"{name} {list(leaf.shape[1:])} {leaf.dtype.name}" for name, leaf in assembly.batch.items())
     return f"{config.batch_size} examples of {', '.join(held)}; {assembly.task.num_units:,} {assembly.task.unit}"
-
-
-def epochs_lines(assembly: Assembly) -> list[str]:
-    """Returns one line with the number of steps where `num_epochs` says it; the data are opened for it."""
-    if not assembly.config.num_epochs:
-        return []
-    try:
-        return [f"steps        {epochs_text(assembly.config, open_data(assembly.config, assembly.task))}"]
-    except UserError as error:
-        return [f"steps        not known here: {error.problems[0]}"]
 
 
 def kernels_text(assembly: Assembly) -> list[str]:
@@ -167,7 +156,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(*lines)
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-    print(text(assemble(config, shape, devices)))
+    print(text(assembly := assemble(config, shape, devices)))
+    if config.num_epochs:
+        notes = [*notes, f"num_steps is {epochs_text(config, open_data(config, assembly.task))}"]
     for note in notes:
         print(f"note         {note}")
     if arguments.draw:

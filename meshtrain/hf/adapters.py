@@ -21,9 +21,11 @@ import numpy as np
 from meshtrain.errors import Problems, UserError
 from meshtrain.files import JsonObject, expanded, read_json, what_is_at, write_whole
 from meshtrain.hf import export, names, tensor_files
-from meshtrain.hf.config_json import ADAPTERS_FILE, CONFIG_FILE
+from meshtrain.hf.config_export import family_of
+from meshtrain.hf.config_json import ADAPTERS_FILE, CONFIG_FILE, described, is_described
 from meshtrain.hf.folder import array
 from meshtrain.hf.names import Weight
+from meshtrain.launch import peers
 from meshtrain.models.layers import A, B
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Params
@@ -32,8 +34,6 @@ from meshtrain.sharding.trees import leaves_with_paths
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # the model inside of peft's own two modules
-
-
 Factors: TypeAlias = Sequence[tuple[np.ndarray, np.ndarray]]  # of a matrix: lora_A and lora_B of each layer
 _AGAIN = "nearest: peft's merge_and_unload(), then save_pretrained(DIR)"
 
@@ -76,34 +76,39 @@ def opened(directory: str | Path) -> Adapters:
     return Adapters(at, own, base, stored)
 
 
-def factors(found: Adapters, family: str, options: DecoderOptions) -> dict[str, Factors]:
-    """Returns path of a matrix -> its factors as views of the files; for the arguments see `write`.
+def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOptions, dict[str, Factors]]:
+    """Returns the options of the adapters in a folder, and path of a matrix -> its factors as views of the files.
+
+    Args:
+      found: opened; all processes call it.
+      base: where the model beneath them is; a Hugging Face folder says its family.
+      options: of the decoder.
 
     Raises:
       UserError: a line for each tensor that is no factor of a matrix of layers, or has another shape or rank.
     """
-    size, result, known = names.sizes(options), dict[str, Factors](), set[str]()
+    peers.refuse_differences("the folder of adapters", {"options": found.options, "tensors": sorted(found.stored)})
+    family = described(base, ignore=None).family if is_described(base) else family_of(options)
+    size, result, known, rank = names.sizes(options), dict[str, Factors](), set[str](), found.options.rank
     tensors = tensor_files.opened(found.stored)
     for rows in names.by_tensor(names.weights(family, options)):
         layers = [_names(names.tensor_name(rows[0], place, size)) for place in np.ndindex(*names.stack(rows[0], size))]
         wanted = set(itertools.chain.from_iterable(layers))
-        if len(rows[0].stacks) == 1 and wanted <= found.stored.keys():
-            inputs, outputs = names.stored_shape(rows[0], size)[:: 1 if _is_transposed(rows[0]) else -1]
-            pairs = [(tensors[a], tensors[b]) for a, b in layers]
-            rank = pairs[0][0].shape[0] if pairs[0][0].ndim else 0
-            if all((a.shape, b.shape) == ((rank, inputs), (outputs, rank)) for a, b in pairs):
-                widths = [math.prod(size[letter] for letter in row.layout.split()[1:]) for row in rows]
-                own = _apart(rows, widths if len(rows) > 1 else [outputs], pairs, found.options.rank)
-                result, known = result | own, known | (wanted if own else set())
-    problems = Problems(
-        f"{found.directory}: {name}: got {list(found.stored[name].shape)}; allowed: lora_A [r, inputs] and lora_B "
-        f"[outputs, r] of all layers, of a matrix of attention or mlp in a {family}, r={found.options.rank}; {_AGAIN}"
-        for name in found.stored
-        if name not in known
-    )
-    if problems.count:
-        raise UserError(*problems.lines())
-    return result
+        if len(rows[0].stacks) != 1 or not wanted <= found.stored.keys():
+            continue
+        inputs, outputs = names.stored_shape(rows[0], size)[:: 1 if _is_transposed(rows[0]) else -1]
+        pairs = [(tensors[a], tensors[b]) for a, b in layers]
+        if all((*a.shape[1:], *b.shape) == (inputs, outputs, *pairs[0][0].shape[:1]) for a, b in pairs):
+            widths = [math.prod(size[letter] for letter in row.layout.split()[1:]) for row in rows]
+            own = _apart(rows, widths if len(rows) > 1 else [outputs], pairs, rank)
+            result, known = result | own, known | (wanted if own else set())
+    if strange := [name for name in found.stored if name not in known]:
+        raise UserError(*Problems(
+            f"{found.directory}: {name}: got {list(found.stored[name].shape)}; allowed: lora_A [{rank}, inputs] and "
+            f"lora_B [outputs, {rank}] of all layers, of a matrix of attention or mlp in a {family}; {_AGAIN}"
+            for name in strange
+        ).lines())  # fmt: skip
+    return dataclasses.replace(found.options, targets="|".join(f"^{path}$" for path in result)), result
 
 
 def _apart(rows: Sequence[Weight], widths: Sequence[int], pairs: Factors, rank: int) -> dict[str, Factors]:
@@ -125,12 +130,10 @@ def _apart(rows: Sequence[Weight], widths: Sequence[int], pairs: Factors, rank: 
 def read(given: Mapping[str, Factors], like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Returns path of a factor -> its array, with the shape, dtype and sharding that it has in `like`."""
     arrays = dict[str, jax.Array]()
-    for path, pairs in given.items():
-        for end, place in ((A, 0), (B, 1)):
-            leaf = like[f"{path}{end}"]
-            arrays[f"{path}{end}"] = array(
-                [pair[place].T.reshape(leaf.shape[1:]) for pair in pairs], leaf, stack=(len(pairs),)
-            )
+    for path, place in itertools.product(given, (0, 1)):
+        leaf = like[name := f"{path}{(A, B)[place]}"]
+        views = [pair[place].T.reshape(leaf.shape[1:]) for pair in given[path]]
+        arrays[name] = array(views, leaf, stack=(len(views),))
     return arrays
 
 

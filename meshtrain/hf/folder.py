@@ -157,38 +157,33 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
 
 
 def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tensor_files.Stored]:
-    """Returns path -> tensor for a task's own weights; a tensor's name has `.` or `/` between the parts of the path.
+    """Returns name -> tensor for a task's own weights: a name is a path, with `.` or `/` between its parts.
 
     Raises:
-      UserError: a line for the names that are missing, one for those left over, and one for each other difference.
+      UserError: one line for all names that are missing, one for those left over, and one for those of another shape.
     """
     stored, problems = tensor_files.tensors(expanded(directory).absolute())
-    if problems:
-        raise UserError(*problems)
     tensors = {name.replace("/", "."): one for name, one in stored.items()}
-    leaves = {path.replace("/", "."): (path, leaf) for path, leaf in leaves_with_paths(abstract_params)}
-    problems = [
-        f"{directory}: got {what} {', '.join(sorted(some)[:5])} ({len(some)} of {len(leaves)}); allowed: a tensor for "
-        "each weight of the task; nearest: the same names"
-        for what, some in (("no", leaves.keys() - tensors), ("besides", tensors.keys() - leaves))
+    leaves = {path.replace("/", "."): leaf.shape for path, leaf in leaves_with_paths(abstract_params)}
+    other = {name for name in leaves.keys() & tensors if leaves[name] != tensors[name].shape}
+    differ = {"no": leaves.keys() - tensors, "besides": tensors.keys() - leaves, "another shape of": other}
+    problems = problems or [
+        f"{directory}: got {what} {', '.join(sorted(some)[:5])} ({len(some)} of {len(leaves)}); allowed: the names and "
+        "shapes of the task's weights; nearest: those"
+        for what, some in differ.items()
         if some
     ]
-    known = {leaves[name][0]: one for name, one in tensors.items() if name in leaves}
-    problems += tensor_files.unreadable(known)
-    problems += [
-        f"{directory}: {path}: got shape {list(known[path].shape)}; allowed: {list(leaf.shape)}; nearest: that"
-        for path, leaf in leaves.values()
-        if path in known and known[path].shape != leaf.shape
-    ]
-    if problems:
-        raise UserError(*Problems(problems).lines())
-    return known
+    if problems := problems or tensor_files.unreadable(tensors):
+        raise UserError(*problems)
+    return tensors
 
 
 def read_by_name(directory: str | Path, abstract_params: Params) -> Params:
     """Reads a task's own weights onto shardings, see `by_name`; dtypes are converted."""
     tensors = tensor_files.opened(by_name(directory, abstract_params))
-    leaves = [array([tensors[path]], leaf, stack=()) for path, leaf in leaves_with_paths(abstract_params)]
+    leaves = [
+        array([tensors[path.replace("/", ".")]], leaf, stack=()) for path, leaf in leaves_with_paths(abstract_params)
+    ]
     return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves)
 
 

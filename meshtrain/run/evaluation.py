@@ -47,21 +47,12 @@ def evaluate_with_texts(
     show: Callable[[str], None],
     state: TrainState,
 ) -> dict[str, float]:
-    """Returns what `evaluate` does; shows prompts with the texts after them, and adds them to a file of the run.
-
-    Args:
-      assembly: see `evaluate`, as for `corpus` and `state`.
-      corpus: the data.
-      continued: from `generating.continuations`.
-      run: its folder.
-      show: prints a line.
-      state: after a step.
-    """
+    """Returns what `evaluate` does; texts of `continued`, from `generating.continuations`, are shown and written."""
     values, step = evaluate(assembly, corpus, state), int(state.step)
     rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in continued(state.params)]
+    quoted = functools.partial(json.dumps, ensure_ascii=False)
     for row in rows:
-        show(f"step {step}  {json.dumps(row['prompt'], ensure_ascii=False)} -> "
-             f"{json.dumps(row['text'], ensure_ascii=False)}")  # fmt: skip
+        show(f"step {step}  {quoted(row['prompt'])} -> {quoted(row['text'])}")
     try:
         if rows and peers.is_main_process():
             with (run / PROMPTED_FILE).open("a", encoding="utf-8") as file:

@@ -10,7 +10,7 @@ import json
 import platform
 import shlex
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -25,7 +25,7 @@ from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.resume import from_json
 from meshtrain.errors import UserError, warn
 from meshtrain.files import is_url, what_is_at
-from meshtrain.hf.adapters import Adapters, read
+from meshtrain.hf import adapters
 from meshtrain.hf.folder import by_name, read_by_name
 from meshtrain.launch import peers
 from meshtrain.models import lora
@@ -77,7 +77,7 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
             f"begins with them; nearest: --config.init_from={run} with another --workdir"
         )
     if config.init_from and not start_step:
-        problems += weights.init_problems(config)
+        problems += [f"init_from: {problem}" for problem in weights.weights_problems(config, config.init_from)]
     if (warmup := config.learning_rate.warmup_steps) > config.num_steps and peers.is_main_process():
         warn(f"learning_rate.warmup_steps: got {warmup}, and num_steps = {config.num_steps} end before the peak; "
              f"nearest: --config.learning_rate.warmup_steps={config.num_steps // 10}")  # fmt: skip
@@ -125,34 +125,27 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
     if not config.init_from or saved_step(run, config.checkpoint.directory):
         return
     base, found = weights.beneath(config)
-    params, rounded = _taken(assembly)
     if weights.is_by_name(config, base):
-        by_name(base, params)
+        by_name(base, _taken(assembly)[0])
     else:
-        weights.refuse_other_params(base, params, rounded)
+        weights.refuse_other_params(base, *_taken(assembly))
     if found is None:
         return
-    theirs, ours = weights.factors_beside(config, base, found), config.lora
+    theirs, factors = adapters.factors(found, base, config.model)
     own = {path.removesuffix(A) for path, _ in leaves_with_paths(assembly.kept_state.params) if path.endswith(A)}
-    fitting = dataclasses.replace(found.options, targets=ours.targets if own == theirs.keys() else _targets(theirs))
-    if ours.rank and ours != fitting:
-        wanted = {name: value for name, value in vars(fitting).items() if value != getattr(ours, name)}
-        fix = " ".join(shlex.quote(f"--config.lora.{name}={value}") for name, value in wanted.items())
-        raise UserError(f"init_from: got adapters unlike those of lora; allowed: equal ones, or lora.rank=0, which "
+    wanted = {key: value for key, value in vars(theirs).items() if value != getattr(config.lora, key)}
+    wanted = {key: value for key, value in wanted.items() if key != "targets" or own != factors.keys()}
+    if config.lora.rank and wanted:
+        fix = " ".join(shlex.quote(f"--config.lora.{key}={value}") for key, value in wanted.items())
+        raise UserError("init_from: got adapters unlike those of lora; allowed: equal ones, or lora.rank=0, which "
                         f"merges them; nearest: {fix}")  # fmt: skip
-
-
-def _targets(paths: Iterable[str]) -> str:
-    """Returns `lora.targets` for these matrices and no other."""
-    return "|".join(f"^{path}$" for path in paths)
 
 
 def _taken(assembly: Assembly) -> tuple[Params, list[str]]:
     """Returns which of its abstract parameters a run takes from `init_from`, and the paths of those that it rounds.
 
     It takes all of them. From weights without adapters, or beneath those of peft, it takes all but the adapters, and
-    None stands in their place.
-    Frozen weights may have been saved in another dtype than that of `precision.frozen_dtype`.
+    None stands in their place. Frozen weights may have been saved in another dtype than `precision.frozen_dtype` says.
     """
     params, config = assembly.kept_state.params, assembly.config
     base, found = weights.beneath(config)
@@ -285,15 +278,15 @@ def beginning(assembly: Assembly) -> TrainState:
     return jax.jit(assembly.apart.restarted, donate_argnums=0, out_shardings=shardings(assembly.state))(state)
 
 
-def _with_adapters(assembly: Assembly, base: str, found: Adapters, kept: Params) -> Params:
+def _with_adapters(assembly: Assembly, base: str, found: adapters.Adapters, kept: Params) -> Params:
     """Returns weights with the adapters of a folder beside them; merged into them in a run without adapters."""
-    given, like = weights.factors_beside(assembly.config, base, found), assembly.kept_state.params
-    options, whole = dataclasses.replace(found.options, targets=_targets(given)), like
+    options, given = adapters.factors(found, base, assembly.config.model)
+    like = whole = assembly.kept_state.params
     if not assembly.config.lora.rank:
         everywhere = NamedSharding(assembly.mesh, PartitionSpec())
         shapes, _ = named_params(lora.initializer(assembly.task.init, options))
         whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes)
-    leaves = dict(leaves_with_paths(kept)) | read(given, dict(leaves_with_paths(whole)))
+    leaves = dict(leaves_with_paths(kept)) | adapters.read(given, dict(leaves_with_paths(whole)))
     params = jax.tree.unflatten(jax.tree.structure(whole), [leaves[path] for path, _ in leaves_with_paths(whole)])
 
     def merge(params: Params) -> Params:

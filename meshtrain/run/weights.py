@@ -8,7 +8,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from meshtrain.assemble import Assembly, assemble, stored_params
@@ -25,8 +25,7 @@ from meshtrain.files import expanded, is_url, read_json, what_is_at
 from meshtrain.hf import adapters, tensor_files
 from meshtrain.hf import config_json as hf_config
 from meshtrain.hf import folder as hf_folder
-from meshtrain.hf.adapters import Adapters, Factors
-from meshtrain.hf.config_export import family_of
+from meshtrain.hf.adapters import Adapters
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.launch import distributed, peers
 from meshtrain.models.task import Params
@@ -160,48 +159,23 @@ def beneath(config: Config) -> tuple[str, Adapters | None]:
     """Returns the place of the weights that a run begins with, and the adapters of `init_from` where they are peft's.
 
     Raises:
-      UserError: the adapters cannot be read.
+      UserError: the adapters cannot be read, or have no model here.
     """
-    if not adapters.is_folder(config.init_from):
-        return config.init_from, None
-    found = adapters.opened(config.init_from)
-    return config.init_base or found.base, found
+    found = adapters.opened(config.init_from) if adapters.is_folder(config.init_from) else None
+    if found is None and config.init_base:
+        raise UserError(f"init_base: got '{config.init_base}' without adapters of peft; allowed: ''; nearest: ''")
+    base = config.init_from if found is None else config.init_base or found.base
+    if found and not hf_config.is_decoder(config.model):
+        raise UserError(f"got adapters of peft with task={config.task}; allowed: decoder; nearest: task=decoder")
+    if found and not is_url(base) and (not base or what_is_at(expanded(base)) != "a folder"):
+        raise UserError(f"got adapters of '{base}', which is no folder here; allowed: the model beneath them, or a run "
+                        "with it; nearest: --config.init_base=DIR")  # fmt: skip
+    return base, found
 
 
-def factors_beside(config: Config, base: str, found: Adapters) -> Mapping[str, Factors]:
-    """Returns path of a matrix -> its factors in a folder; the arguments after the first are those of `beneath`.
-
-    Raises:
-      UserError: the adapters are of another model, or processes see other files.
-    """
-    peers.refuse_differences("the folder of adapters", {"options": found.options, "tensors": sorted(found.stored)})
-    is_folder = hf_config.is_described(base)
-    family = hf_config.described(base, ignore=None).family if is_folder else family_of(config.model)
-    return adapters.factors(found, family, config.model)
-
-
-def is_by_name(config: Config, base: str) -> bool:
+def is_by_name(config: Config, base: str | Path) -> bool:
     """Returns whether tensors of a Hugging Face folder have the names of a run's weights: its task is no decoder."""
     return hf_config.is_described(base) and not hf_config.is_decoder(config.model)
-
-
-def init_problems(config: Config) -> list[str]:
-    """Returns one line for each reason why a run cannot begin with the weights of `init_from`; reads no array."""
-    try:
-        base, found = beneath(config)
-        if config.init_base and found is None:
-            raise UserError(f"got init_base={config.init_base} and no adapters of peft; allowed: ''; nearest: ''")
-        if found and not hf_config.is_decoder(config.model):
-            raise UserError(f"got adapters of peft with task={config.task}; allowed: decoder; nearest: task=decoder")
-        if found and not is_url(base) and (not base or what_is_at(expanded(base)) != "a folder"):
-            raise UserError(f"got adapters of '{base}', which is no folder here; allowed: the model beneath them, or a "
-                            "run with it; nearest: --config.init_base=DIR")  # fmt: skip
-    except UserError as error:
-        lines = list(error.problems)
-    else:
-        by_name = is_by_name(config, base)
-        lines = tensor_files.tensors(expanded(base))[1] if by_name else weights_problems(config, base)
-    return [f"init_from: {line}" for line in lines]
 
 
 def weights_problems(config: Config, directory: str | Path, step: int | None = None) -> list[str]:
@@ -213,6 +187,10 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
       step: of the checkpoint; None: the newest.
     """
     try:
+        if directory == config.init_from:
+            directory, _ = beneath(config)
+        if is_by_name(config, directory):
+            return tensor_files.tensors(expanded(directory))[1]
         if not hf_config.is_described(directory):
             with other_runs.find(directory) as checkpoints:
                 if step is not None:
@@ -224,10 +202,6 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
     if step is not None:
         return [
             f"--step: got {step} with a Hugging Face folder, which has no steps; allowed: none; nearest: leave it out"
-        ]
-    if not hf_config.is_decoder(config.model):
-        return [
-            f"task: got {config.task}, and {directory} is a Hugging Face model; allowed: decoder; nearest: task=decoder"
         ]
     lines = hf_config.differences(config.model, opened.model.options, config.sequence_length, directory)
     lines += _other_tokenizer(config, opened.directory)

@@ -172,7 +172,7 @@ def test_what_is_written_is_read_bitwise(case, tmp_path):
     found = adapters.opened(tmp_path)
     assert (found.options, found.base) == (lora, "x")
     own = {path: leaf for path, leaf in params.items() if is_adapter(path)}
-    factors = adapters.factors(found, model.model.family, model.model.options)
+    factors = adapters.factors(found, str(FIXTURES / name), model.model.options)[1]
     assert {f"{path}_lora_{end}" for path in factors for end in "ab"} == own.keys()
     got = adapters.read(factors, own)
     for path, leaf in own.items():
@@ -249,9 +249,9 @@ def test_tensors_that_no_matrix_takes_are_named(tmp_path):
     for number, shapes in enumerate((others, {**OF_GPT2, ATTENTION.format(1, "B"): (96, 3)})):
         foreign(tmp_path / str(number), shapes)
         with pytest.raises(UserError) as caught:
-            adapters.factors(adapters.opened(tmp_path / str(number)), model.family, model.options)
+            adapters.factors(adapters.opened(tmp_path / str(number)), str(FIXTURES / "gpt2"), model.options)
         assert len(caught.value.problems) == (2, 4)[number]
-        assert "allowed: lora_A [r, inputs] and lora_B [outputs, r] of all layers" in caught.value.problems[0]
+        assert "allowed: lora_A [2, inputs] and lora_B [outputs, 2] of all layers" in caught.value.problems[0]
 
 
 def config_of(name, **changes):

@@ -38,10 +38,10 @@ def test_a_task_of_ones_own_begins_with_a_folder_on_its_mesh(tmp_path):
     other = dataclasses.replace(assembly, config=dataclasses.replace(config, init_from=str(tmp_path / "other")))
     with pytest.raises(UserError) as caught:
         start.refuse_other_weights(other, tmp_path / "run")
-    assert [line.partition(": got ")[2].partition("; nearest")[0] for line in caught.value.problems] == [
-        "no down (1 of 3); allowed: a tensor for each weight of the task",
-        "besides down.kernel (1 of 3); allowed: a tensor for each weight of the task",
-        "shape [512, 255]; allowed: [512, 256]",
+    assert [line.partition(": got ")[2].partition("; allowed")[0] for line in caught.value.problems] == [
+        "no down (1 of 3)",
+        "besides down.kernel (1 of 3)",
+        "another shape of up (1 of 3)",
     ]
 
 
