@@ -35,7 +35,6 @@ from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.trees import select
-from meshtrain.step.early_stop import reason
 from meshtrain.step.state import TrainState
 
 
@@ -198,17 +197,11 @@ def run_steps(
     ):
         if restored and start_step < config.num_steps:
             trackers.write(start_step, restored)
-        found = saving.evaluations(config, checkpoints) if start_step else {}
-        is_higher = saving.higher_is_better(assembly, config.early_stop.metric)
         actions = loop.Actions(
             train_step=train_step,
             evaluate=functools.partial(evaluate_with_texts, assembly, corpus, continued, run, progress.line),
-            save=functools.partial(saving.save, assembly, checkpoints, corpus, found),
-            finish_saving=functools.partial(saving.finish, checkpoints),
-            rate=checkpoints.rate,
+            **saving.actions(assembly, checkpoints, corpus, start_step),
             write=trackers.write,
-            diagnose=functools.partial(saving.diagnosis, checkpoints),
-            reason=functools.partial(reason, config.early_stop, found, higher=is_higher),
             drawn=functools.partial(drawn, config, assembly.task, corpus),
             outer_step=outer_step,
         )

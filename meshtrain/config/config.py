@@ -130,10 +130,8 @@ def resolve(
         *mesh.check(mended.mesh),
         *data_sources.check(mended.data, reads_data=reads_data),
         *optimizers.check(mended.optimizer),
-        *learning_rate.check(mended.learning_rate),
-        *profiler.check(mended.profile),
-        *early_stop.check(mended.early_stop, mended.eval_every),
         *_length_problems(mended),
+        *profiler.check(mended.profile),
         *loss_scale.check(mended.loss_scale, computes_in_float16=compute_name(mended.precision) == "float16"),
     ]
     sizes = dataclasses.asdict(mended.mesh)
@@ -174,10 +172,11 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
 
 
 def _length_problems(config: Config) -> list[str]:
-    """Returns one line if both steps and epochs say how long a run is; the default of `num_steps` is no choice."""
+    """Returns one line for each contradiction in how long a run is; the default of `num_steps` is no choice."""
+    found = learning_rate.check(config.learning_rate) + early_stop.check(config.early_stop, config.eval_every)
     if not config.num_epochs or config.num_steps == Config.num_steps:
-        return []
-    return [f"num_epochs: got {config.num_epochs:g} with num_steps={config.num_steps}; allowed: one of the two; "
+        return found
+    return [*found, f"num_epochs: got {config.num_epochs:g} with num_steps={config.num_steps}; allowed: one of both; "
             f"nearest: num_epochs=0, or num_steps={Config.num_steps}, the default"]  # fmt: skip
 
 

@@ -1,10 +1,11 @@
 """Saves of a run: what goes into them, their metric, and the checkpoint to return to after a failure."""
 
 import contextlib
+import functools
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ from meshtrain.files import is_url
 from meshtrain.observe.run_files import EVALUATED, LOSS_OF
 from meshtrain.run import workdir
 from meshtrain.run.evaluation import sets_of
+from meshtrain.step.early_stop import reason
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
 from meshtrain.store.buckets import Unreached
@@ -82,11 +84,18 @@ def finish(checkpoints: Checkpoints) -> None:
         raise SaveFailed(f"{error}; the same command {where}")
 
 
-def evaluations(config: Config, checkpoints: Checkpoints) -> dict[int, float]:
-    """Returns step -> value of `early_stop.metric`, as the newest checkpoint has them."""
-    saved = recorded(checkpoints.directory)
-    found = saved[EVALUATIONS].get(config.early_stop.metric) if EVALUATIONS in saved else None
-    return {int(step): float(value) for step, value in (found or {}).items()}
+def actions(assembly: Assembly, checkpoints: Checkpoints, corpus: Data, start_step: int) -> dict[str, Callable]:
+    """Returns the functions of `loop.Actions` that save and rate, and know the evaluations of a resumed run."""
+    options, saved = assembly.config.early_stop, recorded(checkpoints.directory) if start_step else {}
+    values = saved[EVALUATIONS].get(options.metric) if EVALUATIONS in saved else None
+    found = {int(step): float(value) for step, value in (values or {}).items()}
+    return {
+        "save": functools.partial(save, assembly, checkpoints, corpus, found),
+        "finish_saving": functools.partial(finish, checkpoints),
+        "rate": checkpoints.rate,
+        "diagnose": functools.partial(diagnosis, checkpoints),
+        "reason": functools.partial(reason, options, found, higher=higher_is_better(assembly, options.metric)),
+    }
 
 
 def higher_is_better(assembly: Assembly, metric: str) -> bool:

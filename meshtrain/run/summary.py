@@ -16,7 +16,7 @@ from meshtrain.generation.answers import Wanted, answers, fitting
 from meshtrain.generation.sampling import Sampling
 from meshtrain.launch import peers
 from meshtrain.models.task import Params
-from meshtrain.observe.run_files import EPOCHS, EVALUATED, SAMPLES_FILE
+from meshtrain.observe.run_files import EPOCHS, EVALUATED, PROMPTED_FILE, SAMPLES_FILE
 from meshtrain.run import workdir
 from meshtrain.run.evaluation import scored
 from meshtrain.run.generating import decode_of, folded, generator, problems_of_task
@@ -24,7 +24,7 @@ from meshtrain.run.opened import drawn
 from meshtrain.sharding.rules import Rules
 from meshtrain.step.state import TrainState
 
-_PLACES = ("config.json", "layout.txt", "metrics.jsonl", "tensorboard", "profile", "checkpoints", "damaged")
+_PLACES = ("config.json", "layout.txt", "metrics.jsonl", PROMPTED_FILE, "tensorboard", "profile", "checkpoints", "damaged")
 
 
 def show(

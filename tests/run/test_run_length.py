@@ -80,7 +80,7 @@ def test_epochs_become_steps_before_the_learning_rate_is_made(tmp_path, capsys):
     again = train({**given, "num_epochs": 3.0}, tmp_path, line, data)
     assert int(again.state.step) == 4
     with pytest.raises(
-        UserError, match=r"num_epochs: got 3 with num_steps=7; allowed: one of the two; nearest: num_epo"
+        UserError, match=r"num_epochs: got 3 with num_steps=7; allowed: one of both; nearest: num_epo"
     ):
         train({**given, "num_epochs": 3.0, "num_steps": 7}, tmp_path, line, data)
 
