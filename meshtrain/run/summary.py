@@ -24,7 +24,9 @@ from meshtrain.run.opened import drawn
 from meshtrain.sharding.rules import Rules
 from meshtrain.step.state import TrainState
 
-_PLACES = ("config.json", "layout.txt", "metrics.jsonl", PROMPTED_FILE, "tensorboard", "profile", "checkpoints", "damaged")
+_PLACES = (
+    "config.json", "layout.txt", "metrics.jsonl", PROMPTED_FILE, "tensorboard", "profile", "checkpoints", "damaged",
+)  # fmt: skip
 
 
 def show(

@@ -79,9 +79,7 @@ def test_epochs_become_steps_before_the_learning_rate_is_made(tmp_path, capsys):
     assert result.values["learning_rate"] == pytest.approx(0.1 / 3 * 0.9 + 0.01, rel=0.05)
     again = train({**given, "num_epochs": 3.0}, tmp_path, line, data)
     assert int(again.state.step) == 4
-    with pytest.raises(
-        UserError, match=r"num_epochs: got 3 with num_steps=7; allowed: one of both; nearest: num_epo"
-    ):
+    with pytest.raises(UserError, match=r"num_epochs: got 3 with num_steps=7; allowed: one of both; nearest: num_epo"):
         train({**given, "num_epochs": 3.0, "num_steps": 7}, tmp_path, line, data)
 
 
