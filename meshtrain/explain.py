@@ -22,7 +22,7 @@ from meshtrain.models.task import token_batch
 from meshtrain.options import naming, own_values
 from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.pipeline.stages import layers_of_stage
-from meshtrain.run.opened import epochs_text, open_data
+from meshtrain.run.opened import open_data, with_steps
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 from meshtrain.sharding.mesh_picture import mesh_figure, mesh_text
 from meshtrain.sharding.placement_text import table
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
     print(text(assembly := assemble(config, shape, devices)))
     if config.num_epochs:
-        notes = [*notes, f"num_steps is {epochs_text(config, open_data(config, assembly.task))}"]
+        notes = [*notes, with_steps(config, open_data(config, assembly.task))[1]]
     for note in notes:
         print(f"note         {note}")
     if arguments.draw:

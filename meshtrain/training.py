@@ -30,7 +30,7 @@ from meshtrain.observe.trackers import Trackers
 from meshtrain.run import saving, start, summary, workdir
 from meshtrain.run.evaluation import evaluate_with_texts
 from meshtrain.run.generating import continuations
-from meshtrain.run.opened import drawn, epochs_text, open_data, warn_of_repeats, with_steps
+from meshtrain.run.opened import drawn, open_data, warn_of_repeats, with_steps
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
@@ -115,7 +115,7 @@ def train_resolved(
         corpus, epochs = None, ""
         if config.num_epochs:
             corpus = open_data(config, abstract_task(config, make_task), make_data)
-            config, epochs = with_steps(config, corpus), f"; steps: {epochs_text(config, corpus)}"
+            config, epochs = with_steps(config, corpus)
         start.refuse_unequal_processes(config, run)
         shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
         of_workdir = peers.share_problems("workdir", start.check(config, run, start.saved_step(run, there)))
@@ -125,7 +125,7 @@ def train_resolved(
         with show("data") as say:
             corpus = corpus or open_data(config, assembly.task, make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint, there)
-            say(f"{corpus.summary}{epochs}")
+            say("; ".join(filter(None, (corpus.summary, epochs))))
         warn_of_repeats(config, assembly.task, corpus)
         start.refuse_other_weights(assembly, run)
         saving.refuse_unknown_metric(assembly, corpus)

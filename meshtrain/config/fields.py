@@ -67,10 +67,7 @@ class Config:
         names="path",
     )  # fmt: skip
     eval_tokens: int = option(
-        40,
-        "tokens after each of these prompts, the most probable ones",
-        minimum=1,
-        only_for={"eval_prompts": AllBut("")},
+        40, "most probable tokens after each of these prompts", minimum=1, only_for={"eval_prompts": AllBut("")}
     )
     sample_tokens: int = option(
         -1, "tokens of text that a run draws at its end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1

@@ -74,11 +74,9 @@ class DataOptions:
         "", "a file with the Jinja template of conversations; '' takes that of the tokenizer's folder", names="path"
     )
     loss_on: str = option(
-        ALL_ANSWERS,
-        "answers, or last_answer: which answers of a conversation are targets",
-        choices=ANSWERS,
+        ALL_ANSWERS, "answers, or last_answer: which answers of a conversation are targets", choices=ANSWERS,
         only_for={"source": ("chat",)},
-    )
+    )  # fmt: skip
     packing: str = option(
         "stream",
         "stream (documents end to end, cut into windows) or first_fit (whole documents packed into padded rows)",

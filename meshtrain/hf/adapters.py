@@ -64,7 +64,11 @@ def opened(directory: str | Path) -> Adapters:
         given = read_json((at / ADAPTERS_FILE).read_text(encoding="utf-8"))
         own = LoraOptions(int(given["r"]), float(given["lora_alpha"]), rank_stabilized=bool(given.get("use_rslora")))
         ranks, alphas = given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}
-        each = [dataclasses.replace(own, rank=ranks[name], alpha=alphas[name]).scale for name in {**ranks, **alphas}]
+        each = [
+            dataclasses.replace(own, rank=(ranks if name in ranks else {name: own.rank})[name],
+                                alpha=(alphas if name in alphas else {name: own.alpha})[name]).scale
+            for name in {**ranks, **alphas}
+        ]  # fmt: skip
         if not all(math.isclose(scale, own.scale) for scale in each):
             raise ValueError("several scales")
         base = str(given.get("base_model_name_or_path") or "")

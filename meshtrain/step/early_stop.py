@@ -32,13 +32,13 @@ def check(options: EarlyStopOptions, eval_every: int) -> list[str]:
 def reason(
     options: EarlyStopOptions, found: dict[int, float], step: int, values: Mapping[str, float], *, higher: bool
 ) -> str:
-    """Returns why a run stops after an evaluation; '' where it goes on.
+    """Returns why a run stops after an evaluation at a step; '' where it goes on.
 
     Args:
       options: patience and metric.
       found: step -> value of the metric, of all evaluations before; gets that of this one.
       step: of the evaluation.
-      values: its metrics; the same in all processes. A value that is not finite is no best one.
+      values: its metrics, the same in all processes; what is not finite is no best one.
       higher: whether a larger value is a better one.
     """
     if not options.patience:

@@ -222,7 +222,7 @@ WRONG = {
              "allowed: the model beneath them, or a run with it; nearest: --config.init_base=DIR"),
     "no base": ({"base_model_name_or_path": None}, {}, "got adapters of '', which is no folder"),
     "another base": ({}, {"init_base": str(FIXTURES / "llama")}, "model.mlp_dim: got 128, and the model in"),
-    "scales": ({"alpha_pattern": {"c_attn": 9}}, {}, "adapter_config.json: not read"),
+    "scales": ({"alpha_pattern": {"c_attn": 9}}, {}, "not read (ValueError('several scales'))"),
     "kind": ({"r": None}, {}, "adapter_config.json: not read (TypeError("),
     "task": ({}, {"model": Seq2SeqOptions(), "task": "seq2seq"}, "got adapters of peft with task=seq2seq"),
 }  # fmt: skip

@@ -68,13 +68,13 @@ def test_what_cannot_be_waited_for_is_one_line(tmp_path):
 def test_epochs_become_steps_before_the_learning_rate_is_made(tmp_path, capsys):
     rate = {"name": "linear", "peak": 0.1, "warmup_steps": 0}
     changes = {"batch_size": 3, "eval_every": 0, "learning_rate": rate}
-    given = {**GIVEN, **changes, "num_epochs": 2.25}
+    given = {**GIVEN, **changes, "num_epochs": 2.0}
     for name in ("num_steps", "checkpoint"):
         del given[name]
     data = lambda config: Data(points(config).train, points(config).train[:3], "points")  # noqa: E731
     result = train(given, tmp_path, line, data)
-    assert int(result.state.step) == 3, "9 of 4 examples"
-    assert "; steps: 3 for 2.25 epochs of 4 examples\n" in capsys.readouterr().out
+    assert int(result.state.step) == 3, "8 examples, in batches of 3"
+    assert "; 3 steps are 2 epochs of 4 examples\n" in capsys.readouterr().out
     assert json.loads((tmp_path / "config.json").read_text())["num_steps"] == 3
     assert result.values["learning_rate"] == pytest.approx(0.1 / 3 * 0.9 + 0.01, rel=0.05)
     again = train({**given, "num_epochs": 3.0}, tmp_path, line, data)
@@ -92,8 +92,8 @@ def test_a_mixture_has_no_epochs(tmp_path):
 def test_explain_says_how_many_steps_the_epochs_are(config_file, capsys):
     words = [f"--config={config_file}", "--config.num_steps=300", "--config.num_epochs=2"]
     assert explain.main(words) == 0
-    [said] = [one for one in capsys.readouterr().out.splitlines() if one.startswith("note         num_steps ")]
-    steps, _, examples = said.removeprefix("note         num_steps is ").partition(" for 2 epochs of ")
+    [said] = [one for one in capsys.readouterr().out.splitlines() if "epochs" in one]
+    steps, _, examples = said.removeprefix("note         ").partition(" steps are 2 epochs of ")
     assert int(steps) == -(-2 * int(examples.removesuffix(" examples")) // 8)
     with pytest.raises(UserError, match=r"data\.path: got 'nowhere\.txt'"):
         explain.main([*words, "--config.data.path=nowhere.txt"])
