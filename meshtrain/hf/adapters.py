@@ -35,6 +35,7 @@ from meshtrain.sharding.trees import leaves_with_paths
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # the model inside of peft's own two modules
 Factors: TypeAlias = Sequence[tuple[np.ndarray, np.ndarray]]  # of a matrix: lora_A and lora_B of each layer
+_PLAIN = (None, True, False, "gaussian", "eva")  # of init_lora_weights: others, such as pissa, change the base
 _AGAIN = "nearest: peft's merge_and_unload(), then save_pretrained(DIR)"
 
 
@@ -71,6 +72,8 @@ def opened(directory: str | Path) -> Adapters:
         ]  # fmt: skip
         if not all(math.isclose(scale, own.scale) for scale in each):
             raise ValueError("several scales")
+        if given.get("alora_invocation_tokens") or given.get("init_lora_weights") not in _PLAIN:
+            raise ValueError("their base is changed, or tokens turn them on")
         base = str(given.get("base_model_name_or_path") or "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise UserError(f"{at / ADAPTERS_FILE}: not read ({error!r}); allowed: LoRA of one scale; {_AGAIN}") from error

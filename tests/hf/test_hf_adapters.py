@@ -223,6 +223,7 @@ WRONG = {
     "no base": ({"base_model_name_or_path": None}, {}, "got adapters of '', which is no folder"),
     "another base": ({}, {"init_base": str(FIXTURES / "llama")}, "model.mlp_dim: got 128, and the model in"),
     "scales": ({"alpha_pattern": {"c_attn": 9}}, {}, "not read (ValueError('several scales'))"),
+    "start": ({"init_lora_weights": "pissa"}, {}, "not read (ValueError('their base is changed"),
     "kind": ({"r": None}, {}, "adapter_config.json: not read (TypeError("),
     "task": ({}, {"model": Seq2SeqOptions(), "task": "seq2seq"}, "got adapters of peft with task=seq2seq"),
 }  # fmt: skip
