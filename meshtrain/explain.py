@@ -22,6 +22,7 @@ from meshtrain.models.task import token_batch
 from meshtrain.options import naming, own_values
 from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.pipeline.stages import layers_of_stage
+from meshtrain.run.opened import open_data, with_steps
 from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.mesh_picture import mesh_figure, mesh_text
 from meshtrain.sharding.placement_text import table
@@ -156,7 +157,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(*lines)
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-    print(text(assemble(config, shape, devices)))
+    print(text(assembly := assemble(config, shape, devices)))
+    if config.num_epochs:
+        notes = [*notes, with_steps(config, open_data(config, assembly.task))[1]]
     for note in notes:
         print(f"note         {note}")
     if arguments.draw:

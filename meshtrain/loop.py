@@ -32,6 +32,8 @@ class Timetable:
       save_every: steps between saves; 0: after the last step only.
       max_skipped_in_a_row: steps in a row that may be skipped; one more stops training.
       outer_every: steps between outer steps; 0: never.
+      can_stop: whether `Actions.reason` may end the run. What it knows is that of the last save, so a run that resumes
+        where an evaluation is due evaluates first.
     """
 
     num_steps: int
@@ -40,6 +42,7 @@ class Timetable:
     save_every: int
     max_skipped_in_a_row: int
     outer_every: int = 0
+    can_stop: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Actions:
       outer_step: state -> state: joins the groups that train apart; it returns before the devices are done.
       drawn: step -> what has been drawn from each source of the data.
       name: (number, layer) -> the loss or the gradient for which a step was skipped.
+      reason: (step, values of the evaluation) -> why the run ends here, in all processes; '' where it goes on.
     """
 
     train_step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Mapping[str, jax.Array]]]
@@ -70,6 +74,7 @@ class Actions:
     outer_step: Callable[[TrainState], TrainState] = lambda state: state
     drawn: Callable[[int], dict[str, float]] = lambda step: {}
     name: Callable[[int, int], str] = lambda number, layer: f"array {number}"
+    reason: Callable[[int, Mapping[str, float]], str] = lambda step, values: ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +105,7 @@ def run(
     actions: Actions,
     observers: Observers,
 ) -> tuple[TrainState, dict[str, float | None]]:
-    """Runs the steps after `start_step` up to `when.num_steps`.
+    """Runs the steps after `start_step` up to `when.num_steps`, or to an evaluation that ends the run.
 
     The state is that after `start_step` steps, and its buffers are donated. The batches are those of the steps to run.
 
@@ -113,9 +118,12 @@ def run(
       SaveFailed: the last save could not be written.
     """
     clock = StepClock()
-    log = Log(when, throughput, clock, actions, observers)
+    log, reason = Log(when, throughput, clock, actions, observers), ""
+    if start_step == when.num_steps or (start_step and when.can_stop and due(start_step, when.eval_every)):
+        log.latest.update(values := actions.evaluate(state))
+        reason = actions.reason(start_step, values)
     with interruptions(peers.agreed_stop()) as interrupted:
-        for step in range(start_step + 1, when.num_steps + 1):
+        for step in range(start_step + 1, when.num_steps + 1) if not reason else ():
             state, metrics = dispatch(step, state, batches, clock, when, actions, observers)
             for done in clock.dispatched(step, metrics):  # the previous step; this one is still in flight
                 log.completed(done, state)
@@ -136,12 +144,17 @@ def run(
                     values = actions.evaluate(state)
                     log.row(step, values)
                     actions.rate(step, values)
-                if is_last or stops:
+                    reason = "" if is_last else actions.reason(step, values)
+                if reason:
+                    actions.write(step, actions.save(step, state))
+                if is_last or stops or reason:
                     actions.finish_saving()
             if stops:
                 raise Interrupted(f"saved at step {step} of {when.num_steps}; the same command goes on from there")
-    if start_step == when.num_steps:
-        log.latest.update(actions.evaluate(state))
+            if reason:
+                break
+    if reason:
+        observers.progress.line(reason)
     return state, log.latest
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
@@ -16,27 +16,27 @@ from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, t
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.config import fewer
 from meshtrain.config.config import Config, Given, resolve
-from meshtrain.config.tasks import MakeTask
+from meshtrain.config.tasks import MakeTask, abstract_task
 from meshtrain.data.loader import batches
 from meshtrain.data.own_source import Data, MakeData
 from meshtrain.errors import UserError, warn
 from meshtrain.files import expanded, url_problems
 from meshtrain.launch import cluster, distributed, peers
 from meshtrain.launch.watchdog import Watchdog
-from meshtrain.models.task import limits
+from meshtrain.models.task import Params, limits
 from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.process_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
 from meshtrain.run import saving, start, summary, workdir
-from meshtrain.run.evaluation import evaluate
-from meshtrain.run.opened import drawn, open_data, warn_of_repeats
+from meshtrain.run.evaluation import evaluate_with_texts
+from meshtrain.run.generating import continuations
+from meshtrain.run.opened import drawn, open_data, warn_of_repeats, with_steps
 from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
-from meshtrain.sharding.trees import leaves_with_paths, select
-from meshtrain.step.guard import name_of_gradient
+from meshtrain.sharding.trees import select
 from meshtrain.step.state import TrainState
 
 
@@ -116,6 +116,10 @@ def train_resolved(
     is_main = peers.is_main_process()
     show = functools.partial(phase, is_main=is_main)
     with Watchdog(config.watchdog_seconds) as watchdog:
+        corpus, epochs = None, ""
+        if config.num_epochs:
+            corpus = open_data(config, abstract_task(config, make_task), make_data)
+            config, epochs = with_steps(config, corpus)
         start.refuse_unequal_processes(config, run)
         full = cluster.full_size(os.environ, peers.count())
         of_workdir = peers.share_problems("workdir", start.check(config, run, start.saved_step(run, there)))
@@ -125,18 +129,20 @@ def train_resolved(
             config, given = fewer.spread(config, shape, peers.count(), full, rules), config
             assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
             notes += fewer.text(given, config, peers.count(), full)
-            say("; ".join([describe(assembly.mesh, peers.num_machines()), *assembly.cost.exchanges, *notes]))
-        for what, change in advice(assembly.mesh, peers.num_machines()) if is_main else ():
+            num_machines = peers.num_machines()
+            say("; ".join([describe(assembly.mesh, num_machines), *assembly.cost.exchanges, *notes]))
+        for what, change in advice(assembly.mesh, num_machines) if is_main else ():
             warn(f"mesh: {what}; nearest: {change}")
         with show("data") as say:
-            corpus = open_data(config, assembly.task, make_data)
+            corpus = corpus or open_data(config, assembly.task, make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint, there)
-            say(corpus.summary)
+            say("; ".join(filter(None, (corpus.summary, epochs))))
         warn_of_repeats(config, assembly.task, corpus)
         start.refuse_other_weights(assembly, run)
         saving.refuse_unknown_metric(assembly, corpus)
+        continued = continuations(assembly, corpus, make_task, rules)
         with workdir.locked(run), saving.owning(config, run), saving.checkpoints_of(assembly, run) as checkpoints:
-            state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show, begun_seconds)
+            state, values = run_steps(assembly, corpus, continued, checkpoints, run, watchdog, show, begun_seconds)
         with watchdog.patient():
             summary.show(assembly, corpus, state, values, run, make_task, rules)
     return Result(state, values, run, assembly)
@@ -161,6 +167,7 @@ def _refuse_arguments(
 def run_steps(
     assembly: Assembly,
     corpus: Data,
+    continued: Callable[[Params], Sequence[tuple[str, str]]],
     checkpoints: Checkpoints,
     run: Path,
     watchdog: Watchdog,
@@ -171,7 +178,9 @@ def run_steps(
 
     Args:
       assembly: mesh, task, shardings and functions of the run.
-      corpus, checkpoints: its data and checkpoints.
+      corpus: its data.
+      continued: weights -> prompts with the texts after them, for evaluations.
+      checkpoints: its checkpoints.
       run: its folder.
       watchdog: ends the process if no step completes in time.
       show: name -> context manager of a phase of the start; it yields a function that takes the phase's result as text.
@@ -201,20 +210,15 @@ def run_steps(
             trackers.write(start_step, restored)
         actions = loop.Actions(
             train_step=train_step,
-            evaluate=functools.partial(evaluate, assembly, corpus),
-            save=functools.partial(saving.save, assembly, checkpoints, corpus),
-            finish_saving=functools.partial(saving.finish, checkpoints),
-            rate=checkpoints.rate,
+            evaluate=functools.partial(evaluate_with_texts, assembly, corpus, continued, run, progress.line),
+            **saving.actions(assembly, checkpoints, corpus, start_step),
             write=trackers.write,
-            diagnose=functools.partial(saving.diagnosis, checkpoints),
             drawn=functools.partial(drawn, config, assembly.task, corpus),
             outer_step=outer_step,
-            name=functools.partial(name_of_gradient, [path for path, _ in leaves_with_paths(assembly.state.params)]),
         )
         since = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds)
-        observers = loop.Observers(
-            progress, profiler, watchdog, Goodput(since, trackers.done, num_processes=n), own_times
-        )
+        goodput = Goodput(since, trackers.done, num_processes=n)
+        observers = loop.Observers(progress, profiler, watchdog, goodput, own_times)
         stream = _batches(assembly, corpus, start_step)
         last = loop.run(state, start_step, stream, timetable(config), throughput_of(assembly), actions, observers)
         with watchdog.patient():
@@ -252,4 +256,5 @@ def timetable(config: Config) -> loop.Timetable:
         save_every=config.checkpoint.every,
         max_skipped_in_a_row=config.guard.max_skipped_in_a_row,
         outer_every=config.local_steps.period,
+        can_stop=config.early_stop.patience > 0,
     )

@@ -42,7 +42,7 @@ from meshtrain.sharding import mesh
 from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, Rules, default_rules, expert_axes
 from meshtrain.sharding.stored import MAX_LEVEL, level_problems, num_parts, rules_of_level, tree_problems
 from meshtrain.sharding.trees import Arrays, NamesTree, select
-from meshtrain.step import loss_scale
+from meshtrain.step import early_stop, loss_scale
 from meshtrain.step.precision import compute_name
 
 # What a configuration file returns; fields that a mapping lacks have their defaults.
@@ -130,7 +130,7 @@ def resolve(
         *mesh.check(mended.mesh),
         *data_sources.check(mended.data, reads_data=reads_data),
         *optimizers.check(mended.optimizer),
-        *learning_rate.check(mended.learning_rate),
+        *_length_problems(mended),
         *profiler.check(mended.profile),
         *loss_scale.check(mended.loss_scale, computes_in_float16=compute_name(mended.precision) == "float16"),
     ]
@@ -169,6 +169,15 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
             problems = list(error.problems)
     model = dataclasses.replace(config.model, vocab_size=size)
     return dataclasses.replace(config, model=model), problems
+
+
+def _length_problems(config: Config) -> list[str]:
+    """Returns one line for each contradiction in how long a run is; the default of `num_steps` is no choice."""
+    found = learning_rate.check(config.learning_rate) + early_stop.check(config.early_stop, config.eval_every)
+    if not config.num_epochs or config.num_steps == Config.num_steps:
+        return found
+    return [*found, f"num_epochs: got {config.num_epochs:g} with num_steps={config.num_steps}; allowed: one of both; "
+            f"nearest: num_epochs=0, or num_steps={Config.num_steps}, the default"]  # fmt: skip
 
 
 def check(

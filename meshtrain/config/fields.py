@@ -19,6 +19,7 @@ from meshtrain.sharding.offload import OffloadOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import LayoutOptions
 from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.step.early_stop import EarlyStopOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions
@@ -54,20 +55,31 @@ class Config:
 
     seed: int = option(0, "seed of all random numbers: weights, data order, dropout", minimum=0)
     num_steps: int = option(300, "optimizer steps; the last one always saves", minimum=1)
+    num_epochs: float = option(0.0, "passes over the training data, in place of num_steps; 0: num_steps", minimum=0)
     batch_size: int = option(32, "examples (sequences, images) in the global batch of a step", minimum=1)
     sequence_length: int = option(128, "tokens in a sequence", minimum=1)
     accumulation_steps: int = option(1, "parts of the batch whose gradients are added up before the update", minimum=1)
     log_every: int = option(10, "steps between log lines", minimum=1)
     eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
     num_eval_batches: int = option(16, "batches of an evaluation; 0: the whole validation split", minimum=0)
+    eval_prompts: str = option(
+        "", 'file of prompts that each evaluation continues, {"prompt": ...} or {"messages": ...} a line; \'\': none',
+        names="path",
+    )  # fmt: skip
+    eval_tokens: int = option(
+        40, "most probable tokens after each of these prompts", minimum=1, only_for={"eval_prompts": AllBut("")}
+    )
     sample_tokens: int = option(
         -1, "tokens of text that a run draws at its end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1
     )
     watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
     init_from: str = option(
-        "", "workdir or checkpoints of another run, or a Hugging Face folder, with the weights to start from; '': none",
+        "", "workdir or checkpoints of another run, Hugging Face folder, or adapters of peft, to start from; '': none",
         names="path",
     )  # fmt: skip
+    init_base: str = option(
+        "", "folder of the model beneath the adapters of init_from; '': what adapter_config.json names", names="path"
+    )
     init_ignore: str = option("", "keys of a Hugging Face folder's config.json that are read over, comma separated")
     task: str = option(
         "decoder",
@@ -88,6 +100,7 @@ class Config:
     loss_scale: LossScaleOptions = dataclasses.field(default_factory=LossScaleOptions)
     remat: RematOptions = dataclasses.field(default_factory=RematOptions)
     guard: GuardOptions = dataclasses.field(default_factory=GuardOptions)
+    early_stop: EarlyStopOptions = dataclasses.field(default_factory=EarlyStopOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     local_steps: LocalStepsOptions = dataclasses.field(default_factory=LocalStepsOptions)
     learning_rate: LearningRateOptions = dataclasses.field(default_factory=LearningRateOptions)

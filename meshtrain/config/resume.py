@@ -31,22 +31,23 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "data.chat_template", "data.validation_fraction", "data.num_threads", "data.num_prefetch_batches",
     ),
     "what is shown, measured and saved": (
-        "log_every", "eval_every", "num_eval_batches", "sample_tokens", "checkpoint", "profile", "observe",
+        "log_every", "eval_every", "num_eval_batches", "eval_prompts", "eval_tokens", "sample_tokens",
+        "checkpoint", "profile", "observe",
     ),
     # These two change the learning rates after the resumed step; `run.start` warns of a jump.
     "how long the run goes on, and the decay of the learning rate that belongs to it": (
-        "num_steps", "learning_rate.decay_steps",
+        "num_steps", "num_epochs", "learning_rate.decay_steps",
     ),
     "what is averaged beside the weights: averages move none of them": ("optimizer.average",),
     # A spike rule decides which later steps are skipped; users change it on resume to skip other ones.
-    "when a run gives up": ("guard", "watchdog_seconds"),
+    "when a run gives up": ("guard", "early_stop", "watchdog_seconds"),
 }  # fmt: skip
 FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "another model, or another shape of its arrays": ("task", "model", "lora"),
-    "other sequences in a step": ("seed", "batch_size", "sequence_length", "data.packing"),
+    "other sequences in a step": ("seed", "batch_size", "sequence_length", "data.packing", "data.loss_on"),
     "other gradients": ("precision", "loss_scale", "reduction"),
     "other updates": ("optimizer", "learning_rate", "local_steps"),
-    "where the weights came from: config.json is the record of it": ("init_from", "init_ignore"),
+    "where the weights came from: config.json is the record of it": ("init_from", "init_base", "init_ignore"),
     "another place of the run's checkpoints, where it would begin anew": ("checkpoint.directory",),
 }
 

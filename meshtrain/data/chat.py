@@ -18,7 +18,7 @@ import numpy as np
 from meshtrain.data.chat_template import ASSISTANT, BEGIN, END, ChatTemplate, Message, Spans, open_template
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
-from meshtrain.data.sources import Asked, DataOptions, checked_files
+from meshtrain.data.sources import LAST_ANSWER, Asked, DataOptions, checked_files
 from meshtrain.data.text import read_rows, share
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError, nearest, warn
@@ -241,7 +241,7 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
     """Opens fine-tuning data.
 
     Args:
-      options: `path`, `tokenizer`, `chat_template`, `end_token` and `validation_fraction`.
+      options: `path`, `tokenizer`, `chat_template`, `end_token`, `loss_on` and `validation_fraction`.
       asked: by the run; its batch has an entry `weights`.
 
     Raises:
@@ -301,7 +301,7 @@ def open_whole(
 
 
 def lines_of(options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, vocab_size: int) -> list[Written]:
-    """Returns the text of each line of some files.
+    """Returns the text of each line of some files, with the answers that are targets.
 
     Raises:
       UserError: a line for each one that is broken, and if the tokenizer has ids that the model does not have.
@@ -314,6 +314,8 @@ def lines_of(options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer,
     result = written(lines, options.tokenizer, options.chat_template, problems)
     if problems.count:
         raise UserError(*problems.lines())
+    if options.loss_on == LAST_ANSWER:
+        return [line._replace(answers=line.answers[-1:]) for line in result]
     return result
 
 
@@ -418,6 +420,6 @@ def _fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
 
 
 def _prompts(lines: Sequence[Written]) -> tuple[str, ...]:
-    """Returns the text of the first line up to its first answer, for the sample at the end of a run."""
+    """Returns the text of the first line up to its first target, for the sample at the end of a run."""
     starts = [line.text[: line.answers[0][0]] for line in lines if line.answers and line.answers[0][0]]
     return tuple(starts[:1])

@@ -27,6 +27,7 @@ INPUTS: Mapping[str, tuple[str, ...]] = {
 }
 TOKENS = tuple(INPUTS)
 PACKINGS = ("stream", "first_fit")
+ALL_ANSWERS, LAST_ANSWER = ANSWERS = ("answers", "last_answer")
 DOCUMENTS = {"source": ("python", "text", "chat")}  # documents go through data.tokenizer
 READ = {"source": ("python", "text", "tokens")}
 CHATS = (*READ["source"], "chat")  # whose models can be asked by `generate --chat`
@@ -72,6 +73,10 @@ class DataOptions:
     chat_template: str = option(
         "", "a file with the Jinja template of conversations; '' takes that of the tokenizer's folder", names="path"
     )
+    loss_on: str = option(
+        ALL_ANSWERS, "answers, or last_answer: which answers of a conversation are targets", choices=ANSWERS,
+        only_for={"source": ("chat",)},
+    )  # fmt: skip
     packing: str = option(
         "stream",
         "stream (documents end to end, cut into windows) or first_fit (whole documents packed into padded rows)",

@@ -31,19 +31,18 @@ def from_flags(texts: Sequence[str], problems: Problems) -> list[Prompt]:
     return [Prompt(text, "--prompt") for text in texts]
 
 
-def from_file(path: str, problems: Problems, *, chat: bool = False) -> list[Prompt]:
+def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "--prompts") -> list[Prompt]:
     """Returns the prompts of a file, on each line a JSON object with `prompt`; adds to `problems` what is wrong.
 
     Args:
-      path: of `--prompts`.
+      path: the file.
       problems: reading ends once they are enough.
       chat: whether a line may have `messages` instead, the last of which is answered.
+      key: the option that names the file.
     """
-    name = expanded(path)
+    name, near = expanded(path), "--prompt='def '" if key == "--prompts" else "prompts.jsonl"
     if (what := what_is_at(name)) != "a file":
-        problems.add(
-            f"--prompts: got '{path}', {what}; allowed: a file with lines like {_LINE}; nearest: --prompt='def '"
-        )
+        problems.add(f"{key}: got '{path}', {what}; allowed: a file with lines like {_LINE}; nearest: {near}")
         return []
     prompts = []
     try:
@@ -54,15 +53,15 @@ def from_file(path: str, problems: Problems, *, chat: bool = False) -> list[Prom
                 try:
                     prompts.append(_of_line(line, f"{path}, line {number}", chat))
                 except ValueError as error:
-                    problems.add(f"--prompts: {path}, line {number}: {error}; nearest: {_LINE}")
+                    problems.add(f"{key}: {path}, line {number}: {error}; nearest: {_LINE}")
                 if problems.is_enough():
                     break
     except OSError as error:
-        problems.add(f"--prompts: got '{path}', which cannot be read ({error.strerror}); allowed: a readable file; "
+        problems.add(f"{key}: got '{path}', which cannot be read ({error.strerror}); allowed: a readable file; "
                      f"nearest: chmod a+r '{path}'")  # fmt: skip
         return []
     if not prompts and not problems.count:
-        problems.add(f"--prompts: got '{path}', which holds no prompt; allowed: at least one line; nearest: {_LINE}")
+        problems.add(f"{key}: got '{path}', which holds no prompt; allowed: at least one line; nearest: {_LINE}")
     return prompts
 
 

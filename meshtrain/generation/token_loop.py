@@ -74,7 +74,7 @@ class Generator:
     def __init__(
         self,
         decode: Decode,
-        params: Params,
+        params: Params | None,
         mesh: Mesh,
         rules: Rules,
         end_ids: Sequence[int],
@@ -95,8 +95,12 @@ class Generator:
         self.mesh = mesh
         self.rules = rules
         self.end_ids = end_ids
-        self.params = _cast(decode, params)
+        self.load(params)
         self.compiled = functools.cache(self._compiled)
+
+    def load(self, params: Params | None) -> None:
+        """Takes other weights with the same shardings; None: none, so that the memory of those before is free."""
+        self.params = None if params is None else _cast(self.decode, params)
 
     def draw(self, requests: Sequence[Request], num_tokens: int, sampling: Sampling, seed: int, take: Take) -> None:
         """Draws tokens for each request until `take` needs no more, the end token comes, or there are `num_tokens`.

@@ -1,24 +1,31 @@
-"""The adapters of a run as a folder of the package peft (Mangrulkar et al. 2022), without the model beneath them.
+"""Adapters as a folder of the package peft (Mangrulkar et al. 2022) without the model beneath them, written and read.
 
 There, a module's matrix has one pair of factors, lora_A [r, in] and lora_B [out, r], and (alpha / r) lora_B lora_A is
 added. GPT-2 has queries, keys and values in one matrix, and a run has a pair for each: they become one pair with the
-sum of their ranks. Its lora_A has theirs one below the other, its lora_B has theirs in the blocks of a diagonal.
+sum of their ranks. Its lora_A has theirs one below the other, its lora_B has theirs in the blocks of a diagonal. Read
+back, each part gets its own block; of a pair that peft has made, each part gets lora_A and its own rows of lora_B.
 """
 
+import dataclasses
 import itertools
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
-from meshtrain.files import JsonObject, write_whole
+from meshtrain.errors import Problems, UserError
+from meshtrain.files import JsonObject, expanded, read_json, what_is_at, write_whole
 from meshtrain.hf import export, names, tensor_files
-from meshtrain.hf.config_json import ADAPTERS_FILE
+from meshtrain.hf.config_export import family_of
+from meshtrain.hf.config_json import ADAPTERS_FILE, CONFIG_FILE, described, is_described
+from meshtrain.hf.folder import array
 from meshtrain.hf.names import Weight
+from meshtrain.launch import peers
 from meshtrain.models.layers import A, B
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Params
@@ -27,6 +34,114 @@ from meshtrain.sharding.trees import leaves_with_paths
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # the model inside of peft's own two modules
+Factors: TypeAlias = Sequence[tuple[np.ndarray, np.ndarray]]  # of a matrix: lora_A and lora_B of each layer
+_PLAIN = (None, True, False, "gaussian", "eva")  # of init_lora_weights: others, such as pissa, change the base
+_AGAIN = "nearest: peft's merge_and_unload(), then save_pretrained(DIR)"
+
+
+class Adapters(NamedTuple):
+    """A folder of adapters: with which options they were trained but for `targets`, and the model that it names."""
+
+    directory: Path
+    options: LoraOptions
+    base: str
+    stored: Mapping[str, tensor_files.Stored]
+
+
+def is_folder(directory: str | Path) -> bool:
+    """Returns whether a folder has adapters and no model."""
+    at = expanded(directory)
+    return what_is_at(at / ADAPTERS_FILE) == "a file" and what_is_at(at / CONFIG_FILE) != "a file"
+
+
+def opened(directory: str | Path) -> Adapters:
+    """Opens a folder of adapters; reads adapter_config.json and headers.
+
+    Raises:
+      UserError: it is broken, or its adapters have several scales.
+    """
+    at = expanded(directory).absolute()
+    try:
+        given = read_json((at / ADAPTERS_FILE).read_text(encoding="utf-8"))
+        own = LoraOptions(int(given["r"]), float(given["lora_alpha"]), rank_stabilized=bool(given.get("use_rslora")))
+        ranks, alphas = given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}
+        each = [
+            dataclasses.replace(own, rank=(ranks if name in ranks else {name: own.rank})[name],
+                                alpha=(alphas if name in alphas else {name: own.alpha})[name]).scale
+            for name in {**ranks, **alphas}
+        ]  # fmt: skip
+        if not all(math.isclose(scale, own.scale) for scale in each):
+            raise ValueError("several scales")
+        if given.get("alora_invocation_tokens") or given.get("init_lora_weights") not in _PLAIN:
+            raise ValueError("their base is changed, or tokens turn them on")
+        base = str(given.get("base_model_name_or_path") or "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise UserError(f"{at / ADAPTERS_FILE}: not read ({error!r}); allowed: LoRA of one scale; {_AGAIN}") from error
+    stored, problems = tensor_files.tensors(at)
+    if problems := problems or tensor_files.unreadable(stored):
+        raise UserError(*problems)
+    return Adapters(at, own, base, stored)
+
+
+def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOptions, dict[str, Factors]]:
+    """Returns the options of the adapters in a folder, and path of a matrix -> its factors as views of the files.
+
+    Args:
+      found: opened; all processes call it.
+      base: where the model beneath them is; a Hugging Face folder says its family.
+      options: of the decoder.
+
+    Raises:
+      UserError: a line for each tensor that is no factor of a matrix of layers, or has another shape or rank.
+    """
+    peers.refuse_differences("the folder of adapters", {"options": found.options, "tensors": sorted(found.stored)})
+    family = described(base, ignore=None).family if is_described(base) else family_of(options)
+    size, result, known, rank = names.sizes(options), dict[str, Factors](), set[str](), found.options.rank
+    tensors = tensor_files.opened(found.stored)
+    for rows in names.by_tensor(names.weights(family, options)):
+        layers = [_names(names.tensor_name(rows[0], place, size)) for place in np.ndindex(*names.stack(rows[0], size))]
+        wanted = set(itertools.chain.from_iterable(layers))
+        if len(rows[0].stacks) != 1 or not wanted <= found.stored.keys():
+            continue
+        inputs, outputs = names.stored_shape(rows[0], size)[:: 1 if _is_transposed(rows[0]) else -1]
+        pairs = [(tensors[a], tensors[b]) for a, b in layers]
+        if all((*a.shape[1:], *b.shape) == (inputs, outputs, *pairs[0][0].shape[:1]) for a, b in pairs):
+            widths = [math.prod(size[letter] for letter in row.layout.split()[1:]) for row in rows]
+            own = _apart(rows, widths if len(rows) > 1 else [outputs], pairs, rank)
+            result, known = result | own, known | (wanted if own else set())
+    if strange := [name for name in found.stored if name not in known]:
+        raise UserError(*Problems(
+            f"{found.directory}: {name}: got {list(found.stored[name].shape)}; allowed: lora_A [{rank}, inputs] and "
+            f"lora_B [outputs, {rank}] of all layers, of a matrix of attention or mlp in a {family}; {_AGAIN}"
+            for name in strange
+        ).lines())  # fmt: skip
+    return dataclasses.replace(found.options, targets="|".join(f"^{path}$" for path in result)), result
+
+
+def _apart(rows: Sequence[Weight], widths: Sequence[int], pairs: Factors, rank: int) -> dict[str, Factors]:
+    """Returns path -> factors for the matrices of one tensor, but for those whose rows of lora_B are zero.
+
+    Each has a block of ranks, or they share all. The result is empty where lora_B has another form.
+    """
+    ends, of_b = itertools.accumulate(widths), [b for _, b in pairs]
+    placed = [(row, slice(end - width, end)) for row, end, width in zip(rows, ends, widths, strict=True)]
+    own = [(row, out) for row, out in placed if any(b[out].any() for b in of_b)] or placed
+    step = rank if of_b[0].shape[1] == rank * len(own) else 0
+    cuts = [(row.path, out, slice(n * step, n * step + rank)) for n, (row, out) in enumerate(own)]
+    covered = [sum(np.count_nonzero(b[out, ranks]) for _, out, ranks in cuts) for b in of_b]
+    if covered != [np.count_nonzero(b) for b in of_b] or of_b[0].shape[1] < rank:
+        return {}
+    return {path: [(a[ranks], b[out, ranks]) for a, b in pairs] for path, out, ranks in cuts}
+
+
+def read(given: Mapping[str, Factors], like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Returns path of a factor -> its array, with the shape, dtype and sharding that it has in `like`."""
+    arrays = dict[str, jax.Array]()
+    for path, place in itertools.product(given, (0, 1)):
+        leaf = like[name := f"{path}{(A, B)[place]}"]
+        views = [pair[place].T.reshape(leaf.shape[1:]) for pair in given[path]]
+        arrays[name] = array(views, leaf, stack=(len(views),))
+    return arrays
 
 
 def write(
@@ -56,8 +171,8 @@ def write(
     shapes = dict[str, tuple[int, int]]()
     for rows, layer in places:
         shapes |= zip(_names(names.tensor_name(rows[0], (layer,), size)), _shapes(rows, leaves), strict=True)
-    factors = itertools.chain.from_iterable(_factors(rows, leaves, layer) for rows, layer in places)
-    export.write_file(folder / WEIGHTS_FILE, shapes, factors, dtype)
+    arrays = itertools.chain.from_iterable(_factors(rows, leaves, layer) for rows, layer in places)
+    export.write_file(folder / WEIGHTS_FILE, shapes, arrays, dtype)
     stated = _config(modules, adapters, leaves, base)
     write_whole(folder / ADAPTERS_FILE, json.dumps(stated, indent=2) + "\n")
     item_bytes = tensor_files.READABLE[export.DTYPES[dtype]].itemsize
@@ -105,14 +220,19 @@ def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int
     return of_a, of_b
 
 
+def _is_transposed(row: Weight) -> bool:
+    """Returns whether a matrix is stored as [in, out]: its first dim is one that the product sums over."""
+    return re.findall(r"\w", row.stored)[0] == row.layout[0]
+
+
 def _config(
     modules: Sequence[Sequence[Weight]], adapters: LoraOptions, leaves: Mapping[str, jax.Array], base: str | None
 ) -> JsonObject:
     """Returns the object of an adapter_config.json."""
     named = {rows[0].name.partition("{}.")[2].removesuffix(".weight"): len(_adapted(rows, leaves)) for rows in modules}
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
-    # Stored as [in, out] rather than [out, in]: the first dim is one that the product sums over.
-    is_transposed = [re.findall(r"\w", row.stored)[0] == row.layout[0] for rows in modules for row in rows]
+    power = 0.5 if adapters.rank_stabilized else 1
+    is_transposed = [_is_transposed(row) for rows in modules for row in rows]
     assert len(set(is_transposed)) == 1, "all matrices of a family are stored alike"
     return {
         "peft_type": "LORA",
@@ -120,14 +240,14 @@ def _config(
         "base_model_name_or_path": base,
         "r": adapters.rank,
         "lora_alpha": alpha,
-        # alpha / r stays what it is where a matrix has a larger rank.
+        # The scale stays what it is where a matrix has a larger rank.
         "rank_pattern": {name: count * adapters.rank for name, count in named.items() if count > 1},
-        "alpha_pattern": {name: count * alpha for name, count in named.items() if count > 1},
+        "alpha_pattern": {name: alpha * count**power for name, count in named.items() if count > 1},
         "target_modules": list(named),
         "fan_in_fan_out": is_transposed[0],
         "lora_dropout": 0.0,
         "bias": "none",
-        "use_rslora": False,
+        "use_rslora": adapters.rank_stabilized,
         "use_dora": False,
         "init_lora_weights": True,
         "modules_to_save": None,

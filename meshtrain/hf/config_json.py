@@ -179,7 +179,7 @@ def _loaded(path: Path) -> JsonObject:
         if what_is_at(path.with_name(ADAPTERS_FILE)) == "a file":
             raise UserError(
                 f"{path.parent}: got adapters of the package peft, without the model beneath them; allowed: a folder "
-                f"with {CONFIG_FILE}; nearest: peft's merge_and_unload(), then save_pretrained(DIR)"
+                f"with {CONFIG_FILE}; nearest: --config.init_from={path.parent} of train"
             )
         raise UserError(f"{path}: got {what}; allowed: a file; {PUBLISHED}")
     try:

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -111,12 +111,9 @@ def _mismatches(
                 f"{got.file}: {name}: got shape {list(got.shape)}; allowed: {list(shape)}, by config.json; nearest: "
                 "the files that belong to it"
             )
-        readable = (mxfp4.DTYPE,) if name in packed else tensor_files.READABLE
-        if got.dtype not in readable:
-            problems.add(
-                f"{got.file}: {name}: got dtype {got.dtype}; allowed: {', '.join(readable)}; nearest: the "
-                "model before it was quantized"
-            )
+        readable = (mxfp4.DTYPE,) if name in packed else tuple(tensor_files.READABLE)
+        for line in tensor_files.unreadable({name: got}, readable):
+            problems.add(line)
     for name in left:
         problems.add(
             f"{stored[name].file}: {name}: the model in config.json has no such tensor; allowed: its {len(wanted)} "
@@ -152,11 +149,42 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
             stored, stack = names.tensor_names(weight, size), names.stack(weight, size)
             if weight.is_packed:
                 experts = [one for name in stored for one in names.packed_as_ours(tensors, name, weight, size)]
-                arrays.append(_array(experts, leaf, bar, stack=(*stack, size["E"])))
+                arrays.append(array(experts, leaf, bar.update, stack=(*stack, size["E"])))
             else:
                 views = [names.as_ours(tensors[name], weight, size) for name in stored]
-                arrays.append(_array(views, leaf, bar, stack=stack))
+                arrays.append(array(views, leaf, bar.update, stack=stack))
     return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays)
+
+
+def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tensor_files.Stored]:
+    """Returns name -> tensor for a task's own weights: a name is a path, with `.` or `/` between its parts.
+
+    Raises:
+      UserError: one line for all names that are missing, one for those left over, and one for those of another shape.
+    """
+    stored, problems = tensor_files.tensors(expanded(directory).absolute())
+    tensors = {name.replace("/", "."): one for name, one in stored.items()}
+    leaves = {path.replace("/", "."): leaf.shape for path, leaf in leaves_with_paths(abstract_params)}
+    other = {name for name in leaves.keys() & tensors if leaves[name] != tensors[name].shape}
+    differ = {"no": leaves.keys() - tensors, "besides": tensors.keys() - leaves, "another shape of": other}
+    problems = problems or [
+        f"{directory}: got {what} {', '.join(sorted(some)[:5])} ({len(some)} of {len(leaves)}); allowed: the names and "
+        "shapes of the task's weights; nearest: those"
+        for what, some in differ.items()
+        if some
+    ]
+    if problems := problems or tensor_files.unreadable(tensors):
+        raise UserError(*problems)
+    return tensors
+
+
+def read_by_name(directory: str | Path, abstract_params: Params) -> Params:
+    """Reads a task's own weights onto shardings, see `by_name`; dtypes are converted."""
+    tensors = tensor_files.opened(by_name(directory, abstract_params))
+    leaves = [
+        array([tensors[path.replace("/", ".")]], leaf, stack=()) for path, leaf in leaves_with_paths(abstract_params)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves)
 
 
 def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
@@ -209,10 +237,17 @@ def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
     return sum(int(np.prod([end - begin for begin, end in spans])) * leaf.dtype.itemsize for spans in _by_index(leaf))
 
 
-def _array(
-    views: Sequence[np.ndarray | mxfp4.Packed], leaf: jax.ShapeDtypeStruct, bar: tqdm, *, stack: tuple[int, ...]
+def array(
+    views: Sequence[np.ndarray | mxfp4.Packed],
+    leaf: jax.ShapeDtypeStruct,
+    advance: Callable[[int], object] = lambda num_bytes: None,
+    *,
+    stack: tuple[int, ...],
 ) -> jax.Array:
-    """Returns a leaf; its leading dims are those of `stack`, and `views` has the tensor of each place in them."""
+    """Returns a leaf; its leading dims are those of `stack`, and `views` has the tensor of each place in them.
+
+    `advance` gets the bytes of each shard as it is read.
+    """
     shards = []
     for spans, devices in _by_index(leaf).items():
         buffer = np.zeros([end - begin for begin, end in spans], leaf.dtype)
@@ -223,7 +258,7 @@ def _array(
         # A copy: on CPUs an array could otherwise share the buffer with one on another device.
         shards += [jax.device_put(buffer, device, may_alias=False) for device in devices]
         jax.block_until_ready(shards[-len(devices) :])  # the buffer is free before the next one is made
-        bar.update(buffer.nbytes)
+        advance(buffer.nbytes)
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 

@@ -10,7 +10,7 @@ import collections
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,6 +92,16 @@ def opened(stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
         raw = np.asarray(maps[one.file])[one.begin : one.begin + _num_bytes(one)]
         result[name] = raw.view(_VIEWED[one.dtype]).reshape(one.shape)
     return result
+
+
+def unreadable(stored: Mapping[str, Stored], readable: Collection[str] = READABLE) -> list[str]:
+    """Returns one line for each tensor of another dtype than the readable ones."""
+    return [
+        f"{one.file}: {name}: got dtype {one.dtype}; allowed: {', '.join(readable)}; nearest: the model before it was "
+        "quantized"
+        for name, one in stored.items()
+        if one.dtype not in readable
+    ]
 
 
 def _no_files(folder: Path) -> str:

@@ -1,5 +1,7 @@
 """Low-rank adapters (Hu et al. 2021): x W becomes x W + (alpha / r) (x A) B, with W frozen and A and B trained.
 
+Rank-stabilized ones (Kalajdzievski 2023) have alpha / sqrt(r) in its place.
+
 A task of the decoder or of the encoder-decoder gets two more weights beside each chosen matrix of its layers, named
 after it (`query`, `query_lora_a`, `query_lora_b`). They have logical axes like any weight, so meshes, pipelines,
 optimizers and checkpoints need to know nothing about them. `layers.multiplied` applies them inside the product.
@@ -46,6 +48,12 @@ class LoraOptions:
         "", "regular expression found in the paths of matrices with an adapter; '': all of attention and mlp",
         only_for={"rank": AllBut(0)},
     )  # fmt: skip
+    rank_stabilized: bool = option(False, "alpha / sqrt(rank) instead (rsLoRA)", only_for={"rank": AllBut(0)})
+
+    @property
+    def scale(self) -> float:
+        """What an adapter adds is multiplied by it; the rank is not 0."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 def with_adapters(task: Task, options: LoraOptions, share_of_experts: float = 1.0) -> Task:
@@ -60,7 +68,7 @@ def with_adapters(task: Task, options: LoraOptions, share_of_experts: float = 1.
     """
     if not options.rank:
         return task
-    init, scale = initializer(task.init, options), options.alpha / options.rank
+    init, scale = initializer(task.init, options), options.scale
     params, axes = named_params(init)
     names = dict(leaves_with_paths(axes, is_leaf=is_names))
     sizes = {path: leaf.size for path, leaf in leaves_with_paths(params) if trainable.is_adapter(path)}
@@ -95,9 +103,9 @@ def _scaling(function: Callable[..., Arrays], scale: float) -> Callable[..., Arr
 
 
 def scaled(params: Params, scale: float) -> Params:
-    """Returns the weights with each B multiplied by alpha / r, in float32; the others as they are.
+    """Returns the weights with each B multiplied by the scale, in float32; the others as they are.
 
-    The product stands outside of the layers because they know neither of the two numbers. B is the smallest factor.
+    The product stands outside of the layers because they know no options. B is the smallest factor.
     """
 
     def one(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:
@@ -147,13 +155,13 @@ def _factors(key: jax.Array, box: nn.LogicallyPartitioned, rank: int) -> dict[st
 
 
 def merged(params: Params, options: LoraOptions) -> Params:
-    """Returns the weights of the task without adapters: W + (alpha / r) A B in float32, and the others as they are.
+    """Returns the weights of the task without adapters: W + scale A B in float32, and the others as they are.
 
     Args:
       params: arrays in layer order or in chunks.
       options: with which they were trained.
     """
-    scale = options.alpha / max(options.rank, 1)
+    scale = options.scale if options.rank else 0.0
 
     def one(tree: Params) -> Params:
         result: dict[str, Params] = {}

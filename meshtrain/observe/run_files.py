@@ -42,4 +42,5 @@ def passed_seconds(row: Mapping[str, Json]) -> float:
 
 CONFIG_FILE = "config.json"  # the resolved configuration
 DEVICE_FILE = "device.json"  # the mesh, and the bytes that one device holds
+PROMPTED_FILE = "samples.jsonl"  # the text that evaluations drew: step, prompt, text
 SAMPLES_FILE = "samples.txt"  # the text that the run drew at its end

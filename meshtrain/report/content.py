@@ -49,6 +49,8 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
     if memory := _memory(runs):
         parts += [heading("Memory of a device"), *memory]
     parts += pictures
+    for run in (run for run in runs if run.texts):
+        parts += [heading(f"Prompts at evaluations of {run.name}"), table(run.texts, ["step", "prompt", "text"], ">")]
     samples = [part for run in runs if run.sample for part in (heading(run.name, 3), as_it_stands(run.sample))]
     if samples:
         parts += [heading("Samples, drawn at the end"), *samples]

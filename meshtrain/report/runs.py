@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.errors import UserError, nearest
 from meshtrain.files import Json, JsonObject, expanded, is_utf8, read_json, what_is_at
-from meshtrain.observe.run_files import CONFIG_FILE, DEVICE_FILE, SAMPLES_FILE
+from meshtrain.observe.run_files import CONFIG_FILE, DEVICE_FILE, PROMPTED_FILE, SAMPLES_FILE, row_of
 from meshtrain.observe.trackers import METRICS_FILE
 from meshtrain.report import logs
 
@@ -23,6 +23,7 @@ class Run:
       log: its metrics.
       device: the entries of device.json; empty if there is none.
       sample: the text that it drew at its end; empty if there is none.
+      texts: step, prompt and text of what its evaluations drew.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Run:
     log: logs.Log
     device: Mapping[str, Json]
     sample: str
+    texts: Sequence[Sequence[str]] = ()
 
 
 def opened(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
@@ -85,7 +87,12 @@ def _run(path: str, name: str, folder: pathlib.Path) -> Run:
     sample = ""
     if what_is_at(folder / SAMPLES_FILE) == "a file":
         sample = (folder / SAMPLES_FILE).read_text(encoding="utf-8", errors="replace")
-    return Run(name, config, log, device, sample)
+    drawn = dict[tuple[int, str], str]()  # a resumed run may draw a step's again
+    if what_is_at(folder / PROMPTED_FILE) == "a file":
+        for row in filter(None, map(row_of, (folder / PROMPTED_FILE).read_bytes().splitlines(True))):
+            drawn[row["step"], str(row.get("prompt"))] = str(row.get("text"))
+    texts = [(f"{step:,}", prompt, text) for (step, prompt), text in drawn.items()]
+    return Run(name, config, log, device, sample, texts)
 
 
 def _json(path: pathlib.Path) -> JsonObject:

@@ -2,8 +2,10 @@
 
 import functools
 import itertools
+import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import jax
@@ -14,9 +16,11 @@ from meshtrain.config.config import Config
 from meshtrain.data.loader import Examples, batches, sample_order
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import Parts
+from meshtrain.errors import warn
+from meshtrain.launch import peers
 from meshtrain.models.metrics import logged
 from meshtrain.models.task import Params, limits
-from meshtrain.observe.run_files import EVALUATED
+from meshtrain.observe.run_files import EVALUATED, PROMPTED_FILE
 from meshtrain.sharding.trees import Arrays
 from meshtrain.step.state import TrainState
 
@@ -33,6 +37,29 @@ def evaluate(assembly: Assembly, corpus: Data, state: TrainState) -> dict[str, f
     values = means(together(sums))
     values |= {f"loss/{name}": means(one)["loss"] for name, one in sums.items() if one and len(sums) > 1}
     return {EVALUATED + name: value for name, value in values.items()}
+
+
+def evaluate_with_texts(
+    assembly: Assembly,
+    corpus: Data,
+    continued: Callable[[Params], Sequence[tuple[str, str]]],
+    run: Path,
+    show: Callable[[str], None],
+    state: TrainState,
+) -> dict[str, float]:
+    """Returns what `evaluate` does; texts of `continued`, from `generating.continuations`, are shown and written."""
+    values, step = evaluate(assembly, corpus, state), int(state.step)
+    rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in continued(state.params)]
+    quoted = functools.partial(json.dumps, ensure_ascii=False)
+    for row in rows:
+        show(f"step {step}  {quoted(row['prompt'])} -> {quoted(row['text'])}")
+    try:
+        if rows and peers.is_main_process():
+            with (run / PROMPTED_FILE).open("a", encoding="utf-8") as file:
+                file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    except OSError as error:
+        warn(f"{run / PROMPTED_FILE}: {error}; the texts are shown here only")
+    return values
 
 
 def sets_of(validation: Examples, name: str = "") -> Mapping[str, Examples]:

@@ -5,22 +5,27 @@ Generation has one token of each row at a time, and no microbatches that a pipel
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from meshtrain.assemble import Assembly, assemble, kept_params
+from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import check
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import MakeTask
-from meshtrain.errors import UserError, divisors
+from meshtrain.data.chat_template import open_template
+from meshtrain.data.own_source import Data
+from meshtrain.errors import Problems, UserError, divisors
+from meshtrain.generation.answers import Wanted, answers, fitting
+from meshtrain.generation.prompts import encoded, from_file, in_chat
+from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Generator
 from meshtrain.generation.window import by_window
 from meshtrain.launch.compiler import CompilerOptions
 from meshtrain.models.task import Decode, Params, token_batch
 from meshtrain.sharding.rules import PIPELINE, Rules, default_rules, partitioned_axes
 from meshtrain.sharding.stored import num_parts, rules_of_level
-from meshtrain.step.shardings import shardings
+from meshtrain.step.shardings import reshaper, shardings
 
 
 def problems_of_task(assembly: Assembly) -> list[str]:
@@ -49,13 +54,13 @@ def decode_of(assembly: Assembly) -> Decode:
 
 
 def generator(
-    assembly: Assembly, params: Params, end_ids: Sequence[int], compiler_options: CompilerOptions | None = None
+    assembly: Assembly, params: Params | None, end_ids: Sequence[int], compiler_options: CompilerOptions | None = None
 ) -> Generator:
     """Returns what generates with these weights.
 
     Args:
       assembly: without a pipeline, of a task without problems (see `problems_of_task`).
-      params: with the shapes and shardings of `assembly.state.params`.
+      params: with the shapes and shardings of `assembly.state.params`; None: `load` brings them.
       end_ids: the tokens of which each ends a text; -1: none does.
       compiler_options: of XLA, by name; None: its defaults.
     """
@@ -63,27 +68,62 @@ def generator(
 
 
 def folded(
-    assembly: Assembly, params: Params, make_task: MakeTask | None = None, rules: Rules | None = None
-) -> tuple[Assembly, Params, str]:
-    """Returns an assembly without a pipeline on the same devices, its weights, and one line that says so.
+    assembly: Assembly, make_task: MakeTask | None = None, rules: Rules | None = None
+) -> tuple[Assembly, Callable[[Params], Params], str]:
+    """Returns an assembly without a pipeline on the same devices, what moves weights there, and a line that says so.
 
     Args:
-      assembly: of a run.
-      params: with the shapes and shardings of `assembly.state.params`.
+      assembly: of a run, whose weights have the shapes and shardings of `assembly.state.params`.
       make_task: the caller's task function, as in `assemble`.
       rules: the caller's rules, as in `assemble`.
 
     Returns:
-      What was given and an empty line where there is no pipeline.
+      The assembly itself, the identity and an empty line where there is no pipeline.
 
     Raises:
       UserError: see `without_pipeline`.
     """
     config, shape, line = without_pipeline(assembly.config, assembly.mesh.shape, make_task, rules)
     if not line:
-        return assembly, params, line
+        return assembly, lambda params: params, line
     other = assemble(config, shape, list(assembly.mesh.devices.flat), make_task, rules)
-    return other, jax.device_put(kept_params(assembly, params), shardings(other.state.params)), line
+    to_kept, there = reshaper(assembly.state.params, assembly.kept_state.params), shardings(other.state.params)
+    return other, lambda params: jax.device_put(to_kept(params), there), line
+
+
+def continuations(
+    assembly: Assembly, corpus: Data, make_task: MakeTask | None = None, rules: Rules | None = None
+) -> Callable[[Params], list[tuple[str, str]]]:
+    """Returns weights -> each prompt of `eval_prompts` with the most probable text after it; its first call compiles.
+
+    A chat template writes prompts with messages. For the arguments see `folded`.
+
+    Raises:
+      UserError: a line for each prompt that is wrong, or the task or the data have no text.
+    """
+    config, text, problems = assembly.config, corpus.text, Problems()
+    if not config.eval_prompts:
+        return lambda params: []
+    if text is None:
+        raise UserError("eval_prompts: got it with data without text; allowed: ''; nearest: leave it out")
+    given = from_file(config.eval_prompts, problems, chat=True, key="eval_prompts")
+    if lines := [*problems_of_task(assembly), *problems.lines()]:
+        raise UserError(*lines)
+    if any(prompt.messages for prompt in given):
+        template = open_template(config.data.tokenizer, config.data.chat_template)
+        given = [in_chat([one], template)[0] if one.messages else one for one in given]
+    ids = encoded(given, text.encode, assembly.task.vocab_size, decode_of(assembly))
+    other, move, _ = folded(assembly, make_task, rules)
+    length = fitting(decode_of(other), max(map(len, ids)), config.eval_tokens, within_training=False)
+    draws = generator(other, None, [text.end_id, *text.also_end])
+
+    def drawn(params: Params) -> list[tuple[str, str]]:
+        draws.load(move(params))
+        texts = answers(draws, text.decode, ids, Wanted(length, Sampling(0.0)))
+        draws.load(None)
+        return [(prompt.text, one.text) for prompt, one in zip(given, texts, strict=True)]
+
+    return drawn
 
 
 def without_pipeline(

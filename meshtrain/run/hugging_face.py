@@ -183,7 +183,7 @@ def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[str]:
 
 def _original(config: Config, workdir: str | Path) -> Path | None:
     """Returns the folder that a run's model came from, if it is there and its config.json describes this model."""
-    given = [expanded(one) for one in (workdir, config.init_from) if str(one) and not is_url(str(one))]
+    given = [expanded(one) for one in (workdir, weights.beneath(config)[0]) if str(one) and not is_url(str(one))]
     for folder in (one / inner for one in given for inner in ("", ORIGINAL)):
         if is_described(folder):
             theirs = described(folder, ignore=None).options

@@ -1,5 +1,7 @@
 """A run's data: what the source of `config.data` opens, or the result of a user's data function."""
 
+import dataclasses
+import math
 from collections.abc import Mapping
 
 from meshtrain import options
@@ -49,6 +51,23 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     if problems := example_problems(result.train[0], wanted.batch, wanted.limits, where):
         raise UserError(*problems)
     return result
+
+
+def with_steps(config: Config, corpus: Data) -> tuple[Config, str]:
+    """Returns a configuration with `num_steps` in place of `num_epochs`, and this in words.
+
+    The last step may begin another epoch.
+
+    Raises:
+      UserError: the data are a mixture, whose sources have epochs of their own.
+    """
+    num_epochs, num_examples = config.num_epochs, len(corpus.train)
+    num_steps = max(math.ceil(num_epochs * num_examples / config.batch_size), 1)
+    if isinstance(corpus.train, Parts) and corpus.train.weights:
+        raise UserError(f"num_epochs: got {num_epochs:g} with weights in data.path, where each source has its "
+                        f"own; allowed: num_steps; nearest: num_epochs=0 and num_steps={num_steps}")  # fmt: skip
+    text = f"{num_steps:,} steps are {num_epochs:g} epochs of {num_examples:,} examples"
+    return dataclasses.replace(config, num_steps=num_steps, num_epochs=0.0), text
 
 
 def drawn(config: Config, task: Task, corpus: Data, step: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,11 @@ from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.resume import from_json
 from meshtrain.errors import UserError, warn
 from meshtrain.files import is_url, what_is_at
+from meshtrain.hf import adapters
+from meshtrain.hf.folder import by_name, read_by_name
 from meshtrain.launch import peers
+from meshtrain.models import lora
+from meshtrain.models.layers import A
 from meshtrain.models.task import Params
 from meshtrain.observe import trackers
 from meshtrain.optim.average import Averaged
@@ -32,6 +37,7 @@ from meshtrain.optim.trainable import is_adapter
 from meshtrain.options import Values
 from meshtrain.run import weights, workdir
 from meshtrain.sharding.rules import DATA
+from meshtrain.sharding.stored import named_params
 from meshtrain.sharding.trees import Arrays, leaves_with_paths, merged, path_text, select
 from meshtrain.step.shardings import shardings
 from meshtrain.step.state import RESIDUAL, TrainState
@@ -113,20 +119,38 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
     """Compares the weights of `init_from` with those of this model, before anything is written.
 
     Raises:
-      UserError: they differ.
+      UserError: they differ, or its adapters are not those of `lora`.
     """
-    if assembly.config.init_from and not saved_step(run, assembly.config.checkpoint.directory):
-        weights.refuse_other_params(assembly.config.init_from, *_taken(assembly))
+    config = assembly.config
+    if not config.init_from or saved_step(run, config.checkpoint.directory):
+        return
+    base, found = weights.beneath(config)
+    if weights.is_by_name(config, base):
+        by_name(base, _taken(assembly)[0])
+    else:
+        weights.refuse_other_params(base, *_taken(assembly))
+    if found is None:
+        return
+    theirs, factors = adapters.factors(found, base, config.model)
+    own = {path.removesuffix(A) for path, _ in leaves_with_paths(assembly.kept_state.params) if path.endswith(A)}
+    wanted = {key: value for key, value in vars(theirs).items() if value != getattr(config.lora, key)}
+    wanted = {key: value for key, value in wanted.items() if key != "targets" or own != factors.keys()}
+    if config.lora.rank and wanted:
+        fix = " ".join(shlex.quote(f"--config.lora.{key}={value}") for key, value in wanted.items())
+        raise UserError("init_from: got adapters unlike those of lora; allowed: equal ones, or lora.rank=0, which "
+                        f"merges them; nearest: {fix}")  # fmt: skip
 
 
 def _taken(assembly: Assembly) -> tuple[Params, list[str]]:
     """Returns which of its abstract parameters a run takes from `init_from`, and the paths of those that it rounds.
 
-    It takes all of them. From a run without adapters it takes all but the adapters, and None stands in their place.
-    Frozen weights may have been saved in another dtype than that of `precision.frozen_dtype`.
+    It takes all of them. From weights without adapters, or beneath those of peft, it takes all but the adapters, and
+    None stands in their place. Frozen weights may have been saved in another dtype than `precision.frozen_dtype` says.
     """
     params, config = assembly.kept_state.params, assembly.config
-    if config.lora.rank and not any(map(is_adapter, weights.paths(config.init_from))):
+    base, found = weights.beneath(config)
+    is_bare = found or weights.is_by_name(config, base)
+    if config.lora.rank and (is_bare or not any(map(is_adapter, weights.paths(base)))):
         own = [not is_adapter(path) for path, _ in leaves_with_paths(params)]
         params = select(params, jax.tree.unflatten(jax.tree.structure(params), own))[0]
     if config.precision.frozen_dtype == "auto":
@@ -236,7 +260,10 @@ def beginning(assembly: Assembly) -> TrainState:
     kept = None
     if config.init_from:
         params, rounded = _taken(assembly)
-        kept, _ = weights.restore_params(config.init_from, None, params, rounded)
+        base, found = weights.beneath(config)
+        is_by_name = weights.is_by_name(config, base)
+        kept = read_by_name(base, params) if is_by_name else weights.restore_params(base, None, params, rounded)[0]
+        kept = kept if found is None else _with_adapters(assembly, base, found, kept)
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     if kept is None:
         return state
@@ -249,6 +276,23 @@ def beginning(assembly: Assembly) -> TrainState:
         return state
     # Each group starts from these weights.
     return jax.jit(assembly.apart.restarted, donate_argnums=0, out_shardings=shardings(assembly.state))(state)
+
+
+def _with_adapters(assembly: Assembly, base: str, found: adapters.Adapters, kept: Params) -> Params:
+    """Returns weights with the adapters of a folder beside them; merged into them in a run without adapters."""
+    options, given = adapters.factors(found, base, assembly.config.model)
+    like = whole = assembly.kept_state.params
+    if not assembly.config.lora.rank:
+        everywhere = NamedSharding(assembly.mesh, PartitionSpec())
+        shapes, _ = named_params(lora.initializer(assembly.task.init, options))
+        whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes)
+    leaves = dict(leaves_with_paths(kept)) | adapters.read(given, dict(leaves_with_paths(whole)))
+    params = jax.tree.unflatten(jax.tree.structure(whole), [leaves[path] for path, _ in leaves_with_paths(whole)])
+
+    def merge(params: Params) -> Params:
+        return jax.tree.map(lambda weight, of: weight.astype(of.dtype), lora.merged(params, options), like)
+
+    return params if assembly.config.lora.rank else jax.jit(merge, out_shardings=shardings(like))(params)
 
 
 def as_saved(state: TrainState, num_saved: int) -> TrainState:

@@ -16,7 +16,7 @@ from meshtrain.generation.answers import Wanted, answers, fitting
 from meshtrain.generation.sampling import Sampling
 from meshtrain.launch import peers
 from meshtrain.models.task import Params
-from meshtrain.observe.run_files import EPOCHS, EVALUATED, SAMPLES_FILE
+from meshtrain.observe.run_files import EPOCHS, EVALUATED, PROMPTED_FILE, SAMPLES_FILE
 from meshtrain.run import workdir
 from meshtrain.run.evaluation import scored
 from meshtrain.run.generating import decode_of, folded, generator, problems_of_task
@@ -24,7 +24,9 @@ from meshtrain.run.opened import drawn
 from meshtrain.sharding.rules import Rules
 from meshtrain.step.state import TrainState
 
-_PLACES = ("config.json", "layout.txt", "metrics.jsonl", "tensorboard", "profile", "checkpoints", "damaged")
+_PLACES = (
+    "config.json", "layout.txt", "metrics.jsonl", PROMPTED_FILE, "tensorboard", "profile", "checkpoints", "damaged",
+)  # fmt: skip
 
 
 def show(
@@ -152,12 +154,12 @@ def sample(
         length = fitting(decode, max(map(len, ids), default=0), most, within_training=assembly.config.sample_tokens < 0)
         if not ids or not length or not all(ids):
             return ""
-        assembly, params, line = folded(assembly, params, make_task, rules)
+        assembly, move, line = folded(assembly, make_task, rules)
     except UserError as error:  # the run is done and saved, whether it can be sampled or not
         return str(error)
     temperature = TEMPERATURE if decode.continues else 0.0
     wanted = Wanted(length, Sampling(temperature), seed=assembly.config.seed)
-    drawn = answers(generator(assembly, params, [text.end_id]), text.decode, ids, wanted)
+    drawn = answers(generator(assembly, move(params), [text.end_id]), text.decode, ids, wanted)
     between = "" if decode.continues else " -> "
     shown = [f"{prompt}{between}{one.text}" for prompt, one in zip(prompts, drawn, strict=True)]
     return "\n".join([*([f"({line})"] if line else []), *shown])

@@ -21,9 +21,11 @@ from meshtrain.config.resume import from_json
 from meshtrain.data.sources import DOCUMENTS
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
 from meshtrain.errors import UserError, warn
-from meshtrain.files import is_url, read_json, what_is_at
+from meshtrain.files import expanded, is_url, read_json, what_is_at
+from meshtrain.hf import adapters, tensor_files
 from meshtrain.hf import config_json as hf_config
 from meshtrain.hf import folder as hf_folder
+from meshtrain.hf.adapters import Adapters
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.launch import distributed, peers
 from meshtrain.models.task import Params
@@ -153,6 +155,29 @@ def restored(assembly: Assembly, workdir: str | Path, step: int | None, which: s
     return stored_params(assembly, kept), found
 
 
+def beneath(config: Config) -> tuple[str, Adapters | None]:
+    """Returns the place of the weights that a run begins with, and the adapters of `init_from` where they are peft's.
+
+    Raises:
+      UserError: the adapters cannot be read, or have no model here.
+    """
+    found = adapters.opened(config.init_from) if adapters.is_folder(config.init_from) else None
+    if found is None and config.init_base:
+        raise UserError(f"init_base: got '{config.init_base}' without adapters of peft; allowed: ''; nearest: ''")
+    base = config.init_from if found is None else config.init_base or found.base
+    if found and not hf_config.is_decoder(config.model):
+        raise UserError(f"got adapters of peft with task={config.task}; allowed: decoder; nearest: task=decoder")
+    if found and not is_url(base) and (not base or what_is_at(expanded(base)) != "a folder"):
+        raise UserError(f"got adapters of '{base}', which is no folder here; allowed: the model beneath them, or a run "
+                        "with it; nearest: --config.init_base=DIR")  # fmt: skip
+    return base, found
+
+
+def is_by_name(config: Config, base: str | Path) -> bool:
+    """Returns whether tensors of a Hugging Face folder have the names of a run's weights: its task is no decoder."""
+    return hf_config.is_described(base) and not hf_config.is_decoder(config.model)
+
+
 def weights_problems(config: Config, directory: str | Path, step: int | None = None) -> list[str]:
     """Returns one line for each reason why a run cannot take its weights from a directory; reads no array.
 
@@ -162,6 +187,10 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
       step: of the checkpoint; None: the newest.
     """
     try:
+        if directory == config.init_from:
+            directory, _ = beneath(config)
+        if is_by_name(config, directory):
+            return tensor_files.tensors(expanded(directory))[1]
         if not hf_config.is_described(directory):
             with other_runs.find(directory) as checkpoints:
                 if step is not None:
@@ -173,10 +202,6 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
     if step is not None:
         return [
             f"--step: got {step} with a Hugging Face folder, which has no steps; allowed: none; nearest: leave it out"
-        ]
-    if not hf_config.is_decoder(config.model):
-        return [
-            f"task: got {config.task}, and {directory} is a Hugging Face model; allowed: decoder; nearest: task=decoder"
         ]
     lines = hf_config.differences(config.model, opened.model.options, config.sequence_length, directory)
     lines += _other_tokenizer(config, opened.directory)

@@ -28,14 +28,14 @@ from meshtrain.errors import UserError, is_finite, warn
 from meshtrain.files import Json, JsonObject, read_json, what_is_at, write_whole
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
-from meshtrain.observe.run_files import DEVICE_FILE, SAMPLES_FILE
+from meshtrain.observe.run_files import DEVICE_FILE, PROMPTED_FILE, SAMPLES_FILE
 from meshtrain.observe.trackers import METRICS_FILE, WANDB_FOLDER
 from meshtrain.step.device_memory import bytes_of_device, held, statistics
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
 RUN_ID = "run"  # in corpus.json, by which a run owns a bucket
-_FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVICE_FILE, SAMPLES_FILE)
+_FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVICE_FILE, SAMPLES_FILE, PROMPTED_FILE)
 _FOLDERS = (CHECKPOINTS, "tensorboard", WANDB_FOLDER)
 
 

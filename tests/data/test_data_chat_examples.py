@@ -85,6 +85,23 @@ def test_answers_alone_count_and_documents_are_packed_whole(tmp_path):
     assert data.prompts == ("0 + 0 = ",)
 
 
+def test_of_a_conversation_all_answers_count_or_the_last_one(tmp_path):
+    said = [("user", "one?"), ("assistant", "1."), ("user", "two?"), ("assistant", "2."), ("user", "thanks")]
+    (tmp_path / "a.jinja").write_text("{% for one in messages %}{{ one.content }};{% endfor %}")
+    lines = [{"messages": [{"role": role, "content": content} for role, content in said]}, *sums(1)]
+    given = options(tmp_path, lines, validation_fraction=0.0, chat_template=str(tmp_path / "a.jinja"))
+    last = dataclasses.replace(given, loss_on="last_answer")
+    for one, wanted, prompt in ((given, "1.;2.;0", "one?;"), (last, "2.;0", "one?;1.;two?;")):
+        data = opened(one)
+        [row] = [data.train[index] for index in range(len(data.train))]
+        answers = row["targets"][row["weights"] > 0]
+        assert bytes(answers[answers < 256].tolist()).decode() == wanted
+        assert data.prompts == (prompt,)
+    [whole] = open_whole(last, Asked({"weights": None}, {}, 32, 512, 0)).values()
+    assert num_targets(whole) == num_targets(data.train)
+    assert opened(given).fingerprint != data.fingerprint
+
+
 def test_what_is_truncated_or_dropped_is_counted(tmp_path, capsys):
     lines = [
         *sums(2),

@@ -145,7 +145,8 @@ def test_a_text_stops_when_it_is_told_to(generator_on):
 def test_weights_of_a_pipeline_are_moved_to_a_mesh_without_one(weights):
     assembly = assembled(pipeline=2, data=2)
     in_chunks = jax.device_put(weights, shardings(assembly.kept_state.params))
-    moved, params, line = folded(assembly, stored_params(assembly, in_chunks))
+    moved, move, line = folded(assembly)
+    params = move(stored_params(assembly, in_chunks))
     assert dict(moved.mesh.shape) == dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
     assert set(moved.mesh.devices.flat) == set(assembly.mesh.devices.flat)
     assert line == "the pipeline of 2 is folded into tensor: data 2 x tensor 2, on the same devices"

@@ -1,6 +1,7 @@
 """Runs with adapters leave as a model or as a folder of the package peft, and both compute what the run computes."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -9,15 +10,21 @@ import numpy as np
 import pytest
 
 from meshtrain import training
+from meshtrain.assemble import assemble, kept_params
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.data.sources import DataOptions
+from meshtrain.errors import UserError
+from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.hf import adapters, export, folder, names, tensor_files
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.run import hugging_face
+from meshtrain.optim.trainable import is_adapter
+from meshtrain.run import hugging_face, start
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import AXES
+from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.step.precision import PrecisionOptions
 from tests.hf.models import FIXTURES, NAMES, computed, logits_of
 
 LORA = LoraOptions(rank=3, alpha=4.5)
@@ -25,7 +32,7 @@ NUM_SUMMED = {"query": 1, "key": 1, "value": 1, "output": 2, "gate": 1, "up": 1,
 NUM_SUMMED |= dict.fromkeys(("query_down", "key_value_down", "key_value"), 1)
 # An export has no tensors of images, and none in 4 bits.
 TARGETS = {f"all of {name}": (name, set(NUM_SUMMED)) for name in NAMES if not name.endswith(("-images", "-mxfp4"))}
-TARGETS["some of gpt2"] = ("gpt2", {"query", "value", "down"})
+TARGETS["some of gpt2"] = TARGETS["rank-stabilized gpt2"] = ("gpt2", {"query", "value", "down"})
 OF_EXPERTS = {
     "mixtral",
     "qwen3-moe",
@@ -68,24 +75,27 @@ def read(directory):
 
 
 def scale_of(stated, module):
-    """alpha / r of a module, as peft finds them: a pattern is a name's last parts."""
+    """alpha / r of a module, or alpha / sqrt(r), as peft finds them: a pattern is a name's last parts."""
     [name] = [name for name in stated["target_modules"] if module.endswith(f".{name}")]
     ranks, alphas = stated["rank_pattern"], stated["alpha_pattern"]
-    return (alphas[name] / ranks[name], ranks[name]) if name in ranks else (stated["lora_alpha"] / stated["r"], 3)
+    alpha, rank = (alphas[name], ranks[name]) if name in ranks else (stated["lora_alpha"], stated["r"])
+    return alpha / (rank**0.5 if stated["use_rslora"] else rank), rank
 
 
 @pytest.mark.parametrize("case", TARGETS)
 def test_merged_matrices_are_the_base_plus_the_products_of_peft(case, tmp_path):
     """Both are written from one run, with different code; peft's formula joins them."""
     name, targets = TARGETS[case]
+    lora = dataclasses.replace(LORA, rank_stabilized=case.startswith("rank-stabilized"))
     opened = folder.opened(FIXTURES / name)
     family, options, params = opened.model.family, opened.model.options, params_of(opened, targets)
     for one in ("merged", "peft"):
         (tmp_path / one).mkdir()
-    export.write_weights(tmp_path / "merged", family, options, params, "float32", LORA)
-    num_bytes = adapters.write(tmp_path / "peft", family, options, LORA, params, "float32", None)
+    export.write_weights(tmp_path / "merged", family, options, params, "float32", lora)
+    num_bytes = adapters.write(tmp_path / "peft", family, options, lora, params, "float32", None)
     base, found, factors = (read(path) for path in (FIXTURES / name, tmp_path / "merged", tmp_path / "peft"))
     stated = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (stated["r"], stated["use_rslora"]) == (3, lora.rank_stabilized)
     assert num_bytes == sum(tensor.nbytes for tensor in factors.values())
     assert base.keys() == found.keys()
     changed = 0
@@ -152,12 +162,105 @@ def test_names_are_those_of_peft(tmp_path):
         assert {one.dtype for one in found.values()} == {"BF16"}
 
 
-def trained(name, directory, **changes):
-    """Runs two steps from a folder's weights, with adapters. Returns the run's result."""
-    config = dataclasses.replace(
+@pytest.mark.parametrize("case", [*(f"all of {name}" for name in ("gpt2", "phi3", "llama")), "rank-stabilized gpt2"])
+def test_what_is_written_is_read_bitwise(case, tmp_path):
+    name, targets = TARGETS[case]
+    lora = dataclasses.replace(LORA, rank_stabilized=case.startswith("rank-stabilized"))
+    model = folder.opened(FIXTURES / name)
+    params = dict(leaves_with_paths(params_of(model, targets)))
+    adapters.write(tmp_path, model.model.family, model.model.options, lora, params_of(model, targets), "float32", "x")
+    found = adapters.opened(tmp_path)
+    assert (found.options, found.base) == (lora, "x")
+    own = {path: leaf for path, leaf in params.items() if is_adapter(path)}
+    factors = adapters.factors(found, str(FIXTURES / name), model.model.options)[1]
+    assert {f"{path}_lora_{end}" for path in factors for end in "ab"} == own.keys()
+    got = adapters.read(factors, own)
+    for path, leaf in own.items():
+        np.testing.assert_array_equal(got[path], leaf, err_msg=path)
+
+
+def foreign(directory, shapes, **stated):
+    """Writes a folder as peft makes them, with random tensors. Returns name -> tensor."""
+    directory.mkdir()
+    made = {f"base_model.model.{name}.weight": np.random.default_rng(3).normal(size=shape).astype(np.float32)
+            for name, shape in shapes.items()}  # fmt: skip
+    export.write_file(directory / adapters.WEIGHTS_FILE, {key: one.shape for key, one in made.items()}, made.values(),
+                      "float32")  # fmt: skip
+    stated = {"r": 2, "lora_alpha": 3, "base_model_name_or_path": str(FIXTURES / "gpt2"), **stated}
+    (directory / "adapter_config.json").write_text(json.dumps(stated))
+    return list(made.values())
+
+
+ATTENTION = "transformer.h.{}.attn.c_attn.lora_{}"
+OF_GPT2 = {ATTENTION.format(layer, end): shape for layer in (0, 1) for end, shape in (("A", (2, 32)), ("B", (96, 2)))}
+
+
+def test_one_pair_for_queries_keys_and_values_is_merged_into_each(tmp_path):
+    """As peft itself adapts GPT-2: here the product is made by its formula."""
+    pairs = foreign(tmp_path / "peft", OF_GPT2, use_rslora=True)
+    config = config_of("gpt2", init_from=str(tmp_path / "peft"), lora=LoraOptions(rank=0))
+    assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices())
+    assert start.check(config, tmp_path / "run", 0) == []
+    start.refuse_other_weights(assembly, tmp_path / "run")
+    got, base = start.beginning(assembly).params, folder.read(folder.opened(FIXTURES / "gpt2"), assembly.state.params)
+    for layer, (a, b) in enumerate((pairs[:2], pairs[2:])):
+        added = (3 / 2**0.5 * b @ a).T.reshape(32, 3, -1)
+        for place, name in enumerate(("query", "key", "value")):
+            one, other = (np.asarray(some["layers"]["attention"][name][layer]).reshape(32, -1) for some in (got, base))
+            np.testing.assert_allclose(one - other, added[:, place], rtol=0, atol=1e-5 * np.abs(added).max())
+    np.testing.assert_array_equal(got["layers"]["mlp"]["up"], base["layers"]["mlp"]["up"])
+
+
+WRONG = {
+    "rank": ({}, {"lora": LoraOptions(rank=4, alpha=3.0, targets="query|key|value")},
+             "got adapters unlike those of lora; allowed: equal ones, or lora.rank=0, which merges them; nearest: "
+             "--config.lora.rank=2"),
+    "all": ({"use_rslora": True}, {"lora": LoraOptions(rank=2)}, "--config.lora.alpha=3.0 '--config.lora.targets="
+            "^layers/attention/query$|^layers/attention/key$|^layers/attention/value$' "
+            "--config.lora.rank_stabilized=True"),
+    "base": ({"base_model_name_or_path": "openai/gpt2"}, {}, "got adapters of 'openai/gpt2', which is no folder here; "
+             "allowed: the model beneath them, or a run with it; nearest: --config.init_base=DIR"),
+    "no base": ({"base_model_name_or_path": None}, {}, "got adapters of '', which is no folder"),
+    "another base": ({}, {"init_base": str(FIXTURES / "llama")}, "model.mlp_dim: got 128, and the model in"),
+    "scales": ({"alpha_pattern": {"c_attn": 9}}, {}, "not read (ValueError('several scales'))"),
+    "start": ({"init_lora_weights": "pissa"}, {}, "not read (ValueError('their base is changed"),
+    "kind": ({"r": None}, {}, "adapter_config.json: not read (TypeError("),
+    "task": ({}, {"model": Seq2SeqOptions(), "task": "seq2seq"}, "got adapters of peft with task=seq2seq"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_one_line(case, tmp_path):
+    stated, changes, said = WRONG[case]
+    foreign(tmp_path / "peft", OF_GPT2, **stated)
+    config = dataclasses.replace(config_of("gpt2", init_from=str(tmp_path / "peft")), **changes)
+    lines = start.check(config, tmp_path / "run", 0)
+    if not lines:
+        with pytest.raises(UserError) as caught:
+            start.refuse_other_weights(assemble(config, dict.fromkeys(AXES, 1), jax.devices()), tmp_path / "run")
+        lines = caught.value.problems
+    assert len(lines) == 1 or case == "another base"
+    assert lines[0].startswith("init_from: ")
+    assert said in lines[0]
+
+
+def test_tensors_that_no_matrix_takes_are_named(tmp_path):
+    model = folder.opened(FIXTURES / "gpt2").model
+    others = {"transformer.wte.lora_A": (2, 8), "transformer.h.1.mlp.c_fc.lora_A": (2, 32)}  # of one layer
+    for number, shapes in enumerate((others, {**OF_GPT2, ATTENTION.format(1, "B"): (96, 3)})):
+        foreign(tmp_path / str(number), shapes)
+        with pytest.raises(UserError) as caught:
+            adapters.factors(adapters.opened(tmp_path / str(number)), str(FIXTURES / "gpt2"), model.options)
+        assert len(caught.value.problems) == (2, 4)[number]
+        assert "allowed: lora_A [2, inputs] and lora_B [outputs, 2] of all layers" in caught.value.problems[0]
+
+
+def config_of(name, **changes):
+    """A short run from a folder's weights, with adapters."""
+    return dataclasses.replace(
         of_folder(FIXTURES / name),
-        init_from=str(FIXTURES / name),
-        lora=LoraOptions(rank=4),
+        init_from=changes.pop("init_from", str(FIXTURES / name)),
+        lora=changes.pop("lora", LoraOptions(rank=4)),
         num_steps=2,
         batch_size=4,
         sequence_length=24,
@@ -168,7 +271,6 @@ def trained(name, directory, **changes):
         observe=ObserveOptions(progress=False, tensorboard=False),
         **changes,
     )
-    return training.train(config, directory)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +279,7 @@ def trained(name, directory, **changes):
 )
 def test_after_training_the_merged_export_computes_what_the_run_does_and_not_the_base(name, mesh, tmp_path, capsys):
     """GPT-2 has transposed matrices and ties its head to the table; the other one has stages."""
-    result = trained(name, tmp_path / "run", mesh=mesh)
+    result = training.train(config_of(name, mesh=mesh), tmp_path / "run")
     merged, peft = tmp_path / "merged", tmp_path / "peft"
     assert hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={merged}", "--dtype=float32"]) == 0
     assert hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={peft}", "--adapters"]) == 0
@@ -192,3 +294,13 @@ def test_after_training_the_merged_export_computes_what_the_run_does_and_not_the
     assert np.abs(own - of_base).max() > 0.1 * largest
     assert {path.name for path in peft.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert json.loads((peft / "adapter_config.json").read_text())["base_model_name_or_path"] == str(FIXTURES / name)
+    trains_on = config_of(name, mesh=mesh, init_from=str(peft))
+    merges = dataclasses.replace(trains_on, lora=LoraOptions(), precision=PrecisionOptions())
+    for config, opened in ((trains_on, None), (merges, folder.opened(merged))):
+        assembly = assemble(config, result.assembly.mesh.shape, jax.devices()[: result.assembly.mesh.size])
+        start.refuse_other_weights(assembly, tmp_path / "next")
+        got = kept_params(assembly, start.beginning(assembly).params)
+        wanted = result.assembly, result.state.params
+        wanted = folder.read(opened, assembly.kept_state.params) if opened else kept_params(*wanted)
+        near = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6 if opened else 0)
+        jax.tree.map(near, got, wanted)

@@ -136,7 +136,7 @@ def test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights(name, router
             views = [folder.names.as_ours(stored[key], row, size) for key in folder.names.tensor_names(row, size)]
             shape = (*stack, *(size[letter] for letter in row.layout.split()))
             leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=one)
-            found.append(np.asarray(folder._array(views, leaf, Bar(), stack=stack)))
+            found.append(np.asarray(folder.array(views, leaf, Bar().update, stack=stack)))
         np.testing.assert_array_equal(*found)
 
 
@@ -169,7 +169,7 @@ def test_a_shard_of_the_layers_has_its_own_layers():
     leaf = jax.ShapeDtypeStruct((2, 32), np.float32, sharding=sharding)
     tensors = folder.tensor_files.opened(opened.stored)
     views = [tensors[table["layers/mlp_norm/scale"].name.format(layer)] for layer in range(2)]
-    np.testing.assert_array_equal(np.asarray(folder._array(views, leaf, Bar(), stack=(2,))), np.stack(views))
+    np.testing.assert_array_equal(np.asarray(folder.array(views, leaf, Bar().update, stack=(2,))), np.stack(views))
 
 
 def test_a_part_of_a_matrix_in_4_bits_is_decoded_from_its_blocks_alone():
@@ -211,7 +211,7 @@ def test_padding_of_the_vocabulary_is_zero():
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     view = np.ones((119, 32), np.float32)
     leaf = jax.ShapeDtypeStruct((128, 32), np.float32, sharding=one)
-    table = np.asarray(folder._array([view], leaf, Bar(), stack=()))
+    table = np.asarray(folder.array([view], leaf, Bar().update, stack=()))
     assert opened.model.options.padded_vocab_size == 128
     assert (table[:119] == 1).all()
     assert (table[119:] == 0).all()

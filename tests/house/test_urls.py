@@ -31,7 +31,7 @@ TEXTS = {
     *("--smallest", "--largest", "--limit", "--copy", "--config.GROUP.FIELD"),
 }
 FIELDS = {"data.text_field", "data.end_token", "profile.steps", "optimizer.trainable", "lora.targets"}
-FIELDS |= {"checkpoint.best_metric", "init_ignore"}
+FIELDS |= {"checkpoint.best_metric", "early_stop.metric", "init_ignore"}
 # What a command needs besides, so that the URL is its only mistake.
 NEEDED = {
     "train": ["--config=tiny.py"],

@@ -216,7 +216,7 @@ def test_where_no_number_fits_it_ends(tmp_path):
     words = ("--min-processes=2", "--restarts=1", "--back-seconds=99")
     code, starts, err = starts_of(tmp_path, then, *words)
     assert (code, starts) == (69, ["44", "34", "24"]), err
-    assert "--min-processes: got 2, and 2 processes do not fit this run, nor do more of those that are left; " in err
+    assert "--min-processes: got 2, and neither 2 processes nor more of those that are left fit this run; " in err
 
 
 def test_on_gpus_each_that_is_left_keeps_its_own():

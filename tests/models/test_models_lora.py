@@ -1,5 +1,6 @@
 """Adapters beside the matrices of a model: what they start as, what they add, and the weights that they merge into."""
 
+import dataclasses
 import functools
 
 import jax
@@ -97,12 +98,13 @@ def assert_like_merged(plain):
         assert np.linalg.norm(got - wanted) <= 1e-5 * np.linalg.norm(wanted), path
 
 
-def test_logits_of_merged_weights_are_those_of_the_adapters():
-    task = with_adapters(base(), LORA)
+@pytest.mark.parametrize("options", [LORA, dataclasses.replace(LORA, rank_stabilized=True)])
+def test_logits_of_merged_weights_are_those_of_the_adapters(options):
+    task = with_adapters(base(), options)
     start, params = initial(task), moved(initial(task))
     plain = jax.jit(base().logits)
     logits = jax.jit(task.logits)(params, batch(task))[..., :VOCABULARY]
-    of_merged, of_start = (plain(lora.merged(some, LORA), batch(task))[..., :VOCABULARY] for some in (params, start))
+    of_merged, of_start = (plain(lora.merged(some, options), batch(task))[..., :VOCABULARY] for some in (params, start))
     largest = np.abs(logits).max()
     np.testing.assert_allclose(of_merged, logits, atol=1e-5 * largest)
     assert np.abs(of_start - logits).max() > 0.1 * largest

@@ -136,7 +136,7 @@ def stopped(command: Callable[..., list[str]], tmp_path_factory: pytest.TempPath
     def made(changes: tuple[str, ...]) -> pathlib.Path:
         directory = tmp_path_factory.mktemp("stopped") / "run"
         said = pytest.raises(Interrupted, match=f"saved at step {STOPPED_AT} of {NUM_STEPS}")
-        with patched("evaluate", signalling), said, contextlib.redirect_stdout(io.StringIO()):
+        with patched("evaluate_with_texts", signalling), said, contextlib.redirect_stdout(io.StringIO()):
             main(command(directory, *changes))
         return directory
 

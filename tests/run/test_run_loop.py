@@ -33,7 +33,7 @@ class Run:
             "save_every": 0,
             "max_skipped_in_a_row": 2,
         } | when
-        self.in_a_row, self.limits_seconds = 0, set()
+        self.in_a_row, self.limits_seconds, self.ends_at = 0, set(), None
         self.when = loop.Timetable(**options)
         self.throughput = Throughput("tokens", 7, flops_per_unit=0.0, num_devices=1, peak_flops_per_second=None)
 
@@ -66,10 +66,14 @@ class Run:
     def diagnose(self, state, number, layer):
         return f"array {number}, seen at step {state}"
 
+    def reason(self, step, values):
+        return f"enough at {step}" if step == self.ends_at else ""
+
     def go(self):
         write = lambda step, row: self.rows.append((step, row))  # noqa: E731
         finish = lambda: self.also.append("finish")  # noqa: E731
-        actions = loop.Actions(self.step, self.evaluate, self.save, finish, self.rate, write, self.diagnose, self.join)
+        actions = loop.Actions(self.step, self.evaluate, self.save, finish, self.rate, write, self.diagnose, self.join,
+                               reason=self.reason)  # fmt: skip
         batches = itertools.count(self.start_step + 1)
         with (
             contextlib.closing(Progress(self.when.num_steps, self.start_step, show_bar=False)) as progress,
@@ -106,6 +110,31 @@ def test_a_skipped_step_says_what_was_not_finite(tmp_path, capsys):
     Run(tmp_path, losses={3: math.nan}).go()
     lines = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
     assert lines == ["step 3 was skipped; first array that is not finite: array 0"]
+
+
+@pytest.mark.parametrize("save_every, saves", [(0, []), (4, ["save 4"]), (3, ["save 3", "save 6"])])
+def test_an_evaluation_may_end_the_run_which_saves_first(save_every, saves, tmp_path, capsys):
+    run = Run(tmp_path, eval_every=4, save_every=save_every, can_stop=True)
+    run.ends_at = 8
+    state, values = run.go()
+    assert (state, values["eval_loss"]) == (8, 0.5)
+    assert [did for did in run.did if did.startswith("save")][-1] == "save 8"
+    assert [did for did in run.did if did.startswith("evaluate")] == ["evaluate 4", "evaluate 8"]
+    assert run.also[-1] == "finish"
+    assert set(saves) < set(run.did)
+    assert capsys.readouterr().out.endswith("enough at 8\n")
+
+
+def test_a_run_that_has_ended_evaluates_and_says_so_again(tmp_path, capsys):
+    for start_step, can_stop, did in ((8, True, ["evaluate 8"]), (6, True, ["evaluate 8", "save 8"])):
+        run = Run(tmp_path, start_step=start_step, eval_every=4, can_stop=can_stop)
+        run.ends_at = 8
+        assert run.go()[0] == 8
+        assert run.did == did
+        assert "enough at 8" in capsys.readouterr().out
+    run = Run(tmp_path, start_step=8, eval_every=4)
+    assert run.go()[0] == 10
+    assert run.did == ["save 10", "evaluate 10"]
 
 
 def test_groups_are_joined_before_their_step_is_evaluated_and_saved(tmp_path):
