@@ -212,7 +212,7 @@ def advice(mesh: Mesh, num_machines: int = 0) -> list[tuple[str, str]]:
     """Returns (what is slow, what helps) where an axis that communicates in every layer leaves the fast links.
 
     Between slices of TPUs that is every axis but data and pipeline. Hosts of GPUs may gather weights from each other:
-    their network has a ninth of the speed of the links inside, that of slices less than a thirtieth.
+    their network has a ninth to an eighteenth of the speed of the links inside, that of slices a thirtieth or less.
 
     Args:
       mesh: of real or ahead-of-time devices.
