@@ -20,7 +20,7 @@ from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.from_hugging_face import as_file
-from meshtrain.data.sources import DOCUMENTS
+from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import NUM_BYTES, TEMPLATE, TOKENIZER, file_tokenizer
 from meshtrain.errors import UserError, run
 from meshtrain.files import expanded, is_url, what_is_at, write_whole
@@ -207,7 +207,7 @@ def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dic
     written, what = dict[str, str](), what_is_at(data.tokenizer)
     if what_is_at(data.chat_template) == "a file":
         written[TEMPLATE] = Path(data.chat_template).read_text(encoding="utf-8")
-    if data.source not in DOCUMENTS["source"]:
+    if not reads_documents(data):
         return original, written, -1
     if data.tokenizer == "bytes":
         return (None, export.byte_files() | written, NUM_BYTES) if size > NUM_BYTES else (None, written, -1)
