@@ -24,7 +24,7 @@ from meshtrain.data.sources import Asked, DataOptions, Source, check, checked_fi
 from meshtrain.data.text import read_rows
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError, nearest
-from meshtrain.files import JsonObject, is_utf8
+from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.options import option
 from meshtrain.store.buckets import Place
 
@@ -56,7 +56,8 @@ def _pair(fields: JsonObject, where: str) -> Pair:
     if missing := [name for name in ANSWERS if name not in fields]:
         fix = nearest(missing[0], fields)
         raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {ALLOWED}{fix}")
-    prompt, *answers = (fields[name] if name in fields else None for name in ("prompt", *ANSWERS))
+    values: list[Json] = [fields[name] if name in fields else None for name in ("prompt", *ANSWERS)]
+    prompt, *answers = values
     if all(isinstance(answer, list) for answer in answers):
         before = prompt if isinstance(prompt, list) else []
         turns = [chat.messages_of(before + answer) for answer in answers]
