@@ -67,6 +67,7 @@ class Preferences:
     """The stages of a pair: activations are (of the policy, of the reference), and the latter have no gradient."""
 
     stages: Stages
+    columns: Callable[..., jax.Array]  # `Stages.logits`
     options: PreferenceOptions
 
     def first(self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: Axis = None) -> Activations:
@@ -91,7 +92,7 @@ class Preferences:
         o = self.options
         weights = jnp.stack([batch["weights"] * (batch["segment_ids"] == one) for one in (CHOSEN, REJECTED)])
         models = [(_each(of, params), x) for of, x in zip((policy_of, reference_of), both, strict=True)]
-        of_tokens = [-token_losses(self._columns(*one, axis), batch["targets"], o.vocab_size, axis) for one in models]
+        of_tokens = [-token_losses(self.columns(*one, axis), batch["targets"], o.vocab_size, axis) for one in models]
         gains = jnp.sum((of_tokens[0] - jax.lax.stop_gradient(of_tokens[1])) * weights, axis=-1)  # [2, b]
         margin = gains[0] - gains[1]
         if o.preference_loss == "ipo":
@@ -111,11 +112,7 @@ class Preferences:
 
     def logits(self, params: Params, both: Activations, axis: Axis = None) -> jax.Array:
         """Returns the policy's logits; see `Stages`."""
-        return self._columns(_each(policy_of, params), both[0], axis)
-
-    def _columns(self, params: Params, x: jax.Array, axis: Axis) -> jax.Array:
-        assert self.stages.logits is not None
-        return self.stages.logits(params, x, axis)
+        return self.columns(_each(policy_of, params), both[0], axis)
 
 
 def _of_policy(function: Callable[..., Arrays]) -> Callable[..., Arrays]:
@@ -126,13 +123,14 @@ def _make(config: Config, placement: Placement) -> Task:
     task = tasks.decoder(config, placement)
     without = tasks.decoder(dataclasses.replace(config, lora=LoraOptions()), placement)
     assert task.stages is not None
+    assert task.stages.logits is not None
     assert task.logits is not None
     assert task.decode is not None
-    pairs, length, copies = Preferences(task.stages, config.model), config.sequence_length, not config.lora.rank
+    pairs, copies = Preferences(task.stages, task.stages.logits, config.model), not config.lora.rank
     stages = dataclasses.replace(
         task.stages, first=pairs.first, repeated=pairs.repeated, last=pairs.last, logits=pairs.logits
     )
-    prefill, step = _of_policy(task.decode.prefill), _of_policy(task.decode.step)
+    prefill, step, length = _of_policy(task.decode.prefill), _of_policy(task.decode.step), config.sequence_length
     return dataclasses.replace(
         task,
         loss=staged_loss(stages),
@@ -153,15 +151,11 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     """Returns one line for each way in which the options contradict each other, the data or the mesh."""
     found = source_problems(config, ("preferences",), "pairs of answers") + tasks.model_problems(config, mesh_shape)
     if not config.model.within_documents:
-        found.append(
-            "model.within_documents: got False with task=preferences, where both answers stand in one row; allowed: "
-            "True; nearest: True"
-        )
+        what = "allowed with task=preferences, whose rows hold two texts: True"
+        found.append(f"model.within_documents: got False; {what}; nearest: model.within_documents=true")
     if config.lora.rank and config.optimizer.trainable:
-        found.append(
-            f"optimizer.trainable: got '{config.optimizer.trainable}' with task=preferences and lora.rank="
-            f"{config.lora.rank}, whose other weights are the reference; allowed: ''; nearest: ''"
-        )
+        what = "allowed with task=preferences and adapters, beneath which is the reference: ''"
+        found.append(f"optimizer.trainable: got '{config.optimizer.trainable}'; {what}; nearest: leave it out")
     return found
 
 
