@@ -15,7 +15,7 @@ from meshtrain.step.precision import PrecisionOptions
 
 TOKENIZER_FILE = "tokenizer.json"
 LONGEST, BATCH_SIZE = 1024, 8  # of a run before the user has edited it; longest in tokens
-LARGEST_BATCH, EPOCHS, LEAST_STEPS = 64, 3, 100
+LARGEST_BATCH, EPOCHS, LEAST_STEPS, WANTED_STEPS = 64, 3, 100, 250
 _SHOWN = ("num_steps", *(f"mesh.{axis}" for axis in AXES))  # also where they have their defaults
 _FILE = '''\
 """A {family} of {num_layers} layers, from {directory}.
@@ -61,7 +61,7 @@ def fine_tuned(config: Config, rank: int, num_sequences: int) -> Config:
 
     The highest rate is 0.1 over the model's width, 2.4e-5 for 4,096, near the 2e-5 of Alpaca (Taori et al. 2023), and
     ten times that for adapters (Schulman et al. 2025, LoRA Without Regret). The batch is the power of two, 8 to 64,
-    that makes about a hundred steps of three epochs.
+    that makes about 250 steps of three epochs, and of few sequences there are more epochs, in a hundred steps.
 
     Args:
       config: of `of_folder`.
@@ -71,7 +71,7 @@ def fine_tuned(config: Config, rank: int, num_sequences: int) -> Config:
     batch_size, num_steps, eval_every = config.batch_size, config.num_steps, config.eval_every
     if num_sequences:
         seen = EPOCHS * num_sequences
-        batch_size = min(max(2 ** round(math.log2(seen / LEAST_STEPS)), BATCH_SIZE), LARGEST_BATCH)
+        batch_size = min(max(2 ** round(math.log2(seen / WANTED_STEPS)), BATCH_SIZE), LARGEST_BATCH)
         num_steps = max(math.ceil(seen / batch_size), LEAST_STEPS)
         eval_every = math.ceil(num_steps / 5)
     peak = float(f"{(1.0 if rank else 0.1) / config.model.embed_dim:.2g}")

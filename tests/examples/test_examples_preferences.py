@@ -14,6 +14,7 @@ from meshtrain.data.sources import Asked
 from meshtrain.data.tokenizer import byte_tokenizer
 from meshtrain.errors import UserError
 from meshtrain.examples.preferences import PreferenceData, made, open_each, open_pairs
+from meshtrain.examples.preferences_task import policy_of, reference_of
 from meshtrain.hf.config_json import described
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.run.start import beginning
@@ -162,6 +163,12 @@ def test_the_reference_is_what_a_run_begins_with():
     embeddings = np.asarray(params["embedding/table"])
     other = beginning(assemble(dataclasses.replace(config, init_from=""), sizes(), jax.devices()[:1])).params
     assert not np.array_equal(embeddings, other["embedding"]["table"])
+
+
+def test_beneath_adapters_is_the_reference():
+    group = {"attention": {"query": 1, "query_lora_a": 2, "query_lora_b": 3}, "norm": 4}
+    assert reference_of(group) == {"attention": {"query": 1}, "norm": 4}
+    assert policy_of(group) == group
 
 
 def test_what_would_spoil_the_reference_is_refused():

@@ -40,3 +40,4 @@ def test_the_mesh_changes_no_number_and_the_reference_stays(config, axes):
     for path, weight in got.final.items():
         stays = is_frozen(path) or (config is ADAPTERS and not is_adapter(path))
         assert np.array_equal(weight, got.initial[path]) == stays, path
+        assert (path in got.gradients) != stays, path

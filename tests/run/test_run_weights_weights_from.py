@@ -93,12 +93,12 @@ def test_a_printed_configuration_has_the_model_of_the_folder(tmp_path, capsys):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_printed_configuration_of_each_family_fine_tunes_as_it_is(name, tmp_path, capsys):
     """All but the step: the file's checks, the weights of the folder, and rates that fit the number of steps."""
-    assert hugging_face.main(["config", str(FIXTURES / name)]) == 0
+    assert hugging_face.main(["config", str(FIXTURES / name), "--config.lora.rank=2"]) == 0
     (tmp_path / "mine.py").write_text(capsys.readouterr().out)
     config = resolve(load(str(tmp_path / "mine.py"), []))
     assert start.check(config, tmp_path / "run", 0) == []
     start.refuse_other_weights(assemble(config, ONE, jax.devices()[:1]), tmp_path / "run")
-    assert config.learning_rate.peak == pytest.approx(0.1 / config.model.embed_dim, rel=0.05)
+    assert config.learning_rate.peak == pytest.approx(1.0 / config.model.embed_dim, rel=0.05)
     assert config.learning_rate.warmup_steps == config.num_steps // 10
 
 
