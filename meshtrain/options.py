@@ -60,6 +60,7 @@ SEAMS: Mapping[str, Seam] = {
         {
             "seq2seq": "meshtrain.examples.seq2seq_task:built_in",
             "convnet": "meshtrain.examples.convnet:built_in",
+            "preferences": "meshtrain.examples.preferences_task:built_in",
         },
     ),
     "data.source": Seam(
@@ -68,6 +69,7 @@ SEAMS: Mapping[str, Seam] = {
             "digits": "meshtrain.examples.images:digits",
             "idx": "meshtrain.examples.images:idx",
             "numbers": "meshtrain.examples.numbers:numbers",
+            "preferences": "meshtrain.examples.preferences:preferences",
         },
     ),
     "reduction.name": Seam(

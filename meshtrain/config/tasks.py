@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from meshtrain import options
 from meshtrain.config.data_sources import names as source_names
 from meshtrain.config.fields import Config
-from meshtrain.data.sources import DOCUMENTS, TOKENS, DataOptions
+from meshtrain.data.sources import TOKENS, DataOptions, reads_documents
 from meshtrain.data.tokenizer import NUM_BYTES
 from meshtrain.errors import UserError
 from meshtrain.models import lora, problems, remat
@@ -113,11 +113,15 @@ def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       config: with `DecoderOptions` as its model, each field within its own bounds.
       mesh_shape: the size of each mesh axis.
     """
+    return source_problems(config, TOKENS, "packed tokens") + model_problems(config, mesh_shape)
+
+
+def model_problems(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns the lines of a decoder's check, whatever its data are."""
     size, num_layers = mesh_shape["pipeline"], config.model.num_repeated
     in_chunk = layers_in_chunk(num_layers, size, config.pipeline.num_chunks) if size > 1 else 0
     computes_in = compute_name(config.precision), in_fp8(config.precision)
     return [
-        *source_problems(config, TOKENS, "packed tokens"),
         *problems.of_decoder(config.model, config.sequence_length, *computes_in, mesh_shape),
         *_vocabulary_problems(config.model, config.data),
         *remat.check(config.remat, num_layers, size, in_chunk=in_chunk),
@@ -143,7 +147,7 @@ def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[s
 
 def _vocabulary_problems(model: Options, data: DataOptions) -> list[str]:
     """Returns one line if the byte tokenizer has more tokens than the model. Others are checked when the data open."""
-    if data.source not in DOCUMENTS["source"] or data.tokenizer != "bytes" or model.vocab_size > NUM_BYTES:
+    if not reads_documents(data) or data.tokenizer != "bytes" or model.vocab_size > NUM_BYTES:
         return []
     return [
         f"model.vocab_size: got {model.vocab_size}; allowed with data.tokenizer = bytes: at least {NUM_BYTES + 1}, "

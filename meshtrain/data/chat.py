@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from meshtrain.errors import Problems, UserError, nearest, warn
 from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.launch import peers
 from meshtrain.store.buckets import Place
+
+_T = TypeVar("_T")
 
 PAIR = ("prompt", "completion")
 ALPACA = ("instruction", "output")
@@ -100,14 +102,20 @@ def _add(wrong: Mapping[str, Sequence[str]], problems: Problems) -> None:
         problems.add(f"data.path: {where}: {error}; nearest: {fix}")
 
 
-def _line(row: bytes | JsonObject, where: str) -> Line:
-    """Returns what a line or row holds. Raises ValueError: what it got, and what is allowed."""
+def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
+    """Returns the fields of a line or row. Raises ValueError: what it got, and what is allowed."""
     try:
         fields = json.loads(row) if isinstance(row, bytes) else row
     except (ValueError, RecursionError) as error:
         raise ValueError(f"got no JSON in UTF-8 ({error}); allowed: one JSON object a line") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"got {type(fields).__name__}; {_ALLOWED}")
+        raise ValueError(f"got {type(fields).__name__}; {allowed}")
+    return fields
+
+
+def _line(row: bytes | JsonObject, where: str) -> Line:
+    """Returns what a line or row holds. Raises ValueError: what it got, and what is allowed."""
+    fields = fields_of(row, _ALLOWED)
     messages = None if set(PAIR) <= fields.keys() else _messages(fields)
     if messages is not None:
         if beside := [name for name in _BESIDE if fields.get(name)]:
@@ -119,7 +127,7 @@ def _line(row: bytes | JsonObject, where: str) -> Line:
         raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {_ALLOWED}{fix}")
     for name in PAIR:
         if not isinstance(fields[name], str) or not is_utf8(fields[name]):
-            raise ValueError(f"got {_shown(fields[name])} for '{name}'; allowed: a text in whole characters")
+            raise ValueError(f"got {shown(fields[name])} for '{name}'; allowed: a text in whole characters")
     return Line(where, (fields["prompt"], fields["completion"]))
 
 
@@ -138,7 +146,7 @@ def _messages(fields: Mapping[str, Json]) -> Json:
     for one in given:
         if isinstance(one, dict) and "from" in one:
             if (role := ROLES.get(str(one["from"]))) is None:
-                raise ValueError(f"got {_shown(one['from'])} for 'from'; allowed: {', '.join(ROLES)}")
+                raise ValueError(f"got {shown(one['from'])} for 'from'; allowed: {', '.join(ROLES)}")
             one = {"role": role, "content": one.get("value")}
         turns.append(one)
     return turns
@@ -151,27 +159,27 @@ def messages_of(given: Json) -> Sequence[Message]:
       ValueError: `given` is no list of them: what it got, and what is allowed.
     """
     if not isinstance(given, list) or not given:
-        raise ValueError(f"got {_shown(given)} for 'messages'; allowed: a list like [{_A_MESSAGE}]")
+        raise ValueError(f"got {shown(given)} for 'messages'; allowed: a list like [{_A_MESSAGE}]")
     for number, message in enumerate(given, start=1):
         if not isinstance(message, dict):
-            raise ValueError(f"got {_shown(message)} as message {number}; allowed: {_A_MESSAGE}")
+            raise ValueError(f"got {shown(message)} as message {number}; allowed: {_A_MESSAGE}")
         if calls := [name for name in _INSIDE if message.get(name)]:
             raise ValueError(f"got '{calls[0]}' in a message; allowed: messages of text alone")
         for part in parts if isinstance(parts := message.get("content"), list) else ():
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"got a part of type {_shown(kind)} in a message; allowed: parts of type text")
+                raise ValueError(f"got a part of type {shown(kind)} in a message; allowed: parts of type text")
         if isinstance(parts, list):
             message["content"] = "".join(part["text"] for part in parts)
         for name in ("role", "content"):
             value = message[name] if name in message else None
             if not isinstance(value, str) or not is_utf8(value) or BEGIN in value or END in value:
                 fix = nearest(name, message) if name not in message else ""
-                raise ValueError(f"got {_shown(value)} for '{name}' of message {number}; allowed: a text{fix}")
+                raise ValueError(f"got {shown(value)} for '{name}' of message {number}; allowed: a text{fix}")
     return given
 
 
-def _shown(value: Json) -> str:
+def shown(value: Json) -> str:
     """Returns a value as JSON, shortened; a column of a table may hold what JSON has not."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:40]}..."
@@ -256,7 +264,7 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
     files, sequence_length = checked_files(options), asked.sequence_length
     tokenizer = open_tokenizer(options.tokenizer, options.end_token)
     lines = lines_of(options, files, tokenizer, asked.ids_below)
-    splits = _split(lines, options.validation_fraction)
+    splits = split(lines, [line.text for line in lines], options.validation_fraction)
     tokens = [tokenized(tokenizer, split) for split in splits]
     fitted = [as_examples(split, sequence_length, tokenizer) for split in tokens]
     names = ("training", "validation") if options.validation_fraction else ("training",)
@@ -272,7 +280,7 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
     return Data(
         train=fitted[0].examples,
         validation=fitted[1].examples,
-        fingerprint=_fingerprint(tokens),
+        fingerprint=fingerprint(tokens),
         summary=f"chat of {options.path}: {summary(fitted)}",
         text=tokenizer,
         prompts=_prompts(splits[1] or splits[0]),
@@ -319,14 +327,14 @@ def lines_of(options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer,
     return result
 
 
-def _split(lines: list[Written], validation_fraction: float) -> tuple[list[Written], list[Written]]:
-    """Returns the lines to train on and those for validation: by the hash of the text, or the last ones of few."""
+def split(lines: list[_T], texts: Sequence[str], validation_fraction: float) -> tuple[list[_T], list[_T]]:
+    """Returns the lines to train on and those for validation: by the hash of their text, or the last ones of few."""
     if len(lines) < _SPLIT_BY_HASH_FROM:
         num_validation = max(round(len(lines) * validation_fraction), 1) if validation_fraction else 0
         return lines[: len(lines) - num_validation], lines[len(lines) - num_validation :]
-    splits: tuple[list[Written], list[Written]] = ([], [])
-    for line in lines:
-        splits[share(line.text) < validation_fraction].append(line)
+    splits: tuple[list[_T], list[_T]] = ([], [])
+    for line, text in zip(lines, texts, strict=True):
+        splits[share(text) < validation_fraction].append(line)
     return splits
 
 
@@ -408,7 +416,8 @@ def losses(fitted: Sequence[Fitted]) -> str:
     return f"{truncated:,} lines truncated, {dropped:,} dropped without a token of an answer"
 
 
-def _fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
+def fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
+    """Returns a hexadecimal sha256 over the ids of lines, which of them count, and the splits."""
     digest = hashlib.sha256()
     for lines in splits:
         digest.update(f"{len(lines)}".encode())

@@ -13,7 +13,7 @@ from meshtrain.data.tokenizer import Tokenizer, file_problems
 from meshtrain.data.weighted_paths import PATH, named_parts
 from meshtrain.errors import Problems, UserError
 from meshtrain.files import url_problems
-from meshtrain.options import Options, option
+from meshtrain.options import Options, idle, option
 from meshtrain.options import problems as option_problems
 from meshtrain.store.buckets import Place
 
@@ -145,6 +145,11 @@ def is_own(options: DataOptions) -> bool:
     return ":" in options.source
 
 
+def reads_documents(options: DataOptions) -> bool:
+    """Returns whether the data go through `data.tokenizer`."""
+    return "end_token" not in idle(options, "")
+
+
 def source_of(path: str) -> str:
     """Returns the source of packed tokens that reads a file, judged by its name."""
     return "tokens" if path.endswith(".bin") else "text"
@@ -196,15 +201,17 @@ def fraction_problems(options: DataOptions) -> list[str]:
     return [f"data.validation_fraction: got {options.validation_fraction}; allowed: 0 to below 1; nearest: 0.5"]
 
 
-def check(options: DataOptions, reads_data: bool = True) -> list[str]:
+def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list[str]:
     """Returns one line for each problem that can be seen without reading packed tokens: paths, sizes, descriptions.
 
     Args:
-      options: of a source in `TOKENS`, each within its own bounds.
+      options: each within its own bounds.
       reads_data: whether the files must exist on this machine; if not, only the options themselves are checked.
+      like: the source in `TOKENS` whose files a side room's are like; '': the options' own.
     """
-    inputs = INPUTS[options.source]
-    urls = unmounted(options) if options.source == "tokens" else []
+    like = like or options.source
+    inputs = INPUTS[like]
+    urls = unmounted(options) if like == "tokens" else []
     problems = unread(options, inputs) + fraction_problems(options) + urls
     if not reads_data:
         return problems
@@ -216,19 +223,19 @@ def check(options: DataOptions, reads_data: bool = True) -> list[str]:
         parts, found = named_parts(options.path, options.validation_path)
         problems += Problems(found).lines()
         if not found:
-            kind = _KINDS[options.source]
+            kind = _KINDS[like]
             lines = ((part.key, line) for part in parts for line in kind(part.files))
             problems += Problems(line.replace(PATH, key, 1) for key, line in lines).lines()
     return problems
 
 
-def checked_files(options: DataOptions) -> list[Place]:
-    """Returns the files of `data.path`, of a source of packed tokens.
+def checked_files(options: DataOptions, like: str = "") -> list[Place]:
+    """Returns the files of `data.path`, of a source of packed tokens or one `like` it, see `check`.
 
     Raises:
       UserError: a line for each problem of the options and of these files, see `check`; or it is a mixture.
     """
-    if problems := option_problems(options, "data") + check(options):
+    if problems := option_problems(options, "data") + check(options, like=like):
         raise UserError(*problems)
     first, *others = named_parts(options.path, "")[0]
     if others:
@@ -253,7 +260,7 @@ def _no_lines(files: Iterable[Place]) -> list[str]:
     """Returns one line for each file that holds no lines or rows, judged by its name."""
     lines = "jq -c '.[]' FILE.json > FILE.jsonl, for a file with one list"
     return [
-        f"data.path: got '{path}' with data.source=chat; allowed: files that end in {', '.join(TABLES)}; nearest: "
+        f"data.path: got '{path}', which has no lines; allowed: files that end in {', '.join(TABLES)}; nearest: "
         f"{lines if path.suffix == '.json' else f'data.source={source_of(str(path))}'}"
         for path in files
         if not is_table(path)

@@ -227,8 +227,8 @@ class Left:
         may = self._most >= self.job.min_processes > 0
         if self.job.min_processes and not may:
             least = self.job.min_processes
-            _say(f"--min-processes: got {least}, and neither {tried} processes nor more of those that are left fit this "
-                 "run; allowed: what the line above has; nearest: that")  # fmt: skip
+            _say(f"--min-processes: got {least}, and neither {tried} processes nor more of those that are left fit "
+                 "this run; allowed: what the line above has; nearest: that")  # fmt: skip
         return may
 
 

@@ -163,6 +163,8 @@ class Task:
         sends, keeps and leaves out; without it, that is not known. It sees no mesh: sizes are plain numbers.
       attends_within_segments: whether what is computed for a token depends on tokens with its segment id only, so that
         texts may share a row.
+      begin: params -> params, before the first step of a run whose weights are another's (`init_from`): sets those that
+        `init` derives from others, such as a copy that stays as the run began; None: there are none.
       after_update: (params, metrics) -> params, what moves in a step besides what the optimizer moves, such as biases
         against the load of experts; None: nothing. It gets the parameters after the optimizer's update, trained ones in
         float32, with layers in layer order, and the sums of the batch's metrics before any division. Frozen weights
@@ -192,6 +194,7 @@ class Task:
     num_active_parameters: int = 0
     cost: MakeCost = unknown
     attends_within_segments: bool = False
+    begin: Callable[[Params], Params] | None = None
     after_update: AfterUpdate | None = None
     takes_manual_axes: bool = False
     width: int = 0

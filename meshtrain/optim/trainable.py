@@ -1,7 +1,8 @@
 """Which weights are trained: those whose path matches a regular expression. The others are frozen.
 
 A frozen weight takes part in the forward pass and has neither gradient nor moments. Adapters (`models/lora.py`) are
-trained, and other weights beside them only if the expression is not empty.
+trained, and other weights beside them only if the expression is not empty. A task's weights below the name `frozen` are
+never trained.
 """
 
 import difflib
@@ -15,11 +16,17 @@ from meshtrain.sharding.trees import Arrays, Masks, leaves_with_paths
 OPTION = "optimizer.trainable"
 # Ends of the names of an adapter's two factors.
 ADAPTER_ENDS = ("_lora_a", "_lora_b")
+FROZEN = "frozen"  # in a path: what a task never trains
 
 
 def is_adapter(path: str) -> bool:
     """Returns whether a path is that of a factor of an adapter."""
     return path.endswith(ADAPTER_ENDS)
+
+
+def is_frozen(path: str) -> bool:
+    """Returns whether a path is that of a weight that its task never trains."""
+    return FROZEN in path.split("/")
 
 
 def check(pattern: str, path: str = OPTION) -> list[str]:
@@ -60,7 +67,7 @@ def trained_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) ->
       UserError: no path matches; the line names the nearest path.
     """
     paths = [path for path, _ in leaves_with_paths(params)]
-    matches = [re.search(pattern, path) is not None for path in paths]
+    matches = [re.search(pattern, path) is not None and not is_frozen(path) for path in paths]
     if paths and not any(matches):
         raise UserError(
             f"{OPTION}: got '{pattern}', which matches none of {len(paths)} weights; allowed: a regular expression "

@@ -1,6 +1,6 @@
 """Hugging Face folders: prints a configuration file for one, imports one into a workdir, exports a run as one.
 
-python -m meshtrain hf config DIR > configs/mine.py
+python -m meshtrain hf config DIR [--config.data.source=chat --config.data.path=FILE --config.lora.rank=16] > mine.py
 python -m meshtrain hf import DIR --to=runs/mine
 python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16] [--adapters] [--weights=average]
 """
@@ -18,9 +18,10 @@ import jax
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.cli import flags
-from meshtrain.config.config import CONFIG_FILE, Config, to_json
-from meshtrain.config.from_hugging_face import as_file
-from meshtrain.data.sources import DOCUMENTS
+from meshtrain.config.config import CONFIG_FILE, Config, built, resolve, to_json
+from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
+from meshtrain.config.tasks import abstract_task
+from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import NUM_BYTES, TEMPLATE, TOKENIZER, file_tokenizer
 from meshtrain.errors import UserError, run
 from meshtrain.files import expanded, is_url, what_is_at, write_whole
@@ -30,6 +31,7 @@ from meshtrain.hf.config_json import config_of_text, described, differences, has
 from meshtrain.launch import peers
 from meshtrain.models.moe.experts import MATRICES
 from meshtrain.run import weights
+from meshtrain.run.opened import open_data
 from meshtrain.run.weights import assembled, configuration
 
 ACTIONS = ("config", "import", "export")
@@ -97,6 +99,19 @@ def _target_problems(to: str | None, action: str, near: str) -> list[str]:
         near = f"{to.rstrip('/')}-{action}ed"
         return [f"--to: got '{to}', which is not empty; allowed: a new folder; nearest: --to={near}"]
     return flags.unwritable(target, "--to", near)
+
+
+def _printed(arguments: argparse.Namespace) -> str:
+    """Returns a configuration file for a folder, with the command line's fields, and what their data ask for."""
+    given, folder, num_sequences = dict(arguments.overrides), expanded(arguments.directory).absolute(), 0
+    config = of_folder(folder, given.pop("init_ignore", ""))
+    if any(folder.glob("*.safetensors")):
+        config = dataclasses.replace(config, init_from=str(folder))
+    checked = resolve(config, given) if given else config
+    if checked.data.path:
+        num_sequences = len(open_data(checked, abstract_task(checked)).train)
+    config, _ = built(fine_tuned(config, checked.lora.rank, num_sequences), given)
+    return as_file(folder, config, num_sequences)
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -207,7 +222,7 @@ def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dic
     written, what = dict[str, str](), what_is_at(data.tokenizer)
     if what_is_at(data.chat_template) == "a file":
         written[TEMPLATE] = Path(data.chat_template).read_text(encoding="utf-8")
-    if data.source not in DOCUMENTS["source"]:
+    if not reads_documents(data):
         return original, written, -1
     if data.tokenizer == "bytes":
         return (None, export.byte_files() | written, NUM_BYTES) if size > NUM_BYTES else (None, written, -1)
@@ -235,7 +250,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.ignore:
         arguments.overrides["init_ignore"] = ",".join(arguments.ignore)
     if arguments.action == "config":
-        print(as_file(arguments.directory, arguments.overrides.get("init_ignore") or ""), end="")
+        print(_printed(arguments), end="")
     elif arguments.action == "import":
         _import(arguments)
     else:

@@ -33,7 +33,7 @@ from meshtrain.models.layers import A
 from meshtrain.models.task import Params
 from meshtrain.observe import trackers
 from meshtrain.optim.average import Averaged
-from meshtrain.optim.trainable import is_adapter
+from meshtrain.optim.trainable import is_adapter, is_frozen
 from meshtrain.options import Values
 from meshtrain.run import weights, workdir
 from meshtrain.sharding.rules import DATA
@@ -145,13 +145,15 @@ def _taken(assembly: Assembly) -> tuple[Params, list[str]]:
     """Returns which of its abstract parameters a run takes from `init_from`, and the paths of those that it rounds.
 
     It takes all of them. From weights without adapters, or beneath those of peft, it takes all but the adapters, and
-    None stands in their place. Frozen weights may have been saved in another dtype than `precision.frozen_dtype` says.
+    None stands in their place; likewise of those that a task never trains. Frozen weights may have been saved in another
+    dtype than that of `precision.frozen_dtype`.
     """
     params, config = assembly.kept_state.params, assembly.config
-    base, found = weights.beneath(config)
-    is_bare = found or weights.is_by_name(config, base)
-    if config.lora.rank and (is_bare or not any(map(is_adapter, weights.paths(base)))):
-        own = [not is_adapter(path) for path, _ in leaves_with_paths(params)]
+    if config.lora.rank or assembly.task.begin is not None:
+        base, found = weights.beneath(config)
+        is_bare = bool(found) or weights.is_by_name(config, base)
+        missing = [kind for kind in (is_adapter, is_frozen) if is_bare or not any(map(kind, weights.paths(base)))]
+        own = [not any(kind(path) for kind in missing) for path, _ in leaves_with_paths(params)]
         params = select(params, jax.tree.unflatten(jax.tree.structure(params), own))[0]
     if config.precision.frozen_dtype == "auto":
         return params, []
@@ -267,8 +269,10 @@ def beginning(assembly: Assembly) -> TrainState:
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     if kept is None:
         return state
-    if config.lora.rank:
+    if config.lora.rank or assembly.task.begin is not None:
         kept = merged(kept, kept_params(assembly, state.params))
+    if assembly.task.begin is not None:
+        kept = jax.jit(assembly.task.begin, out_shardings=shardings(assembly.kept_state.params))(kept)
     state = dataclasses.replace(state, params=stored_params(assembly, kept))
     if config.optimizer.average:
         return averages_begun(state, assembly.state)  # those of `init` are the weights that others have replaced

@@ -18,7 +18,7 @@ from meshtrain.config.config import CONFIG_FILE, Config, built, configure, file_
 from meshtrain.config.former import FORMER
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.config.resume import from_json
-from meshtrain.data.sources import DOCUMENTS
+from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
 from meshtrain.errors import UserError, warn
 from meshtrain.files import expanded, is_url, read_json, what_is_at
@@ -216,7 +216,7 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
 def _other_tokenizer(config: Config, folder: Path) -> list[str]:
     """Returns one line if a run reads text with other tokens than the folder's tokenizer has; added ones may differ."""
     used, own = config.data.tokenizer, folder / TOKENIZER
-    if config.data.source not in DOCUMENTS["source"] or TOKENIZER in config.init_ignore or what_is_at(own) != "a file":
+    if not reads_documents(config.data) or TOKENIZER in config.init_ignore or what_is_at(own) != "a file":
         return []
     other = json.loads(byte_tokenizer()) if used == "bytes" else settings("", str(tokenizer_file(used)))
     models = [one.get("model") for one in (other, settings("", str(own)))]

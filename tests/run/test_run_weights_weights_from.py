@@ -23,7 +23,7 @@ from meshtrain.hf.export import byte_tokenizer
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.run import hugging_face, start, weights
 from meshtrain.sharding.rules import AXES
-from tests.hf.models import FIXTURES
+from tests.hf.models import FIXTURES, NAMES
 
 LLAMA = FIXTURES / "llama-bf16-sharded"
 ONE = dict.fromkeys(AXES, 1)
@@ -53,6 +53,7 @@ def test_a_run_begins_with_the_weights_of_a_folder(assembly, params):
         kept_state=assembly.kept_state,
         state=assembly.state,
         apart=None,
+        task=assembly.task,
         init=lambda key_data: own,
     )
     start.refuse_other_weights(there, FIXTURES / "nowhere")
@@ -87,6 +88,46 @@ def test_a_printed_configuration_has_the_model_of_the_folder(tmp_path, capsys):
     assert config.learning_rate.warmup_steps == config.num_steps // 10
     assert "config.num_steps = 300\n" in (tmp_path / "mine.py").read_text()
     assert "config.mesh.tensor = 1" in (tmp_path / "mine.py").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_printed_configuration_of_each_family_fine_tunes_as_it_is(name, tmp_path, capsys):
+    """All but the step: the file's checks, the weights of the folder, and rates that fit the number of steps."""
+    assert hugging_face.main(["config", str(FIXTURES / name), "--config.lora.rank=2"]) == 0
+    (tmp_path / "mine.py").write_text(capsys.readouterr().out)
+    config = resolve(load(str(tmp_path / "mine.py"), []))
+    assert start.check(config, tmp_path / "run", 0) == []
+    start.refuse_other_weights(assemble(config, ONE, jax.devices()[:1]), tmp_path / "run")
+    assert config.learning_rate.peak == pytest.approx(1.0 / config.model.embed_dim, rel=0.05)
+    assert config.learning_rate.warmup_steps == config.num_steps // 10
+
+
+@pytest.mark.parametrize("num_lines, rank, wanted", [(60, 8, (8, 100, 10)), (4000, 0, (64, 179, 17))])
+def test_a_printed_configuration_fits_the_number_of_examples(num_lines, rank, wanted, with_text, tmp_path, capsys):
+    lines = [json.dumps({"prompt": f"{n} is ", "completion": "the mesh " * 6}) for n in range(num_lines)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    words = [
+        "--config.data.source=chat",
+        f"--config.data.path={tmp_path / 'lines.jsonl'}",
+        f"--config.lora.rank={rank}",
+    ]
+    words += ["--config.data.tokenizer=bytes", "--config.model.vocab_size=257", "--config.sequence_length=64"]
+    assert hugging_face.main(["config", str(with_text), *words]) == 0
+    (tmp_path / "mine.py").write_text(capsys.readouterr().out)
+    config = resolve(load(str(tmp_path / "mine.py"), []))
+    assert (config.batch_size, config.num_steps, config.learning_rate.warmup_steps) == wanted
+    assert config.learning_rate.peak == pytest.approx((1.0 if rank else 0.1) / config.model.embed_dim, rel=0.05)
+    assert (config.data.source, config.lora.rank, config.model.vocab_size) == ("chat", rank, 257)
+    assert hugging_face.main(["config", str(with_text), *words, "--config.num_steps=7", "--config.batch_size=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "config.num_steps = 7\n" in printed
+    assert "config.batch_size = 2\n" in printed
+
+
+def test_a_wrong_field_of_a_printed_configuration_is_one_line(with_text):
+    with pytest.raises(UserError) as error:
+        hugging_face.main(["config", str(with_text), "--config.data.source=chat", "--config.lora.rnak=8"])
+    assert [line.partition(":")[0] for line in error.value.problems] == ["lora.rnak", "data.path"]
 
 
 def test_a_folder_brings_its_tokenizer_and_its_chat_template(tmp_path):

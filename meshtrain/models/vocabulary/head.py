@@ -271,15 +271,15 @@ def _looped(
         x, targets, weights = chunk
         raw = _dot(x, weight, (2, dim), product.output_dtype)
         of_product, pull = jax.vjp(functools.partial(capped, cap=product.cap), raw)
-        part, residuals = losses.forward(of_product, targets, weights, loss.vocab_size, axes or None)
+        of_tokens, residuals = losses.forward(of_product, targets, loss.vocab_size, axes or None)
         gradient_x = None
         if of_x or of_weight:
-            (gradient,) = pull(losses.gradient(residuals, jnp.float32(scale), loss.vocab_size, axes or None))
+            (gradient,) = pull(losses.gradient(residuals, weights * scale, loss.vocab_size, axes or None))
             gradient_x = _dot(gradient, weight, (2, 1 - dim), held_x) / scale if of_x else None
             if of_weight:
                 sides = (x, gradient) if dim == 0 else (gradient, x)
                 sum_of_gradients += _dot(sides[0][0], sides[1][0], (0, 0), jnp.float32) / scale
-        return (total + part, sum_of_gradients), gradient_x
+        return (total + jnp.sum(of_tokens * weights), sum_of_gradients), gradient_x
 
     # Zeros that depend on x: a compiler may make constants long before the loop, where they take memory.
     zero, x = jax.lax.optimization_barrier((jnp.float32(0), x))

@@ -76,7 +76,6 @@ def first_column(num_columns: int, axis: Axis) -> jax.Array | int:
     return 0 if axis is None else jax.lax.axis_index(axis) * num_columns
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, vocab_size: int, axis: Axis = None
 ) -> jax.Array:
@@ -89,13 +88,19 @@ def cross_entropy(
       vocab_size: columns from here on are padding and get no probability.
       axis: the manual mesh axis over which the columns are sharded, or None.
     """
-    return forward(logits, targets, weights, vocab_size, axis)[0]
+    return jnp.sum(token_losses(logits, targets, vocab_size, axis) * weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def token_losses(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:
+    """Returns -log softmax(logits)[target] of each token, float32 [b, T]; for the arguments see `cross_entropy`."""
+    return forward(logits, targets, vocab_size, axis)[0]
 
 
 def forward(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array, vocab_size: int, axis: Axis
+    logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Returns the loss of `cross_entropy` and what `gradient` needs; for the arguments see there."""
+    """Returns `token_losses`, and what `gradient` needs; for the arguments see there."""
     masked, is_target = _masked(logits, targets, vocab_size, axis)
     maximum = jnp.max(masked, axis=-1)
     if axis is not None:
@@ -105,35 +110,33 @@ def forward(
     if axis is not None:
         normalizer, target_logit = jax.lax.psum((normalizer, target_logit), axis)
     log_normalizer = maximum + jnp.log(normalizer)
-    total = jnp.sum((log_normalizer - target_logit) * weights)
-    return total, (logits, targets, weights, log_normalizer)
+    return log_normalizer - target_logit, (logits, targets, log_normalizer)
 
 
-def _cross_entropy_backward(
-    vocab_size: int, axis: Axis, residuals: tuple[jax.Array, ...], cotangent: jax.Array
-) -> tuple[jax.Array, np.ndarray, jax.Array]:
-    _, targets, weights, _ = residuals
-    of_logits = gradient(residuals, cotangent, vocab_size, axis)
-    # Targets are integers, whose tangent type is float0. Weights are data: their gradient is never read.
-    return of_logits, np.zeros(targets.shape, jax.dtypes.float0), jnp.zeros_like(weights)
+def _token_losses_backward(
+    vocab_size: int, axis: Axis, residuals: tuple[jax.Array, ...], cotangents: jax.Array
+) -> tuple[jax.Array, np.ndarray]:
+    # Targets are integers, whose tangent type is float0.
+    no_gradient = np.zeros(residuals[1].shape, jax.dtypes.float0)
+    return gradient(residuals, cotangents, vocab_size, axis), no_gradient
 
 
-cross_entropy.defvjp(forward, _cross_entropy_backward)
+token_losses.defvjp(forward, _token_losses_backward)
 
 
-def gradient(residuals: tuple[jax.Array, ...], cotangent: jax.Array, vocab_size: int, axis: Axis) -> jax.Array:
+def gradient(residuals: tuple[jax.Array, ...], cotangents: jax.Array, vocab_size: int, axis: Axis) -> jax.Array:
     """Returns the gradient of the logits, [b, T, v] in their dtype.
 
     Args:
       residuals: from `forward`.
-      cotangent: of the loss, a float32 scalar.
+      cotangents: of the tokens' losses, float32 [b, T].
       vocab_size: see `cross_entropy`.
       axis: see `cross_entropy`.
     """
-    logits, targets, weights, log_normalizer = residuals
+    logits, targets, log_normalizer = residuals
     masked, is_target = _masked(logits, targets, vocab_size, axis)
     probabilities = jnp.exp(masked - log_normalizer[..., None])
-    return ((probabilities - is_target) * (weights * cotangent)[..., None]).astype(logits.dtype)
+    return ((probabilities - is_target) * cotangents[..., None]).astype(logits.dtype)
 
 
 def without_padding(logits: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:

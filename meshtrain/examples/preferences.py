@@ -1,0 +1,157 @@
+"""Preferences: prompts, each with a chosen and a rejected answer, from lines or rows of files; or made here.
+
+A line has `chosen` and `rejected`, which are texts that continue a `prompt`, or lists of messages, with those of
+`prompt` before them if it is a list too. Of messages the last answer counts. Pairs made here ask for sorted digits.
+
+T: sequence_length.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtrain.data import chat
+from meshtrain.data.chat import Line, Tokens
+from meshtrain.data.corpus import open_parts, tokenizer_for, vocabulary_of
+from meshtrain.data.loader import Examples
+from meshtrain.data.own_source import Data
+from meshtrain.data.packing import FirstFitExamples, TokenStream
+from meshtrain.data.sources import Asked, DataOptions, Source, check, checked_files
+from meshtrain.data.text import read_rows
+from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
+from meshtrain.errors import Problems, UserError, nearest
+from meshtrain.files import Json, JsonObject, is_utf8
+from meshtrain.options import option
+from meshtrain.store.buckets import Place
+
+ANSWERS = ("chosen", "rejected")
+ALLOWED = "allowed: a JSON object with 'prompt', 'chosen' and 'rejected', texts or lists of messages"
+NUM_MADE = 4000
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceData(DataOptions):
+    """The options of the source `preferences`, which are read with other sources as well."""
+
+    end_token: str = option("", "the token that ends an answer; '' takes the folder's, a well-known one, or adds one")
+    validation_fraction: float = option(
+        0.05, "share of the pairs kept for validation, 0 to below 1", minimum=0, only_for={"validation_path": ("",)}
+    )
+
+
+class Pair(NamedTuple):
+    """Where a line stands, its prompt, and its two texts."""
+
+    where: str
+    prompt: str
+    texts: tuple[Line, Line]
+
+
+def _pair(fields: JsonObject, where: str) -> Pair:
+    """Returns what a line holds. Raises ValueError: what it got, and what is allowed."""
+    if missing := [name for name in ANSWERS if name not in fields]:
+        fix = nearest(missing[0], fields)
+        raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {ALLOWED}{fix}")
+    values: list[Json] = [fields[name] if name in fields else None for name in ("prompt", *ANSWERS)]
+    prompt, *answers = values
+    if all(isinstance(answer, list) for answer in answers):
+        before = prompt if isinstance(prompt, list) else []
+        turns = [chat.messages_of(before + answer) for answer in answers]
+        return Pair(where, str(turns[0][:-1]), (Line(where, None, turns[0]), Line(where, None, turns[1])))
+    for name, text in zip(("prompt", *ANSWERS), (prompt, *answers), strict=True):
+        if not isinstance(text, str) or not is_utf8(text) or (not text and name in ANSWERS):
+            raise ValueError(f"got {chat.shown(text)} for '{name}'; {ALLOWED}")
+    return Pair(where, prompt, (Line(where, (prompt, answers[0])), Line(where, (prompt, answers[1]))))
+
+
+def made() -> Iterator[Pair]:
+    """Yields pairs whose chosen answers are the prompt's digits in order; rejected ones have another digit or order."""
+    generator = np.random.default_rng(0)
+    for number in range(NUM_MADE):
+        digits, size = generator.permutation(10), generator.integers(3, 7)
+        right, wrong = np.sort(digits[:size]), np.sort(digits[1 : size + 1])
+        if number % 2:
+            wrong = np.roll(right, generator.integers(1, size))
+        prompt, *answers = ("".join(map(str, one)) for one in (digits[:size], right, wrong))
+        yield _pair({"prompt": f"{prompt} sorted: ", **dict(zip(ANSWERS, answers, strict=True))}, f"pair {number}")
+
+
+def read_pairs(files: Iterable[Place], problems: Problems) -> Iterator[Pair]:
+    """Yields the pairs of files; `problems` gets a line for each line of a file that holds none."""
+    for where, row, _ in itertools.chain.from_iterable(map(read_rows, files)):
+        try:
+            yield _pair(chat.fields_of(row, ALLOWED), where)
+        except ValueError as error:
+            problems.add(f"data.path: {where}: {error}; nearest: leave out that line")
+        if problems.is_enough():
+            return
+
+
+def open_pairs(options: DataOptions, asked: Asked) -> Data:
+    """Opens the pairs of the files of `data.path`, or those that are made here.
+
+    Raises:
+      UserError: one line for each line of a file that holds no pair, whose answers are equal, or that is longer than a
+        row; or the tokenizer or the task does not fit.
+    """
+    files = checked_files(options, like="chat") if options.path else []
+    tokenizer = open_tokenizer(options.tokenizer, options.end_token)
+    problems = Problems(vocabulary_problems(tokenizer, asked.ids_below))
+    pairs = list(read_pairs(files, problems) if files else made())
+    lines = [line for pair in pairs for line in pair.texts]
+    written = chat.written(lines, options.tokenizer, options.chat_template, problems)
+    if problems.count:
+        raise UserError(*problems.lines())
+    tokens = chat.tokenized(tokenizer, [line._replace(answers=line.answers[-1:]) for line in written])
+    both = list(zip(tokens[::2], tokens[1::2], strict=True))
+    lengths, most = [len(one.ids) + len(other.ids) - 2 for one, other in both], asked.sequence_length
+    for pair, texts, length in zip(pairs, both, lengths, strict=True):
+        if np.array_equal(texts[0].ids, texts[1].ids):
+            problems.add(f"data.path: {pair.where}: got equal answers; allowed: two; nearest: leave out that line")
+        elif length > most:
+            problems.add(
+                f"data.path: {pair.where}: got {length} tokens of both answers with their prompt; allowed: at most "
+                f"sequence_length={most}; nearest: sequence_length={max(lengths)}, or leave out that line"
+            )
+    if problems.count:
+        raise UserError(*problems.lines())
+    splits = chat.split(both, [pair.prompt for pair in pairs], options.validation_fraction)
+    train, validation = ([text for texts in part for text in texts] for part in splits)
+    return Data(
+        train=_examples(train, most, tokenizer),
+        validation=_examples(validation, most, tokenizer),
+        fingerprint=chat.fingerprint([train, validation]),
+        summary=f"preferences of {options.path or 'sorted digits'}: {len(splits[0]):,} + {len(splits[1]):,} pairs, the "
+        f"longest of {max(lengths, default=0):,} tokens",
+        text=tokenizer,
+        prompts=[line.text[: line.answers[-1][0]] for line in written[-2:-1] if line.answers[-1][0]],
+    )
+
+
+def open_each(options: DataOptions, asked: Asked) -> dict[str, Examples]:
+    """Returns the path of each file of `data.path` -> all of its pairs."""
+    whole = functools.partial(dataclasses.replace, options, validation_fraction=0.0)
+    return {str(path): open_pairs(whole(path=str(path)), asked).train for path in checked_files(options, like="chat")}
+
+
+def _examples(texts: Sequence[Tokens], sequence_length: int, tokenizer: Tokenizer) -> FirstFitExamples:
+    """Returns rows of two texts each; see `FirstFitExamples`."""
+    lengths = np.asarray([len(one.ids) for one in texts], np.int64)
+    ids = np.concatenate([np.empty(0, tokenizer.dtype), *(one.ids for one in texts)])
+    counted = np.concatenate([np.empty(0, bool), *(one.counted for one in texts)])
+    starts, rows = np.cumsum(lengths) - lengths, np.arange(0, len(texts) + 1, len(ANSWERS))
+    return FirstFitExamples(TokenStream((ids,), tokenizer.end_id), sequence_length, starts, lengths - 1, rows, counted)
+
+
+preferences = Source(
+    open=functools.partial(open_parts, open_pairs),
+    check=lambda options, reads_data: check(options, reads_data and bool(options.path), like="chat"),
+    tokenizer=tokenizer_for,
+    vocab_size=vocabulary_of,
+    options=PreferenceData,
+    open_files=open_each,
+)

@@ -1,0 +1,162 @@
+"""Direct preference optimization (DPO): a decoder learns which of two answers to a prompt is preferred.
+
+b: pairs in a microbatch, T: tokens in the row of a pair, v: columns of the vocabulary on one shard of a manual axis.
+
+A row holds a pair: segment 1 is the prompt with the chosen answer, segment 2 the prompt with the rejected one. Weights
+are 1 at tokens of answers. The reference is the model without its adapters. Without adapters it is a copy of the model
+as the run began, under the name `frozen` in each group of weights.
+
+With g the log-probability of an answer less that by the reference, and margin = g(chosen) - g(rejected), the loss of a
+pair is -log sigmoid(beta margin) (Rafailov et al. 2023, equation 7), or (margin - 1 / (2 beta))^2 with each g over
+the tokens of its answer (IPO, Azar et al. 2023, equation 17, as the package TRL has it). Rewards are beta g.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.config import tasks
+from meshtrain.config.fields import Config
+from meshtrain.config.tasks import BuiltIn, source_problems
+from meshtrain.models.decoder_options import DecoderOptions
+from meshtrain.models.lora import LoraOptions
+from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, Task, staged_loss
+from meshtrain.models.vocabulary.losses import Axis, token_losses
+from meshtrain.optim.trainable import FROZEN, is_adapter
+from meshtrain.options import option
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.trees import Arrays
+
+CHOSEN, REJECTED = 1, 2  # segments of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceOptions(DecoderOptions):
+    """The options of the task `preferences`: those of a decoder, and of its loss."""
+
+    beta: float = option(0.1, "how far the model may go from its reference: a small beta lets it go far", minimum=1e-6)
+    preference_loss: str = option("sigmoid", "sigmoid (DPO) or ipo", choices=("sigmoid", "ipo"))
+
+
+def policy_of(group: Params) -> Params:
+    """Returns what is trained of a group of weights, and what stands beneath adapters."""
+    return {name: part for name, part in group.items() if name != FROZEN}
+
+
+def reference_of(group: Params) -> Params:
+    """Returns the reference's weights of a group: the copy, or the weights without adapters."""
+    if FROZEN in group:
+        return group[FROZEN]
+    inner = {name: reference_of(part) if isinstance(part, Mapping) else part for name, part in group.items()}
+    return {name: part for name, part in inner.items() if not is_adapter(name)}
+
+
+def _each(of_group: Callable[[Params], Params], params: Params) -> Params:
+    return {name: of_group(group) for name, group in params.items()}
+
+
+def with_copy(params: Params) -> Params:
+    """Returns weights with a copy of each group's inside of it, in place of one that is there."""
+    return _each(lambda group: {**policy_of(group), FROZEN: jax.tree.map(jnp.copy, policy_of(group))}, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preferences:
+    """The stages of a pair: activations are (of the policy, of the reference), and the latter have no gradient."""
+
+    stages: Stages
+    columns: Callable[..., jax.Array]  # `Stages.logits`
+    options: PreferenceOptions
+
+    def first(self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: Axis = None) -> Activations:
+        """Returns what enters the layers; see `Stages`."""
+        policy, reference = (_each(of, params) for of in (policy_of, reference_of))
+        x = self.stages.first(policy, batch, rng, train, axis)
+        return x, jax.lax.stop_gradient(self.stages.first(reference, batch, rng, False, axis))
+
+    def repeated(
+        self, layers: Params, both: Activations, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
+    ) -> tuple[Activations, LayerSums]:
+        """Returns the activations after some layers, and the policy's sums, whose unit is a pair; see `Stages`."""
+        num_targets = jnp.sum(batch["weights"], axis=1, keepdims=True)
+        of_pairs = {**batch, "weights": batch["weights"] / jnp.maximum(num_targets, 1.0)}
+        x, sums = self.stages.repeated(policy_of(layers), both[0], of_pairs, rng, start, train)
+        fixed = jax.lax.stop_gradient((reference_of(layers), both[1]))
+        y, _ = self.stages.repeated(fixed[0], fixed[1], batch, rng, start, False)
+        return (x, y), sums
+
+    def last(self, params: Params, both: Activations, batch: Batch, axis: Axis = None) -> Loss:
+        """Returns the sum of the pairs' losses, the number of pairs, and sums over them of the metrics."""
+        o = self.options
+        weights = jnp.stack([batch["weights"] * (batch["segment_ids"] == one) for one in (CHOSEN, REJECTED)])
+        models = [(_each(of, params), x) for of, x in zip((policy_of, reference_of), both, strict=True)]
+        of_tokens = [-token_losses(self.columns(*one, axis), batch["targets"], o.vocab_size, axis) for one in models]
+        gains = jnp.sum((of_tokens[0] - jax.lax.stop_gradient(of_tokens[1])) * weights, axis=-1)  # [2, b]
+        margin = gains[0] - gains[1]
+        if o.preference_loss == "ipo":
+            means = gains / jnp.maximum(jnp.sum(weights, axis=-1), 1.0)
+            losses = jnp.square(means[0] - means[1] - 1 / (2 * o.beta))
+        else:
+            losses = jax.nn.softplus(-o.beta * margin)
+        is_pair = jnp.any(batch["weights"] > 0, axis=1).astype(jnp.float32)
+        metrics = {
+            "accuracy": margin > 0,
+            "reward_margin": o.beta * margin,
+            "chosen_reward": o.beta * gains[0],
+            "rejected_reward": o.beta * gains[1],
+        }
+        sums = {name: jax.lax.stop_gradient(jnp.sum(value * is_pair)) for name, value in metrics.items()}
+        return jnp.sum(losses * is_pair), jnp.sum(is_pair), sums
+
+    def logits(self, params: Params, both: Activations, axis: Axis = None) -> jax.Array:
+        """Returns the policy's logits; see `Stages`."""
+        return self.columns(_each(policy_of, params), both[0], axis)
+
+
+def _of_policy(function: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    return lambda params, *given: function(_each(policy_of, params), *given)
+
+
+def _make(config: Config, placement: Placement) -> Task:
+    task = tasks.decoder(config, placement)
+    without = tasks.decoder(dataclasses.replace(config, lora=LoraOptions()), placement)
+    assert task.stages is not None
+    assert task.stages.logits is not None
+    assert task.logits is not None
+    assert task.decode is not None
+    pairs, copies = Preferences(task.stages, task.stages.logits, config.model), not config.lora.rank
+    stages = dataclasses.replace(
+        task.stages, first=pairs.first, repeated=pairs.repeated, last=pairs.last, logits=pairs.logits
+    )
+    prefill, step, length = _of_policy(task.decode.prefill), _of_policy(task.decode.step), config.sequence_length
+    return dataclasses.replace(
+        task,
+        loss=staged_loss(stages),
+        stages=stages,
+        unit="pairs",
+        init=(lambda rng: with_copy(task.init(rng))) if copies else task.init,
+        begin=with_copy if copies else None,
+        logits=_of_policy(task.logits),
+        decode=dataclasses.replace(task.decode, prefill=prefill, step=step),
+        flops_per_token=length * (task.flops_per_token + without.flops_per_token / 3),
+        attention_flops_per_token=length * task.attention_flops_per_token * 4 / 3,
+        num_parameters=task.num_parameters * (1 + copies),
+        cost=lambda mesh_shape, num_pairs: task.cost(mesh_shape, num_pairs * length),
+    )
+
+
+def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each way in which the options contradict each other, the data or the mesh."""
+    found = source_problems(config, ("preferences",), "pairs of answers") + tasks.model_problems(config, mesh_shape)
+    if not config.model.within_documents:
+        what = "allowed with task=preferences, whose rows hold two texts: True"
+        found.append(f"model.within_documents: got False; {what}; nearest: model.within_documents=true")
+    if config.lora.rank and config.optimizer.trainable:
+        what = "allowed with task=preferences and adapters, beneath which is the reference: ''"
+        found.append(f"optimizer.trainable: got '{config.optimizer.trainable}'; {what}; nearest: leave it out")
+    return found
+
+
+built_in = BuiltIn("preferences", _make, PreferenceOptions, _check, takes_adapters=True)
