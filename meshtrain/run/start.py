@@ -145,8 +145,8 @@ def _taken(assembly: Assembly) -> tuple[Params, list[str]]:
     """Returns which of its abstract parameters a run takes from `init_from`, and the paths of those that it rounds.
 
     It takes all of them. From weights without adapters, or beneath those of peft, it takes all but the adapters, and
-    None stands in their place; likewise of those that a task never trains. Frozen weights may have been saved in another
-    dtype than that of `precision.frozen_dtype`.
+    None stands in their place; likewise of those that a task never trains. Frozen weights may have been saved in
+    another dtype than that of `precision.frozen_dtype`.
     """
     params, config = assembly.kept_state.params, assembly.config
     if config.lora.rank or assembly.task.begin is not None:
