@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from meshtrain.config import tasks
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import BuiltIn, source_problems
+from meshtrain.hf import adapters
 from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, Task, staged_loss
@@ -156,6 +157,9 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     if config.lora.rank and config.optimizer.trainable:
         what = "allowed with task=preferences and adapters, beneath which is the reference: ''"
         found.append(f"optimizer.trainable: got '{config.optimizer.trainable}'; {what}; nearest: leave it out")
+    if config.init_from and not config.lora.rank and adapters.is_folder(config.init_from):
+        fix = "lora.rank=R of the folder, or `hf export` of a run with lora.rank=0 that merges them"
+        found.append(f"init_from: got adapters to be merged; allowed with task=preferences: weights; nearest: {fix}")
     return found
 
 

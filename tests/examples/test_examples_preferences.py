@@ -171,9 +171,12 @@ def test_beneath_adapters_is_the_reference():
     assert policy_of(group) == group
 
 
-def test_what_would_spoil_the_reference_is_refused():
+def test_what_would_spoil_the_reference_is_refused(tmp_path):
     with pytest.raises(UserError) as error:
         configured(model={"within_documents": False}, lora={"rank": 2}, optimizer={"trainable": "norm"})
     assert [line.partition(":")[0] for line in error.value.problems] == [
         "model.within_documents", "optimizer.trainable"
     ]  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="init_from: got adapters to be merged; allowed with task=preferences: weights"):
+        configured(init_from=str(tmp_path))
