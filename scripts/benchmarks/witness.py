@@ -82,9 +82,10 @@ def watching() -> Iterator[Seen]:
             seen["restored"][step] = arrays(state)
         return state, step, values
 
-    def save(original: Callable[..., Any], assembly: Any, checkpoints: Any, corpus: Any, step: int, state: Any) -> Any:
+    def save(original: Callable[..., Any], *given: Any) -> Any:
+        *_, step, state = given
         seen["saved"][step] = arrays(state)
-        return original(assembly, checkpoints, corpus, step, state)
+        return original(*given)
 
     def batches(original: Callable[..., Any], examples: Any, *, start_step: int, **named: Any) -> Iterator[Any]:
         for step, batch in enumerate(original(examples, start_step=start_step, **named), start_step + 1):
