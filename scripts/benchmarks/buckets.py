@@ -139,8 +139,14 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-def kills(number: int, folder: Path, server: bucket_process.Server) -> str:
+def kills(number: int, longest_seconds: float, folder: Path, server: bucket_process.Server) -> str:
     """Kills a job so many times, and compares it with one that was not; returns a line of what was found.
+
+    Args:
+      number: of kills.
+      longest_seconds: from the beginning of a save to a kill; about as long as a save takes.
+      folder: an empty one.
+      server: of the bucket.
 
     Raises:
       AssertionError: a resume was not bitwise, or lost more than the save that was open.
@@ -167,7 +173,7 @@ def kills(number: int, folder: Path, server: bucket_process.Server) -> str:
                 assert int(found[1]) == newest, f"resumed at step {found[1]}; {newest} was saved"
             if (found := re.search(r"^step +(\d+)/", line)) and int(found[1]) >= stop:
                 break
-        time.sleep(chance.uniform(0, 1.5))
+        time.sleep(chance.uniform(0, longest_seconds))
         job.kill()
         steps = sealed(killed)
         amid_saves += len(saved_steps(buckets.place(killed))) > len(steps)
@@ -219,6 +225,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the line of the kills, and a table of times."""
     parser = argparse.ArgumentParser(prog="scripts/bench buckets", description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1.5, help="from a step that saves to the kill, at most")
     parser.add_argument("--mebibytes", type=float, default=256.0, help="size of the state whose saves are timed")
     parser.add_argument("--saves", type=int, default=5)
     arguments = parser.parse_args(argv)
@@ -231,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
                 held, whole, restore = times(place, arguments.mebibytes * 2**20, arguments.saves)
                 print(f"{name:8} {held:6.2f} s  {whole:8.2f} s {restore:6.2f} s", flush=True)
         if arguments.kills:
-            print(kills(arguments.kills, Path(folder), server))
+            print(kills(arguments.kills, arguments.seconds, Path(folder), server))
     return 0
 
 
