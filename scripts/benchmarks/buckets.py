@@ -197,8 +197,8 @@ def kills(number: int, longest_seconds: float, folder: Path, server: bucket_proc
     assert worst < 1e-5, worst
     return (
         f"{number} kills of two processes, {amid_saves} of them amid a save, {len(resumes - {0})} steps resumed from: "
-        "all losses and the last state bitwise, nothing lost but the open save; one process on another mesh and no file: "
-        f"within {worst:.0e}"
+        "all losses and the last state bitwise, nothing lost but the open save; one process on another mesh and no "
+        f"file: within {worst:.0e}"
     )
 
 
