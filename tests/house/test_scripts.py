@@ -236,6 +236,8 @@ def test_a_second_compiler_joins_the_first(machine):
     machine.run("plan", "--cluster=v5e:4x4")
     assert machine.run("plan", "--cluster=h100:8")[2][0] == f"pip {machine.root}[plan-tpu,plan-gpu]"
     assert machine.run("plan", "--cluster=v5e:4x4")[2] == ["run -m meshtrain plan --cluster=v5e:4x4"]
+    slices = machine.run("plan", "--cluster", "2xv5e:4x4")[2]
+    assert slices == ["run -m meshtrain plan --cluster 2xv5e:4x4"], "where that compiler is"
 
 
 def test_a_python_that_only_pyenv_knows_is_found(machine):
