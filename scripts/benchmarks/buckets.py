@@ -50,7 +50,7 @@ def get_config():
     config.model.num_heads = config.model.num_kv_heads = 2
     config.model.num_experts, config.model.experts_per_token, config.optimizer.average = 4, 2, 0.99
     config.learning_rate.name, config.learning_rate.warmup_steps, config.learning_rate.peak = "constant", 0, 1e-3
-    config.checkpoint.every, config.checkpoint.keep_every = {every}, {every}
+    config.checkpoint.every = {every}
     config.data.source, config.data.path, config.log_every = "text", "{mixture}", 1
     config.observe.tensorboard = False
     return config
@@ -151,7 +151,7 @@ def kills(number: int, longest_seconds: float, folder: Path, server: bucket_proc
     Raises:
       AssertionError: a loss or the last state is not that of the other run, or more than the open save was lost.
     """
-    num_steps = EVERY * (2 * number + 2)
+    num_steps = EVERY * (4 * number + 2)
     texts = [folder / "additions.txt", folder / "products.txt"]
     for text, sign in zip(texts, "+*", strict=True):
         text.write_text("".join(f"def f{i % 7}(x):\n    return x {sign} {i * i % 13}\n" for i in range(500)))
@@ -176,6 +176,7 @@ def kills(number: int, longest_seconds: float, folder: Path, server: bucket_proc
             if (found := re.search(r"^step +(\d+)/", line)) and int(found[1]) >= stop:
                 break
         time.sleep(chance.uniform(0, longest_seconds))
+        assert job.processes[0].poll() is None, "it ended before the kill"
         job.kill()
         steps = sealed(killed)
         amid_saves += len(saved_steps(buckets.place(killed))) > len(steps)
