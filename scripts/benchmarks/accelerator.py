@@ -24,6 +24,7 @@ from typing import Any
 
 from meshtrain.errors import UserError, run
 from meshtrain.files import JsonObject, target_problems, write_whole
+from scripts.benchmarks import accelerator_rates
 from scripts.benchmarks import accelerator_steps as steps
 
 ROOT = Path(__file__).parents[2]
@@ -39,17 +40,18 @@ def alone(function: Callable[[Any, bool], JsonObject], subject: Any) -> Step:
     return lambda tiny, before: function(subject, tiny)
 
 
-COMPARED = [model for model in steps.MODELS if model != steps.LONG]
+COMPARED = ("gpt2_124m", "llama_1b")
 STEPS: dict[str, Step] = {
     "versions": steps.versions,
-    **{f"attention {kernel}": alone(steps.attention, kernel) for kernel in steps.KERNELS},
-    "fp8": steps.fp8,
-    **{model: alone(steps.speed, model) for model in COMPARED},
+    "rates": accelerator_rates.rates,
+    **{model: alone(steps.speed, model) for model in steps.MODELS},
     **{f"{model} in plain JAX": alone(steps.bare, model) for model in COMPARED},
+    **{f"attention {kernel}": alone(steps.attention, kernel) for kernel in steps.KERNELS},
+    "experts": steps.experts,
+    "fp8": steps.fp8,
+    "kill and resume": steps.killed,
     "bits": alone(steps.bits, False),
     "bits, deterministic": alone(steps.bits, True),
-    "kill and resume": steps.killed,
-    steps.LONG: alone(steps.speed, steps.LONG),
     "collectives": steps.collectives,
     **{f"{model} planned": functools.partial(steps.planned, model) for model in steps.MODELS},
 }

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from meshtrain.config.config import Config, parse
 from meshtrain.files import JsonObject
 from meshtrain.launch import distributed
 from meshtrain.launch.hardware import find, peak_flops_per_second
+from meshtrain.models.moe import grouped_matmul
 from meshtrain.plan.__main__ import main as plan_of
 from meshtrain.probe import bench_collectives
 from meshtrain.sharding.rules import AXES
@@ -41,7 +43,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "meshtrain")
 KERNELS = {"xla": "", "cudnn": "gpu", "triton": "gpu", "blockwise": "", "splash": "tpu"}
 NO_GRADIENT = "key_bias"  # a softmax does not change where all its scores do
 ONE = ["--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.observe.tensorboard=no"]
-LONG = "llama_1b of 8,192 tokens"
+LONG, MIXTURE, FP8 = "llama_1b of 8,192 tokens", "qwen3_30b_a3b of 3 layers", "llama_1b in fp8"
 # Plain JAX writes all scores of attention, has a head of its own in its Llama, and recomputes nothing.
 MODELS = {
     "gpt2_124m": ["--config=configs/gpt2_124m.py", *ONE, "--config.batch_size=16", "--config.accumulation_steps=1"],
@@ -52,13 +54,20 @@ MODELS = {
     ],
     # The share of one of the eight devices that the configuration asks for; plain JAX has no memory for it.
     LONG: ["--config=configs/llama_1b.py", *ONE, "--config.batch_size=8"],
+    # All 128 experts of each layer, 2,048 rows for each.
+    MIXTURE: [
+        "--config=configs/qwen3_30b_a3b.py", *ONE, "--config.mesh.expert=1", "--config.batch_size=8",
+        "--config.model.num_layers=3",
+    ],
 }  # fmt: skip
+MODELS[FP8] = [*MODELS["llama_1b"], "--config.precision.policy=fp8"]
 TINY = [
     *(f"--config.model.{name}={size}" for name, size in (("num_layers", 1), ("embed_dim", 64), ("mlp_dim", 128))),
     *(f"--config.model.{name}=2" for name in ("num_heads", "num_kv_heads")),
     *("--config.model.vocab_size=512", "--config.batch_size=4", "--config.sequence_length=64"),
 ]  # fmt: skip
 RUN = ["--config.log_every=1", "--config.num_eval_batches=1", "--config.sample_tokens=0", "--config.eval_every=0"]
+DETERMINISTIC = "--config.precision.deterministic=yes"
 SAVED_STEP = 50  # of the run that is killed
 MAX_SECONDS = 600  # of one command
 
@@ -111,6 +120,17 @@ def fp8(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
     return _difference(_short(tiny), "--config.precision.policy=fp8")
 
 
+def experts(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
+    """Returns how far loss and gradients with the kernels of experts are from those of a loop over blocks of rows."""
+    words = words_of(MIXTURE, tiny)
+    if not tiny:
+        words += ["--config.model.num_layers=1", "--config.batch_size=1", "--config.model.num_experts=32"]
+    _, wanted, state, batch = opened(words)
+    found = _gradients(wanted, state.params, batch)
+    with mock.patch.object(grouped_matmul, "kernel_for", return_value="loop"):
+        return _apart(_gradients(wanted, state.params, batch), found)
+
+
 def _short(tiny: bool) -> list[str]:
     """Returns GPT-2's width and sequence with two layers: differences of kernels, not of depth."""
     words = [*words_of("gpt2_124m", tiny), "--config.model.attention=xla"]
@@ -122,7 +142,11 @@ def _difference(words: Sequence[str], own: str) -> JsonObject:
     _, wanted, state, batch = opened(words)
     other, _ = parse([*words, own], reads_data=False)
     changed = assemble(other, dict.fromkeys(AXES, 1), list(wanted.mesh.devices.flat))
-    (loss, theirs), (new_loss, ours) = (_gradients(one, state.params, batch) for one in (wanted, changed))
+    return _apart(*(_gradients(one, state.params, batch) for one in (wanted, changed)))
+
+
+def _apart(wanted: tuple[float, dict[str, np.ndarray]], changed: tuple[float, dict[str, np.ndarray]]) -> JsonObject:
+    (loss, theirs), (new_loss, ours) = wanted, changed
     return {
         "loss": abs(new_loss - loss) / loss,
         "gradients": max(
@@ -234,6 +258,8 @@ def planned(model: str, tiny: bool, before: Mapping[str, Any]) -> JsonObject:
 def collectives(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
     """Returns the fitted GB/s and latency of each collective between all devices, and those without a fit."""
     num_devices = 2 if tiny else before["versions"]["num_devices"]
+    if num_devices == 1:
+        return {"not_measured": "one device"}
     words = [f"--config.mesh.data={num_devices}", "--largest=64K" if tiny else "--largest=256M"]
     with tempfile.TemporaryDirectory() as folder:
         bench_collectives.main([*words, f"--json={folder}/links.json"])
@@ -259,15 +285,17 @@ def performed(words: Sequence[str]) -> str:
 
 
 def last_line(text: str) -> str:
-    """Returns the last line that says something."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    """Returns the last line that names an error, as places in C++ code may follow it; else the last with text."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return [*errors[-1:], *lines[-1:], ""][0]
 
 
 def bits(deterministic: bool, tiny: bool) -> JsonObject:
     """Returns whether two runs, each in a process of its own, end in the same bits; and the seconds of a step."""
     words = [*words_of("gpt2_124m", tiny), *RUN, "--config.num_steps=6"]
     if deterministic:
-        words.append("--config.precision.deterministic=yes")
+        words.append(DETERMINISTIC)
     with tempfile.TemporaryDirectory() as folder:
         runs = [Path(folder, name) for name in ("first", "second")]
         for run in runs:
@@ -295,7 +323,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 def killed(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
     """Returns where a run that was killed went on, and how far its losses are from those of one that was not."""
     # The steps after the first checkpoint have to take longer than its checksums.
-    words = [*words_of("gpt2_124m", tiny), *RUN, f"--config.num_steps={600 if tiny else 150}"]
+    words = [*words_of("gpt2_124m", tiny), *RUN, f"--config.num_steps={600 if tiny else 150}", DETERMINISTIC]
     words = ["meshtrain", "train", *words, f"--config.checkpoint.every={SAVED_STEP}", "--config.checkpoint.keep_last=1"]
     with tempfile.TemporaryDirectory() as folder:
         whole, cut = Path(folder, "whole"), Path(folder, "cut")

@@ -81,8 +81,10 @@ def compile_step(
     with as_on_target(cluster):
         assembly = assemble(config, shape, cluster.devices)
         with captured() as messages:
-            traced = assembly.train_step.trace(assembly.state, assembly.batch)
-            lowered = traced.lower(lowering_platforms=(cluster.platform,))
+            # A kernel on a mesh of one device is told no other device than this machine's, unless a mesh says it.
+            with jax.sharding.use_abstract_mesh(assembly.mesh.abstract_mesh):
+                traced = assembly.train_step.trace(assembly.state, assembly.batch)
+                lowered = traced.lower(lowering_platforms=(cluster.platform,))
             compiled, outer, refusal, added = None, None, "", CompilerOptions()
             try:
                 compiled, added = (by or with_tiles)(lowered)

@@ -1,0 +1,94 @@
+"""For `accelerator`: which share of the device's peaks its kernels reach, the shares that a plan assumes.
+
+R: rows of all experts, E: experts, D, F: dims of an expert's weight.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.files import JsonObject
+from meshtrain.launch import distributed
+from meshtrain.launch.hardware import find, peak_flops_per_second
+from meshtrain.models.attention import dot_product
+from meshtrain.models.attention.attention import Attention
+from meshtrain.models.moe import grouped_matmul
+from scripts.benchmarks.attention import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, WAYS
+
+ATTENTION = {"cudnn": functools.partial(dot_product.attend, how="cudnn")} | WAYS
+WITHOUT_KERNEL = ("xla", "blockwise")  # the ways that every device has
+NUM_CALLS = 20
+BLOCK_ROWS = 128
+
+
+def rates(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
+    """Returns operations a second over the device's peak in bfloat16, and bytes a second over that of its memory.
+
+    `product` is of two large matrices. Attention's operations, forward and backward, are those of causal pairs.
+    `experts` is the product of grouped rows of Qwen3-30B-A3B's shapes, forward and backward; the number of experts of
+    a device follows. `batched` is the same by XLA's batched product, which the same number of rows for each expert
+    allows. A device whose peaks are not known has operations a second instead.
+    """
+    [device, *_], _ = distributed.start(1)
+    platform, accelerator = jax.default_backend(), find(device.device_kind)
+    peak = peak_flops_per_second(device.device_kind, "bfloat16") or 1.0
+    size, length, num_rows = (256, 256, 1024) if tiny else (8192, 8192, 65536)
+    found: JsonObject = {"product": 2 * size**3 / seconds(jnp.dot, normal(size, size), normal(size, size)) / peak}
+    wide = jnp.ones((size, size, 2), jnp.float32)
+    memory = accelerator.memory_bytes_per_second if accelerator else 1.0
+    found["memory"] = 2 * wide.nbytes / seconds(lambda x: x + 1, wide) / memory
+    for way in ATTENTION if platform == "gpu" else WITHOUT_KERNEL:
+        found[f"attention_{way}"] = attention_rate(ATTENTION[way], length) / peak
+    for num_experts in (4,) if tiny else (16, 128):
+        grouped, batched = (experts_rate(num_rows, num_experts, platform, how) for how in (False, True))
+        found[f"experts_of_{num_experts}"], found[f"batched_of_{num_experts}"] = grouped / peak, batched / peak
+    return found
+
+
+def normal(*shape: int) -> jax.Array:
+    """Returns random bfloat16 of this shape: products of zeros take less power, and are faster."""
+    return jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
+
+
+def seconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
+    """Returns the seconds of one call: of several queued ones, over their number."""
+    call = jax.jit(function).lower(*arguments).compile()
+    jax.block_until_ready([call(*arguments) for _ in range(3)])
+    began = time.perf_counter()
+    for _ in range(NUM_CALLS):
+        result = call(*arguments)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - began) / NUM_CALLS
+
+
+def attention_rate(attend: Callable[..., jax.Array], length: int) -> float:
+    """Returns operations a second of causal attention and its gradients: two products forward, five backward."""
+    attention = Attention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
+    q, k = (normal(1, length, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS))
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        heads, backward = jax.vjp(lambda *qkv: attend(*qkv, None, attention), q, k, v)
+        return backward(heads)
+
+    return 7 * NUM_HEADS * HEAD_DIM * length**2 / seconds(both, q, k, k)
+
+
+def experts_rate(num_rows: int, num_experts: int, platform: str, batched: bool) -> float:
+    """Returns operations a second of the products of rows with their experts' weights, and of both gradients."""
+    rows, weights = normal(num_rows, 2048), normal(num_experts, 2048, 768)
+    owners = jnp.repeat(jnp.arange(num_experts, dtype=jnp.int32), num_rows // BLOCK_ROWS // num_experts)
+
+    def product(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        if batched:
+            return jnp.einsum("erd,edf->erf", rows.reshape(num_experts, -1, 2048), weights).reshape(num_rows, -1)
+        return grouped_matmul.product(rows, weights, owners, platform=platform)
+
+    def both(rows: jax.Array, weights: jax.Array) -> Any:
+        result, backward = jax.vjp(product, rows, weights)
+        return backward(result)
+
+    return 6 * num_rows * 2048 * 768 / seconds(both, rows, weights)
