@@ -38,7 +38,10 @@ HEADER = (
     "| middle by the clock of db9c3b5 |",
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 )
-BEFORE = Assumptions(launch_seconds=0.0, slow_launch_seconds=0.0, slow_grouped_efficiency=1.0)
+BEFORE = Assumptions(
+    attention_efficiency=0.6, triton_efficiency=0.3, memory_efficiency=0.8, fast_memory_efficiency=0.8,
+    launch_seconds=0.0, slow_launch_seconds=0.0, slow_grouped_efficiency=1.0,
+)  # fmt: skip
 
 
 def line(by: Compiler, name: str, cluster: str) -> str:

@@ -253,9 +253,9 @@ def seconds(
 
 def ends(stored: Any, card: Accelerator, share: float) -> tuple[float, float]:
     """Returns the ends of the interval around `seconds`; arguments are its."""
-    slow = ASSUMED.at_the_slow_end
+    fast, slow = ASSUMED.at_the_fast_end, ASSUMED.at_the_slow_end
     return (
-        seconds(stored, card, share + ASSUMED.product_faster, hidden=Hidden.ALL),
+        seconds(stored, card, share + ASSUMED.product_faster, fast, Hidden.ALL),
         seconds(stored, card, share - ASSUMED.product_slower, slow, Hidden.NONE),
     )
 

@@ -18,7 +18,8 @@ LARGEST_TILE, STEP_BYTES = 128, 128
 GRANULE = 16  # the least dims of an operand of Triton's products
 # Triton computes places within an array in int32.
 LARGEST_SIZE = 2**31
-NUM_WARPS, NUM_STAGES = 8, 3
+# The best of twelve tried on an H100 (docs/results/accelerator.md).
+NUM_WARPS, NUM_STAGES = 4, 3
 # Names of the kernels, by which the planner finds them.
 TIMES, OF_WEIGHTS = "times_of_blocks", "weights_of_blocks"
 

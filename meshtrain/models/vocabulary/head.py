@@ -123,19 +123,20 @@ class CrossEntropy:
 def num_chunks(num_tokens: int, num_columns: int, dtype: DTypeLike, chunk: int = 0) -> int:
     """Returns n, into how many chunks the tokens of one device are cut.
 
-    >>> num_chunks(16 * 8192, 128256, jnp.bfloat16), num_chunks(512, 512, jnp.float32)
-    (64, 1)
+    >>> num_chunks(16 * 8192, 128256, jnp.bfloat16), num_chunks(8 * 4096, 151936, jnp.bfloat16)
+    (64, 16)
 
     Args:
       num_tokens: N.
       num_columns: V.
       dtype: of the logits.
-      chunk: tokens in a chunk; 0: as many as have logits of `CHUNK_BYTES`.
+      chunk: tokens in a chunk; 0: as many as have logits of `CHUNK_BYTES`, a fifth more if they then divide the tokens.
     """
     wanted = chunk or max(1, CHUNK_BYTES // (num_columns * jnp.dtype(dtype).itemsize))
     least = math.ceil(num_tokens / min(wanted, num_tokens))
     # Chunks of equal size need no padding: up to twice as many, if that is what it takes.
-    return next((n for n in range(least, 2 * least + 1) if num_tokens % n == 0), least)
+    fewest = least if chunk else math.ceil(least / 1.2)
+    return next((n for n in range(fewest, 2 * least + 1) if num_tokens % n == 0), least)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,12 +1,12 @@
 """How long a step takes, MODELLED: two streams walk through the scheduled program, one computes and one communicates.
 
-Nothing here was measured, but the links if a file of them is given. Matrix products run at a share of the peak that
-the card and their shape decide (`shape_share`), everything else at the speed of memory, transfers at the speed
-of the slowest link of a ring over the group; an all-to-all has a speed of its own (`exchange_bandwidth`). A transfer
-overlaps the operations after its start, and its done waits for it. What TPUs send to other slices has its own wire. The
-program computes on a pipeline's idle rows too, so the bubble is in the time. The interval is two more walks: one with
-faster products and every asynchronous transfer hidden, one with slower products, slower kernels of experts, kernels
-that the host launches and no transfer hidden.
+On the cluster nothing was measured, but the links if a file of them is given. Matrix products run at a share of the
+peak that the card and their shape decide (`shape_share`), everything else at the speed of memory, transfers at the
+speed of the slowest link of a ring over the group; an all-to-all has a speed of its own (`exchange_bandwidth`). A
+transfer overlaps the operations after its start, and its done waits for it. What TPUs send to other slices has its own
+wire. The program computes on a pipeline's idle rows too, so the bubble is in the time. The interval is two more walks:
+one with faster products, attention and memory and every asynchronous transfer hidden, one with slower products, slower
+kernels of experts, kernels that the host launches and no transfer hidden.
 
 The seconds of a measured step, for calibration: from a run's metrics.jsonl, or given as a number.
 """
@@ -54,16 +54,17 @@ class Assumptions:
 
     Attributes:
       product_faster, product_slower: added to and taken from the card's share of the peak, at the ends of the interval.
-      attention_efficiency: the same for attention kernels.
-      triton_efficiency: the same for JAX's kernel for GPUs, which has the instructions of FlashAttention-2; that one
-        reaches 35 % on H100s (Shah et al. 2024).
+      attention_efficiency, fast_attention_efficiency: share of the peak that attention kernels reach; the second at the
+        fast end. cuDNN's reached 0.52 on an H100 (8,192 tokens, heads of 128, forward and backward; 0.59 forward).
+      triton_efficiency: the same for JAX's kernel for GPUs, 0.29 there, which has the instructions of FlashAttention-2.
       grouped_efficiency, slow_grouped_efficiency: share of the speed of other products that a GPU's kernels of experts,
         which are Triton's, have; the second at the slow end, where the best kernels have 1.86 times the throughput of
         Triton's (Guo et al. 2025, arXiv 2512.14080).
       launch_seconds, slow_launch_seconds: of each of a GPU's kernels besides its work. It starts and drains, and 0.5 us
         pass before the next one of a command buffer; the second, at the slow end, where the host launches each and
         waits, is 6.7 us (NVIDIA, Getting Started with CUDA Graphs).
-      memory_efficiency: share of the memory's speed that everything else reaches.
+      memory_efficiency, fast_memory_efficiency: share of the memory's speed that everything else reaches, as a large
+        copy on an H100 did; the second at the fast end, where the cache holds some arrays from one kernel to the next.
       link_efficiency: share of a link's speed that transfers reach.
       latency_seconds: of a collective, for each doubling of its group.
       slices_latency_seconds: the same between slices: from a chip through its host, the network and another host.
@@ -73,18 +74,26 @@ class Assumptions:
 
     product_faster: float = 0.05
     product_slower: float = 0.1
-    attention_efficiency: float = 0.6
-    triton_efficiency: float = 0.3
+    attention_efficiency: float = 0.52
+    fast_attention_efficiency: float = 0.6
+    triton_efficiency: float = 0.29
     grouped_efficiency: float = 1.0
     slow_grouped_efficiency: float = 0.54
     launch_seconds: float = 2e-6
     slow_launch_seconds: float = 7e-6
-    memory_efficiency: float = 0.8
+    memory_efficiency: float = 0.88
+    fast_memory_efficiency: float = 1.0
     link_efficiency: float = 0.8
     latency_seconds: float = 5e-6
     slices_latency_seconds: float = 50e-6
     calibrated_margin: float = 0.07
     links: Links | None = None
+
+    @property
+    def at_the_fast_end(self) -> "Assumptions":
+        """The same with the kernels of the fast end."""
+        attention, memory = self.fast_attention_efficiency, self.fast_memory_efficiency
+        return dataclasses.replace(self, attention_efficiency=attention, memory_efficiency=memory)
 
     @property
     def at_the_slow_end(self) -> "Assumptions":
@@ -118,8 +127,9 @@ class Assumptions:
         fast, slow = accelerator.product_share + self.product_faster, accelerator.product_share - self.product_slower
         grouped, launch = self.slow_grouped_efficiency * slow, self.slow_launch_seconds * 1e6
         kernels = f", experts' at {grouped:.0%}, {launch:.0f} us a kernel" if accelerator.num_units else ""
-        ends = f"products at {fast:.0%}, asynchronous transfers all hidden, to {slow:.0%}{kernels} and none hidden"
-        return f"the interval: {ends}"
+        others = f"attention at {self.fast_attention_efficiency:.0%}, memory at {self.fast_memory_efficiency:.0%}"
+        ends = f"products at {fast:.0%}, {others}, asynchronous transfers all hidden, to {slow:.0%}{kernels}"
+        return f"the interval: {ends} and none hidden"
 
 
 class Sending(NamedTuple):
@@ -467,13 +477,13 @@ def sending_of(streams: Streams, found: Iterable[Collective], factor: float = 1.
 def _ends(
     program: Program, accelerator: Accelerator, transfers: Mapping[str, float], assumptions: Assumptions
 ) -> tuple[float, float]:
-    """Returns the seconds of a step with faster products and all transfers hidden, and with slower kernels and none."""
+    """Returns the seconds of a step with faster kernels and all transfers hidden, and with slower ones and none."""
     fast, slow = (
         dataclasses.replace(accelerator, product_share=accelerator.product_share + change)
         for change in (assumptions.product_faster, -assumptions.product_slower)
     )
     return (
-        Streams(program, fast, transfers, assumptions, Hidden.ALL).step()[0],
+        Streams(program, fast, transfers, assumptions.at_the_fast_end, Hidden.ALL).step()[0],
         Streams(program, slow, transfers, assumptions.at_the_slow_end, Hidden.NONE).step()[0],
     )
 
