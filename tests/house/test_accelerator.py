@@ -50,9 +50,11 @@ def test_no_step_begins_when_the_time_is_up(out, ran, capsys):
     assert "0 minutes are up before 'versions'" in capsys.readouterr().out
 
 
-def test_the_page_has_the_table_with_empty_cells():
-    page = (ROOT / "docs" / "results" / "accelerator.md").read_text(encoding="utf-8")
-    assert "\n".join(accelerator.table({})) + "\n\n" in page
+def test_the_page_has_the_table_of_the_file():
+    results = ROOT / "docs" / "results"
+    found = json.loads((results / "accelerator.json").read_text(encoding="utf-8"))["steps"]
+    page = (results / "accelerator.md").read_text(encoding="utf-8")
+    assert "\n".join(accelerator.table(found)) + "\n\n" in page
 
 
 def test_a_cell_has_bytes_numbers_and_parts():
@@ -62,7 +64,9 @@ def test_a_cell_has_bytes_numbers_and_parts():
 
 
 def test_what_a_process_said_last():
-    assert accelerator_steps.last_line("Traceback\n  File\nRuntimeError: why\n\n") == "RuntimeError: why"
+    assert accelerator_steps.last_line("Traceback\n  File\nRuntimeError: why\n\nstatus.cc:146") == "RuntimeError: why"
+    assert accelerator_steps.last_line("killed\n") == "killed"
+    assert accelerator_steps.last_line("") == ""
 
 
 @pytest.mark.slow
