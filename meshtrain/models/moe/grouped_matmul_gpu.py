@@ -7,6 +7,7 @@ E: experts, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
 """
 
 import functools
+import importlib.util
 import math
 from types import ModuleType
 
@@ -34,7 +35,14 @@ def takes(rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int) -> b
     """
     fits = all(size % GRANULE == 0 for size in (*weights[1:], block_rows))
     largest = max(math.prod(weights), rows[0] * max(weights[1:]))
-    return fits and block_rows & (block_rows - 1) == 0 and block_rows <= LARGEST_TILE and largest < LARGEST_SIZE
+    fits = fits and block_rows & (block_rows - 1) == 0 and block_rows <= LARGEST_TILE and largest < LARGEST_SIZE
+    return fits and is_there()
+
+
+@functools.cache
+def is_there() -> bool:
+    """Returns whether this version of JAX has what compiles the kernels, of which 0.11 says that it will go."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def times(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed: bool, interpret: bool) -> jax.Array:
