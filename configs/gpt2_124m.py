@@ -23,6 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.batch_size = 512
     config.sequence_length = 1024
     config.accumulation_steps = 4
+    config.remat.unroll = True
     config.eval_every = 500
     config.model.num_layers = 12
     config.model.embed_dim = 768

@@ -1,4 +1,4 @@
-"""Which activations of a layer are saved for the backward pass, and which are recomputed."""
+"""Which activations of a layer are saved for the backward pass, how, and which are recomputed."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ Policy: TypeAlias = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class RematOptions:
-    """What the backward pass recomputes."""
+    """What the backward pass recomputes, and where the rest is kept."""
 
     policy: str = option(
         "none",
@@ -49,6 +49,17 @@ class RematOptions:
         1, "recompute in one of this many layers and save everything in the others; 1: in each", minimum=1,
         only_for={"policy": AllBut("none")},
     )  # fmt: skip
+    unroll: bool = option(
+        False,
+        "whether layers are compiled one after another, not as a loop, which copies what it saves into arrays of all "
+        "layers and out again: less of both time and memory in a step, but each layer takes time to compile",
+        only_for={"policy": ("none",), "mesh.pipeline": (1,)},
+    )
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether layers outside of a pipeline are unrolled. XLA would compute several times what is recomputed."""
+        return self.unroll and self.policy == "none"
 
 
 def checkpoint_policy(name: str, placement: Placement) -> Policy | None:

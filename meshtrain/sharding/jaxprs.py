@@ -167,7 +167,7 @@ def run_after(function: ArrayFunction, first: jax.Array, *arguments: Arrays) -> 
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
     jaxpr = closed.jaxpr
     given = {*jaxpr.constvars, *jaxpr.invars}
-    loops = [number for number, one in enumerate(jaxpr.eqns) if one.primitive.name == "scan" and not _is_offloaded(one)]
+    loops = [number for number, one in enumerate(jaxpr.eqns) if _is_loop(one) and not _is_offloaded(one)]
 
     def step(number: int, equation: JaxprEqn, values: Values) -> Sequence[Value]:
         needed = {var for var in (*_read_by(jaxpr.eqns[number:]), *jaxpr.outvars) if isinstance(var, Var)}
@@ -183,6 +183,11 @@ def _is_plain(var: Var) -> bool:
     """Returns whether a variable is an array of numbers, not of random keys."""
     array: ShapedAval = var.aval
     return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+def _is_loop(equation: JaxprEqn) -> bool:
+    """Returns whether an operation is a scan that the compiler sees as a loop; one that is unrolled has no stacks."""
+    return equation.primitive.name == "scan" and equation.params["unroll"] == 1
 
 
 def _is_offloaded(equation: JaxprEqn) -> bool:

@@ -34,6 +34,7 @@ class Run:
     zero: int | str = 0
     remat: str = "none"
     remat_every: int = 1
+    unroll: bool = False
     accumulation: int = 1
     sequence_parallel: bool = False
     moments_on_host: bool = False
@@ -54,7 +55,7 @@ class Run:
                 schedule=self.schedule or "interleaved_1f1b", num_microbatches=4, num_chunks=num_chunks
             ),
             zero=ZeroOptions(**level),
-            remat=RematOptions(self.remat, self.remat_every),
+            remat=RematOptions(self.remat, self.remat_every, self.unroll),
             accumulation_steps=self.accumulation,
             layout=LayoutOptions(sequence_parallel=self.sequence_parallel),
             offload=OffloadOptions(moments=self.moments_on_host),
@@ -68,7 +69,7 @@ RUNS = [
     Run(GPT, {"data": 2, "tensor": 4}, "sgd", zero=3, accumulation=2, remat="selective"),
     Run(LLAMA, {"fsdp": 4, "tensor": 2}, "muon", remat="save_attention", sequence_parallel=True),
     Run(GPT, {"data": 2, "fsdp": 2, "tensor": 2}, "adamw", 0.3, zero="hybrid_shard", remat="dots", accumulation=2),
-    Run(LLAMA, {"data": 4}, zero="shard_grad_op", remat="full", moments_on_host=True),
+    Run(LLAMA, {"data": 4}, zero="shard_grad_op", accumulation=2, unroll=True, moments_on_host=True),
     Run(
         QWEN, {"tensor": 2, "pipeline": 4}, "adamw",
         schedule="1f1b", accumulation=2, sequence_parallel=True, remat="selective",
@@ -124,6 +125,7 @@ def test_the_table_has_each_value_of_each_other_option():
     assert values("zero") >= {*range(MAX_LEVEL + 1), *STRATEGIES} - {"no_shard"}
     assert values("remat") == choices(RematOptions, "policy")
     assert values("remat_every") > {1}
+    assert any(run.config.remat.unrolls for run in RUNS)
     assert values("accumulation") >= {1, 2, 4}
     assert values("sequence_parallel") == values("moments_on_host") == {False, True}
     assert len(values("clip_norm")) > 1

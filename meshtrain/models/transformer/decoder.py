@@ -221,6 +221,7 @@ def layer_stack(
     layer: type[nn.Module] = Layer,
     num_given: int = 5,
     stacked_by: str = "layers",
+    unroll: bool = False,
 ) -> nn.Module:
     """Returns a stack of `num_layers` layers as one scanned Linen module.
 
@@ -234,6 +235,7 @@ def layer_stack(
       layer: the class of a layer, with the fields and arguments of `Layer`.
       num_given: how many arguments a layer takes after its index; all layers get the same.
       stacked_by: the logical axis of the dim of weights that stacks the layers.
+      unroll: see `RematOptions`.
     """
     policy = checkpoint_policy(remat, placement)
     layer = nn.remat(layer, policy=policy, prevent_cse=False) if policy is not None else layer
@@ -243,6 +245,7 @@ def layer_stack(
         split_rngs={"params": True},
         in_axes=(0, *(nn.broadcast,) * num_given),
         length=num_layers,
+        unroll=num_layers if unroll else 1,
         metadata_params={nn.PARTITION_NAME: stacked_by},
     )
     return stack(options, placement, dtype, train)
@@ -275,10 +278,13 @@ def run_layers(
       layer: the class of a layer, with the fields and arguments of `Layer`.
     """
     policy, every = (remat.policy, remat.every) if train else ("none", 1)
+    unroll = train and remat.unrolls
 
     def run(x: jax.Array, some: tuple[Params, jax.Array], policy: str) -> tuple[jax.Array, LayerSums]:
         layers, indices = some
-        stack = layer_stack(options, indices.shape[0], placement, dtype, train, policy, layer, len(given))
+        stack = layer_stack(
+            options, indices.shape[0], placement, dtype, train, policy, layer, len(given), unroll=unroll
+        )
         y, sums = stack.apply({"params": layers}, x, indices, *given)
         return y, _total(sums)
 

@@ -133,10 +133,10 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
     """Returns the bytes that a device sends to reduce the gradients of stacked layers over data, once a step.
 
     0 where they do not cross data once a step in `precision.reduce_dtype`: one replica, ZeRO levels 2 and 3,
-    another reduction, data left to the partitioner.
+    another reduction, data left to the partitioner; and where no loop over layers tells them from others.
     """
     replicas, num_replicas = assembly.replicas, assembly.mesh.shape[DATA]
-    if not replicas.reduces_in_loops:
+    if not replicas.reduces_in_loops or assembly.config.remat.unrolls:
         return 0.0
     reduced, scattered = reduced_and_scattered(assembly, only_stacked=True)
     sent = wire_share("all-reduce", num_replicas) * reduced + wire_share("reduce-scatter", num_replicas) * scattered
