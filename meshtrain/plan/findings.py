@@ -1,5 +1,6 @@
 """Advice on a plan: compiler warnings that matter, and numbers far from their optimum."""
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from meshtrain.assemble import Assembly
 from meshtrain.cli.tables import format_bytes
+from meshtrain.config import effects, tasks
 from meshtrain.config.config import num_microbatches
 from meshtrain.errors import divisors
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
@@ -57,7 +59,7 @@ def findings(plan: Plan) -> list[Finding]:
         if axis == PIPELINE:
             bound = max(bound, plan.executor_bytes or 0.0)
         results += _traffic(axis, bound, plan.traffic)
-    results += [*_attention(plan), *_experts(plan), *gathered_for_each(plan)]
+    results += [*_attention(plan), *_experts(plan), *gathered_for_each(plan), *layers_in_loop(assembly, plan.cluster)]
     results += [Finding(what, change) for what, change in advice(assembly.mesh)]
     if plan.added_share is not None and plan.added_share > ADDED:
         results.append(
@@ -93,6 +95,17 @@ def _memory(plan: Plan) -> list[Finding]:
         unseen = "offload to the host cannot be seen without a GPU: compiled this way it stays in device memory"
         results.append(Finding(unseen, "measure it on one GPU"))
     return results
+
+
+def layers_in_loop(assembly: Assembly, cluster: Cluster) -> list[Finding]:
+    """Returns the finding that a loop over layers stacks all activations, where `remat.unroll` would spare that."""
+    config, shape = assembly.config, dict(assembly.mesh.shape)
+    unrolled = dataclasses.replace(config, remat=dataclasses.replace(config.remat, unroll=True))
+    spares = config.task in tasks.names() and "remat.unroll" not in effects.without_effect(unrolled, shape)
+    if cluster.platform == "cpu" or config.remat.unroll or not spares:
+        return []
+    what = "layers are a loop, which copies what they save into arrays of all layers and out again"
+    return [Finding(what, "remat.unroll=true, which takes longer to compile")]
 
 
 def _long_sequences(compiled: Compiled, memory: Memory) -> list[Finding]:
