@@ -160,7 +160,9 @@ def weight_update(
         if names_of_layers:
             by_layer = by_layer or health.squares(names_of_layers, stack, mean_gradients)
             metrics[guard.ITS_LAYER] = health.last_not_finite(by_layer, metrics[guard.FIRST_NOT_FINITE])
-            for what, tree in (("weight", float32_params), ("update", updates)):
+            # A difference, because XLA would store `updates` for their norms and pass over memory once more.
+            change = jax.tree.map(jnp.subtract, moved, float32_params)
+            for what, tree in (("weight", float32_params), ("update", change)):
                 metrics |= health.norms(what, health.squares(names_of_layers, stack, tree), names_of_layers)
             metrics |= health.norms("grad", by_layer, names_of_layers)
         if scaling is not None:

@@ -125,7 +125,7 @@ def test_the_digits_script_trains(tmp_path):
     setting = digits.SETTINGS[0]
     outcome = digits.trained(setting, 0, tmp_path, "--config.num_steps=3", "--config.model.filters=8")
     assert 0 < outcome.num_right < digits.NUM_HELD_OUT
-    assert outcome.seconds > 1
+    assert outcome.seconds > 0
 
 
 def test_digits_script_has_the_numbers_of_the_configuration():
