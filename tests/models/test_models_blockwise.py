@@ -8,7 +8,6 @@ import pytest
 
 from meshtrain.models.attention import blockwise
 from meshtrain.models.attention.attention import Attention
-from meshtrain.models.remat import HEADS
 from tests.models.test_models_attention import arrays, both_ways, by, documents_of, written_out
 
 
@@ -25,7 +24,7 @@ def test_a_query_that_sees_no_key_gets_zeros_and_no_gradient():
 def test_the_blocks_that_are_computed_are_those_with_something_visible(window, sizes):
     length = 4 * sizes[0]
     num_keys = -(-length // sizes[1])
-    made = blockwise.Blocks(4, num_keys, *sizes, Attention(4, 4, 16, window=window), HEADS)
+    made = blockwise.Blocks(4, num_keys, *sizes, Attention(4, 4, 16, window=window))
     distance = np.subtract.outer(np.arange(length), np.arange(num_keys * sizes[1]))
     visible = (distance >= 0) & (distance < (window or length))
     cut = visible.reshape(4, sizes[0], num_keys, sizes[1]).any(axis=(1, 3))

@@ -6,7 +6,7 @@ An implementation is a function `attend(q, k, v, documents, attention, sinks, ..
     k, v       [b, S, G, H]; G divides N
     documents  int32 [b, T] and [b, S], those of queries and of keys, at least 0: a query attends to its own document
                only. None: each sequence is one document
-    sinks      float32 [b, T, N], the same for each query, see `sinks.py`; None: there are none
+    sinks      float32 [b, T, N], the same for each query, see `kernel.py`; None: there are none
     first      int32 scalar, the place of the first query among the keys, where a device has a part of the queries;
                None: queries and keys are those of the same tokens, or not causal
 

@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.models.attention import sinks as of_sinks
+from meshtrain.models.attention import kernel
 from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
 from meshtrain.sharding.trees import Arrays
 
@@ -36,7 +35,6 @@ TRACED_NAME = "blockwise_forward"
 
 Index: TypeAlias = Any  # of a block: an int, or a traced int32 scalar
 Pair = tuple[jax.Array, jax.Array]  # a block of queries and one of keys, by index
-Given = jax.Array | Documents  # an argument of `blockwise_forward`, None among them
 Sums: TypeAlias = Arrays  # what a pass adds up, block by block: three arrays
 
 
@@ -50,7 +48,6 @@ class Blocks:
       queries: queries a block, t.
       keys: keys a block, s.
       attention: what is computed.
-      name: of the residuals for `jax.checkpoint` policies.
       is_part: whether the queries are a part of the sequence whose place is known on the device only. Then all pairs of
         blocks are computed.
     """
@@ -60,7 +57,6 @@ class Blocks:
     queries: int
     keys: int
     attention: Attention
-    name: str
     is_part: bool = False
 
     def first(self, i: Index) -> Index:
@@ -120,11 +116,10 @@ def attend(
     lengths = (num_queries * queries, num_keys * keys)
     documents = padded_documents(documents, q, k, lengths, causal)
     q = q.reshape(num_sequences, length, num_groups, num_heads // num_groups, head_dim)
-    if sinks is not None:
-        sinks = padded(sinks.reshape(q.shape[:-1]), lengths[0]).swapaxes(1, 2)
     q, k, v = padded(q, lengths[0]), padded(k, lengths[1]), padded(v, lengths[1])
-    blocks = Blocks(num_queries, num_keys, queries, keys, attention, name, first is not None)
-    heads: jax.Array = _attend(blocks, sinks, q, k, v, documents, first)
+    blocks = Blocks(num_queries, num_keys, queries, keys, attention, first is not None)
+    by_blocks = kernel.Kernel(blockwise_forward, blockwise_backward, blocks, name)
+    heads = kernel.attend(by_blocks, sinks, q, k, v, documents, first)
     return heads[:, :length].reshape(num_sequences, length, num_heads, head_dim).astype(dtype)
 
 
@@ -133,48 +128,6 @@ def _blocks(length: int, largest: int) -> tuple[int, int]:
     number = math.ceil(length / largest)
     size = math.ceil(length / number / GRANULE) * GRANULE
     return math.ceil(length / size), size
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    blocks: Blocks,
-    sinks: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    documents: Documents,
-    first: jax.Array | None,
-) -> jax.Array:
-    """Returns heads [b, T, G, R, H] for q [b, T, G, R, H], k and v [b, S, G, H] and sinks [b, G, T, R], in blocks."""
-    return _forward(blocks, sinks, q, k, v, documents, first)[0]
-
-
-def _forward(blocks: Blocks, sinks: jax.Array | None, *given: Given) -> tuple[jax.Array, tuple[Given, ...]]:
-    heads, log_sums = blockwise_forward(blocks, *given)
-    if sinks is not None:
-        heads, log_sums = of_sinks.folded(heads.swapaxes(1, 2), log_sums, sinks)
-        heads = heads.swapaxes(1, 2)
-    heads, log_sums = _named(blocks, (heads, log_sums))
-    return heads, (sinks, *given, heads, log_sums)
-
-
-def _named(blocks: Blocks, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    heads, log_sums = (checkpoint_name(x, blocks.name) for x in results)
-    return heads, log_sums
-
-
-def _backward(
-    blocks: Blocks, kept: Arrays, cotangent: jax.Array
-) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array, None, None]:
-    sinks, *residuals = kept
-    of_own = None
-    if sinks is not None:
-        heads, log_sums = residuals[-2:]
-        of_own = of_sinks.cotangent(heads.swapaxes(1, 2), log_sums, sinks, cotangent.swapaxes(1, 2))
-    return (of_own, *blockwise_backward(blocks, *residuals, cotangent), None, None)
-
-
-_attend.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnums=0)

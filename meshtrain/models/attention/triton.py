@@ -15,10 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.errors import UserError
-from meshtrain.models.attention import sinks as of_sinks
+from meshtrain.models.attention import kernel
 from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
 
 # Sequences are padded to a multiple of the forward kernel's block of queries.
@@ -31,9 +30,7 @@ BACKWARD = (
     "return_residuals", "res", "do",
 )  # fmt: skip
 
-Static = tuple[float, bool, bool, str]  # the scale, whether it is causal, whether it is interpreted, a name
-# Sinks [b, N, T], q, k, v, the documents, the heads, and the logarithms of the softmax's sums.
-Residuals = tuple[jax.Array | None, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+Static = tuple[float, bool, bool]  # the scale, whether it is causal, whether it is interpreted
 
 
 @functools.cache
@@ -81,49 +78,38 @@ def attend(
     length = q.shape[1]
     whole = length + -length % GRANULE
     documents = padded_documents(documents, q, k, (whole, whole), attention.causal)
-    static = (attention.scale, attention.causal, interpret, name)
-    own = None if sinks is None else padded(sinks, whole).swapaxes(1, 2)  # [b, N, T], as the kernel's logarithms
-    heads: jax.Array = _attend(static, own, *(padded(x, whole) for x in (q, k, v)), documents and documents[0])
+    static = (attention.scale, attention.causal, interpret)
+    q, k, v = (padded(x, whole) for x in (q, k, v))
+    pallas = kernel.Kernel(_forward, _backward, static, name, LN_2)
+    heads = kernel.attend(pallas, sinks, q, k, v, documents and documents[0])
     return heads[:, :length]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    static: Static, sinks: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
-) -> jax.Array:
-    return _forward(static, sinks, q, k, v, ids)[0]
-
-
 def _forward(
-    static: Static, sinks: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
-) -> tuple[jax.Array, Residuals]:
-    *_, name = static
+    static: Static, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     with jax.named_scope(_scope(static)):
         _, residuals = _module().mha.fwd(q, *(_for_each_query(x, q) for x in (k, v)), ids, *_static(static, q))
-    # The rule's residuals are its arguments, the heads, and the logarithms of the softmax's sums.
+    # The rule's residuals are its arguments, the heads, and the logarithms of the softmax's sums [b, N, T].
     heads, log_sums = residuals[-2:]
-    if sinks is not None:
-        heads, log_sums = of_sinks.folded(heads.swapaxes(1, 2), log_sums * LN_2, sinks)
-        heads, log_sums = heads.swapaxes(1, 2), log_sums / LN_2
-    heads, log_sums = (checkpoint_name(x, name) for x in (heads, log_sums))
-    return heads, (sinks, q, k, v, ids, heads, log_sums)
+    return heads, log_sums
 
 
 def _backward(
-    static: Static, residuals: Residuals, cotangent: jax.Array
-) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array, None]:
-    sinks, q, k, v, ids, heads, log_sums = residuals
+    static: Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ids: jax.Array | None,
+    heads: jax.Array,
+    log_sums: jax.Array,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     repeated = (q, _for_each_query(k, q), _for_each_query(v, q), ids, heads, log_sums)
     with jax.named_scope(_scope(static)):
         dq, dk, dv, _ = _module().mha.bwd(*_static(static, q), repeated, cotangent)
     dk, dv = (_sum_of_queries(found, x) for found, x in ((dk, k), (dv, v)))
-    of_own = None
-    if sinks is not None:
-        of_own = of_sinks.cotangent(heads.swapaxes(1, 2), log_sums * LN_2, sinks, cotangent.swapaxes(1, 2))
-    return of_own, dq, dk, dv, None
-
-
-_attend.defvjp(_forward, _backward)
+    return dq, dk, dv
 
 
 def _for_each_query(x: jax.Array, q: jax.Array) -> jax.Array:
@@ -144,7 +130,7 @@ def _scope(static: Static) -> str:
 
 
 def _static(static: Static, q: jax.Array) -> tuple[Any, ...]:
-    scale, causal, interpret, _ = static
+    scale, causal, interpret = static
     # The largest with which heads of this dim fit into an A100's shared memory, 164 KiB.
     forward, backward = ((128, 64), 64) if q.shape[3] <= 128 else ((64, 64), 32)
     sizes = _module().BlockSizes(

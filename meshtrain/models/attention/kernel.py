@@ -1,0 +1,105 @@
+"""Kernels of attention that compute their own gradients, and what is folded into their results: sinks.
+
+A sink is a learned score of a head that takes a part of the softmax and gives no value (Xiao et al. 2023). A kernel
+hands back heads and the logarithms of the softmax's sums, without sinks. They are folded in afterwards, and the
+kernel's own backward pass gets the folded results: from them it computes the probabilities with sinks, so the
+cotangents of queries, keys and values are exact. No kernel is differentiated through its logarithms.
+
+Each query has the sinks of its heads, so that what splits queries splits them alike, and no device sums a gradient.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from meshtrain.models.attention.attention import Documents, padded
+
+Given = jax.Array | Documents  # an argument of a kernel, None among them
+
+
+class Kernel(NamedTuple):
+    """Two functions of `static`, q [b, T, ..., H], k, v, and what else the kernel takes, in its own layout.
+
+    Attributes:
+      forward: -> heads, as q, and the logarithms of the softmax's sums, float32, as `heads.swapaxes(1, 2)[..., 0]`.
+      backward: of the same, the heads, the logarithms and the cotangent of the heads -> those of q, k and v.
+      static: what is no array.
+      name: marks heads and logarithms for `jax.checkpoint` policies.
+      unit: of the logarithms, such as ln 2 for those to base 2.
+    """
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    static: Hashable
+    name: str
+    unit: float = 1.0
+
+
+def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given) -> jax.Array:
+    """Returns heads, shaped as q.
+
+    Args:
+      kernel: what computes them.
+      sinks: float32 [b, T, N], see `attention.py`; the kernel's T may be longer.
+      q: what the kernel takes.
+      others: likewise.
+    """
+    own = None if sinks is None else padded(sinks, q.shape[1]).reshape(q.shape[:-1]).swapaxes(1, 2)
+    heads: jax.Array = _attend(kernel, own, q, *others)
+    return heads
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> jax.Array:
+    """Returns heads; sinks are shaped as the kernel's logarithms."""
+    return _forward(kernel, sinks, *given)[0]
+
+
+def _forward(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> tuple[jax.Array, tuple[Given, ...]]:
+    heads, log_sums = kernel.forward(kernel.static, *given)
+    if sinks is not None:
+        heads, log_sums = folded(heads.swapaxes(1, 2), log_sums * kernel.unit, sinks)
+        heads, log_sums = heads.swapaxes(1, 2), log_sums / kernel.unit
+    heads, log_sums = (checkpoint_name(x, kernel.name) for x in (heads, log_sums))
+    return heads, (sinks, *given, heads, log_sums)
+
+
+def _backward(kernel: Kernel, kept: tuple[jax.Array, ...], of_heads: jax.Array) -> tuple[jax.Array | None, ...]:
+    sinks, *given, heads, log_sums = kept
+    of_sinks = None
+    if sinks is not None:
+        of_sinks = cotangent(heads.swapaxes(1, 2), log_sums * kernel.unit, sinks, of_heads.swapaxes(1, 2))
+    of_q, of_k, of_v = kernel.backward(kernel.static, *given, heads, log_sums, of_heads)
+    return of_sinks, of_q, of_k, of_v, *[None] * (len(given) - 3)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def folded(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns heads and logarithms with the sinks in the softmax.
+
+    Args:
+      heads: [..., H].
+      log_sums: float32 [...].
+      sinks: float32 [...].
+    """
+    both = jnp.logaddexp(log_sums, sinks)
+    return (heads * jnp.exp(log_sums - both)[..., None]).astype(heads.dtype), both
+
+
+def cotangent(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array, of_heads: jax.Array) -> jax.Array:
+    """Returns the cotangent of the sinks, float32 [...]: -exp(sink - log_sum) sum(heads of_heads).
+
+    Args:
+      heads: [..., H], folded.
+      log_sums: float32 [...], folded.
+      sinks: float32 [...].
+      of_heads: the cotangent of `heads`.
+    """
+    inner = jnp.sum(heads.astype(jnp.float32) * of_heads.astype(jnp.float32), axis=-1)
+    return -jnp.exp(sinks - log_sums) * inner
