@@ -139,14 +139,14 @@ def table(found: Mapping[str, Values], total: Values, unit: str) -> str:
     return aligned(cells, ("data", *(name.replace("_", " ") for name in names)), "<" + ">" * len(names))
 
 
-def as_json(found: Mapping[str, Values], total: Values, workdir: str, step: int) -> str:
-    """Returns one JSON object: workdir, step, `files` (each with its name) and `all`; null for what is not finite."""
+def as_json(found: Mapping[str, Values], total: Values, **of_run: str | int) -> str:
+    """Returns one JSON object: what is told of the run, `files` (each with its name) and `all`; null: not finite."""
 
     def numbers(values: Values) -> dict[str, float | None]:
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
     parts = [{"name": name, **numbers(values)} for name, values in found.items()]
-    content = {"workdir": workdir, "step": step, "files": parts, "all": numbers(total)}
+    content = {**of_run, "files": parts, "all": numbers(total)}
     return json.dumps(content, allow_nan=False)
 
 
@@ -186,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
     if not peers.is_main_process():
         return 0
     if arguments.json:
-        print(as_json(values, total, str(arguments.workdir), step))
+        print(as_json(values, total, workdir=str(arguments.workdir), step=step, weights=arguments.weights))
     else:
         averages = "" if arguments.weights == LAST else "averages at "
         what = "" if is_described(arguments.workdir) else f"{averages}step {step} of "  # a folder has no steps

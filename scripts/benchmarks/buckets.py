@@ -139,6 +139,16 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
+def written(folder: Path, num_steps: int) -> Path:
+    """Returns the job's configuration, after it has written it and its two texts."""
+    texts = [folder / "additions.txt", folder / "products.txt"]
+    for text, sign in zip(texts, "+*", strict=True):
+        text.write_text("".join(f"def f{i % 7}(x):\n    return x {sign} {i * i % 13}\n" for i in range(500)))
+    config = folder / "config.py"
+    config.write_text(CONFIG.format(steps=num_steps, every=EVERY, mixture=f"{texts[0]}:0.7,{texts[1]}:0.3"))
+    return config
+
+
 def kills(number: int, longest_seconds: float, folder: Path, server: bucket_process.Server) -> str:
     """Kills a job so many times, and compares it with one that was not; returns a line of what was found.
 
@@ -152,12 +162,7 @@ def kills(number: int, longest_seconds: float, folder: Path, server: bucket_proc
       AssertionError: a loss or the last state is not that of the other run, or more than the open save was lost.
     """
     num_steps = EVERY * (4 * number + 2)
-    texts = [folder / "additions.txt", folder / "products.txt"]
-    for text, sign in zip(texts, "+*", strict=True):
-        text.write_text("".join(f"def f{i % 7}(x):\n    return x {sign} {i * i % 13}\n" for i in range(500)))
-    mixture = f"{texts[0]}:0.7,{texts[1]}:0.3"
-    config = folder / "config.py"
-    config.write_text(CONFIG.format(steps=num_steps, every=EVERY, mixture=mixture))
+    config = written(folder, num_steps)
     straight, killed = server.prefix(), server.prefix()
     words = [f"--config={config}", "--config.mesh.fsdp=2", "--config.checkpoint.directory="]
     own = {name: [folder / f"{name}{index}" for index in range(2)] for name in ("straight", "killed")}

@@ -68,7 +68,8 @@ def test_commands_take_averages(begun, tmp_path, capsys):
     averaged = dataclasses.replace(state, params=state.opt_state.averaged_weights)
     wanted, last = (evaluation.evaluate(assembly, corpus, one)["eval_loss"] for one in (averaged, state))
     assert evaluate.main([*ours, "--json", "--config.num_eval_batches=2"]) == 0
-    assert json.loads(capsys.readouterr().out)["all"]["loss"] == pytest.approx(wanted, rel=1e-5)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["weights"], told["all"]["loss"]) == ("average", pytest.approx(wanted, rel=1e-5))
     assert abs(wanted - last) > 1e-3, "the last weights would not be told from averages"
     assert hugging_face.main(["export", *ours, f"--to={tmp_path / 'folder'}"]) == 0
     exported = restored(ran, tmp_path / "folder")

@@ -194,7 +194,7 @@ def test_the_table_has_a_line_for_each_part_and_one_for_all(own_run, capsys):
     said = evaluate.table({"a.txt": values, "b.txt": values | {"bytes": 5.0}}, values, "tokens").splitlines()
     assert said[2].split() == ["a.txt", "2.0000", "inf", "1,234"]
     assert [line.split()[0] for line in said[2:]] == ["a.txt", "b.txt", "all"]
-    assert json.loads(evaluate.as_json({"a": values}, values, "run", 1))["all"]["perplexity"] is None
+    assert json.loads(evaluate.as_json({"a": values}, values))["all"]["perplexity"] is None
 
 
 def token_file(folder, ids):
