@@ -53,7 +53,7 @@ from meshtrain.sharding.stored import (
     stored_tree,
 )
 from meshtrain.sharding.trees import NamesTree, Shardings, leaves_with_paths, select
-from meshtrain.step import loss_scale
+from meshtrain.step import health, loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
 from meshtrain.step.precision import PrecisionOptions, as_stored, compute_name, in_fp8, product_name, reduce_dtype
 from meshtrain.step.shardings import (
@@ -70,7 +70,7 @@ from meshtrain.step.shardings import (
     stacked,
 )
 from meshtrain.step.state import TrainState, init_state
-from meshtrain.step.step import Apart, Update, eval_step, train_step, weight_update, with_sequence_index
+from meshtrain.step.step import Apart, Update, WeightUpdate, eval_step, train_step, with_sequence_index
 
 REFERENCE = "NVIDIA H100 80GB HBM3"  # the device whose rates stand for those that are not known
 
@@ -373,9 +373,11 @@ def _update(
     stack: Stack | None,
 ) -> Update:
     """Returns the update of a step; `of_state` are the shardings of the state, `axes` those of parameters."""
-    reduction = replicas.reduction
+    reduction, layers = replicas.reduction, None
+    if config.observe.layers != "off":
+        layers = health.Layers(dict(leaves_with_paths(axes, is_leaf=is_names)), stack)
     update = functools.partial(
-        weight_update,
+        WeightUpdate,
         transformation,
         rates,
         config.optimizer.clip_norm,
@@ -384,8 +386,7 @@ def _update(
         lambda opt_state, norm: offload.fetched(opt_state, of_state.opt_state, after=norm),
         replicas.trained,
         average_decay=config.optimizer.average,
-        names_of_layers=None if config.observe.layers == "off" else dict(leaves_with_paths(axes, is_leaf=is_names)),
-        stack=stack,
+        layers=layers,
     )
     if reduction is not None and reduction.update is not None:
         late: Update = reduction.update(update, replicas.reduce, after_update)

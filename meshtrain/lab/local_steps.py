@@ -8,7 +8,7 @@ The data axis splits the groups, and gradients stay inside a group. The number o
 not of the mesh: a device along data computes one group, or several one after the other, with the same results. fsdp,
 tensor and pipeline split the work inside a group.
 
-The inner step is `step.weight_update` for each group, on the gradients of its own share of the batch: clipping, guard,
+The inner step is `step.WeightUpdate` for each group, on the gradients of its own share of the batch: clipping, guard,
 loss scale and moments are those of the group. The outer step moves the anchor, `TrainState.params`, towards the mean of
 the groups' weights, and all groups start again from it. Evaluations and exports use the anchor.
 
@@ -323,11 +323,11 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
     Args:
       gradients: (params [G, ...], batch, rng, seeds [G]) -> sums [G] and gradients [G, ...]; see `Groups`.
-      update: from `step.weight_update`, applied to each group.
+      update: from `step.WeightUpdate`, applied to each group.
       scaling: how the loss is scaled for the backward pass; None: not at all.
       mask: see above.
 
-    Metrics are those of `step.weight_update` over all groups: loss and the task's own over the whole batch; the means
+    Metrics are those of `step.WeightUpdate` over all groups: loss and the task's own over the whole batch; the means
     of grad_norm and learning_rate; skipped_steps added up; the least loss_scale; and the worst group's for the guard.
     """
 
@@ -351,7 +351,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
 
 def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
-    """Returns the metrics of a step, scalars, from those of `step.weight_update` and the sums of each group, [G]."""
+    """Returns the metrics of a step, scalars, from those of `step.WeightUpdate` and the sums of each group, [G]."""
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums._replace(gradients=None))
     joined = all_logged({**total.metrics, "loss": total.loss}, total.weight)
     joined |= {

@@ -72,9 +72,9 @@ def late_update(update: Callable[..., Update], reduce: Reduce, after_update: Aft
     stay: an update by zeros would still decay weights and correct moments.
 
     Args:
-      update: `weight_update` without its `reduce` and `after_update`.
+      update: `WeightUpdate` without its `reduce` and `after_update`.
       reduce: `Replicas.reduce`.
-      after_update: see `weight_update`; it gets the metrics of the step whose gradients are applied.
+      after_update: see `WeightUpdate`; it gets the metrics of the step whose gradients are applied.
     """
 
     def late(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:

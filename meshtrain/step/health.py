@@ -6,6 +6,7 @@ empty places after them; norms are in layer order on every mesh.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +19,26 @@ from meshtrain.sharding.trees import Arrays, leaves_with_paths
 Squares = Mapping[str, jax.Array]  # path -> sums of squares, float32 [L], or [] of what stacks no layers
 
 
-def squares(names: Mapping[str, Names], stack: Stack | None, tree: Arrays) -> Squares:
+class Layers(NamedTuple):
+    """Where the layers of parameters are.
+
+    Attributes:
+      names: path -> logical axes.
+      stack: of the pipeline; None: layers are in layer order in memory.
+    """
+
+    names: Mapping[str, Names]
+    stack: Stack | None = None
+
+
+def squares(layers: Layers, tree: Arrays) -> Squares:
     """Returns the sums of squares of each array, of each of its layers: float32 [L] in layer order, else [].
 
     Args:
-      names: path -> logical axes.
-      stack: of the pipeline; None: layers are in layer order in memory.
-      tree: of float32 arrays like the parameters; a scalar stands for one that is frozen.
+      layers: of the parameters.
+      tree: of float32 arrays like them; a scalar stands for one that is frozen.
     """
-    result = {}
+    (names, stack), result = layers, {}
     for path, leaf in leaves_with_paths(tree):
         dims = [dim for dim in range(leaf.ndim) if names[path][dim] in STACKED]
         of_places = jnp.sum(jnp.square(leaf), axis=[dim for dim in range(leaf.ndim) if dim not in dims])
@@ -38,6 +50,14 @@ def squares(names: Mapping[str, Names], stack: Stack | None, tree: Arrays) -> Sq
 def totals(found: Squares) -> jax.Array:
     """Returns the sum of squares of each array, float32 [leaves]."""
     return jnp.stack([jnp.sum(one) for one in found.values()])
+
+
+def metrics(layers: Layers, of_gradients: Squares, weights: Arrays, moved: Arrays) -> Metrics:
+    """Returns `norms` of gradients, of weights before the step, and of what they moved by, all float32."""
+    # A difference, because XLA would store the optimizer's updates for their norms and pass over memory once more.
+    of_updates = squares(layers, jax.tree.map(jnp.subtract, moved, weights))
+    of_all = {"weight": squares(layers, weights), "update": of_updates, "grad": of_gradients}
+    return {name: norm for what, one in of_all.items() for name, norm in norms(what, one, layers.names).items()}
 
 
 def norms(what: str, found: Squares, names: Mapping[str, Names]) -> Metrics:

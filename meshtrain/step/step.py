@@ -13,7 +13,6 @@ import optax
 from meshtrain.models.metrics import Metrics, all_logged, divisor
 from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
 from meshtrain.optim.average import followed
-from meshtrain.pipeline.stages import Stack
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merged, select
@@ -65,7 +64,7 @@ def train_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
     Args:
       gradients: (params, batch, rng, seed) -> sums over the batch; the gradients of trained weights, times the seed.
-      update: from `weight_update`.
+      update: such as a `WeightUpdate`.
       scaling: how the loss is scaled for the backward pass; None: not at all.
     """
 
@@ -77,26 +76,14 @@ def train_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
     return step
 
 
-def weight_update(
-    transformation: optax.GradientTransformation,
-    learning_rate: optax.Schedule,
-    clip_norm: float,
-    guard_options: GuardOptions,
-    scaling: Scaling | None = None,
-    fetch: Callable[[OptState, jax.Array], OptState] = lambda opt_state, _: opt_state,
-    mask: Masks = None,
-    reduce: Reduce | None = None,
-    after_update: AfterUpdate | None = None,
-    average_decay: float = 0.0,
-    names_of_layers: Mapping[str, Names] | None = None,
-    stack: Stack | None = None,
-) -> Update:
-    """Returns the second half of a step: (state, sums of the batch, seed of its gradients) -> (state, metrics).
+@dataclasses.dataclass(frozen=True)
+class WeightUpdate:
+    """The second half of a step, an `Update`: the guard's checks, clipping, the optimizer, and the metrics.
 
     A step that the guard skips changes neither weights nor moments nor averages. It advances the step number, and with
     it data and random numbers.
 
-    Args:
+    Attributes:
       transformation: the optimizer. It gets the gradients of the mean loss.
       learning_rate: number of updates -> learning rate, for the metrics only.
       clip_norm: the largest global norm of the gradients, 0 for no clipping.
@@ -110,69 +97,81 @@ def weight_update(
         `Replicas.reduce`; None where the sums have gradients that are reduced.
       after_update: what moves weights besides the optimizer, see `Task.after_update`; None: nothing.
       average_decay: of the averages in the optimizer's state, see `average.followed`; 0: it has none.
-      names_of_layers: path -> logical axes of each parameter, for `health.norms` in the metrics; None: without.
-      stack: of the pipeline's layers, for these.
-
-    Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
-    clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
-    step, with scaling), the task's own as `metrics.all_logged` has them (loads of experts are arrays), and two of the
-    guard for the loop.
+      layers: of the parameters, for `health.metrics`; None: without.
     """
 
-    def update(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
+    transformation: optax.GradientTransformation
+    learning_rate: optax.Schedule
+    clip_norm: float
+    guard_options: GuardOptions
+    scaling: Scaling | None = None
+    fetch: Callable[[OptState, jax.Array], OptState] = lambda opt_state, _: opt_state
+    mask: Masks = None
+    reduce: Reduce | None = None
+    after_update: AfterUpdate | None = None
+    average_decay: float = 0.0
+    layers: health.Layers | None = None
+
+    def __call__(self, state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
+        """Returns the state after the step, and metrics.
+
+        Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights,
+        before clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale
+        (of this step, with scaling), the task's own as `metrics.all_logged` has them (loads of experts are arrays), and
+        two of the guard for the loop. With `layers` there are `health.metrics`, too.
+        """
         weight = divisor(sums.weight)
         loss = sums.loss / weight
         mean_gradients = jax.tree.map(lambda total: total / (weight * seed), cast(sums.gradients, jnp.float32))
-        trained, frozen = select(state.params, mask)
+        trained, frozen = select(state.params, self.mask)
         # A zero for each frozen weight, because the guard reports a gradient by its index among all parameters.
         of_all = merged(mean_gradients, jax.tree.map(lambda _: jnp.float32(0), frozen))
-        by_layer = health.squares(names_of_layers, stack, of_all) if names_of_layers and reduce is None else None
+        by_layer = health.squares(self.layers, of_all) if self.layers and self.reduce is None else None
         sums_of_squares = health.totals(by_layer) if by_layer else square_sums(of_all)
-        squares = loss_scale.overflowed(scaling, sums_of_squares, of_all, weight * seed)
+        squares = loss_scale.overflowed(self.scaling, sums_of_squares, of_all, weight * seed)
         norm, residual = jnp.sqrt(jnp.sum(squares)), state.residual
-        if reduce is not None:
-            mean_gradients, residual = reduce(mean_gradients, residual)
+        if self.reduce is not None:
+            mean_gradients, residual = self.reduce(mean_gradients, residual)
             # Packing may lose a NaN, so the norm is that of the reduced gradients only if those before were finite.
             reduced_norm = jnp.sqrt(jnp.sum(square_sums(mean_gradients)))
             norm = jnp.where(jnp.isfinite(norm), reduced_norm, norm)
-        good = guard.is_good(guard_options, state.skipped, loss, norm)
-        new_scale, is_excused = loss_scale.after(scaling, state.loss_scale, loss, norm)
+        good = guard.is_good(self.guard_options, state.skipped, loss, norm)
+        new_scale, is_excused = loss_scale.after(self.scaling, state.loss_scale, loss, norm)
         skipped = guard.after(state.skipped, good, is_excused, norm)
-        float32_params = cast(trained, jnp.float32)
-        before = fetch(state.opt_state, norm)
-        updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), before, float32_params)
-        moved = optax.apply_updates(float32_params, updates)
-        if after_update is not None:
-            moved, _ = select(after_update(merged(moved, frozen), sums.metrics), mask)
-        if average_decay:
-            opt_state = followed(opt_state, moved, average_decay)
+        before, weights = self.fetch(state.opt_state, norm), cast(trained, jnp.float32)
+        clipped = clip(mean_gradients, norm, self.clip_norm)
+        moved, opt_state = self._moved(clipped, before, weights, frozen, sums.metrics)
         updated = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, trained)
         metrics = all_logged(sums.metrics, weight)
         metrics |= {
             "loss": loss,
             "weight": sums.weight,
             "grad_norm": norm,
-            "learning_rate": jnp.asarray(learning_rate(num_updates(state)), jnp.float32),
+            "learning_rate": jnp.asarray(self.learning_rate(num_updates(state)), jnp.float32),
             "skipped_steps": skipped.total,
             guard.IN_A_ROW: skipped.in_a_row,
             guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares),
         }
-        if names_of_layers:
-            by_layer = by_layer or health.squares(names_of_layers, stack, mean_gradients)
+        if self.layers:
+            by_layer = by_layer or health.squares(self.layers, mean_gradients)
+            metrics |= health.metrics(self.layers, by_layer, weights, moved)
             metrics[guard.ITS_LAYER] = health.last_not_finite(by_layer, metrics[guard.FIRST_NOT_FINITE])
-            # A difference, because XLA would store `updates` for their norms and pass over memory once more.
-            change = jax.tree.map(jnp.subtract, moved, float32_params)
-            for what, tree in (("weight", float32_params), ("update", change)):
-                metrics |= health.norms(what, health.squares(names_of_layers, stack, tree), names_of_layers)
-            metrics |= health.norms("grad", by_layer, names_of_layers)
-        if scaling is not None:
+        if self.scaling is not None:
             metrics["loss_scale"] = state.loss_scale.scale
         params = merged(guard.where_good(good, updated, trained), frozen)
         opt_state = guard.where_good(good, opt_state, before)
         residual = guard.where_good(good, residual, state.residual)
         return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale, residual), metrics
 
-    return update
+    def _moved(
+        self, gradients: Arrays, before: OptState, weights: Arrays, frozen: Arrays, of_task: Metrics
+    ) -> tuple[Arrays, OptState]:
+        """Returns the trained weights after optimizer and `after_update`, and the optimizer's state with averages."""
+        updates, opt_state = self.transformation.update(gradients, before, weights)
+        moved = optax.apply_updates(weights, updates)
+        if self.after_update is not None:
+            moved, _ = select(self.after_update(merged(moved, frozen), of_task), self.mask)
+        return moved, followed(opt_state, moved, self.average_decay) if self.average_decay else opt_state
 
 
 def eval_step(loss: Callable[[Params, Batch, jax.Array], Loss]) -> EvalStep:

@@ -31,7 +31,7 @@ from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.state import init_state
-from meshtrain.step.step import weight_update
+from meshtrain.step.step import WeightUpdate
 
 B, T, D, V, G = 16, 4, 8, 32, 4
 NUM_STEPS = 4
@@ -255,7 +255,7 @@ def plain(losses, gradients):
         return Sums(batch["loss"], jnp.ones(3), {"extra": jnp.float32([1, 2, 3])}, {"w": each * seeds[:, None]})
 
     state = in_groups(init_state({"w": jnp.ones(4)}, sgd, jax.random.key(0)), THREE)
-    step = inner_step(found, weight_update(sgd, lambda count: 0.1, 1.0, GUARD))
+    step = inner_step(found, WeightUpdate(sgd, lambda count: 0.1, 1.0, GUARD))
     given = {"loss": jnp.float32(losses), "gradient": jnp.float32(gradients)}
     return state, *jax.jit(step)(state, given)
 

@@ -18,7 +18,7 @@ from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.state import init_state
-from meshtrain.step.step import train_step, weight_update
+from meshtrain.step.step import WeightUpdate, train_step
 from tests.step.conftest import CONFIG, assembled, batch_of, same
 
 ADAM = optax.adam(0.5)
@@ -72,7 +72,7 @@ def test_a_nan_that_packing_loses_is_seen_before_it():
     def reduce(gradients, residual):
         return jax.tree.map(jnp.nan_to_num, gradients), jax.tree.map(lambda leaf: leaf + 1, residual)
 
-    update = weight_update(ADAM, lambda count: 0.5, 1.0, GuardOptions(), reduce=reduce)
+    update = WeightUpdate(ADAM, lambda count: 0.5, 1.0, GuardOptions(), reduce=reduce)
     step = jax.jit(train_step(gradients, update))
     start = init_state(params, ADAM, jax.random.key(0), residual={"a": jnp.zeros((2, 3))})
     good, _ = step(start, {"a": jnp.ones(3)})
@@ -88,7 +88,7 @@ def test_the_norm_is_that_of_the_reduced_gradients():
     def gradients(params, batch, rng, seed):
         return Sums(jnp.float32(1), jnp.float32(1), {}, {"a": batch["a"]})
 
-    update = weight_update(ADAM, lambda count: 0.5, 1.0, GuardOptions(), reduce=lambda leaves, left: (
+    update = WeightUpdate(ADAM, lambda count: 0.5, 1.0, GuardOptions(), reduce=lambda leaves, left: (
         jax.tree.map(lambda leaf: leaf.sum(axis=0), leaves), left
     ))  # fmt: skip
     start = init_state({"a": jnp.ones(2)}, ADAM, jax.random.key(0), residual={"a": jnp.zeros((2, 2))})

@@ -10,7 +10,7 @@ from meshtrain.models.task import Sums
 from meshtrain.optim.average import with_averages
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.state import init_state
-from meshtrain.step.step import train_step, weight_update
+from meshtrain.step.step import WeightUpdate, train_step
 from tests.step.conftest import same
 
 DECAY, RATE = 0.75, 0.5
@@ -30,7 +30,7 @@ def gradients(params, batch, rng, seed):
 @pytest.fixture(scope="module")
 def states():
     """The state before the first of four steps and after each; the gradient of the third is not finite."""
-    update = weight_update(
+    update = WeightUpdate(
         SGD, lambda count: RATE, 0.0, GuardOptions(), mask=MASK, after_update=after_update, average_decay=DECAY
     )
     step = jax.jit(train_step(gradients, update))

@@ -25,7 +25,7 @@ from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.step.state import init_state
-from meshtrain.step.step import train_step, weight_update
+from meshtrain.step.step import WeightUpdate, train_step
 
 NUM_SEQUENCES, NUM_TOKENS, WIDTH, NUM_EXPERTS, NUM_LAYERS, VOCABULARY = 32, 61, 4, 4, 4, 11
 
@@ -166,7 +166,7 @@ def update(metrics, options, state):
     def after_update(params, metrics):
         return {**params, "moved": params["moved"] + metrics["load"].counts}
 
-    change = weight_update(RECORD, lambda count: 0.1, 1.0, options, after_update=after_update)
+    change = WeightUpdate(RECORD, lambda count: 0.1, 1.0, options, after_update=after_update)
     return train_step(gradients, change)(state, {"x": jnp.zeros((1, 1))})
 
 

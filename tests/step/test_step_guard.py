@@ -13,7 +13,7 @@ from meshtrain.models.task import Sums
 from meshtrain.step import guard
 from meshtrain.step.guard import NUM_NORMS, GuardOptions
 from meshtrain.step.state import init_state, num_updates
-from meshtrain.step.step import train_step, weight_update
+from meshtrain.step.step import WeightUpdate, train_step
 from tests.step.conftest import same
 
 MESHES = [
@@ -38,7 +38,7 @@ def plain_step(options=GUARD):
         found = {name: jnp.full_like(params[name], batch[name][0]) for name in params}
         return Sums(batch["loss"][0], jnp.float32(1), {"extra": jnp.float32(2)}, found)
 
-    return jax.jit(train_step(gradients, weight_update(ADAM, optax.linear_schedule(RATE, 0.0, 100), 1.0, options)))
+    return jax.jit(train_step(gradients, WeightUpdate(ADAM, optax.linear_schedule(RATE, 0.0, 100), 1.0, options)))
 
 
 def batch(loss=1.0, a=1.0, b=1.0):
@@ -89,7 +89,7 @@ def test_the_gradient_named_is_that_of_the_trained_weight_and_a_frozen_one_stays
     def gradients(params, batch, rng, seed):
         return Sums(batch["loss"][0], jnp.float32(1), {}, {"a": None, "b": jnp.full_like(params["b"], batch["b"][0])})
 
-    step = jax.jit(train_step(gradients, weight_update(ADAM, lambda count: RATE, 1.0, GUARD, mask=mask)))
+    step = jax.jit(train_step(gradients, WeightUpdate(ADAM, lambda count: RATE, 1.0, GUARD, mask=mask)))
     good, metrics = step(init_state(params, ADAM, jax.random.key(0), mask=mask), batch(b=3.0))
     assert metrics["grad_norm"] == 6.0
     assert metrics[guard.FIRST_NOT_FINITE] == -1
@@ -106,7 +106,7 @@ def test_the_mean_of_a_batch_is_its_sum_over_any_positive_weight(weight):
         sums = jax.tree.map(lambda leaf: 3 * batch["weight"][0] * jnp.ones_like(leaf), params)
         return Sums(5 * batch["weight"][0], batch["weight"][0], {"extra": 2 * batch["weight"][0]}, sums)
 
-    step = jax.jit(train_step(gradients, weight_update(ADAM, lambda count: RATE, 0.0, GUARD)))
+    step = jax.jit(train_step(gradients, WeightUpdate(ADAM, lambda count: RATE, 0.0, GUARD)))
     _, metrics = step(start(), {"weight": jnp.float32([weight])})
     got = [float(metrics[name]) for name in ("loss", "extra", "grad_norm", "weight")]
     is_there = weight > 0
@@ -118,7 +118,7 @@ def test_each_step_draws_from_a_key_of_its_own_a_skipped_one_among_them():
         drawn = {"drawn": jax.random.uniform(rng)}
         return Sums(batch["loss"][0], jnp.float32(1), drawn, jax.tree.map(jnp.ones_like, params))
 
-    step = jax.jit(train_step(gradients, weight_update(ADAM, lambda count: RATE, 1.0, GUARD)))
+    step = jax.jit(train_step(gradients, WeightUpdate(ADAM, lambda count: RATE, 1.0, GUARD)))
     state, drawn = start(), []
     for loss in (1.0, np.nan, 1.0, 1.0):
         state, metrics = step(state, batch(loss=loss))

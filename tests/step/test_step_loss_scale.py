@@ -15,7 +15,7 @@ from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScale, LossScaleOptions, Scaling
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.step.state import init_state
-from meshtrain.step.step import train_step, weight_update
+from meshtrain.step.step import WeightUpdate, train_step
 from tests.step.conftest import same
 
 MESHES = [{}, {"data": 2, "tensor": 2, "pipeline": 2}]
@@ -154,7 +154,7 @@ def test_what_a_smaller_scale_does_not_mend_counts_as_in_a_row():
         return Sums(jnp.float32(1), jnp.float32(1), {}, jnp.full_like(params, jnp.inf))
 
     adam, rule = optax.adam(0.1), Scaling(dataclasses.replace(RULE, hysteresis=1), 1)
-    step = jax.jit(train_step(gradients, weight_update(adam, lambda count: 0.1, 1.0, GuardOptions(), rule), rule))
+    step = jax.jit(train_step(gradients, WeightUpdate(adam, lambda count: 0.1, 1.0, GuardOptions(), rule), rule))
     state, rows = init_state(jnp.ones(3), adam, jax.random.key(0), rule), []
     for _ in range(6):
         state, metrics = step(state, {"x": jnp.zeros((1, 1))})
