@@ -323,7 +323,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
     Args:
       gradients: (params [G, ...], batch, rng, seeds [G]) -> sums [G] and gradients [G, ...]; see `Groups`.
-      update: from `step.WeightUpdate`, applied to each group.
+      update: a `step.WeightUpdate`, applied to each group.
       scaling: how the loss is scaled for the backward pass; None: not at all.
       mask: see above.
 

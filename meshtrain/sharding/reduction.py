@@ -77,7 +77,7 @@ class Reduction:
         step to step, `()` if not. It is zeros at first, and a part of checkpoints.
       reshard: (residual [saved replicas, ...], replicas) -> the same for another number of replicas.
       update: what makes the update of a step that applies its gradients at another time: (the function that takes
-        `reduce` and `after_update` and returns `WeightUpdate` with them, `Replicas.reduce`, `Task.after_update`) ->
+        `reduce` and `after_update` and returns the `WeightUpdate` with them, `Replicas.reduce`, `Task.after_update`) ->
         Update. None: `reduce` returns the gradients of this step.
       moved_bytes: of a device's memory that packing an element reads and writes, for the advice of `plan`.
       advice: (replicas, is_scattered) -> (what, change) for each reason of its own to choose another reduction.
