@@ -149,16 +149,16 @@ def _mixed(schedule: Schedule) -> list[str]:
 
 
 def _deadlock(schedule: Schedule) -> str:
-    """Returns what each stage waits for if stages that run freely in this order deadlock, else an empty string."""
+    """Returns what each stage waits for if stages that run freely in this order deadlock, else an empty string.
+
+    None of them has finished: with its last backward pass a stage has what those before it still need.
+    """
     spans, left = _replay(schedule, Costs())
     if not any(left):
         return ""
     finished = {(span.stage, span.action) for span in spans}
     waits = []
     for stage, actions in enumerate(left):
-        if not actions:
-            waits.append(f"stage {stage} is finished")
-            continue
         needs = dependencies(actions[0], stage, schedule.num_stages, schedule.num_chunks)
         place, needed = next(key for key in needs if key not in finished)
         waits.append(

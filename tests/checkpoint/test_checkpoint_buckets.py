@@ -84,6 +84,7 @@ def test_comes_back_bitwise_on_another_mesh_and_is_kept_as_options_say(bucket, o
         assert checkpoints.steps() == [3, 4, 5]
         del objects["5/manifest.json"]
         assert checkpoints.steps() == [3, 4], "what others do is seen at once"
+    assert other_runs.recorded(bucket) == {"config": {"seed": 4}}
 
 
 def test_the_best_are_kept(bucket):

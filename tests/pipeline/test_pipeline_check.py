@@ -59,7 +59,7 @@ def test_a_deadlock_names_what_each_stage_waits_for():
     assert "deadlock: stage 0 waits in B0 for B0 of stage 1, stage 1 waits in F1 for F1 of stage 0" in message
 
 
-def test_a_deadlock_names_finished_stages():
+def test_a_stage_that_waits_for_itself_is_named():
     rows = [(Action("F", 0), B0), (B0, F0)]
     assert "stage 1 waits in B0 for F0 of stage 1" in refusal(table(*rows))
 

@@ -8,7 +8,15 @@ from jax.sharding import PartitionSpec
 
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
-from meshtrain.sharding.stored import activation_sharding, array_problems, is_names, spec, stored, stored_tree
+from meshtrain.sharding.stored import (
+    activation_sharding,
+    array_problems,
+    is_names,
+    spec,
+    split_elsewhere,
+    stored,
+    stored_tree,
+)
 from tests.sharding.conftest import array, shape_of
 
 RULES = default_rules(LayoutOptions())
@@ -97,3 +105,10 @@ def test_containers_are_not_axes():
     assert not is_names((1, 2))
     assert not is_names(["layers"])
     assert not is_names(jax.ShapeDtypeStruct((1,), "float32"))
+
+
+def test_an_axis_goes_to_the_first_dim_that_it_divides_or_to_none():
+    mesh_shape, there = {"fsdp": 2, "pipeline": 4}, PartitionSpec("fsdp")
+    assert split_elsewhere(there, (8, 6), ("pipeline",), mesh_shape) == PartitionSpec(("fsdp", "pipeline"))
+    assert split_elsewhere(there, (4, 12), ("pipeline",), mesh_shape) == PartitionSpec("fsdp", "pipeline")
+    assert split_elsewhere(there, (4, 6), ("pipeline",), mesh_shape) == there
