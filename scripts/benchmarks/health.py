@@ -21,7 +21,8 @@ from meshtrain.plan.target.compile import compile_step, program_of
 from meshtrain.plan.timing.streams import Assumptions, Streams
 
 # The TPU's compiler takes minutes for unrolled layers.
-STEPS = ("h100:1x8", "h100:1x8,mesh.data=1,mesh.fsdp=8", "h100:1x8,remat.unroll=no", "v5p:2x2x2,remat.unroll=no")
+CASES = ("h100:1x8", "h100:1x8,mesh.data=1,mesh.fsdp=8", "h100:1x8,remat.unroll=no", "v5p:2x2x2,remat.unroll=no")
+STEPS = tuple(f"gpt2_124m={case}" for case in CASES)
 MOST = 0.005
 HEADER = ("| step | FLOPs | bytes of memory | bytes sent | collectives |", "|" + " --- |" * 5)
 
@@ -55,7 +56,7 @@ def weighed(name: str, cluster: str, overrides: dict[str, str]) -> tuple[float, 
 def main(argv: Sequence[str]) -> int:
     """Prints a row for each step, and returns 0 if none grows too much."""
     parser = argparse.ArgumentParser(prog="scripts/bench health", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("steps", metavar="CONFIG=CLUSTER[,KEY=VALUE...]", nargs="*", default=[f"gpt2_124m={one}" for one in STEPS])
+    parser.add_argument("steps", metavar="CONFIG=CLUSTER[,KEY=VALUE...]", nargs="*", default=STEPS)
     jax.config.update("jax_enable_compilation_cache", False)
     print(f"jax {jax.__version__}\n", *HEADER, sep="\n", flush=True)
     grown = 0
