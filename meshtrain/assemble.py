@@ -75,6 +75,7 @@ from meshtrain.step.step import Apart, Update, WeightUpdate, eval_step, train_st
 REFERENCE = "NVIDIA H100 80GB HBM3"  # the device whose rates stand for those that are not known
 
 OuterStep: TypeAlias = Any  # state -> state, jitted or compiled; None without groups that train apart
+TracedSteps = tuple[jax.stages.Traced, jax.stages.Traced | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -500,18 +501,28 @@ def _computations(
     return gradients, evaluate, logits if stages.logits else None
 
 
-def compiled_steps(assembly: Assembly) -> tuple[jax.stages.Compiled, OuterStep]:
-    """Returns the training step and the outer step, compiled; the second is None without groups that train apart.
+def traced_steps(assembly: Assembly) -> TracedSteps:
+    """Returns the training step and the outer step, traced; the second is None without groups that train apart.
+
+    Meanwhile no other thread may trace a module of Linen. `nn.scan` and `nn.remat` make classes as they are traced, and
+    Flax takes fields out of their base classes for that moment: another thread then misses them.
+    """
+    outer = assembly.outer_step
+    return assembly.train_step.trace(assembly.state, assembly.batch), outer and outer.trace(assembly.state)
+
+
+def compiled_steps(traced: TracedSteps) -> tuple[jax.stages.Compiled, OuterStep]:
+    """Returns the two of `traced_steps`, compiled. No module is traced any more, so this may run in another thread.
 
     Raises:
       UserError: other processes traced a different program.
     """
-    step = _compiled("step", assembly.train_step.lower(assembly.state, assembly.batch))
-    outer = assembly.outer_step
-    return step, outer and _compiled("outer step", outer.lower(assembly.state))
+    step, outer = traced
+    return _compiled("step", step), outer and _compiled("outer step", outer)
 
 
-def _compiled(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def _compiled(name: str, traced: jax.stages.Traced) -> jax.stages.Compiled:
+    lowered = traced.lower()
     if peers.count() > 1:
         program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         peers.refuse_differences("program", {f"hash of the {name}": program})

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from meshtrain import loop, options
-from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of
+from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of, traced_steps
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.config import fewer
 from meshtrain.config.config import Config, Given, resolve
@@ -188,9 +188,9 @@ def run_steps(
     """
     config, is_main, n = assembly.config, peers.is_main_process(), peers.count()
     with ThreadPoolExecutor(1) as thread:
-        # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
-        compiling = thread.submit(compiled_steps, assembly)
         with show("restore" if start.saved_step(run, config.checkpoint.directory) else "init") as say:
+            # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
+            compiling = thread.submit(compiled_steps, traced_steps(assembly))
             state, start_step, restored = start.starting_state(assembly, checkpoints)
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
         if is_main and start_step:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from meshtrain.assemble import Assembly, assemble, compiled_steps
+from meshtrain.assemble import Assembly, assemble, compiled_steps, traced_steps
 from meshtrain.config.config import Config, parse
 from meshtrain.data.loader import batches
 from meshtrain.errors import run
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     config, _ = parse(["--config=configs/experts.py", "--config.mesh.data=1", "--config.mesh.expert=1", *overrides])
     shape = dict.fromkeys(AXES, 1)
     assemblies = {kind: assemble(one, shape, devices) for kind, one in (("experts", config), ("dense", dense(config)))}
-    steps = {kind: compiled_steps(assembly)[0] for kind, assembly in assemblies.items()}
+    steps = {kind: compiled_steps(traced_steps(assembly))[0] for kind, assembly in assemblies.items()}
     sizes = "; ".join(
         f"{task.num_parameters:,}, {task.num_active_parameters or task.num_parameters:,}"
         for task in (assembly.task for assembly in assemblies.values())

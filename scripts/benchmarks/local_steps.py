@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from meshtrain.assemble import Assembly, assemble, compiled_steps
+from meshtrain.assemble import Assembly, assemble, compiled_steps, traced_steps
 from meshtrain.config.config import Config, parse
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.data.loader import batches
@@ -82,7 +82,7 @@ def assembled(config: Config, kind: str, devices: Sequence[jax.Device]) -> Assem
 
 def steps_of(assembly: Assembly) -> Steps:
     """Compiles the programs of a run and reads what they send."""
-    train, outer = compiled_steps(assembly)
+    train, outer = compiled_steps(traced_steps(assembly))
     return Steps(train, outer, sent_bytes(assembly, train), sent_bytes(assembly, outer))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 import types
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.linen import kw_only_dataclasses
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.retention import CheckpointOptions
@@ -81,3 +83,16 @@ def test_a_run_begins_with_the_weights_that_it_names_and_a_state_of_its_own(tmp_
     assert begun == dataclasses.replace(own, params=begun.params)
     assembly.config = Config()
     assert start.beginning(assembly) is own
+
+
+def test_one_thread_traces_modules(run, tmp_path, monkeypatch):
+    """While `nn.scan` makes a class, Flax takes fields out of its bases, which another thread would miss."""
+    threads, make_class = set(), kw_only_dataclasses._process_class
+
+    def noted(*given, **by_name):
+        threads.add(threading.current_thread())
+        return make_class(*given, **by_name)
+
+    monkeypatch.setattr(kw_only_dataclasses, "_process_class", noted)
+    run(tmp_path / "run", "num_steps=1", "remat.policy=full")
+    assert threads == {threading.main_thread()}
