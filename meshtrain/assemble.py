@@ -504,8 +504,8 @@ def _computations(
 def traced_steps(assembly: Assembly) -> TracedSteps:
     """Returns the training step and the outer step, traced; the second is None without groups that train apart.
 
-    Meanwhile no other thread may trace a module of Linen. `nn.scan` and `nn.remat` make classes as they are traced, and
-    Flax takes fields out of their base classes for that moment: another thread then misses them.
+    Meanwhile no other thread may trace a Linen module. `nn.scan` and `nn.remat` make subclasses of modules while they
+    are traced. For that moment Flax removes fields from the base classes, and another thread that reads them fails.
     """
     outer = assembly.outer_step
     return assembly.train_step.trace(assembly.state, assembly.batch), outer and outer.trace(assembly.state)

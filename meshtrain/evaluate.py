@@ -140,7 +140,7 @@ def table(found: Mapping[str, Values], total: Values, unit: str) -> str:
 
 
 def as_json(found: Mapping[str, Values], total: Values, **of_run: str | int) -> str:
-    """Returns one JSON object: what is told of the run, `files` (each with its name) and `all`; null: not finite."""
+    """Returns one JSON object: `of_run`, `files` (each with its name) and `all`; null for what is not finite."""
 
     def numbers(values: Values) -> dict[str, float | None]:
         return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -22,12 +22,13 @@ Given = jax.Array | Documents  # an argument of a kernel, None among them
 
 
 class Kernel(NamedTuple):
-    """Two functions of `static`, q [b, T, ..., H], k, v, and what else the kernel takes, in its own layout.
+    """A forward and a backward pass. Both take `static`, q [b, T, ..., H], k, v, and what else the kernel needs.
 
     Attributes:
-      forward: -> heads, as q, and the logarithms of the softmax's sums, float32, as `heads.swapaxes(1, 2)[..., 0]`.
-      backward: of the same, the heads, the logarithms and the cotangent of the heads -> those of q, k and v.
-      static: what is no array.
+      forward: returns heads, shaped as q, and the logarithms of the softmax's sums, float32, shaped as
+        `heads.swapaxes(1, 2)[..., 0]`.
+      backward: also takes heads, logarithms and the cotangent of the heads; it returns the cotangents of q, k and v.
+      static: arguments that are no arrays.
       name: marks heads and logarithms for `jax.checkpoint` policies.
       unit: of the logarithms, such as ln 2 for those to base 2.
     """
