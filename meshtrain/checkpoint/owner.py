@@ -90,7 +90,7 @@ def _beat(place: Place, run: str, ends: threading.Event) -> None:
 
 def _owner(place: Place) -> JsonObject:
     with contextlib.suppress(FileNotFoundError, ValueError):
-        return dict(read_json((place / OWNER).read_text(encoding="utf-8")))
+        return dict(read_json(buckets.read(place / OWNER)))
     return {}
 
 

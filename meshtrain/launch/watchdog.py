@@ -29,6 +29,7 @@ _LEAST_SECONDS = 60.0
 _MEDIANS = 10
 _PATIENT_SECONDS = 1800.0
 _POLL_SECONDS = 1.0
+_LAST_SECONDS = 5.0  # for the last heartbeat
 _ADVICE = "started again, the run goes on from its last checkpoint"
 _ABSENT_SECONDS = 10.0  # between two checks: longer means that this process itself was stopped (SIGSTOP, suspend)
 _NUM_STEPS_REMEMBERED = 64
@@ -70,13 +71,14 @@ class Watchdog:
         self._signs: dict[int, tuple[str, float]] = {}
         self._answered_seconds = self._looked_seconds = now()
         self._num_processes = peers.count() if num_processes is None else num_processes
+        self._heartbeats = threading.Thread(target=self._exchange, daemon=True, name="heartbeats")
         self._is_over = threading.Event()
 
     def __enter__(self) -> Self:
         self._last_seconds = self._answered_seconds = self._looked_seconds = self._now()
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         if self._num_processes > 1:
-            threading.Thread(target=self._exchange, daemon=True, name="heartbeats").start()
+            self._heartbeats.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -86,6 +88,9 @@ class Watchdog:
             leave_at_once(
                 EXIT_LOST_PEER, f"meshtrain: lost: a process is gone: {str(error).splitlines()[0]}; {_ADVICE}"
             )
+        if self._num_processes > 1:
+            # A heartbeat asks JAX for this process's number. Once Python exits, JAX would start its backend for that.
+            self._heartbeats.join(_LAST_SECONDS)
 
     def completed(self, step: int, seconds: float | None) -> None:
         """Records that a step has completed.

@@ -232,6 +232,23 @@ def test_an_owner_who_was_taken_over_leaves_at_once(bucket, monkeypatch):
     assert said[0] == (EXIT_LOST_PEER, f"meshtrain: lost: {bucket} was taken over by far")
 
 
+def test_an_owner_is_read_whole_while_it_is_replaced(bucket):
+    place, is_over = buckets.place(bucket), threading.Event()
+
+    def replace():
+        while not is_over.is_set():
+            for run in ("x", "x" * 50):
+                buckets.write(place / owner.OWNER, owner._text(run))
+
+    writer = threading.Thread(target=replace)
+    buckets.write(place / owner.OWNER, owner._text("x"))
+    writer.start()
+    seen = {owner._owner(place).get("run") for _ in range(100)}
+    is_over.set()
+    writer.join()
+    assert seen == {"x", "x" * 50}
+
+
 def test_of_two_that_begin_at_once_one_is_let_through(bucket, monkeypatch):
     monkeypatch.setattr(owner, "_owner", lambda place: {})  # both look before either has written
     with (

@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -116,6 +117,19 @@ def test_a_hang_ends_the_process_with_4_and_all_stacks():
     last = done.stderr.splitlines()[-1]
     assert last.startswith("meshtrain: hang: no step for ")
     assert "after step 3 (allowed: 2)" in last
+
+
+def test_its_block_ends_after_the_last_heartbeat(clock, monkeypatch):
+    said = []
+
+    def finish():
+        time.sleep(0.5)
+        said.append("finished")
+
+    monkeypatch.setattr(peers, "say_finished", finish)
+    with watchdog(clock, num_processes=2):
+        pass
+    assert said == ["finished"]
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "nan", "inf"])
