@@ -176,11 +176,13 @@ STARTS = """if True:
     import os, pathlib, signal, sys, time
     index, count = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    address, starts = os.environ["JAX_COORDINATOR_ADDRESS"], pathlib.Path({starts!r})  # of another port each time
     if index == 0:
-        with open({starts!r}, "a") as file:
-            file.write(str(count) + os.environ["MESHTRAIN_FULL_PROCESSES"] + " ")
-    time.sleep(1)  # until that is written
-    number = len(pathlib.Path({starts!r}).read_text().split())
+        with starts.open("a") as file:
+            file.write(str(count) + os.environ["MESHTRAIN_FULL_PROCESSES"] + "@" + address + " ")
+    while "@" + address + " " not in starts.read_text():
+        time.sleep(0.01)
+    number = len(starts.read_text().split())
     {then}
 """
 
@@ -190,7 +192,7 @@ def starts_of(folder, then, *words):
     path = folder / "starts"
     path.write_text("")
     code, _, err = ended(STARTS.format(starts=str(path), then=then), *words, processes=4)
-    return code, path.read_text().split(), err
+    return code, [start.partition("@")[0] for start in path.read_text().split()], err
 
 
 def test_one_that_is_killed_is_left_out_until_it_is_there_again(tmp_path):

@@ -196,7 +196,7 @@ def test_those_that_have_registered_learn_who_is_awaited(threads, soon):
 
     done = threads.submit(member)
     with Hub(first, {}) as hub:
-        assert hub.wait_for_all(time.monotonic() + 1.0, lambda _: None) == [2]
+        assert hub.wait_for_all(time.monotonic() + 3.0, lambda _: None) == [2]
         hub.exchange("meet", 0, 0)
         done.result(20)
     assert heard[0] == [2]

@@ -138,15 +138,15 @@ def test_any_number_of_processes_gives_the_same_numbers_and_goes_on_with_what_an
     assert "the pipeline of 2 is folded into tensor" in samples[0]
 
 
-@pytest.mark.parametrize(("number", "code", "within_seconds"), [(signal.SIGKILL, 137, 15), (signal.SIGSTOP, 4, 30)])
-def test_a_worker_that_is_gone_or_stands_still_ends_all(launched, tmp_path, number, code, within_seconds):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGSTOP, 4)])
+def test_a_worker_that_is_gone_or_stands_still_ends_all(launched, tmp_path, number, code):
     process = launched(tmp_path / "run", "mesh.data=2", "num_steps=100000", "eval_every=0")
     wait_for_step(process, 2)
     os.kill(worker(process, 1), number)
     begun = time.monotonic()
     out, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == code, out
-    assert time.monotonic() - begun < within_seconds
+    assert time.monotonic() - begun < 55, "the watchdog's own limit is a minute"
     if code == 4:
         assert "meshtrain: hang: process 1 has given no sign of life for" in out
         assert "in _complete" in out, "the stacks say where it stood"
@@ -214,7 +214,10 @@ def test_killed_eight_times_it_ends_with_the_weights_of_a_run_that_was_not(launc
     chance, steps = random.Random(4), []
     for number in range(8):
         if number % 2:
-            time.sleep(chance.uniform(0.3, 1.0) * seconds)  # somewhere before its first step
+            # Somewhere before its first step. On a machine that was busy, and is not now, not long after it.
+            ends = time.monotonic() + chance.uniform(0.3, 1.0) * seconds
+            while time.monotonic() < ends and newest_save(tmp_path / "killed" / "checkpoints") == steps[-1]:
+                time.sleep(0.01)
         else:
             while number % 4 and newest_save(tmp_path / "killed" / "checkpoints") <= steps[-1]:
                 time.sleep(0.01)  # on a busy machine, too, two kills come after another save
