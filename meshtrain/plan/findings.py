@@ -91,9 +91,6 @@ def _memory(plan: Plan) -> list[Finding]:
         if stats.peak_bytes + memory.uncertainty_bytes > default:
             taken = f"JAX by default takes {format_bytes(int(default))} of the GPU's memory, and the step needs more"
             results.append(Finding(taken, "start with XLA_PYTHON_CLIENT_MEM_FRACTION=0.93"))
-    if compiled.assembly.config.remat.policy == "offload" and cluster.platform == "cuda":
-        unseen = "offload to the host cannot be seen without a GPU: compiled this way it stays in device memory"
-        results.append(Finding(unseen, "measure it on one GPU"))
     return results
 
 
