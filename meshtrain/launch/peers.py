@@ -18,7 +18,7 @@ import jax
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from meshtrain.errors import LostPeer, UserError
+from meshtrain.errors import Interrupted, LostPeer, TrainingStopped, UserError
 from meshtrain.files import Json
 
 _PATIENCE_SECONDS = 600  # wait for the slowest process: it may be reading a large file
@@ -173,7 +173,9 @@ class Exchange:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._jobs.put(None)
-        if kind is None:  # otherwise another process may be gone, and nothing answers
+        # So all processes end alike; otherwise another one may be gone, and nothing answers. A thread that is left over
+        # would ask JAX for this process's number while Python exits, and JAX would start its backend for that.
+        if kind in (None, Interrupted, TrainingStopped):
             self._thread.join(_LAST_SECONDS)
 
     def do(self, job: Callable[[], None]) -> None:

@@ -5,9 +5,11 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
+from meshtrain.errors import Interrupted
 from meshtrain.launch import peers
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -80,6 +82,21 @@ def test_nobody_waits_for_a_report(store):
         fails()
     assert store.values == {}
     made.set()
+
+
+def test_a_run_that_all_processes_interrupt_ends_after_its_last_report(store):
+    def late():
+        time.sleep(0.3)
+        return "a"
+
+    def interrupted():
+        with peers.Exchange("own", lambda *_: None) as opened:
+            opened.publish(10, late)
+            raise Interrupted("saved")
+
+    with pytest.raises(Interrupted):
+        interrupted()
+    assert list(store.values.values()) == ['"a"']
 
 
 def test_a_service_that_is_gone_ends_the_thread(store, monkeypatch):
