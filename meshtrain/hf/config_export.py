@@ -1,11 +1,12 @@
 """Options of the decoder as a config.json, in the newer and the older spelling; the inverse of `hf.config_json`."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject
-from meshtrain.hf.config_json import CONFIG_FILE, QUANTIZED, differences, in_no_table, of_json
+from meshtrain.hf.config_json import CONFIG_FILE, QUANTIZED, differing, in_no_table, of_json
 from meshtrain.hf.families import FAMILIES
 from meshtrain.hf.positions import (
     DEEPSEEK,
@@ -23,10 +24,7 @@ from meshtrain.hf.positions import (
     turns,
 )  # fmt: skip
 from meshtrain.models.transformer.decoder import DecoderOptions
-
-# What Gemma alone has; in other families these options have their defaults.
-_BIASES = ("qkv_biases", "attention_biases", "mlp_biases")
-_OF_GEMMA = ("centered_scales", "post_norms", "scaled_embeddings", "attention_scalar", "attention_cap", "logit_cap")
+from meshtrain.options import Value
 
 
 def family_of(options: DecoderOptions) -> str:
@@ -35,26 +33,18 @@ def family_of(options: DecoderOptions) -> str:
     Raises:
       UserError: there is none.
     """
+    differing_by_family = dict[str, Mapping[str, tuple[Value, Value]]]()
     for family in FAMILIES:
-        try:
+        with contextlib.suppress(UserError):  # its config.json cannot say these options
             theirs = of_json(as_json(options, family, "float32", 1, -1, {}), Path(CONFIG_FILE), None).options
-        except UserError:
-            continue
-        if not differences(options, theirs, 1, CONFIG_FILE):
-            return family
-    named = ["norm", "activation", "positions", "biases"]
-    named += ["num_experts", "router", "router_scale", "shared_experts", "expert_biases"] if options.num_experts else []
-    local = ("global_every", "rope_local_base") if options.window else ()
-    named += ["rope_scaling"] if options.rope_factor != 1.0 else []
-    named += [
-        name
-        for name in (*_BIASES, "unrotated_every", "qk_norm_of_all", "sinks", "window", "qk_norm", *_OF_GEMMA, *local)
-        if getattr(options, name)
-    ]
-    got = ", ".join(f"model.{name}={getattr(options, name)}" for name in named)
+            differing_by_family[family] = differing(options, theirs, 1)
+    family, options_of_none = min(differing_by_family.items(), key=lambda of: len(of[1]))
+    if not options_of_none:
+        return family
+    got, wanted = ([f"model.{name}={of[i]}" for name, of in options_of_none.items()] for i in (0, 1))
     raise UserError(
-        f"model: got {got}, which no model of Hugging Face has together; allowed: those of one of "
-        f"{', '.join(FAMILIES)}; nearest: the options that `python -m meshtrain hf config` prints for one"
+        f"model: got {', '.join(got)}, beside which no model of Hugging Face has the other options; allowed: those of "
+        f"one of {', '.join(FAMILIES)}; nearest: {', '.join(wanted)} for {family}"
     )
 
 

@@ -143,16 +143,19 @@ def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: i
       sequence_length: of the run, in tokens; `max_positions` of 0 means it.
       directory: for the lines.
     """
+    return [
+        f"model.{name}: got {own}, and the model in {directory} has {wanted}; allowed: {wanted}; "
+        f"nearest: model.{name}={wanted}, as `python -m meshtrain hf config {directory}` prints it"
+        for name, (own, wanted) in differing(ours, theirs, sequence_length).items()
+    ]
+
+
+def differing(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int) -> dict[str, tuple[Value, Value]]:
+    """Returns option -> (value of ours, of theirs), of those with which the same weights compute something else."""
     idle = options.idle(ours, "").keys() & options.idle(theirs, "")
-    problems = []
-    for field in dataclasses.fields(DecoderOptions):
-        own, wanted = _effective(ours, field.name, sequence_length), _effective(theirs, field.name, sequence_length)
-        if field.name not in _FREE and field.name not in idle and own != wanted:
-            problems.append(
-                f"model.{field.name}: got {own}, and the model in {directory} has {wanted}; allowed: {wanted}; "
-                f"nearest: model.{field.name}={wanted}, as `python -m meshtrain hf config {directory}` prints it"
-            )
-    return problems
+    names = [field.name for field in dataclasses.fields(DecoderOptions) if field.name not in (*_FREE, *idle)]
+    both = {name: tuple(_effective(shape, name, sequence_length) for shape in (ours, theirs)) for name in names}
+    return {name: (own, wanted) for name, (own, wanted) in both.items() if own != wanted}
 
 
 def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Value:
