@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import reductions
 from meshtrain.config.config import Config, check_filled, num_microbatches, units_on_device
-from meshtrain.config.tasks import MakeTask, find
+from meshtrain.config.tasks import MakeTask, made
 from meshtrain.errors import UserError
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import CompilerOption, init_compiler_options, options_of
@@ -25,10 +25,23 @@ from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.launch.links import wire_share
 from meshtrain.models.cost import Cost
 from meshtrain.models.remat import gathers_early
-from meshtrain.models.task import AfterUpdate, Batch, Entry, Loss, Params, Sums, Task, batch_axes, checked_loss, entries
+from meshtrain.models.task import (
+    AfterUpdate,
+    Batch,
+    Entry,
+    Loss,
+    Params,
+    Sums,
+    Task,
+    batch_axes,
+    checked_loss,
+    checked_stages,
+    entries,
+    refuse_weights,
+)
 from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import Schedule, learning_rate
-from meshtrain.optim.optimizers import optimizer
+from meshtrain.optim.optimizers import NAMES, optimizer
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline import executor, forward
 from meshtrain.pipeline.program import Program, executable, worth_reducing_early
@@ -164,8 +177,8 @@ def assemble(
     mesh = make_mesh(shape, devices)
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     placement = Placement(rules, mesh, config.zero.keeps_gathered, in_fp8(config.precision))
-    task = (make_task or find(config.task))(config, placement)
-    task = dataclasses.replace(task, loss=checked_loss(task.loss))
+    task = made(config, placement, make_task)
+    task = dataclasses.replace(task, loss=checked_loss(task.loss), stages=task.stages and checked_stages(task.stages))
     return _on_mesh(config, task, pipeline_program(config, shape), placement, rules, mesh)
 
 
@@ -184,6 +197,7 @@ def _on_mesh(
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(named_params(task.init)[0]))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     replicas = _replicas(config, task, params, axes, rules, mesh)
+    refuse_weights(params, select(params, replicas.trained)[0])
     make_apart = reductions.apart(config)
     apart: Apart | None = make_apart and make_apart(config, replicas, placement, batch_axes(batch))
     replicas = apart.replicas if apart else replicas
@@ -388,6 +402,7 @@ def _update(
         replicas.trained,
         average_decay=config.optimizer.average,
         layers=layers,
+        is_own=config.optimizer.name not in NAMES,
     )
     if reduction is not None and reduction.update is not None:
         late: Update = reduction.update(update, replicas.reduce, after_update)

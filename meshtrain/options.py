@@ -374,11 +374,11 @@ def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, t
         return function(*given)
     except UserError:
         raise
-    except Exception as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as error:  # whatever the user's function raises
         raise UserError(f"{key}: got '{name}', which raises {raised(error)}{gives}") from error
 
 
-def raised(error: Exception) -> str:
+def raised(error: BaseException) -> str:
     """Returns the type and first line of what a user's code has raised, and the place in it."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((one for one in reversed(frames) if "site-packages" not in one.filename), frames[-1])
@@ -394,7 +394,7 @@ def _imported(key: str, name: str, module_name: str, allowed: str, near: str) ->
         return importlib.import_module(module_name)
     except UserError:
         raise
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise UserError(

@@ -32,7 +32,7 @@ from meshtrain.data.sources import DataOptions, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
 from meshtrain.errors import UserError, first_line, nearest_multiple
 from meshtrain.models.lora import LoraOptions
-from meshtrain.models.task import Task, entries
+from meshtrain.models.task import Task, entries, stack_problems
 from meshtrain.observe import profiler
 from meshtrain.optim import learning_rate, moments, optimizers, trainable
 from meshtrain.options import Options, Value, Values, naming, problems, with_own
@@ -240,6 +240,9 @@ def _on_mesh(
             return problems  # contradictory options, reported above, may make tracing the weights fail
         raise
     if stack := stack_of(task.stages, mesh_shape[PIPELINE], config.pipeline.num_chunks):
+        if unstacked := stack_problems(stack.num_layers, params, axes):
+            return problems + unstacked
+        problems += optimizers.storage_problems(config.optimizer, stack.num_layers, stack.shape)
         params = {**params, "layers": stack.places(params["layers"])}
     return problems + weight_problems(config, mesh_shape, params, axes, rules)
 

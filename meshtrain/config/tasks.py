@@ -196,6 +196,30 @@ def name_of(make_task: MakeTask) -> str:
     return make_task.name if isinstance(make_task, BuiltIn) else options.function_name(make_task)
 
 
+def made(config: Config, placement: Placement, make_task: MakeTask | None = None) -> Task:
+    """Returns the task of a configuration.
+
+    Args:
+      config: resolved.
+      placement: of the mesh.
+      make_task: the caller's task function; None: the one that `config.task` names, see `find`.
+
+    Raises:
+      UserError: a task function of the user's returns something else.
+    """
+    function = make_task or find(config.task)
+    task = function(config, placement)
+    if isinstance(function, BuiltIn):
+        return task
+    if not isinstance(task, Task):
+        raise UserError(
+            f"task: got '{name_of(function)}', which returns {getattr(task, '__name__', type(task).__name__)}; "
+            "allowed: a Task; nearest: return Task(init, loss, batch)"
+        )
+    # JAX caches what it traces by the function, and what a notebook's `init` reads may have changed.
+    return dataclasses.replace(task, init=lambda rng: task.init(rng))
+
+
 def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
     """Returns the task of a configuration without a mesh: its shapes, and its functions as for one device.
 
@@ -205,7 +229,7 @@ def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
       config: resolved.
       make_task: the caller's task function; None: the one that `config.task` names, see `find`.
     """
-    return (make_task or find(config.task))(config, Placement.nowhere())
+    return made(config, Placement.nowhere(), make_task)
 
 
 def abstract_weights(

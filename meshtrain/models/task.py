@@ -17,8 +17,8 @@ from meshtrain.errors import UserError
 from meshtrain.models.cost import MakeCost, unknown
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
 from meshtrain.models.metrics import Ratio as Ratio
-from meshtrain.sharding.stored import Names, named_params
-from meshtrain.sharding.trees import Arrays, Tree, leaves_with_paths
+from meshtrain.sharding.stored import Names, is_names, named_params
+from meshtrain.sharding.trees import Arrays, NamesTree, Tree, leaves_with_paths
 
 Batch = Mapping[str, jax.Array]
 Params: TypeAlias = Arrays  # nested dicts of arrays, which may be boxed with their logical axes
@@ -33,6 +33,9 @@ AfterUpdate = Callable[[Params, Metrics], Params]
 # The step adds this entry, int32 [B]: the index of each example in the global batch. Dropout masks depend on it, so
 # they are the same on every mesh.
 SEQUENCE_INDEX = "sequence_index"
+LAYERS = "layers"  # the key of the stack of layers among parameters, and the logical axis along it
+_SUMMED = (jnp.dtype(jnp.float32), jnp.dtype(jnp.int32))  # over microbatches and replicas
+_TAKEN = ("step", "loss", "weight", "grad_norm", "learning_rate", "skipped_steps", "loss_scale")  # rows have them
 
 
 class Sums(NamedTuple):
@@ -224,28 +227,92 @@ class Task:
         return int(first.shape[0])
 
 
-def checked_loss(loss: Callable[..., Tree]) -> Callable[..., Loss]:
-    """Returns the loss function with a check, while it is traced, that it returns (sum, weight, metrics), all scalars.
+def checked_loss(loss: Callable[..., Tree], where: str = "Task.loss") -> Callable[..., Loss]:
+    """Returns a function with a check, while it is traced, that it returns (sum, weight, metrics), all scalars.
 
-    The returned function raises UserError where it does not.
+    The returned function raises UserError where it does not, where one is no float32 or int32, which other meshes and
+    microbatches would round otherwise, or where a metric has a name of the program's own.
 
     Args:
-      loss: (params, batch, rng, train) -> anything.
+      loss: any arguments -> anything, such as `Task.loss`.
+      where: its name.
     """
 
-    def checked(*given: Params | Batch | jax.Array | bool) -> Loss:
+    def checked(*given: Params | Batch | jax.Array | bool | str | None) -> Loss:
         returned = loss(*given)
-        sums = returned if isinstance(returned, tuple) and len(returned) == 3 else ()
-        if sums and all(map(is_scalar, sums[:2])) and are_metrics(sums[2]):
-            result: Loss = sums
-            return result
-        got = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", returned)
-        raise UserError(
-            f"Task.loss: got {got} returned; allowed: a tuple of the sum over targets, its weight and a dict of "
-            "metrics, each a scalar or a kind such as Ratio(sum, weight); nearest: return loss.sum(), weights.sum(), {}"
-        )
+        is_loss = isinstance(returned, tuple) and len(returned) == 3 and are_metrics(returned[2])
+        is_loss = is_loss and all(map(is_scalar, returned[:2]))
+        if not is_loss or not all(jnp.result_type(leaf) in _SUMMED for leaf in jax.tree.leaves(returned)):
+            got = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", returned)
+            raise UserError(
+                f"{where}: got {got} returned; allowed: a tuple of the sum over targets, its weight and a dict of "
+                "metrics, each a scalar of float32 or int32, or a kind such as Ratio(sum, weight); nearest: return "
+                "loss.astype(jnp.float32).sum(), weights.sum(), {}"
+            )
+        result: Loss = returned
+        if taken := [name for name in result[2] if not isinstance(name, str) or name in _TAKEN or name[:5] == "eval_"]:
+            raise UserError(
+                f"{where}: got the metric {taken[0]!r}; allowed: texts other than eval_... and those of the "
+                f"step, {', '.join(_TAKEN)}; nearest: own_{taken[0]}"
+            )
+        return result
 
     return checked
+
+
+def checked_stages(stages: Stages) -> Stages:
+    """Returns stages whose last function is checked as `checked_loss` does."""
+    return dataclasses.replace(stages, last=checked_loss(stages.last, "Task.stages.last"))
+
+
+def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[str]:
+    """Returns one line for each weight below `layers` that does not stack all layers, so that a pipeline can cut it.
+
+    Args:
+      num_layers: of `Stages`.
+      params: abstract, in layer order.
+      axes: their logical axes; None for a leaf without.
+    """
+    if LAYERS not in params:
+        keys = ", ".join(map(str, params))
+        return [f"Task.stages: got parameters with the keys {keys}; allowed: the layers' below '{LAYERS}'; nearest: "
+                f"{{'{LAYERS}': ..., ...}}"]  # fmt: skip
+    names = dict(leaves_with_paths(axes[LAYERS], is_leaf=is_names))
+    return [
+        f"Task.stages: got {LAYERS}/{path} of shape {leaf.shape} with axes {names.get(path)}, and num_layers = "
+        f"{num_layers}; allowed: {num_layers} as the first dim and '{LAYERS}' as its axis; nearest: "
+        f"{(num_layers, *leaf.shape[1:])} with axes {(LAYERS, *names.get(path, (None,))[1:])}"
+        for path, leaf in leaves_with_paths(params[LAYERS])
+        if (*leaf.shape[:1], *names.get(path, (LAYERS,))[:1]) != (num_layers, LAYERS)
+    ]
+
+
+def refuse_weights(params: Params, trained: Params) -> None:
+    """Checks the weights of a task: that each can be stored under a name of its own, and differentiated.
+
+    Args:
+      params: abstract.
+      trained: those of them that the optimizer updates.
+
+    Raises:
+      UserError: one line for each weight without numbers, for two with one name, and for a trained one of integers.
+    """
+    problems, taken = list[str](), dict[str, str]()
+    for path, leaf in leaves_with_paths(params):
+        name = path.replace("/", ".")  # as Orbax names arrays
+        if other := taken.get(name):
+            problems.append(f"parameters: got {other} and {path}, one name in a checkpoint; allowed: keys that differ "
+                            "without '.' and '/'; nearest: '_' in their place")  # fmt: skip
+        taken[name] = path
+        if leaf.size == 0:
+            problems.append(f"parameters: got {path} of shape {leaf.shape}, without any number; allowed: dims of at "
+                            "least 1; nearest: leave it out")  # fmt: skip
+    for path, leaf in leaves_with_paths(trained):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            problems.append(f"parameters: got {path} of {leaf.dtype}, which has no gradient; allowed: floats, or "
+                            "weights that optimizer.trainable leaves out; nearest: float32")  # fmt: skip
+    if problems:
+        raise UserError(*problems)
 
 
 def checked_after_update(after_update: AfterUpdate) -> AfterUpdate:

@@ -252,7 +252,7 @@ class Guarded:
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Writes a row of values."""
-        self._attempt(lambda: self._tracker.write(step, values))
+        self._attempt(lambda: self._tracker.write(step, dict(values)))  # which it may change
 
     def close(self) -> None:
         """Writes what is left; a second time is fine."""
@@ -261,7 +261,7 @@ class Guarded:
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001  another program's service, or a user's code, may fail in any way
+        except (Exception, SystemExit) as error:  # noqa: BLE001  another program's service, or a user's code, may fail in any way
             line = f"{self._name}: {type(error).__name__}: {error}; training goes on, rows are missing there"
             self._has_warned = _warn_once(self._has_warned, line)
 

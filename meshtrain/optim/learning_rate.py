@@ -193,7 +193,7 @@ def _own(options: LearningRateOptions) -> Share:
     share = called(KEY, options.name, NAMES, [options], takes="options", gives=ending)
     try:
         got = jax.eval_shape(lambda count: jnp.asarray(share(count)), jax.ShapeDtypeStruct((), jnp.int32))
-    except Exception as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as error:  # whatever the user's function raises
         raise UserError(
             f"{KEY}: got '{options.name}', whose result raises {raised(error)}; {wanted}; nearest: jnp.where, "
             "jnp.minimum and their like in place of `if`"

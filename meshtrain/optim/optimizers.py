@@ -20,7 +20,7 @@ from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.average import with_averages
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
-from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, option, problems, raised
+from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, imported_function, option, problems, raised
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 
@@ -244,6 +244,10 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
             "optax.chain(...)"
         )
 
+    # Checkpoints and shardings know arrays of numbers only.
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    as_data = lambda tree: jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)  # noqa: E731
+
     def first_update(params: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         state = given.init(params)
         updates, after = given.update(params, state, params)
@@ -254,7 +258,7 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
             like, state, updates, after = jax.eval_shape(first_update, params)
         except UserError:
             raise
-        except Exception as error:  # whatever the user's optimizer raises
+        except (Exception, SystemExit) as error:  # whatever the user's optimizer raises
             raise UserError(
                 f"{KEY}: got '{options.name}', whose init or update raises {raised(error)}; allowed: {wanted}; "
                 "nearest: mend it there"
@@ -264,9 +268,37 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
                 f"{KEY}: got '{options.name}', whose update returns {wrong}; allowed: updates like the weights and a "
                 "state like that of init, in shapes and dtypes; nearest: mend it there"
             )
-        return given.init(params)
+        return as_data(given.init(params))
 
-    return optax.GradientTransformation(init, given.update)
+    def update(gradients: Arrays, state: Arrays, params: Arrays) -> tuple[Arrays, Arrays]:
+        keys = jax.eval_shape(given.init, params)
+        typed = lambda leaf, like: jax.random.wrap_key_data(leaf) if is_key(like) else leaf  # noqa: E731
+        updates, after = given.update(gradients, jax.tree.map(typed, state, keys), params)
+        return updates, as_data(after)
+
+    return optax.GradientTransformation(init, update)
+
+
+def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[int, ...]) -> list[str]:
+    """Returns one line if a user's optimizer would see layers otherwise than as [L, ...], and so give other numbers.
+
+    Args:
+      options: of the optimizer.
+      num_layers: L.
+      shape: the leading dims of the stack in memory, see `pipeline.stages.Stack`.
+    """
+    if options.name in NAMES or shape == (num_layers,):
+        return []
+    function = imported_function(KEY, options.name, NAMES)
+    if getattr(function, "elementwise", False):
+        return []
+    mark = f"{options.name.partition(':')[2]}.elementwise = True"
+    return [
+        f"{KEY}: got '{options.name}', and {num_layers} layers that this pipeline stores as {list(shape)}, with empty "
+        f"places; allowed: layers that are stored as [{num_layers}], or an optimizer that changes each number of a "
+        f"weight by that number's own gradient and state, with {mark}; nearest: {mark} if it is one, else "
+        "pipeline.num_chunks=1 with stages that divide the layers"
+    ]
 
 
 def _unlike(tree: Arrays, like: Arrays) -> str:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from meshtrain.errors import UserError, nearest_divisor
 from meshtrain.models.metrics import are_metrics, is_scalar
-from meshtrain.models.task import Activations, Batch, LayerSums, Params, Stages
+from meshtrain.models.task import LAYERS, Activations, Batch, LayerSums, Params, Stages
 from meshtrain.models.vocabulary.losses import psum_of_one
 from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.sharding.stored import Names
@@ -231,7 +231,7 @@ def layers_of_stage(stage: int, num_stages: int, num_layers: int, num_chunks: in
     return [range(start, max(start, min(start + size, num_layers))) for start in starts]
 
 
-CHUNKS, LAYERS = "chunks", "layers"
+CHUNKS = "chunks"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from meshtrain.sharding.trees import Arrays, leaves_with_paths
 NUM_NORMS = 64  # gradient norms that the median of the spike rule is taken over
 
 # Metrics of a step that the loop reads and does not log.
+_UPDATE = -2  # in place of an index
 IN_A_ROW, FIRST_NOT_FINITE, ITS_LAYER = "skipped_in_a_row", "first_not_finite", "first_not_finite_layer"
 
 
@@ -97,15 +98,17 @@ def where_good(good: jax.Array, new: Arrays, old: Arrays) -> Arrays:
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
 
 
-def first_not_finite(loss: jax.Array, square_sums: jax.Array) -> jax.Array:
+def first_not_finite(loss: jax.Array, square_sums: jax.Array, can_move: jax.Array) -> jax.Array:
     """Returns the index of the first value of a step that is not finite, an int32 scalar; -1 if all are finite.
 
     Args:
       loss: float32 scalar, with the index 0.
       square_sums: float32 [leaves], the sum of squares of each parameter's gradient; leaf n has the index n + 1.
+      can_move: bool scalar, false where the learning rate or the updates are not finite: `_UPDATE`.
     """
     wrong = ~jnp.isfinite(jnp.concatenate([loss[None], square_sums]))
-    return jnp.where(jnp.any(wrong), jnp.argmax(wrong), -1).astype(jnp.int32)
+    otherwise = jnp.where(can_move, -1, _UPDATE)
+    return jnp.where(jnp.any(wrong), jnp.argmax(wrong), otherwise).astype(jnp.int32)
 
 
 def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
@@ -116,6 +119,8 @@ def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
       number: the result of `first_not_finite`.
       layer: of that gradient, see `health.last_not_finite`; -1: not known, or it has none.
     """
+    if number == _UPDATE:
+        return "the learning rate, or an update of the optimizer"
     if number < 0:
         return "none, the gradient norm jumped (guard.spike_factor)"
     of_layer = f", layer {layer}" if layer >= 0 else ""

@@ -5,6 +5,7 @@ one for each layer. So all that is sent for them is a number for each. In memory
 empty places after them; norms are in layer order on every mesh.
 """
 
+import collections
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -63,13 +64,18 @@ def metrics(layers: Layers, of_gradients: Squares, weights: Arrays, moved: Array
 def norms(what: str, found: Squares, names: Mapping[str, Names]) -> Metrics:
     """Returns `WHAT_norm_of/layers` -> norms float32 [L], in layer order, and `WHAT_norm_of/KEY` -> [] for other keys.
 
-    Layers that stand below another key, such as those of an encoder, are `WHAT_norm_of/KEY/layers`.
+    Layers that stand below another key, such as those of an encoder, are `WHAT_norm_of/KEY/layers`. Below one key there
+    may be stacks of several lengths: each has a group, `WHAT_norm_of/KEY/layers of L`.
     """
+    lengths = collections.defaultdict[str, set[int]](set)
+    for path, one in found.items():
+        lengths[path.partition("/")[0]].update({one.size} if one.ndim else set())
     groups = dict[str, jax.Array]()
     for path, one in found.items():
-        group = path.partition("/")[0]
+        key = group = path.partition("/")[0]
         if one.ndim and group != (axis := layer_order_names(names[path])[0]):
             group = f"{group}/{axis}"
+        group += f" of {one.size}" if one.ndim and len(lengths[key]) > 1 else ""
         groups[group] = groups[group] + one if group in groups else one
     return {f"{what}_norm_of/{group}": jnp.sqrt(total) for group, total in groups.items()}
 

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.models.metrics import Metrics
-from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, checked_after_update
+from meshtrain.models.task import LAYERS, AfterUpdate, Batch, Entry, Params, Task, checked_after_update
 from meshtrain.optim.states import state_axes
 from meshtrain.pipeline import stages
 from meshtrain.pipeline.stages import Stack, relaid
@@ -208,9 +208,9 @@ def placed_states(
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
 
     def spec(path: Sequence[KeyEntry], shape: Sequence[int], axes: Names) -> PartitionSpec:
-        at = axes.index(stages.LAYERS) if stack and stages.LAYERS in axes else -1
+        at = axes.index(LAYERS) if stack and LAYERS in axes else -1
         if stack and at >= 0 and shape[at] == stack.num_layers and stack.num_layers % stack.num_stages:
-            over_stages = rules.parameters[stages.LAYERS]
+            over_stages = rules.parameters[LAYERS]
             rest = spec(path, shape, (*axes[:at], None, *axes[at + 1 :]))
             return split_elsewhere(rest, shape, over_stages, mesh.shape)
         if axes[:1] in ((REPLICAS,), (GROUPS,)):

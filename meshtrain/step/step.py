@@ -98,6 +98,7 @@ class WeightUpdate:
       after_update: what moves weights besides the optimizer, see `Task.after_update`; None: nothing.
       average_decay: of the averages in the optimizer's state, see `average.followed`; 0: it has none.
       layers: of the parameters, for `health.metrics`; None: without.
+      is_own: whether the transformation is a user's, which may return what is not finite.
     """
 
     transformation: optax.GradientTransformation
@@ -111,6 +112,7 @@ class WeightUpdate:
     after_update: AfterUpdate | None = None
     average_decay: float = 0.0
     layers: health.Layers | None = None
+    is_own: bool = False
 
     def __call__(self, state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
         """Returns the state after the step, and metrics.
@@ -135,22 +137,26 @@ class WeightUpdate:
             # Packing may lose a NaN, so the norm is that of the reduced gradients only if those before were finite.
             reduced_norm = jnp.sqrt(jnp.sum(square_sums(mean_gradients)))
             norm = jnp.where(jnp.isfinite(norm), reduced_norm, norm)
-        good = guard.is_good(self.guard_options, state.skipped, loss, norm)
-        new_scale, is_excused = loss_scale.after(self.scaling, state.loss_scale, loss, norm)
-        skipped = guard.after(state.skipped, good, is_excused, norm)
         before, weights = self.fetch(state.opt_state, norm), cast(trained, jnp.float32)
         clipped = clip(mean_gradients, norm, self.clip_norm)
         moved, opt_state = self._moved(clipped, before, weights, frozen, sums.metrics)
+        rate = jnp.asarray(self.learning_rate(num_updates(state)), jnp.float32)
+        can_move = jnp.isfinite(rate)
+        if self.is_own:
+            can_move &= jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(moved)]))
+        good = guard.is_good(self.guard_options, state.skipped, loss, norm) & can_move
+        new_scale, is_excused = loss_scale.after(self.scaling, state.loss_scale, loss, norm)
+        skipped = guard.after(state.skipped, good, is_excused, norm)
         updated = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, trained)
         metrics = all_logged(sums.metrics, weight)
         metrics |= {
             "loss": loss,
             "weight": sums.weight,
             "grad_norm": norm,
-            "learning_rate": jnp.asarray(self.learning_rate(num_updates(state)), jnp.float32),
+            "learning_rate": rate,
             "skipped_steps": skipped.total,
             guard.IN_A_ROW: skipped.in_a_row,
-            guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares),
+            guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares, can_move),
         }
         if self.layers:
             by_layer = by_layer or health.squares(self.layers, mean_gradients)
