@@ -235,6 +235,7 @@ def _batches(assembly: Assembly, corpus: Data, start_step: int) -> Iterator[dict
         limits=limits(assembly.task),
         seed=config.seed,
         start_step=start_step,
+        end_step=config.num_steps,
         num_threads=config.data.num_threads,
         num_prefetch_batches=config.data.num_prefetch_batches,
     )

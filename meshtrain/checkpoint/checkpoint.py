@@ -15,11 +15,13 @@ held them, so neither a mesh nor a container type has to be the same when they a
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Collection, Mapping
 from concurrent import futures
 from pathlib import Path
@@ -45,6 +47,8 @@ CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"
 AVERAGES = "opt_state/averaged_weights"  # see `optim/average.py`
 _LOOK_SECONDS = 1.0
+_ASK_SECONDS = 5.0  # between two questions whether a save has failed in another process
+_saves = itertools.count()  # of all processes, in one order
 _MAX_MISMATCHES = 5
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore quotes the system's error, behind a long path
@@ -55,8 +59,9 @@ class _Save(NamedTuple):
     """A save in flight."""
 
     step: int
+    failure: str  # what a process announces whose part of the save fails
     has_failed: threading.Event
-    sealed: futures.Future[None]
+    sealed: futures.Future[bool]
 
 
 class Checkpoints:
@@ -92,8 +97,8 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # If another process is gone, the save in flight cannot complete: do not wait for it.
-        if kind is None or not issubclass(kind, jax.errors.JaxRuntimeError):
+        # If another process is gone, the save in flight cannot complete; and a second Ctrl-C is not to wait for it.
+        if kind is None or not issubclass(kind, jax.errors.JaxRuntimeError | KeyboardInterrupt):
             self.close()
 
     def steps(self) -> list[int]:
@@ -125,6 +130,7 @@ class Checkpoints:
           SaveFailed: the save before this one failed in its thread, or this one at its start. Another may succeed.
         """
         assert self._options is not None, "opened for reading only"
+        failure = f"save {next(_saves)} failed"
         self.wait()
         json.dumps(dict(extra))  # raises here, with the caller on the stack, instead of later in a thread
         items = ocp.args.Composite(
@@ -141,7 +147,8 @@ class Checkpoints:
         except Exception as error:
             raise self._failure(step, error) from error
         self.newest_failure, has_failed = None, threading.Event()
-        self._in_flight = _Save(step, has_failed, self._thread.submit(self._seal, step, has_failed))
+        sealed = self._thread.submit(self._seal, step, failure, has_failed)
+        self._in_flight = _Save(step, failure, has_failed, sealed)
         return True
 
     def rate(self, step: int, values: Mapping[str, float]) -> None:
@@ -296,9 +303,11 @@ class Checkpoints:
                 directory = self.directory / str(save.step)
                 if peers.is_main_process() and isinstance(directory, Path) and not directory.is_dir():
                     raise FileNotFoundError(f"{directory} has vanished")
-            save.sealed.result()
+            if not save.sealed.result():
+                raise OSError("another process could not write its part")
         except Exception as error:
             save.has_failed.set()  # otherwise the sealing thread would wait forever, and later saves with it
+            peers.announce(save.failure)
             futures.wait([save.sealed])
             raise self._failure(save.step, error) from error
 
@@ -315,10 +324,24 @@ class Checkpoints:
             if not self.newest_failure:
                 raise
 
-    def _seal(self, step: int, has_failed: threading.Event) -> None:
-        is_sealed = integrity.seal(self.directory / str(step), peers.index(), peers.count(), has_failed.is_set)
+    def _seal(self, step: int, failure: str, has_failed: threading.Event) -> bool:
+        asked_seconds = time.monotonic()
+
+        def is_cancelled() -> bool:
+            nonlocal asked_seconds
+            if has_failed.is_set() or time.monotonic() - asked_seconds < _ASK_SECONDS:
+                return has_failed.is_set()
+            asked_seconds = time.monotonic()
+            return peers.is_announced(failure)
+
+        try:
+            is_sealed = integrity.seal(self.directory / str(step), peers.index(), peers.count(), is_cancelled)
+        except Exception:
+            peers.announce(failure)  # the others wait for this process's part
+            raise
         if is_sealed and peers.is_main_process():
             self._prune()
+        return is_sealed
 
     def _prune(self) -> None:
         assert self._options is not None

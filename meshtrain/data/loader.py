@@ -218,6 +218,7 @@ def batches(
     limits: Mapping[str, int] = MappingProxyType({}),
     seed: int,
     start_step: int = 0,
+    end_step: int = 0,
     shuffle: bool = True,
     num_epochs: int | None = None,
     num_threads: int = 2,
@@ -234,6 +235,7 @@ def batches(
       limits: name -> the number that the entry's integers have to be below.
       seed: determines the order of the examples.
       start_step: how many batches came before.
+      end_step: how many batches there are with those, so that none is read ahead of the last; 0: all.
       shuffle: False keeps the examples' own order.
       num_epochs: None repeats forever. Otherwise the last batch is padded with rows of zeros, so of weight 0.
       num_threads: threads that read ahead; 0: each batch is read when it is needed.
@@ -253,7 +255,8 @@ def batches(
         order = sample_order(len(examples), seed=seed, shuffle=shuffle, num_epochs=num_epochs)
     first = next(iter(batch.values()))
     batch_size, rows = first.shape[0], _local_rows(first.sharding, first.shape)
-    steps = grain.MapDataset.range(-(-len(order) // batch_size))
+    num_batches = -(-len(order) // batch_size)
+    steps = grain.MapDataset.range(min(num_batches, end_step) if end_step else num_batches)
     local_batches = steps.map(
         lambda step: _local_batch(examples, order, next_sample(step, batch_size), rows, batch, limits)
     )

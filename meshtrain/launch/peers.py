@@ -131,6 +131,17 @@ def share_problems(name: str, problems: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(line for lines in gathered(name, list(problems)) for line in lines))
 
 
+def announce(what: str) -> None:
+    """Tells the other processes something that they ask for by `is_announced`, of a name that is used once."""
+    if count() > 1:
+        _service().key_value_set(f"{_ROOM}/{what}/{index()}", "", allow_overwrite=True)
+
+
+def is_announced(what: str) -> bool:
+    """Returns whether a process has announced it. It asks the service of process 0: not more often than need be."""
+    return count() > 1 and bool(_service().key_value_dir_get(f"{_ROOM}/{what}/"))
+
+
 def beat(step: int) -> None:
     """Publishes a heartbeat of this process: the step that it has completed; see `say_finished` for the last one."""
     _service().key_value_set(f"{_ROOM}/beat/{index()}", f"{step} {next(_beats)}", allow_overwrite=True)

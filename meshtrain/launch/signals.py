@@ -19,6 +19,7 @@ from meshtrain.errors import EXIT_START_AGAIN
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAID = b"meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again\n"
 _undo: list[Callable[[], None]] = []
+_former: dict[int, Any] = {}  # signal -> the handler that one of this module stands in place of
 _end: list[Callable[[Collection[int]], None]] = []  # ends the open block of `stops_at_signals`, at most one
 
 
@@ -38,6 +39,7 @@ def stops_at_signals() -> Iterator[None]:
     terminal = os.dup(2)  # stderr itself may be captured
     # A handler in Python, though it has nothing to do: without one, nothing is written to the file descriptor.
     handlers: dict[int, Any] = {number: signal.signal(number, lambda *_: None) for number in heeded()}
+    _former.update(handlers)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     thread = threading.Thread(target=_wait, args=(reading, terminal, frozenset(handlers)), daemon=True, name="starting")
     thread.start()
@@ -46,6 +48,7 @@ def stops_at_signals() -> Iterator[None]:
         signal.set_wakeup_fd(before)
         for number in handlers.keys() - set(taken):
             signal.signal(number, handlers[number])
+        _former.clear()
         os.write(writing, b"\0")  # no signal has this number: the thread ends
         thread.join()
         for descriptor in (reading, writing, terminal):
@@ -120,15 +123,28 @@ def interruptions(agreed: Callable[[int], bool] | None = None) -> Iterator[Calla
 
     numbers = [number for number in heeded() if not (agreed and number == signal.SIGTERM)]
     try:
-        before = {number: signal.signal(number, note) for number in numbers}
+        before: dict[int, Any] = {number: signal.signal(number, note) for number in numbers}
     except ValueError:  # not the main thread, as in some notebooks: Python allows no handlers here
-        yield lambda step: False
+        yield agreed or (lambda step: False)
         return
+    _former.update(before)
     try:
         yield agreed or (lambda step: bool(arrived))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _former.clear()
+
+
+def _forget() -> None:
+    """Gives a forked process, such as one of a user's data function, the handlers back: its signals are its own."""
+    if _end:
+        signal.set_wakeup_fd(-1)
+    for number, handler in _former.items():
+        signal.signal(number, handler)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def on_terminal() -> list[int]:

@@ -20,7 +20,7 @@ from typing import Self
 
 import jax
 
-from meshtrain.errors import EXIT_LOST_PEER, UserError, leave_at_once
+from meshtrain.errors import EXIT_LOST_PEER, Interrupted, TrainingStopped, UserError, leave_at_once
 from meshtrain.launch import peers
 
 LOST_SECONDS = "MESHTRAIN_LOST_SECONDS"  # in the environment: longest time without a heartbeat of a process, in seconds
@@ -33,6 +33,7 @@ _LAST_SECONDS = 5.0  # for the last heartbeat
 _ADVICE = "started again, the run goes on from its last checkpoint"
 _ABSENT_SECONDS = 10.0  # between two checks: longer means that this process itself was stopped (SIGSTOP, suspend)
 _NUM_STEPS_REMEMBERED = 64
+_NO_SIGN = "0 none"  # of a process that has not yet given its first: its step
 
 
 class Watchdog:
@@ -72,16 +73,19 @@ class Watchdog:
         self._answered_seconds = self._looked_seconds = now()
         self._num_processes = peers.count() if num_processes is None else num_processes
         self._heartbeats = threading.Thread(target=self._exchange, daemon=True, name="heartbeats")
-        self._is_over = threading.Event()
+        self._is_over, self._is_finished = threading.Event(), False
 
     def __enter__(self) -> Self:
         self._last_seconds = self._answered_seconds = self._looked_seconds = self._now()
+        self._signs = dict.fromkeys(range(self._num_processes), (_NO_SIGN, self._last_seconds))
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         if self._num_processes > 1:
             self._heartbeats.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # After another error, which may be of this process alone, the others are to miss its heartbeats.
+        self._is_finished = isinstance(error, Interrupted | TrainingStopped | None)
         self._is_over.set()
         if isinstance(error, jax.errors.JaxRuntimeError) and self._num_processes > 1:
             # A collective failed because another process is gone; a regular exit would wait for that process.
@@ -182,7 +186,8 @@ class Watchdog:
                 peers.beat(self._step)
                 self.note(peers.signs_of_life())
         with contextlib.suppress(RuntimeError):
-            peers.say_finished()
+            if self._is_finished:
+                peers.say_finished()
 
 
 def _lost_seconds_of_environment() -> float:

@@ -113,8 +113,8 @@ def locked(run: Path) -> Iterator[None]:
                     held.enter_context(undone(lambda: _remove_beginning(run, names, made)))
                 since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
                 file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
-                file.flush()
+                # Without a buffer, whose rest `close` would fail to write once more.
+                os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
             except BlockingIOError:
                 owner = (run / LOCK_FILE).read_text(encoding="utf-8")
                 problems = [f"workdir {run}: in use by {owner}; allowed: one run in each; nearest: another --workdir"]
