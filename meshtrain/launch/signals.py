@@ -20,6 +20,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAID = b"meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again\n"
 _undo: list[Callable[[], None]] = []
 _former: dict[int, Any] = {}  # signal -> the handler that one of this module stands in place of
+_forking = threading.local()
 _end: list[Callable[[Collection[int]], None]] = []  # ends the open block of `stops_at_signals`, at most one
 
 
@@ -136,15 +137,24 @@ def interruptions(agreed: Callable[[int], bool] | None = None) -> Iterator[Calla
         _former.clear()
 
 
+def _block() -> None:
+    _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.blocked)
+
+
 def _forget() -> None:
-    """Gives a forked process, such as one of a user's data function, the handlers back: its signals are its own."""
     if _end:
         signal.set_wakeup_fd(-1)
     for number, handler in _former.items():
         signal.signal(number, handler)
+    _unblock()
 
 
-os.register_at_fork(after_in_child=_forget)
+# A forked process, such as one of a user's data function, gets the former handlers: its signals are its own.
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
 
 
 def on_terminal() -> list[int]:

@@ -283,6 +283,21 @@ def test_a_thread_that_still_writes_to_a_save_that_failed_does_not_disturb_the_n
         writer.join()
 
 
+def test_a_second_ctrl_c_does_not_wait_for_a_save(saved, monkeypatch):
+    ends = threading.Event()
+    monkeypatch.setattr(integrity, "checksums", lambda *_: ends.wait(60) and {})
+
+    def interrupted():
+        with Checkpoints(saved, CheckpointOptions()) as checkpoints:
+            checkpoints.save(4, state(4), {})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not integrity.is_sealed(saved / "4")
+    ends.set()
+
+
 @pytest.mark.parametrize("moment", ["committed", "read"])
 def test_a_save_that_vanishes_before_it_is_sealed_is_told_and_the_next_may_succeed(saved, monkeypatch, moment):
     name = {"committed": "_waited", "read": "checksums"}[moment]

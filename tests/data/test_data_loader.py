@@ -295,6 +295,19 @@ def test_an_error_while_reading_ahead_arrives():
         drawn(Broken(16), shuffle=False, num_epochs=1)
 
 
+def test_nothing_is_read_beyond_the_last_step():
+    read = []
+
+    class Watched(Numbered):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    found = batches(Watched(1000), batch=batch_on(sharded()), seed=0, start_step=2, end_step=5, num_prefetch_batches=8)
+    assert len(list(found)) == 3
+    assert len(read) == 3 * 8
+
+
 def test_closing_ends_the_threads():
     iterator = batches(Numbered(1000), batch=batch_on(sharded()), seed=0, num_threads=3)
     next(iterator)

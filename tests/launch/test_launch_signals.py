@@ -134,3 +134,27 @@ def test_a_terminal_that_goes_away_does_not_keep_a_run_from_saving(tmp_path):
         process.kill()
         process.wait()
     assert (tmp_path / "checkpoint").read_text() == "saved"
+
+
+FORKS = """
+import multiprocessing, sys, time
+from meshtrain.launch import signals
+fork = multiprocessing.get_context("fork")
+block = signals.stops_at_signals() if sys.argv[1] == "starting" else signals.interruptions()
+with block as interrupted:
+    helper = fork.Process(target=time.sleep, args=(600,))
+    helper.start()
+    helper.terminate()
+    helper.join()
+    if interrupted:
+        assert not interrupted(1)
+print(helper.exitcode)
+"""
+
+
+@pytest.mark.parametrize("moment", ["starting", "in its steps"])
+def test_a_forked_process_has_signals_of_its_own(moment):
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, moment], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"{-signal.SIGTERM}\n"), done.stderr

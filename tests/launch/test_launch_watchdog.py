@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from meshtrain.errors import UserError
+from meshtrain.errors import Interrupted, TrainingStopped, UserError
 from meshtrain.launch import peers
 from meshtrain.launch.watchdog import Watchdog
 
@@ -117,6 +117,31 @@ def test_a_hang_ends_the_process_with_4_and_all_stacks():
     last = done.stderr.splitlines()[-1]
     assert last.startswith("meshtrain: hang: no step for ")
     assert "after step 3 (allowed: 2)" in last
+
+
+def test_a_process_that_never_gives_a_sign_is_lost(clock, monkeypatch):
+    monkeypatch.setattr(peers, "beat", lambda step: None)
+    monkeypatch.setattr(peers, "signs_of_life", lambda: {0: "0 0"})
+    monkeypatch.setattr(peers, "say_finished", lambda: None)
+    with watchdog(clock, num_processes=2) as dog:
+        for second in range(19):
+            clock.seconds += 1
+            dog.note({0: f"0 {second}"})
+        assert dog.lost() == {}
+        clock.seconds += 2
+        dog.note({0: "0 20"})
+        assert list(dog.lost()) == [1]
+        assert dog._behind() == "; furthest behind, at step 0: process 0, 1"
+        clock.seconds -= 21  # before the thread looks
+
+
+@pytest.mark.parametrize(("error", "said"), [(Interrupted, 1), (TrainingStopped, 1), (UserError, 0), (OSError, 0)])
+def test_only_an_end_that_all_processes_share_is_said(clock, monkeypatch, error, said):
+    found = []
+    monkeypatch.setattr(peers, "say_finished", lambda: found.append("finished"))
+    with pytest.raises(error), watchdog(clock, num_processes=2):
+        raise error("it ends")
+    assert len(found) == said
 
 
 def test_its_block_ends_after_the_last_heartbeat(clock, monkeypatch):

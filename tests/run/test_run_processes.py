@@ -171,6 +171,33 @@ def test_a_slow_loader_is_named_and_a_signal_to_one_worker_stops_all_after_the_s
     assert named[-1]["slow_process_data_seconds"] > 0.1
 
 
+# A disk that is full for a moment under one of two processes, as it writes the checksums of its second save.
+ONE_FULL_DISK = """
+import errno, os
+from meshtrain.checkpoint import integrity
+original, number = integrity._write, 0
+def write(*given):
+    global number
+    number += 1
+    if number == 2:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    original(*given)
+if os.environ["JAX_PROCESS_ID"] == "1":
+    integrity._write = write
+"""
+
+
+def test_a_save_that_fails_in_one_process_fails_in_all_and_the_next_one_succeeds(launched, tmp_path):
+    changes = ("mesh.data=2", "num_steps=9", "checkpoint.every=3", "eval_every=0", *SMALL)
+    process = launched(tmp_path / "run", *changes, program=("-c", ONE_FULL_DISK + SHARING))
+    out, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 0, out
+    assert "checkpoints/6: not written: No space left on device" in out
+    assert "checkpoints/6: not written: another process could not write its part" in out
+    manifests = (tmp_path / "run" / "checkpoints").glob("*/manifest.json")
+    assert sorted(path.parent.name for path in manifests) == ["3", "9"]
+
+
 def test_processes_started_for_different_things_are_refused_alike(command, tmp_path):
     words = [command(tmp_path / "run", "mesh.data=2", f"seed={seed}") for seed in (1, 2)]
     own = f"words = {words!r}[int(os.environ['JAX_PROCESS_ID'])]"

@@ -1,5 +1,6 @@
 """What a run keeps in its folder besides its arrays."""
 
+import errno
 import json
 import os
 import time
@@ -22,6 +23,15 @@ def test_the_first_process_began_the_run(tmp_path):
     assert begun(tmp_path) == 0.0
     found = json.loads((tmp_path / "corpus.json").read_text())["begun_seconds"]
     assert before - 3 - CLOCKS_DIFFER <= found <= time.time() - 3 + CLOCKS_DIFFER
+
+
+def test_a_full_disk_is_a_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(workdir.os, "write", full)
+    with pytest.raises(UserError, match=r"cannot write \(No space left on device\)"), workdir.locked(tmp_path / "run"):
+        pass
 
 
 def test_time_between_two_processes_counts(tmp_path):
