@@ -33,3 +33,4 @@ def sign_momentum(options: SignMomentumOptions, rates: optax.Schedule, axes: Any
 
 
 sign_momentum.options = SignMomentumOptions
+sign_momentum.elementwise = True  # each number of a weight moves by its own gradient and momentum

@@ -255,8 +255,7 @@ def batches(
         order = sample_order(len(examples), seed=seed, shuffle=shuffle, num_epochs=num_epochs)
     first = next(iter(batch.values()))
     batch_size, rows = first.shape[0], _local_rows(first.sharding, first.shape)
-    num_batches = -(-len(order) // batch_size)
-    steps = grain.MapDataset.range(min(num_batches, end_step) if end_step else num_batches)
+    steps = grain.MapDataset.range(min(-(-len(order) // batch_size), end_step or sys.maxsize))
     local_batches = steps.map(
         lambda step: _local_batch(examples, order, next_sample(step, batch_size), rows, batch, limits)
     )
@@ -267,8 +266,7 @@ def batches(
 
     def place() -> Iterator[dict[str, jax.Array]]:
         try:
-            for local in iterator:
-                yield _global_arrays(local, rows, batch)
+            yield from (_global_arrays(local, rows, batch) for local in iterator)
         finally:
             iterator.close()
 

@@ -277,13 +277,14 @@ def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[str
         keys = ", ".join(map(str, params))
         return [f"Task.stages: got parameters with the keys {keys}; allowed: the layers' below '{LAYERS}'; nearest: "
                 f"{{'{LAYERS}': ..., ...}}"]  # fmt: skip
-    names = dict(leaves_with_paths(axes[LAYERS], is_leaf=is_names))
+    leaves = leaves_with_paths(params[LAYERS])
+    names = {path: (LAYERS,) for path, _ in leaves} | dict(leaves_with_paths(axes[LAYERS], is_leaf=is_names))
     return [
-        f"Task.stages: got {LAYERS}/{path} of shape {leaf.shape} with axes {names.get(path)}, and num_layers = "
+        f"Task.stages: got {LAYERS}/{path} of shape {leaf.shape} with axes {names[path]}, and num_layers = "
         f"{num_layers}; allowed: {num_layers} as the first dim and '{LAYERS}' as its axis; nearest: "
-        f"{(num_layers, *leaf.shape[1:])} with axes {(LAYERS, *names.get(path, (None,))[1:])}"
-        for path, leaf in leaves_with_paths(params[LAYERS])
-        if (*leaf.shape[:1], *names.get(path, (LAYERS,))[:1]) != (num_layers, LAYERS)
+        f"{(num_layers, *leaf.shape[1:])} with axes {(LAYERS, *names[path][1:])}"
+        for path, leaf in leaves
+        if (*leaf.shape[:1], *names[path][:1]) != (num_layers, LAYERS)
     ]
 
 
