@@ -294,9 +294,9 @@ def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[in
         return []
     mark = f"{options.name.partition(':')[2]}.elementwise = True"
     return [
-        f"{KEY}: got '{options.name}', and {num_layers} layers that this pipeline stores as {list(shape)}, with empty "
-        f"places; allowed: layers that are stored as [{num_layers}], or an optimizer that changes each number of a "
-        f"weight by that number's own gradient and state, with {mark}; nearest: {mark} if it is one, else "
+        f"{KEY}: got '{options.name}', and {num_layers} layers that this pipeline stores as {list(shape)}, in chunks "
+        f"or with empty places; allowed: layers that are stored as [{num_layers}], or an optimizer that changes each "
+        f"number of a weight by that number's own gradient and state, with {mark}; nearest: {mark} if it is one, else "
         "pipeline.num_chunks=1 with stages that divide the layers"
     ]
 
