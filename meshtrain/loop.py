@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
-from meshtrain.errors import Interrupted, TrainingStopped
+from meshtrain.errors import Interrupted, TrainingStopped, UserError
 from meshtrain.launch import peers
 from meshtrain.launch.signals import interruptions
 from meshtrain.launch.watchdog import Watchdog
@@ -124,7 +124,7 @@ def run(
         reason = actions.reason(start_step, values)
     with interruptions(peers.agreed_stop()) as interrupted:
         for step in range(start_step + 1, when.num_steps + 1) if not reason else ():
-            state, metrics = dispatch(step, state, batches, clock, when, actions, observers)
+            state, metrics = dispatch(step, state, batches, clock, log, when, actions, observers)
             for done in clock.dispatched(step, metrics):  # the previous step; this one is still in flight
                 log.completed(done, state)
 
@@ -158,18 +158,36 @@ def run(
     return state, log.latest
 
 
+def save_before(
+    step: int, state: TrainState, clock: StepClock, log: "Log", actions: Actions, observers: Observers
+) -> None:
+    """Saves the state with which a step would have begun, whose batch cannot be read."""
+    for done in clock.drain():
+        log.completed(done, state)
+    with clock.pause(), observers.watchdog.patient():
+        actions.write(step - 1, actions.save(step - 1, state))
+        actions.finish_saving()
+    observers.progress.line(f"saved at step {step - 1}: the batch of step {step} cannot be read")
+
+
 def dispatch(
     step: int,
     state: TrainState,
     batches: Iterator[Mapping[str, jax.Array]],
     clock: StepClock,
+    log: "Log",
     when: Timetable,
     actions: Actions,
     observers: Observers,
 ) -> tuple[TrainState, Mapping[str, jax.Array]]:
     """Takes a batch, and returns the state and the metrics of a step that the devices have yet to compute."""
-    with clock.waiting_for_data():
-        batch = next(batches)
+    try:
+        with clock.waiting_for_data():
+            batch = next(batches)
+    except (UserError, OSError):
+        if step > 1 and peers.count() == 1:  # of several processes the others have their batches
+            save_before(step, state, clock, log, actions, observers)
+        raise
     observers.profiler.before(step)
     clock.dispatching()
     state, metrics = actions.train_step(state, batch)

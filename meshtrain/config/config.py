@@ -234,7 +234,8 @@ def _on_mesh(
         if mesh_shape[CONTEXT] > 1:
             problems += _parts_of_sequences(config, task, rules, mesh_shape)
         if mesh_shape[PIPELINE] > 1:
-            problems += _in_stages(config, mesh_shape, task)
+            has_option = hasattr(getattr(function, "options", None), "num_layers")
+            problems += _in_stages(config, mesh_shape, task, has_option=has_option)
     except Exception:
         if own:
             return problems  # contradictory options, reported above, may make tracing the weights fail
@@ -247,7 +248,7 @@ def _on_mesh(
     return problems + weight_problems(config, mesh_shape, params, axes, rules)
 
 
-def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task) -> list[str]:
+def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has_option: bool) -> list[str]:
     """Returns one line for each reason why a pipeline of this size cannot run the task."""
     size = mesh_shape["pipeline"]
     if task.stages is None:
@@ -257,6 +258,7 @@ def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task) -> lis
         num_stages=size,
         num_layers=task.stages.num_layers,
         num_microbatches=num_microbatches(config, mesh_shape),
+        key="model.num_layers" if has_option else "Task.stages.num_layers",
     )
 
 

@@ -46,7 +46,9 @@ class Span(NamedTuple):
     end: Fraction
 
 
-def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_microbatches: int) -> list[str]:
+def check(
+    options: PipelineOptions, *, num_stages: int, num_layers: int, num_microbatches: int, key: str = "model.num_layers"
+) -> list[str]:
     """Returns one line for each reason why the executor cannot run a configuration; empty if it can.
 
     These are checks across options. `options.problems` checks each option by itself.
@@ -56,8 +58,9 @@ def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_mic
       num_stages: size of the mesh's pipeline axis, above 1.
       num_layers: layers of the model.
       num_microbatches: parts of a step's batch.
+      key: what says the number of layers.
     """
-    lines = _without_layers(num_layers, num_stages, options.num_chunks)
+    lines = _without_layers(key, num_layers, num_stages, options.num_chunks)
     try:
         prove(chosen(options, num_stages=num_stages, num_microbatches=num_microbatches))
     except UserError as error:
@@ -65,7 +68,7 @@ def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_mic
     return lines
 
 
-def _without_layers(num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
+def _without_layers(key: str, num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
     """Returns one line if the empty places (`layers_in_chunk`) leave a whole stage, or a chunk of all stages, empty."""
     most = num_stages * num_chunks * layers_in_chunk(num_layers, num_stages, num_chunks)
     below = most - num_stages * num_chunks
@@ -76,7 +79,7 @@ def _without_layers(num_layers: int, num_stages: int, num_chunks: int) -> list[s
     fix = below if below and num_layers - below <= least - num_layers else least
     allowed = [*([f"{below}"] if below else []), f"{least} to {most}" if least < most else f"{most}"]
     return [
-        f"model.num_layers: got {num_layers}, with which a {'chunk' if num_chunks > 1 else 'stage'} of mesh.pipeline "
+        f"{key}: got {num_layers}, with which a {'chunk' if num_chunks > 1 else 'stage'} of mesh.pipeline "
         f"{num_stages} x pipeline.num_chunks {num_chunks} has no layer; allowed: {', or '.join(allowed)}; "
         f"nearest: {fix}"
     ]

@@ -1,6 +1,7 @@
 """What a task of one's own may get wrong without a word from JAX: one line before the first step."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def data(config):
     return Data([example(i) for i in range(64)], [example(i) for i in range(16)], "1")
 
 
-def trained(directory, make, *, num_steps=2, **values):
+def trained(directory, make, *, num_steps=2, make_data=data, **values):
     """What a run returns, with fields of the configuration by their keys, `__` for a dot."""
     config = meshtrain.default()
     config.batch_size, config.num_steps, config.log_every, config.observe.tensorboard = B, num_steps, 1, False
@@ -72,7 +73,7 @@ def trained(directory, make, *, num_steps=2, **values):
         for group in groups:
             at = at[group]
         at[name] = value
-    return meshtrain.train(config, directory, make, data)
+    return meshtrain.train(config, directory, make, make_data)
 
 
 def refusal(directory, make, **values):
@@ -234,6 +235,40 @@ def test_layers_below_one_key_may_be_stacks_of_several_lengths(tmp_path):
 
     trained(tmp_path, make, observe__layers="norms")
     assert "grad_norm_of/model/layers of 3" in (tmp_path / "metrics.jsonl").read_text()
+
+
+@dataclasses.dataclass
+class Lazy:
+    """Examples of which the later ones may have another shape."""
+
+    wrong_from: int
+
+    def __len__(self):
+        return 640
+
+    def __getitem__(self, number):
+        return {**example(number), "x": np.zeros(D + (number >= self.wrong_from), np.float32)}
+
+
+def test_a_batch_that_cannot_be_read_ends_the_run_with_its_state_saved(tmp_path, capsys):
+    source = Lazy(600)
+    own = lambda config: Data(source, [], "1")  # noqa: E731
+    with pytest.raises(UserError, match=rf"^example \d+: got \[{D + 1}\] float32 for 'x'"):
+        trained(tmp_path, task(), make_data=own, num_steps=40)
+    [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("saved at step ")]
+    [saved] = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert said == f"saved at step {saved}: the batch of step {int(saved) + 1} cannot be read"
+    source.wrong_from = 640
+    trained(tmp_path, task(), make_data=own, num_steps=40)
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "loss" in line
+    ]
+    assert steps == list(range(1, 41))
+
+
+def test_too_few_layers_are_those_of_the_stages(tmp_path):
+    said = refusal(tmp_path / "run", task(), mesh__pipeline=4)
+    assert said.startswith("Task.stages.num_layers: got 3, with which a stage of mesh.pipeline 4 ")
 
 
 class Taking:
