@@ -40,6 +40,7 @@ from meshtrain.models.task import (
     refuse_weights,
 )
 from meshtrain.observe.throughput import Throughput
+from meshtrain.optim.learning_rate import NAMES as RATES
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import NAMES, optimizer
 from meshtrain.optim.trainable import trained_mask
@@ -402,7 +403,7 @@ def _update(
         replicas.trained,
         average_decay=config.optimizer.average,
         layers=layers,
-        is_own=config.optimizer.name not in NAMES,
+        is_own=config.optimizer.name not in NAMES or config.learning_rate.name not in RATES,
     )
     if reduction is not None and reduction.update is not None:
         late: Update = reduction.update(update, replicas.reduce, after_update)

@@ -104,7 +104,7 @@ def first_not_finite(loss: jax.Array, square_sums: jax.Array, can_move: jax.Arra
     Args:
       loss: float32 scalar, with the index 0.
       square_sums: float32 [leaves], the sum of squares of each parameter's gradient; leaf n has the index n + 1.
-      can_move: bool scalar, false where the learning rate or the updates are not finite: `_UPDATE`.
+      can_move: bool scalar, false where the updated weights are not finite: `_UPDATE`.
     """
     wrong = ~jnp.isfinite(jnp.concatenate([loss[None], square_sums]))
     otherwise = jnp.where(can_move, -1, _UPDATE)

@@ -98,7 +98,7 @@ class WeightUpdate:
       after_update: what moves weights besides the optimizer, see `Task.after_update`; None: nothing.
       average_decay: of the averages in the optimizer's state, see `average.followed`; 0: it has none.
       layers: of the parameters, for `health.metrics`; None: without.
-      is_own: whether the transformation is a user's, which may return what is not finite.
+      is_own: whether the optimizer or the learning rate is a user's, which may return what is not finite.
     """
 
     transformation: optax.GradientTransformation
@@ -140,10 +140,9 @@ class WeightUpdate:
         before, weights = self.fetch(state.opt_state, norm), cast(trained, jnp.float32)
         clipped = clip(mean_gradients, norm, self.clip_norm)
         moved, opt_state = self._moved(clipped, before, weights, frozen, sums.metrics)
-        rate = jnp.asarray(self.learning_rate(num_updates(state)), jnp.float32)
-        can_move = jnp.isfinite(rate)
+        can_move = jnp.bool_(True)
         if self.is_own:
-            can_move &= jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(moved)]))
+            can_move = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(moved)]))
         good = guard.is_good(self.guard_options, state.skipped, loss, norm) & can_move
         new_scale, is_excused = loss_scale.after(self.scaling, state.loss_scale, loss, norm)
         skipped = guard.after(state.skipped, good, is_excused, norm)
@@ -153,7 +152,7 @@ class WeightUpdate:
             "loss": loss,
             "weight": sums.weight,
             "grad_norm": norm,
-            "learning_rate": rate,
+            "learning_rate": jnp.asarray(self.learning_rate(num_updates(state)), jnp.float32),
             "skipped_steps": skipped.total,
             guard.IN_A_ROW: skipped.in_a_row,
             guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares, can_move),
