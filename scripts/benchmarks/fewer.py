@@ -1,6 +1,7 @@
 """Kills processes of a run that goes on with those that are left, and compares its losses with those of a run at peace.
 
-`launch --min-processes` starts again without the process that was killed, and with all of them some seconds later.
+`launch --min-processes` starts again without the process that was killed, and with all of them some seconds after the
+last kill. Every fourth kill, by chance, waits for that, so that the run shrinks and grows.
 """
 
 import argparse
@@ -22,13 +23,13 @@ from meshtrain.errors import run
 
 ROOT = Path(__file__).parents[2]
 EVERY = 5  # steps between saves
-BACK_SECONDS = 20
+BACK_SECONDS = 15
 CONFIG = """
 from meshtrain.config import default
 
 def get_config():
     config = default()
-    config.num_steps, config.batch_size, config.sequence_length, config.sample_tokens = {steps}, 24, 16, 0
+    config.num_steps, config.batch_size, config.sequence_length, config.sample_tokens = {steps}, 24, 64, 0
     config.model.num_layers, config.model.embed_dim, config.model.mlp_dim = 1, 16, 16
     config.model.num_heads = config.model.num_kv_heads = 2
     config.learning_rate.name, config.learning_rate.warmup_steps, config.learning_rate.peak = "constant", 0, 2e-4
@@ -61,7 +62,7 @@ def rows(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def killed(process: subprocess.Popen[str], number: int, chance: random.Random) -> list[str]:
-    """Kills a random process so many times, each some steps or some time after a start; returns all lines at the end.
+    """Kills a random process so many times, each some steps after a start or amid it; returns all lines at the end.
 
     Raises:
       AssertionError: the run ended before.
@@ -69,10 +70,16 @@ def killed(process: subprocess.Popen[str], number: int, chance: random.Random) -
     said: list[str] = []
     assert process.stdout is not None
     lines: Iterator[str] = iter(process.stdout)
+    are_all = True
     while number:
         wanted = chance.randint(0, 2 * EVERY)  # 0: amid the start
+        waits = chance.random() < 1 / 4
         for line in lines:
             said.append(line)
+            if found := re.search(r"launch: (\d+) of \d+ processes start|launch: all processes start again", line):
+                are_all = not found[1]
+            if waits and not are_all:
+                continue
             wanted -= bool(re.search(r"\] step +\d+/", line))
             if wanted <= 0 and line.startswith("[0]"):
                 break
@@ -100,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
         text = folder / "text.txt"
         text.write_text("".join(f"def f{i % 7}(x):\n    return x + {i * i % 13}\n" for i in range(500)))
         config = folder / "config.py"
-        config.write_text(CONFIG.format(steps=4 * EVERY * (number + 1), every=EVERY, text=text))
+        config.write_text(CONFIG.format(steps=8 * EVERY * (number + 1), every=EVERY, text=text))
         peaceful = launched(folder / "whole", config, arguments.processes)
         said, _ = peaceful.communicate()
         assert peaceful.returncode == 0, said
