@@ -32,7 +32,7 @@ def get_config():
     config.num_steps, config.batch_size, config.sequence_length, config.sample_tokens = {steps}, 24, 64, 0
     config.model.num_layers, config.model.embed_dim, config.model.mlp_dim = 1, 16, 16
     config.model.num_heads = config.model.num_kv_heads = 2
-    config.learning_rate.name, config.learning_rate.warmup_steps, config.learning_rate.peak = "constant", 0, 2e-4
+    config.learning_rate.name, config.learning_rate.warmup_steps, config.learning_rate.peak = "constant", 0, 5e-5
     config.checkpoint.every, config.log_every, config.mesh.data = {every}, 1, -1
     config.data.source, config.data.path = "text", "{text}"
     config.observe.tensorboard = False
