@@ -6,6 +6,7 @@ D: embed dim, F: mlp dim, N: query heads, K: key and value heads, H: head dim, T
 import dataclasses
 import functools
 import pathlib
+import re
 import runpy
 
 import jax
@@ -114,12 +115,8 @@ def test_eight_stages_keep_their_layers_inputs_of_a_microbatch_in_flight_and_not
     assert many - few == pytest.approx((15 - 9) * inputs, rel=0.05)
 
 
-def test_rows_that_work_send_the_least_along_tensor():
-    """As many microbatches as stages, one layer a chunk: loops of forward rows, then of backward rows.
-
-    What is computed again must not be scattered again for a gather that the compiler moves; rows without an embedding
-    must not scatter one.
-    """
+def in_rows():
+    """Returns the plan of as many microbatches as stages, a layer a chunk: loops of forward, then of backward rows."""
     model = dataclasses.replace(small().model, num_layers=6, embed_dim=512, mlp_dim=1024, vocab_multiple=8)
     given = small(
         {"pipeline": 2, "tensor": 4},
@@ -131,7 +128,27 @@ def test_rows_that_work_send_the_least_along_tensor():
         remat=RematOptions("save_attention"),
         pipeline=PipelineOptions("interleaved_1f1b", num_microbatches=2, num_chunks=3),
     )
-    assert text_report.working_ratios(planned("h100:1x8", given))["tensor"] == pytest.approx(1, abs=0.01)
+    return planned("h100:1x8", given)
+
+
+def test_rows_that_work_send_the_least_along_tensor():
+    """What is computed again must not be scattered again for a gather that the compiler moves; rows without an
+    embedding must not scatter one.
+    """
+    assert text_report.working_ratios(in_rows())["tensor"] == pytest.approx(1, abs=0.01)
+
+
+def test_a_cotangent_is_sent_while_gradients_are_added():
+    """Those of a chunk's weights are added in float32 to sums [V, 1, ...]."""
+    program, beside = parse.read(in_rows().compiled.text), []
+    for name, body in program.computations.items():
+        adds = [i for i, line in enumerate(body) if re.match(r"f32\[3,1,\d+,", line.shape) and line.opcode == "fusion"]
+        sent = [i for i, line in enumerate(body) if line.opcode.startswith("collective-permute-")]
+        if program.num_runs[name] > 1 and adds:
+            start, done = sent[-2:]
+            beside.append(sum(start < one < done for one in adds) / len(adds))
+    assert len(beside) == 2, "loops of backward rows, and of pairs"
+    assert min(beside) == 1
 
 
 def test_a_long_sequence_leaves_the_inputs_of_its_layers_alone():
