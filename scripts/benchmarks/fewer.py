@@ -23,7 +23,7 @@ from meshtrain.errors import run
 
 ROOT = Path(__file__).parents[2]
 EVERY = 5  # steps between saves
-BACK_SECONDS = 15
+BACK_SECONDS = 10
 CONFIG = """
 from meshtrain.config import default
 
@@ -32,7 +32,7 @@ def get_config():
     config.num_steps, config.batch_size, config.sequence_length, config.sample_tokens = {steps}, 24, 64, 0
     config.model.num_layers, config.model.embed_dim, config.model.mlp_dim = 1, 16, 16
     config.model.num_heads = config.model.num_kv_heads = 2
-    config.learning_rate.name, config.learning_rate.warmup_steps, config.learning_rate.peak = "constant", 0, 5e-5
+    config.learning_rate.name, config.learning_rate.warmup_steps, config.learning_rate.peak = "constant", 0, 4e-5
     config.checkpoint.every, config.log_every, config.mesh.data = {every}, 1, -1
     config.data.source, config.data.path = "text", "{text}"
     config.observe.tensorboard = False
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
         text = folder / "text.txt"
         text.write_text("".join(f"def f{i % 7}(x):\n    return x + {i * i % 13}\n" for i in range(500)))
         config = folder / "config.py"
-        config.write_text(CONFIG.format(steps=8 * EVERY * (number + 1), every=EVERY, text=text))
+        config.write_text(CONFIG.format(steps=12 * EVERY * (number + 1), every=EVERY, text=text))
         peaceful = launched(folder / "whole", config, arguments.processes)
         said, _ = peaceful.communicate()
         assert peaceful.returncode == 0, said
