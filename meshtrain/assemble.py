@@ -291,7 +291,6 @@ def _options(
         device_kind(replicas.mesh),
         bytes_of_layer,
         is_late=replicas.is_late,
-        in_pipeline=program is not None,
         by_chunk=program is not None and (program.reduces_chunks or splits_experts),
         gathers_early=gathers_early,
         splits_experts=program is None and splits_experts,

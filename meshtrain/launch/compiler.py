@@ -92,19 +92,14 @@ LATE_GPU_OPTIONS = (
 )
 
 
-# In pipelines.
-PIPELINE_GPU_OPTIONS = (
-    CompilerOption(
-        "xla_gpu_experimental_parallel_collective_overlap_limit",
-        64,
-        "permutes and reductions run beside other collectives; the limit counts all collectives of a loop",
-    ),
-)
-
-
 # With gradients that a pipeline reduces beside loops over rows, or with experts in its layers, whose collectives follow
 # one another closely (modelled). Those of gradients are not joined: XLA's scheduler then ends them before the loop.
 CHUNK_GPU_OPTIONS = (
+    CompilerOption(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        64,
+        "gradients are reduced beside loops over rows; the limit counts all collectives of a loop",
+    ),
     CompilerOption(
         "xla_gpu_memory_limit_slop_factor",
         200,
@@ -161,7 +156,6 @@ def options_of(
     layer_bytes: int = 0,
     *,
     is_late: bool = False,
-    in_pipeline: bool = False,
     by_chunk: bool = False,
     gathers_early: bool = True,
     splits_experts: bool = False,
@@ -173,7 +167,6 @@ def options_of(
       device_kind: as JAX names it.
       layer_bytes: see `joining`.
       is_late: whether gradients are applied one step late.
-      in_pipeline: whether a pipeline runs the layers.
       by_chunk: whether a pipeline reduces the gradients of each chunk of layers as soon as they are complete, or has
         experts in its layers.
       gathers_early: whether a loop over layers may gather for the next layer, see `Assembly.gathers_early`.
@@ -183,7 +176,6 @@ def options_of(
     table: tuple[CompilerOption, ...] = CPU_OPTIONS if device_kind == "cpu" else ()
     if device_kind.startswith("NVIDIA"):
         table = GPU_OPTIONS + joining(layer_bytes) + (LATE_GPU_OPTIONS if is_late else ())
-        table += PIPELINE_GPU_OPTIONS if in_pipeline else ()
         table += CHUNK_GPU_OPTIONS if by_chunk else ()
         table += EXPERT_GPU_OPTIONS if splits_experts else ()
         table += LARGE_GPU_OPTIONS if splits_experts or layer_bytes > LARGE_BYTES else ()

@@ -341,13 +341,16 @@ class Rows:
             if self.has_empty:
                 is_layer = given[1] < self.stages.num_layers
                 before, active = ring.where(is_layer, before, cotangent), active & is_layer
-            # The additions wait for the cotangent: XLA then runs them while the chunk's last one is sent.
-            before, after_it = jax.lax.optimization_barrier((before, sum_place))
-            total = ring.add_at(total, part, after_it, active)
+            added_at = sum_place
+            if self.reduction:
+                # The additions wait for the cotangent: XLA then runs them while the chunk's last one is sent. Where
+                # the network is fast, they hide more beside what the layer itself sends (modelled).
+                before, added_at = jax.lax.optimization_barrier((before, sum_place))
+            total = ring.add_at(total, part, added_at, active)
             return (total, before, place - 1, sum_place - 1, slot - 1), None
 
         # All indices are carried. Of indices computed in the loop's body each kernel would compute its own copy. That
-        # of the sums is never a constant: XLA would evaluate the barrier above, and fails (jax 0.12.0.1).
+        # of the sums is never a constant: XLA would evaluate the barrier in `add_at`, and fails (jax 0.12.0.1).
         last = self.num_units - 1
         firsts = self.first_place(cell), cell.chunk * self.num_units, cell.kept_slot * self.num_units
         start = carry.layers, cotangent, *(first + last for first in firsts)

@@ -170,11 +170,12 @@ def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> 
     Args:
       total: each leaf [V K / U, U, ...].
       part: each leaf [U, ...]; it may hold infinities and NaN where `active` is false.
-      place: int32 scalar, index of the unit, out of a barrier: XLA makes one kernel of the addition and the update in
-        place where slice and update have the same shape and read the same instruction as their index. Without a barrier
-        each may get its own copy of the index's arithmetic.
+      place: int32 scalar, index of the unit.
       active: bool scalar.
     """
+    # XLA makes one kernel of the addition and the update in place where slice and update have the same shape and read
+    # the same instruction as their index. Without the barrier each may get its own copy of the index's arithmetic.
+    place = jax.lax.optimization_barrier(place)
 
     def add(total: jax.Array, part: jax.Array) -> jax.Array:
         # The part is masked before the addition, so that `total` is read once.
