@@ -1,7 +1,7 @@
 """Kills processes of a run that goes on with those that are left, and compares its losses with those of a run at peace.
 
 `launch --min-processes` starts again without the process that was killed, and with all of them some seconds after the
-last kill. Every fourth kill, by chance, waits for that, so that the run shrinks and grows.
+last kill. Every eighth kill, by chance, waits for that, so that the run shrinks and grows.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def get_config():
     config.num_steps, config.batch_size, config.sequence_length, config.sample_tokens = {steps}, 24, 64, 0
     config.model.num_layers, config.model.embed_dim, config.model.mlp_dim = 1, 16, 16
     config.model.num_heads = config.model.num_kv_heads = 2
-    config.learning_rate.name, config.learning_rate.warmup_steps, config.learning_rate.peak = "constant", 0, 4e-5
+    config.learning_rate.name, config.learning_rate.warmup_steps, config.learning_rate.peak = "constant", 0, 3e-5
     config.checkpoint.every, config.log_every, config.mesh.data = {every}, 1, -1
     config.data.source, config.data.path = "text", "{text}"
     config.observe.tensorboard = False
@@ -73,7 +73,7 @@ def killed(process: subprocess.Popen[str], number: int, chance: random.Random) -
     are_all = True
     while number:
         wanted = chance.randint(0, 2 * EVERY)  # 0: amid the start
-        waits = chance.random() < 1 / 4
+        waits = chance.random() < 1 / 8
         for line in lines:
             said.append(line)
             if found := re.search(r"launch: (\d+) of \d+ processes start|launch: all processes start again", line):
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
         text = folder / "text.txt"
         text.write_text("".join(f"def f{i % 7}(x):\n    return x + {i * i % 13}\n" for i in range(500)))
         config = folder / "config.py"
-        config.write_text(CONFIG.format(steps=12 * EVERY * (number + 1), every=EVERY, text=text))
+        config.write_text(CONFIG.format(steps=16 * EVERY * (number + 1), every=EVERY, text=text))
         peaceful = launched(folder / "whole", config, arguments.processes)
         said, _ = peaceful.communicate()
         assert peaceful.returncode == 0, said
