@@ -71,12 +71,19 @@ LARGE_GPU_OPTIONS = tuple(
 
 
 # With experts on several devices, whose tokens cross the links between the gathers of weights; LARGE_GPU_OPTIONS come
-# with it. On jaxlib 0.12 `qwen3_235b_a22b` takes 13 % less with them, `mixtral_8x7b` 1 % more (modelled).
+# with it. On jaxlib 0.12 `qwen3_235b_a22b` takes 13 % less with the first and 12 % less with the second, `mixtral_8x7b`
+# 8 % and `qwen3_30b_a3b` 7 % less with the second. On 0.10 that one makes all three slower (modelled).
 EXPERT_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_enable_analytical_sol_latency_estimator",
         False,
         "starts gathers of weights early although tokens are exchanged meanwhile",
+        since="0.12",
+    ),
+    CompilerOption(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        64,
+        "weights are gathered and gradients scattered while tokens are exchanged",
         since="0.12",
     ),
 )
