@@ -122,7 +122,7 @@ def run(
     if start_step == when.num_steps or (start_step and when.can_stop and due(start_step, when.eval_every)):
         log.latest.update(values := actions.evaluate(state))
         reason = actions.reason(start_step, values)
-    with interruptions(peers.agreed_stop()) as interrupted:
+    with interruptions(peers.agreed_stop(start_step)) as interrupted:
         for step in range(start_step + 1, when.num_steps + 1) if not reason else ():
             state, metrics = dispatch(step, state, batches, clock, log, when, actions, observers)
             for done in clock.dispatched(step, metrics):  # the previous step; this one is still in flight

@@ -44,9 +44,18 @@ def is_main_process() -> bool:
     return index() == 0
 
 
-def agreed_stop() -> Callable[[int], bool] | None:
-    """Returns JAX's function of a step: whether all processes stop after it. None for a single process."""
-    return multihost_utils.reached_preemption_sync_point if jax.process_count() > 1 else None
+def agreed_stop(start_step: int) -> Callable[[int], bool] | None:
+    """Returns a function of a step: whether all processes stop after it. None for a single process.
+
+    JAX has all of them stop after the step that follows the last one asked for, which is 0 at first. So it is told the
+    number of steps since the start: in a run that resumes, step 1 is long past.
+
+    Args:
+      start_step: the last step that is done; it is then asked for each of those that follow.
+    """
+    if count() == 1:
+        return None
+    return lambda step: multihost_utils.reached_preemption_sync_point(step - start_step)
 
 
 def count() -> int:

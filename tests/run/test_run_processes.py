@@ -50,6 +50,19 @@ if os.environ["JAX_PROCESS_ID"] == "1":
     training.batches = slow
 """
 
+# Of two processes, the second gets a signal before the first step, which neither begins before both know it.
+SIGNAL_BEFORE_THE_FIRST_STEP = """
+import os, signal, time
+from meshtrain import training
+original = training.batches
+def late(*given, **named):
+    if os.environ["JAX_PROCESS_ID"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(4)
+    yield from original(*given, **named)
+training.batches = late
+"""
+
 pytestmark = pytest.mark.slow
 
 
@@ -169,6 +182,10 @@ def test_a_slow_loader_is_named_and_a_signal_to_one_worker_stops_all_after_the_s
     assert {row["slow_process"] for row in named} == {1}
     assert all(row["step"] > 4 for row in named), "three logged steps running, the first step not among them"
     assert named[-1]["slow_process_data_seconds"] > 0.1
+    resumed = launched(tmp_path / "run", *changes, program=("-c", SIGNAL_BEFORE_THE_FIRST_STEP + SHARING))
+    out, _ = resumed.communicate(timeout=LIMIT_SECONDS)
+    assert resumed.returncode == 75, out
+    assert f"saved at step {int(*saved) + 1} of" in out, "JAX counts the steps of a start"
 
 
 # A disk that is full for a moment under one of two processes, as it writes the checksums of its second save.
