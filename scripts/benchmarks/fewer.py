@@ -1,7 +1,7 @@
 """Kills processes of a run that goes on with those that are left, and compares its losses with those of a run at peace.
 
 `launch --min-processes` starts again without the process that was killed, and with all of them some seconds after the
-last kill. Every eighth kill, by chance, waits for that, so that the run shrinks and grows.
+last kill. Every fourth kill, by chance, waits for that, so that the run shrinks and grows.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def killed(process: subprocess.Popen[str], number: int, chance: random.Random) -
     are_all = True
     while number:
         wanted = chance.randint(0, 2 * EVERY)  # 0: amid the start
-        waits = chance.random() < 1 / 8
+        waits = chance.random() < 1 / 4
         for line in lines:
             said.append(line)
             if found := re.search(r"launch: (\d+) of \d+ processes start|launch: all processes start again", line):
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
         text = folder / "text.txt"
         text.write_text("".join(f"def f{i % 7}(x):\n    return x + {i * i % 13}\n" for i in range(500)))
         config = folder / "config.py"
-        config.write_text(CONFIG.format(steps=16 * EVERY * (number + 1), every=EVERY, text=text))
+        config.write_text(CONFIG.format(steps=12 * EVERY * (number + 1), every=EVERY, text=text))
         peaceful = launched(folder / "whole", config, arguments.processes)
         said, _ = peaceful.communicate()
         assert peaceful.returncode == 0, said
