@@ -11,9 +11,8 @@ from flax.linen import LogicallyPartitioned
 from ml_collections import ConfigDict
 
 from meshtrain.config import Config, default
+from meshtrain.models import vocabulary
 from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Task, staged_loss, token_batch
-from meshtrain.models.vocabulary import losses
-from meshtrain.models.vocabulary.embedding import look_up
 from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
 
@@ -43,9 +42,11 @@ def means(config: Config, placement: Placement) -> Task:
         layers = {k: drawn(i, (n, *shapes[k]), ("layers", *axes[k])) for i, k in enumerate(shapes)}
         return {"table": drawn(3, (NUM_ROWS, d), table), "head": drawn(4, (d, NUM_ROWS), head), "layers": layers}
 
-    def first(outer: Params, batch: Batch, rng: jax.Array, train: bool, axis: losses.Axis) -> jax.Array:
-        rows = batch["tokens"] - losses.first_column(outer["table"].shape[0], axis)
-        return losses.from_one_shard(look_up(placement.weight(outer["table"], table), rows, placement), axis)
+    def first(outer: Params, batch: Batch, rng: jax.Array, train: bool, axis: vocabulary.Axis) -> jax.Array:
+        rows = batch["tokens"] - vocabulary.first_column(outer["table"].shape[0], axis)
+        return vocabulary.from_one_shard(
+            vocabulary.look_up(placement.weight(outer["table"], table), rows, placement), axis
+        )
 
     def repeated(
         layers: Params, x: jax.Array, batch: Batch, rng: jax.Array, start: jax.Array, train: bool
@@ -57,9 +58,9 @@ def means(config: Config, placement: Placement) -> Task:
 
         return jax.lax.scan(one, x, layers)[0], None
 
-    def last(outer: Params, x: jax.Array, batch: Batch, axis: losses.Axis) -> Loss:
-        logits = losses.copy_to_shards(x, axis) @ placement.weight(outer["head"], head)
-        total = losses.cross_entropy(logits, batch["targets"], batch["weights"], NUM_TOKENS, axis)
+    def last(outer: Params, x: jax.Array, batch: Batch, axis: vocabulary.Axis) -> Loss:
+        logits = vocabulary.copy_to_shards(x, axis) @ placement.weight(outer["head"], head)
+        total = vocabulary.cross_entropy(logits, batch["targets"], batch["weights"], NUM_TOKENS, axis)
         return total, batch["weights"].sum(), {}
 
     stages = Stages(n, first, repeated, last)

@@ -15,7 +15,7 @@ import meshtrain
 from meshtrain.config import Config, default
 from meshtrain.models.cost import Cost
 from meshtrain.models.task import Batch, Loss, Params, Task, token_batch
-from meshtrain.models.vocabulary.losses import cross_entropy, without_padding
+from meshtrain.models.vocabulary import cross_entropy, without_padding
 from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
 

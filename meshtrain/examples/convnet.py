@@ -22,7 +22,7 @@ from meshtrain.config.tasks import BuiltIn, source_problems
 from meshtrain.errors import nearest_divisor
 from meshtrain.models.layers import Initializer, dropout
 from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
-from meshtrain.models.vocabulary.losses import cross_entropy
+from meshtrain.models.vocabulary import cross_entropy
 from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
 from meshtrain.step.precision import compute_dtype, in_fp8

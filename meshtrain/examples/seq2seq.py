@@ -15,6 +15,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from meshtrain.models import vocabulary
 from meshtrain.models.attention.multi_head import Memory, MultiHead, Slots
 from meshtrain.models.decoder_options import ROTARY, TransformerShape
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, weight
@@ -22,8 +23,6 @@ from meshtrain.models.remat import MIDDLE, RESIDUAL
 from meshtrain.models.rotary import rotary_angles
 from meshtrain.models.task import Params
 from meshtrain.models.transformer.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE
-from meshtrain.models.vocabulary import head
-from meshtrain.models.vocabulary.embedding import look_up
 from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
 
@@ -112,7 +111,7 @@ class Embedding(nn.Module):
         """
         o, place, init = self.options, self.placement, normal(self.options.weight_std)
         name, shape = "table" if o.tied_embeddings else f"{side}_table", (o.padded_vocab_size, o.embed_dim)
-        x = look_up(weight(self, name, shape, ("vocab", "embed"), init, place, self.dtype), tokens, place)
+        x = vocabulary.look_up(weight(self, name, shape, ("vocab", "embed"), init, place, self.dtype), tokens, place)
         if o.positions == "learned":
             shape = (num_positions, o.embed_dim)
             table = weight(self, f"{side}_positions", shape, ("positions", "embed"), init, place, self.dtype)
@@ -223,13 +222,15 @@ class Head(nn.Module):
     output_dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x: jax.Array, table: jax.Array | None, loss: head.Loss = head.logits) -> jax.Array:
+    def __call__(self, x: jax.Array, table: jax.Array | None, loss: vocabulary.Loss = vocabulary.logits) -> jax.Array:
         """Returns the logits, or what `loss` computes of them; for the arguments see `decoder.Head`."""
         o = self.options
-        product = head.Product(self.placement, head.KERNEL if table is None else head.TABLE, self.output_dtype)
+        product = vocabulary.Product(
+            self.placement, vocabulary.KERNEL if table is None else vocabulary.TABLE, self.output_dtype
+        )
         if table is None:
             shape, init = (o.embed_dim, o.padded_vocab_size), normal(o.weight_std)
-            stored = weight(self, "kernel", shape, head.KERNEL, init, Placement.nowhere(), self.dtype)
+            stored = weight(self, "kernel", shape, vocabulary.KERNEL, init, Placement.nowhere(), self.dtype)
         else:
             stored = table.astype(self.dtype)
         return loss(product, x, stored)

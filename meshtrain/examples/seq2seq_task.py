@@ -37,7 +37,7 @@ from meshtrain.examples.seq2seq import (
     params_of,
     side_keys,
 )
-from meshtrain.models import problems, remat
+from meshtrain.models import problems, remat, vocabulary
 from meshtrain.models.attention.multi_head import CACHE, NEW, Memory, Slots
 from meshtrain.models.cost import of_transformer
 from meshtrain.models.lora import with_adapters
@@ -59,7 +59,6 @@ from meshtrain.models.task import (
 )
 from meshtrain.models.transformer import cache as caches
 from meshtrain.models.transformer.decoder import Given, layer_stack, run_layers
-from meshtrain.models.vocabulary import head, losses
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import default_rules
 from meshtrain.sharding.stored import named_params
@@ -183,7 +182,7 @@ class Seq2Seq:
         y: Activations = End(self.options, place).apply(params_of(params, "end"), x)
         return y
 
-    def columns(self, params: Params, x: jax.Array, loss: head.Loss = head.logits) -> jax.Array:
+    def columns(self, params: Params, x: jax.Array, loss: vocabulary.Loss = vocabulary.logits) -> jax.Array:
         """Returns logits [b, T, V] in the output dtype, padding included, or what `loss` computes of them."""
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
         module = Head(self.options, self.placement, self.dtype, self.output_dtype)
@@ -200,12 +199,12 @@ class Seq2Seq:
         x = self.decode(params, memory, batch, keys, train, remat)
         targets, weights, vocab_size = batch["targets"], batch["weights"], self.options.vocab_size
         if train:
-            cross_entropy = head.CrossEntropy(vocab_size, self.options.loss_chunk)
+            cross_entropy = vocabulary.CrossEntropy(vocab_size, self.options.loss_chunk)
             loss = functools.partial(cross_entropy, targets=targets, weights=weights)
             return self.columns(params, x, loss), jnp.sum(weights), {}
         columns = self.columns(params, x)
-        total = losses.cross_entropy(columns, targets, weights, vocab_size)
-        matches = exact_match(losses.without_padding(columns, vocab_size), batch)
+        total = vocabulary.cross_entropy(columns, targets, weights, vocab_size)
+        matches = exact_match(vocabulary.without_padding(columns, vocab_size), batch)
         return total, jnp.sum(weights), {"exact_match": matches}
 
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
@@ -213,7 +212,7 @@ class Seq2Seq:
         keys = sequence_keys(jax.random.key(0), batch)
         memory = self.encode(params, batch, keys, False, NOTHING_AGAIN)
         x = self.decode(params, memory, batch, keys, False, NOTHING_AGAIN)
-        return losses.without_padding(self.columns(params, x), self.options.vocab_size)
+        return vocabulary.without_padding(self.columns(params, x), self.options.vocab_size)
 
     def decoding(self) -> Decode:
         """Returns how targets are generated one token after the other."""
@@ -315,7 +314,7 @@ class Seq2Seq:
         return y, new[NEW]
 
     def _next_logits(self, params: Params, x: jax.Array) -> jax.Array:
-        return losses.without_padding(self.columns(params, x), self.options.vocab_size)[:, 0]
+        return vocabulary.without_padding(self.columns(params, x), self.options.vocab_size)[:, 0]
 
     def _no_keys(self, num_rows: int) -> jax.Array:
         """Returns the keys of dropout, which is off."""

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.launch.links import wire_share
+from meshtrain.models import vocabulary
 from meshtrain.models.attention.select import exchange
 from meshtrain.models.decoder_options import TransformerShape
 from meshtrain.models.remat import SUMS_AGAIN, RematOptions
-from meshtrain.models.vocabulary import head
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import EXPERT, PIPELINE, TENSOR
 
@@ -124,7 +124,7 @@ def of_transformer(
         if remat.policy == "save_attention":
             kept += residual * options.num_heads * options.width_of_values / (options.embed_dim * tensor)
     columns = options.vocab_size / (tensor * mesh_shape[PIPELINE])
-    chunks = head.num_chunks(int(units), math.ceil(columns), output_dtype, options.loss_chunk)
+    chunks = vocabulary.num_chunks(int(units), math.ceil(columns), output_dtype, options.loss_chunk)
     of_weight = FLOAT32_BYTES * options.embed_dim * columns if chunks > 1 else 0
     exchanged = exchange(options.attends, 2.0, mesh_shape)
     return Cost(

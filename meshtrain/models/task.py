@@ -71,8 +71,8 @@ class Stages:
     """A model cut for a pipeline: its loss is `last(repeated(... repeated(first(batch))))`, plus the layers' sums.
 
     `staged_loss` makes `Task.loss` from the same functions. All stages run `first` and `last`, on the same values.
-    Where `axis` names a mesh axis, the two may split their work over it with the collectives in `losses.py`. If they
-    ignore `axis`, every stage repeats the same work.
+    Where `axis` names a mesh axis, the two may split their work over it with the collectives in `vocabulary.py`. If
+    they ignore `axis`, every stage repeats the same work.
 
     Activations are one array or a pytree of arrays (dicts, tuples, registered dataclasses). Each leaf is sent from
     stage to stage. Gradients flow through floating leaves; integers and bools are only passed on.
@@ -175,7 +175,7 @@ class Task:
       takes_manual_axes: whether the model can be traced where the data axis is manual and other axes are not. Then
         gradients are reduced over data once a step. Otherwise, on meshes with fsdp or an axis after it, data is left to
         the partitioner, which reduces gradients once a microbatch. A plain `table[tokens]` in a sharded table does not
-        support it: XLA's partitioner aborts the process. `lookup.look_up` does.
+        support it: XLA's partitioner aborts the process. `vocabulary.look_up` does.
       width: D, of the residual stream; the learning rate `noam` is a function of it. 0: unknown.
       vocab_size: the data's token ids have to be below it; 0: unknown, or there are no tokens.
       unit: what throughput counts, in the plural: metrics.jsonl has `tokens` and `tokens_per_second` for `tokens`.

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from meshtrain.errors import UserError, nearest_divisor
 from meshtrain.models.metrics import are_metrics, is_scalar
 from meshtrain.models.task import LAYERS, Activations, Batch, LayerSums, Params, Stages
-from meshtrain.models.vocabulary.losses import psum_of_one
+from meshtrain.models.vocabulary import psum_of_one
 from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Tree

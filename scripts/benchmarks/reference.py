@@ -29,8 +29,7 @@ from meshtrain.harness import language_model
 from meshtrain.models.cost import Cost, Kernel
 from meshtrain.models.metrics import Count, Largest, Load, Ratio
 from meshtrain.models.task import Decode, Entry, Stages, Task, sequence_keys, staged_loss, token_batch
-from meshtrain.models.vocabulary.embedding import look_up
-from meshtrain.models.vocabulary.losses import cross_entropy, without_padding
+from meshtrain.models.vocabulary import cross_entropy, look_up, without_padding
 from meshtrain.observe.trackers import Tracker
 from meshtrain.optim.masks import decays, matrix_dims
 from meshtrain.options import option, with_own

@@ -25,7 +25,7 @@ FAULTS = (
         "models/test_models_decoder.py::test_documents_do_not_see_each_other[llama]",
     ),
     Fault(
-        "models/vocabulary/losses.py",
+        "models/vocabulary.py",
         "return (cotangent if axis is None else psum_float32(cotangent, axis),)",
         "return (cotangent,)",
         "the cotangents of what each shard got a copy of are not summed",
@@ -63,7 +63,7 @@ FAULTS = (
         "parity/test_parity_covering.py::test_mesh_changes_no_number[gpt-data2-tensor4-sgd]",
     ),
     Fault(
-        "models/vocabulary/head.py",
+        "models/vocabulary.py",
         "place.weight(place.as_stored(weight, product.names), product.names)",
         "place.weight(weight, product.names)",
         "the weight of a head that makes all logits at once is gathered before its cast, in float32",

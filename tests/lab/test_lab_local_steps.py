@@ -20,7 +20,7 @@ from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.lab.local_steps import in_groups, inner_step, outer_optimizer, outer_step, over_groups
 from meshtrain.models.task import Sums, Task, token_batch
-from meshtrain.models.vocabulary.losses import cross_entropy
+from meshtrain.models.vocabulary import cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan.hlo import parse

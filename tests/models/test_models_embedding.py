@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.models.vocabulary.embedding import look_up
+from meshtrain.models.vocabulary import look_up
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules

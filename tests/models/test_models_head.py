@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.models.vocabulary import head, losses
+from meshtrain.models import vocabulary
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
@@ -27,7 +27,7 @@ COLLECTIVE = re.compile(r"= (\(?)(\w+\[[\d,]*\]).* (all-reduce|all-gather|reduce
 def arrays(names, dtype=jnp.float32, length=T):
     """x, the head's weight, targets, weights of the targets; of more than T tokens the first half has no target."""
     generator = np.random.default_rng(0)
-    shape = (D, V) if names == head.KERNEL else (V, D)
+    shape = (D, V) if names == vocabulary.KERNEL else (V, D)
     x, weight = (jnp.asarray(generator.normal(size=size), dtype) for size in ((B, length, D), shape))
     targets = jnp.asarray(generator.integers(0, VOCAB_SIZE, (B, length)), jnp.int32)
     weights = jnp.asarray(generator.random((B, length)), jnp.float32)
@@ -38,14 +38,14 @@ def value_and_gradients(product, chunk, *, of=(0, 1), axis=None):
     """(x, weight, targets, weights) -> SEED times the loss, and its gradients."""
 
     def loss(x, weight, targets, weights):
-        x = losses.copy_to_shards(product.placement.activation(x, RESIDUAL), axis)
-        return SEED * head.CrossEntropy(VOCAB_SIZE, chunk, axis)(product, x, weight, targets, weights)
+        x = vocabulary.copy_to_shards(product.placement.activation(x, RESIDUAL), axis)
+        return SEED * vocabulary.CrossEntropy(VOCAB_SIZE, chunk, axis)(product, x, weight, targets, weights)
 
     return jax.value_and_grad(loss, argnums=of)
 
 
 def expected(names, dtype=jnp.float32, cap=0.0, length=T):
-    product = head.Product(Placement.nowhere(), names, dtype, cap)
+    product = vocabulary.Product(Placement.nowhere(), names, dtype, cap)
     return jax.jit(value_and_gradients(product, B * length))(*arrays(names, dtype, length))
 
 
@@ -63,19 +63,19 @@ def on_mesh(sizes, names, dtype=jnp.float32, *, sequence_parallel=False, level=0
     stored = NamedSharding(mesh, place.stored_spec(weight.shape, names))
     between = NamedSharding(mesh, place.activation_spec(x.shape, RESIDUAL))
     given = (jax.device_put(x, between), jax.device_put(weight, stored), *rest)
-    function = value_and_gradients(head.Product(place, names, dtype), CHUNK)
+    function = value_and_gradients(vocabulary.Product(place, names, dtype), CHUNK)
     if "pipeline" in sizes:  # the manual region of the executor
-        function = value_and_gradients(head.Product(place, names, dtype), CHUNK, axis="pipeline")
+        function = value_and_gradients(vocabulary.Product(place, names, dtype), CHUNK, axis="pipeline")
         whole, split = PartitionSpec(), PartitionSpec(*("pipeline" if name == "vocab" else None for name in names))
         given_specs, returned = (whole, split, whole, whole), (whole, (whole, split))
         function = place.on_shards(function, given_specs, returned, axes=frozenset({"pipeline"}))
     return jax.jit(function, out_shardings=(None, (between, stored))).lower(*given).compile(), given
 
 
-@pytest.mark.parametrize("names", [head.KERNEL, head.TABLE], ids=["kernel", "table"])
+@pytest.mark.parametrize("names", [vocabulary.KERNEL, vocabulary.TABLE], ids=["kernel", "table"])
 @pytest.mark.parametrize("cap", [0.0, 3.0], ids=["plain", "capped"])
 def test_chunks_change_neither_loss_nor_gradients(names, cap):
-    product = head.Product(Placement.nowhere(), names, jnp.float32, cap)
+    product = vocabulary.Product(Placement.nowhere(), names, jnp.float32, cap)
     got = jax.jit(value_and_gradients(product, CHUNK))(*arrays(names))
     wanted = expected(names, cap=cap)
     assert max(jax.tree.leaves(jax.tree.map(gap, got, wanted))) < 1e-6
@@ -83,11 +83,11 @@ def test_chunks_change_neither_loss_nor_gradients(names, cap):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_in_16_bits_gradients_have_the_roundings_of_the_whole_product(dtype):
-    product = head.Product(Placement.nowhere(), head.KERNEL, dtype)
-    got = jax.jit(value_and_gradients(product, CHUNK))(*arrays(head.KERNEL, dtype))
-    whole = expected(head.KERNEL, dtype)
-    exact = value_and_gradients(head.Product(Placement.nowhere(), head.KERNEL, jnp.float32), WHOLE)(
-        *(x.astype(jnp.float32) if x.dtype == dtype else x for x in arrays(head.KERNEL, dtype))
+    product = vocabulary.Product(Placement.nowhere(), vocabulary.KERNEL, dtype)
+    got = jax.jit(value_and_gradients(product, CHUNK))(*arrays(vocabulary.KERNEL, dtype))
+    whole = expected(vocabulary.KERNEL, dtype)
+    exact = value_and_gradients(vocabulary.Product(Placement.nowhere(), vocabulary.KERNEL, jnp.float32), WHOLE)(
+        *(x.astype(jnp.float32) if x.dtype == dtype else x for x in arrays(vocabulary.KERNEL, dtype))
     )
     for one, like, true in zip(*map(jax.tree.leaves, (got, whole, exact)), strict=True):
         assert one.dtype == like.dtype
@@ -96,21 +96,23 @@ def test_in_16_bits_gradients_have_the_roundings_of_the_whole_product(dtype):
 
 def test_float16_keeps_gradients_that_the_loss_scale_lifts():
     """Of 2^20 targets each has a gradient below 6e-8, the smallest number of float16, until it is scaled."""
-    x, weight, targets, weights = arrays(head.KERNEL, jnp.float16)
+    x, weight, targets, weights = arrays(vocabulary.KERNEL, jnp.float16)
     small = weights * 1e-6
-    product = head.Product(Placement.nowhere(), head.KERNEL, jnp.float16)
-    loss = lambda x, w, chunk: 2.0**20 * head.CrossEntropy(VOCAB_SIZE, chunk)(product, x, w, targets, small)  # noqa: E731
+    product = vocabulary.Product(Placement.nowhere(), vocabulary.KERNEL, jnp.float16)
+    loss = lambda x, w, chunk: 2.0**20 * vocabulary.CrossEntropy(VOCAB_SIZE, chunk)(product, x, w, targets, small)  # noqa: E731
     got, wanted = (jax.jit(jax.grad(functools.partial(loss, chunk=n), (0, 1)))(x, weight) for n in (CHUNK, WHOLE))
     assert max(jax.tree.leaves(jax.tree.map(gap, got, wanted))) < 0.02
 
 
 MESHES = [
-    pytest.param({"pipeline": 2, "fsdp": 2, "tensor": 2}, head.KERNEL, jnp.float32, {}, id="pipeline2-fsdp2-tensor2"),
-    pytest.param({"fsdp": 4, "tensor": 2}, head.KERNEL, jnp.float32, {}, id="fsdp4-tensor2"),
-    pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, head.TABLE, jnp.float32, {"level": 3}, id="zero3-table"),
+    pytest.param(
+        {"pipeline": 2, "fsdp": 2, "tensor": 2}, vocabulary.KERNEL, jnp.float32, {}, id="pipeline2-fsdp2-tensor2"
+    ),
+    pytest.param({"fsdp": 4, "tensor": 2}, vocabulary.KERNEL, jnp.float32, {}, id="fsdp4-tensor2"),
+    pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, vocabulary.TABLE, jnp.float32, {"level": 3}, id="zero3-table"),
     pytest.param(
         {"context": 2, "fsdp": 2, "tensor": 2},
-        head.KERNEL,
+        vocabulary.KERNEL,
         jnp.bfloat16,
         {"sequence_parallel": True, "length": 28},
         id="sequence-bf16",
@@ -137,13 +139,13 @@ def test_a_mesh_changes_no_number_and_reduces_the_weight_once(sizes, names, dtyp
     assert kinds.count("reduce-scatter") == 1 + bool(how)
 
 
-@pytest.mark.parametrize("names", [head.KERNEL, head.TABLE], ids=["kernel", "table"])
+@pytest.mark.parametrize("names", [vocabulary.KERNEL, vocabulary.TABLE], ids=["kernel", "table"])
 def test_the_whole_product_gathers_its_weight_after_the_cast(names):
     """Two products read the gathered weight; the partitioner would gather float32 and cast the result."""
     place = Placement(default_rules(LayoutOptions()), make_mesh(dict.fromkeys(AXES, 1) | {"fsdp": 8}, jax.devices()))
     x, weight, *rest = arrays(names)
     stored = NamedSharding(place.mesh, place.stored_spec(weight.shape, names))
-    product = head.Product(place, names, jnp.float16)
+    product = vocabulary.Product(place, names, jnp.float16)
     loss = lambda x, w: value_and_gradients(product, WHOLE)(x.astype(jnp.float16), w.astype(jnp.float16), *rest)  # noqa: E731
     given = x, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=stored)
     text = jax.jit(loss).lower(*given).compile().as_text()
@@ -157,18 +159,18 @@ def products(jaxpr):
 
 
 def test_gradients_cost_three_products_and_a_frozen_weight_two():
-    product = head.Product(Placement.nowhere(), head.KERNEL, jnp.float32)
-    given = arrays(head.KERNEL)
+    product = vocabulary.Product(Placement.nowhere(), vocabulary.KERNEL, jnp.float32)
+    given = arrays(vocabulary.KERNEL)
     assert products(jax.make_jaxpr(value_and_gradients(product, CHUNK))(*given)) == 3
     assert products(jax.make_jaxpr(value_and_gradients(product, CHUNK, of=0))(*given)) == 2
-    loss = functools.partial(head.CrossEntropy(VOCAB_SIZE, CHUNK), product)
+    loss = functools.partial(vocabulary.CrossEntropy(VOCAB_SIZE, CHUNK), product)
     assert products(jax.make_jaxpr(loss)(*given)) == 1
 
 
 def test_no_array_holds_the_logits_of_more_than_a_chunk():
     """Shapes of the traced program, so that no compiler's choice matters."""
-    product = head.Product(Placement.nowhere(), head.KERNEL, jnp.float32)
-    text = str(jax.make_jaxpr(value_and_gradients(product, CHUNK))(*arrays(head.KERNEL)))
+    product = vocabulary.Product(Placement.nowhere(), vocabulary.KERNEL, jnp.float32)
+    text = str(jax.make_jaxpr(value_and_gradients(product, CHUNK))(*arrays(vocabulary.KERNEL)))
     found = [[int(n) for n in shape.split(",")] for shape in re.findall(r"\w\d+\[([\d,]+)\]", text)]
     tokens = [int(np.prod(shape)) // V for shape in found if shape[-1] == V and shape != [D, V]]
     assert tokens
@@ -189,4 +191,4 @@ def test_no_array_holds_the_logits_of_more_than_a_chunk():
     ],
 )
 def test_the_number_of_chunks(num_tokens, num_columns, dtype, chunk, wanted):
-    assert head.num_chunks(num_tokens, num_columns, dtype, chunk) == wanted
+    assert vocabulary.num_chunks(num_tokens, num_columns, dtype, chunk) == wanted

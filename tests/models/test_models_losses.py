@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from meshtrain.models.vocabulary import losses
+from meshtrain.models import vocabulary
 
 NUM_SHARDS = 4
 VOCAB_SIZE, PADDED = 13, 16
@@ -32,7 +32,7 @@ def expected_loss(logits, targets, weights):
 
 def test_loss_and_gradient_are_those_of_log_softmax():
     logits, targets, weights = example()
-    got = jax.value_and_grad(lambda x: 3.0 * losses.cross_entropy(x, targets, weights, VOCAB_SIZE))(logits)
+    got = jax.value_and_grad(lambda x: 3.0 * vocabulary.cross_entropy(x, targets, weights, VOCAB_SIZE))(logits)
     expected = jax.value_and_grad(lambda x: 3.0 * expected_loss(x, targets, weights))(logits)
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-5, atol=1e-6)
@@ -40,7 +40,7 @@ def test_loss_and_gradient_are_those_of_log_softmax():
 
 def test_large_logits_stay_finite():
     logits, targets, weights = example(scale=1e4)
-    value, gradient = jax.value_and_grad(losses.cross_entropy)(logits, targets, weights, VOCAB_SIZE)
+    value, gradient = jax.value_and_grad(vocabulary.cross_entropy)(logits, targets, weights, VOCAB_SIZE)
     np.testing.assert_allclose(value, expected_loss(logits, targets, weights), rtol=1e-6)
     assert np.isfinite(gradient).all()
 
@@ -49,20 +49,20 @@ def test_large_logits_stay_finite():
 def test_padding_never_gets_probability(dtype):
     logits, targets, weights = example(dtype)
     tempting = logits.at[..., VOCAB_SIZE:].set(1e4)
-    value, gradient = jax.value_and_grad(losses.cross_entropy)(tempting, targets, weights, VOCAB_SIZE)
+    value, gradient = jax.value_and_grad(vocabulary.cross_entropy)(tempting, targets, weights, VOCAB_SIZE)
     assert value.dtype == jnp.float32
     assert gradient.dtype == dtype
     np.testing.assert_allclose(value, expected_loss(logits, targets, weights), rtol=1e-6)
     assert not np.any(gradient[..., VOCAB_SIZE:])
-    probabilities = jax.nn.softmax(losses.without_padding(tempting, VOCAB_SIZE))
+    probabilities = jax.nn.softmax(vocabulary.without_padding(tempting, VOCAB_SIZE))
     assert not np.any(probabilities[..., VOCAB_SIZE:])
     np.testing.assert_allclose(probabilities.sum(-1), 1.0, rtol=1e-6)
 
 
 def test_bfloat16_logits_get_the_gradient_of_float32_rounded_once():
     logits, targets, weights = example(jnp.bfloat16)
-    got = jax.grad(losses.cross_entropy)(logits, targets, weights, VOCAB_SIZE)
-    wide = jax.grad(losses.cross_entropy)(logits.astype(jnp.float32), targets, weights, VOCAB_SIZE)
+    got = jax.grad(vocabulary.cross_entropy)(logits, targets, weights, VOCAB_SIZE)
+    wide = jax.grad(vocabulary.cross_entropy)(logits.astype(jnp.float32), targets, weights, VOCAB_SIZE)
     np.testing.assert_array_equal(got, wide.astype(jnp.bfloat16))
 
 
@@ -70,12 +70,12 @@ def model(params, batch, axis):
     """Lookup, something nonlinear, logits, loss: the way of a decoder's ends. Splits the vocabulary over `axis`."""
     tokens, targets, weights = batch
     num_rows = params["table"].shape[0]
-    row = tokens - losses.first_column(num_rows, axis)
+    row = tokens - vocabulary.first_column(num_rows, axis)
     here = (row >= 0) & (row < num_rows)
     x = jnp.where(here[..., None], params["table"][jnp.where(here, row, 0)], 0)
-    x = jnp.tanh(losses.from_one_shard(x, axis) @ params["inner"])
-    logits = losses.copy_to_shards(x, axis) @ params["kernel"]
-    return losses.cross_entropy(logits, targets, weights, VOCAB_SIZE, axis)
+    x = jnp.tanh(vocabulary.from_one_shard(x, axis) @ params["inner"])
+    logits = vocabulary.copy_to_shards(x, axis) @ params["kernel"]
+    return vocabulary.cross_entropy(logits, targets, weights, VOCAB_SIZE, axis)
 
 
 def ends():
@@ -116,7 +116,7 @@ def test_split_vocabulary_changes_no_number():
 def test_missing_sum_of_cotangents_is_noticed(monkeypatch):
     params, batch = ends()
     expected = jax.grad(functools.partial(model, axis=None))(params, batch)
-    monkeypatch.setattr(losses, "copy_to_shards", lambda x, axis: x)
+    monkeypatch.setattr(vocabulary, "copy_to_shards", lambda x, axis: x)
     found = gaps(split_value_and_grad(params, batch)[1], expected)
     assert found["kernel"] < 1e-6
     assert found["inner"] > 0.1
@@ -126,7 +126,7 @@ def test_missing_sum_of_cotangents_is_noticed(monkeypatch):
 def test_missing_sum_of_lookups_is_noticed(monkeypatch):
     params, batch = ends()
     expected = jax.value_and_grad(functools.partial(model, axis=None))(params, batch)
-    monkeypatch.setattr(losses, "from_one_shard", lambda x, axis: x)
+    monkeypatch.setattr(vocabulary, "from_one_shard", lambda x, axis: x)
     got = split_value_and_grad(params, batch)
     assert abs(got[0] - expected[0]) > 1e-2 * expected[0]
 
@@ -134,7 +134,7 @@ def test_missing_sum_of_lookups_is_noticed(monkeypatch):
 def test_differentiating_through_a_psum_counts_each_shard_and_is_noticed(monkeypatch):
     params, batch = ends()
     expected = jax.grad(functools.partial(model, axis=None))(params, batch)
-    monkeypatch.setattr(losses, "from_one_shard", jax.lax.psum)
+    monkeypatch.setattr(vocabulary, "from_one_shard", jax.lax.psum)
     got = split_value_and_grad(params, batch)[1]
     np.testing.assert_allclose(got["table"], NUM_SHARDS * expected["table"], rtol=1e-4, atol=1e-5)
     assert gaps(got, expected)["inner"] < 1e-6
@@ -155,7 +155,7 @@ def test_what_one_shard_has_crosses_with_its_bits(dtype, width, sent):
     given = np.zeros((NUM_SHARDS, 2, width), jnp.dtype(dtype))
     given[2] = np.random.default_rng(2).normal(size=(2, width))
     given[2, 0, :4] = [np.inf, np.finfo(jnp.float32).tiny * 2**5, -np.inf, 1]  # the second is subnormal or 0
-    lowered = on_shards(lambda x: losses.from_one_shard(x, "pipeline"), jnp.asarray(given))
+    lowered = on_shards(lambda x: vocabulary.from_one_shard(x, "pipeline"), jnp.asarray(given))
     assert f"-> tensor<2x{width // 2 if sent == 'ui32' else width}x{sent}>" in lowered.as_text()
     got = np.asarray(lowered.compile()(jnp.asarray(given)))
     assert got.dtype == given.dtype
@@ -165,12 +165,12 @@ def test_what_one_shard_has_crosses_with_its_bits(dtype, width, sent):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.bool_])
 def test_what_one_shard_has_keeps_other_dtypes(dtype):
     given = jnp.zeros((NUM_SHARDS, 3), dtype).at[1].set(jnp.array([1, 0, 1], dtype))
-    got = on_shards(lambda x: losses.psum_of_one(x, "pipeline"), given).compile()(given)
+    got = on_shards(lambda x: vocabulary.psum_of_one(x, "pipeline"), given).compile()(given)
     assert got.dtype == dtype
     np.testing.assert_array_equal(got, given[1])
 
 
 def test_cotangents_of_all_shards_are_summed_in_float32():
     given = jnp.stack([jnp.full((2,), value, jnp.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)])
-    lowered = on_shards(lambda x: jax.vjp(lambda y: losses.copy_to_shards(y, "pipeline"), x)[1](x)[0], given)
+    lowered = on_shards(lambda x: jax.vjp(lambda y: vocabulary.copy_to_shards(y, "pipeline"), x)[1](x)[0], given)
     np.testing.assert_array_equal(lowered.compile()(given).astype(jnp.float32), jnp.bfloat16(259.0))

@@ -19,7 +19,7 @@ from meshtrain import explain
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.models.task import Task, token_batch
-from meshtrain.models.vocabulary.losses import cross_entropy
+from meshtrain.models.vocabulary import cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend

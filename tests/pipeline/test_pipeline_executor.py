@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from meshtrain.errors import UserError
+from meshtrain.models import vocabulary
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums
-from meshtrain.models.vocabulary import losses
 from meshtrain.pipeline import executor, forward, stages
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
@@ -35,10 +35,10 @@ NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY = 4, 2, 3, 4, 12
 def first(outer, batch, rng, train, axis):
     """An embedding whose rows may be split."""
     rows = outer["table"].shape[0]
-    row = batch["tokens"] - losses.first_column(rows, axis)
+    row = batch["tokens"] - vocabulary.first_column(rows, axis)
     here = (row >= 0) & (row < rows)
     found = jnp.take(outer["table"], jnp.where(here, row, 0), axis=0, mode="clip")
-    return losses.from_one_shard(jnp.where(here[..., None], found, 0), axis)
+    return vocabulary.from_one_shard(jnp.where(here[..., None], found, 0), axis)
 
 
 def repeated(layers, x, batch, rng, start, train):
@@ -57,9 +57,9 @@ def repeated(layers, x, batch, rng, start, train):
 
 def last(outer, y, batch, axis):
     """A head whose columns may be split."""
-    logits = losses.copy_to_shards(y, axis) @ outer["head"]
+    logits = vocabulary.copy_to_shards(y, axis) @ outer["head"]
     weights = batch["weights"]
-    total = losses.cross_entropy(logits, batch["targets"], weights, VOCABULARY, axis)
+    total = vocabulary.cross_entropy(logits, batch["targets"], weights, VOCABULARY, axis)
     return total, jnp.sum(weights), {"sequences": jnp.float32(y.shape[0])}
 
 
@@ -290,7 +290,7 @@ def identity(x, axis):
 
 
 def from_every_stage(x, here):
-    return losses.psum_float32(x, "pipeline")
+    return vocabulary.psum_float32(x, "pipeline")
 
 
 right_add_at, right_microbatch = ring.add_at, ring.microbatch
@@ -298,9 +298,9 @@ BREAKS = {
     "an idle stage's layers are added": (ring, "add_at", no_mask),
     "the mask multiplies": (ring, "add_at", multiplied_mask),
     "what is handed out comes from every stage": (ring, "from_stage", from_every_stage),
-    "no sum of the head's cotangents": (losses, "copy_to_shards", identity),
-    "no sum of the embedding": (losses, "from_one_shard", identity),
-    "a sum that is differentiated": (losses, "from_one_shard", lambda x, a: x if a is None else jax.lax.psum(x, a)),
+    "no sum of the head's cotangents": (vocabulary, "copy_to_shards", identity),
+    "no sum of the embedding": (vocabulary, "from_one_shard", identity),
+    "a sum that is differentiated": (vocabulary, "from_one_shard", lambda x, a: x if a is None else jax.lax.psum(x, a)),
     "dropout by the place in the microbatch": (ring, "microbatch", key_in_microbatch),
     "layers counted from each stage's first": (ring, "first_layer", lambda *_: 0),
     "activations stay where they are": (ring, "to_next", lambda x, _: x),

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.errors import UserError
+from meshtrain.models import vocabulary
 from meshtrain.models.metrics import Load
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Task, staged_loss, token_batch, with_layer_sums
-from meshtrain.models.vocabulary import losses
 from meshtrain.pipeline import executor, forward, stages
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
@@ -37,10 +37,10 @@ SIZES = dict.fromkeys(AXES, 1) | {"data": 2, "pipeline": NUM_STAGES}
 def first(outer, batch, rng, train, axis):
     """Activations, a gate for each token, and a counter of layers, which has no gradient."""
     rows = outer["table"].shape[0]
-    row = batch["tokens"] - losses.first_column(rows, axis)
+    row = batch["tokens"] - vocabulary.first_column(rows, axis)
     here = (row >= 0) & (row < rows)
     found = jnp.take(outer["table"], jnp.where(here, row, 0), axis=0, mode="clip")
-    x = losses.from_one_shard(jnp.where(here[..., None], found, 0), axis)
+    x = vocabulary.from_one_shard(jnp.where(here[..., None], found, 0), axis)
     return {"x": x, "gate": jnp.cos(x[..., 0]), "depth": jnp.zeros(x.shape[:1], jnp.int32)}
 
 
@@ -70,8 +70,8 @@ def repeated(layers, activations, batch, rng, start, train):
 
 def last(outer, y, batch, axis):
     """A head that reads the gates too."""
-    x = losses.copy_to_shards(y["x"] * y["gate"][..., None], axis)
-    total = losses.cross_entropy(x @ outer["head"], batch["targets"], batch["weights"], VOCABULARY, axis)
+    x = vocabulary.copy_to_shards(y["x"] * y["gate"][..., None], axis)
+    total = vocabulary.cross_entropy(x @ outer["head"], batch["targets"], batch["weights"], VOCABULARY, axis)
     return total, jnp.sum(batch["weights"]), {"sequences": jnp.float32(x.shape[0])}
 
 

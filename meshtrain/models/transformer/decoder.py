@@ -15,6 +15,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from meshtrain.models import vocabulary
 from meshtrain.models.attention.latent import LatentAttention
 from meshtrain.models.attention.multi_head import CACHE, NEW, MultiHead, Slots
 from meshtrain.models.decoder_options import DecoderOptions as DecoderOptions
@@ -27,8 +28,6 @@ from meshtrain.models.remat import MIDDLE, RESIDUAL, RematOptions, checkpoint_po
 from meshtrain.models.rotary import rotary_angles
 from meshtrain.models.task import Batch, LayerSums, Params
 from meshtrain.models.transformer.cache import latest
-from meshtrain.models.vocabulary import head, losses
-from meshtrain.models.vocabulary.embedding import look_up
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.trees import Arrays
 
@@ -59,7 +58,7 @@ class Embedding(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, batch: Batch, keys: jax.Array, train: bool, axis: losses.Axis) -> jax.Array:
+    def __call__(self, batch: Batch, keys: jax.Array, train: bool, axis: vocabulary.Axis) -> jax.Array:
         """Looks up the tokens, adds learned positions, applies dropout.
 
         Args:
@@ -71,8 +70,8 @@ class Embedding(nn.Module):
         options, place, init = self.options, self.placement, normal(self.options.init_std)
         shape = (self.num_rows, options.embed_dim)
         table = weight(self, "table", shape, ("vocab", "embed"), init, place, self.dtype)
-        row = batch["tokens"] - losses.first_column(self.num_rows, axis)
-        x = losses.from_one_shard(look_up(table, row, place), axis)
+        row = batch["tokens"] - vocabulary.first_column(self.num_rows, axis)
+        x = vocabulary.from_one_shard(vocabulary.look_up(table, row, place), axis)
         if options.scaled_embeddings:
             x = x * math.sqrt(options.embed_dim)
         if options.positions == "learned":
@@ -187,7 +186,7 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, table: jax.Array | None, axis: losses.Axis, loss: head.Loss = head.logits
+        self, x: jax.Array, table: jax.Array | None, axis: vocabulary.Axis, loss: vocabulary.Loss = vocabulary.logits
     ) -> jax.Array:
         """Returns the logits, or what `loss` computes of them.
 
@@ -201,11 +200,13 @@ class Head(nn.Module):
         x = Norm(o.norm, o.norm_epsilon, o.biases, place, o.centered_scales, name="norm")(x)
         # Before the sequence is gathered: cotangents are summed over the manual axis while it is sharded, and the
         # gather moves the compute dtype, not the norm's float32.
-        x = place.activation(losses.copy_to_shards(x, axis), ("batch", "residual_sequence", "embed"))
-        product = head.Product(place, head.KERNEL if table is None else head.TABLE, self.output_dtype, o.logit_cap)
+        x = place.activation(vocabulary.copy_to_shards(x, axis), ("batch", "residual_sequence", "embed"))
+        product = vocabulary.Product(
+            place, vocabulary.KERNEL if table is None else vocabulary.TABLE, self.output_dtype, o.logit_cap
+        )
         if table is None:
             shape, init = (o.embed_dim, self.num_columns), normal(o.init_std)
-            stored = weight(self, "kernel", shape, head.KERNEL, init, Placement.nowhere(), self.dtype)
+            stored = weight(self, "kernel", shape, vocabulary.KERNEL, init, Placement.nowhere(), self.dtype)
         else:
             stored = table.astype(self.dtype)
         return loss(product, x, stored)

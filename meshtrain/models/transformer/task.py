@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from meshtrain.models import vocabulary
 from meshtrain.models.attention.multi_head import CACHE, NEW, SINKS, Slots
 from meshtrain.models.moe.experts import BIAS, ROUTER_SHIFT, with_moved_biases
 from meshtrain.models.moe.routing import Tokens
@@ -51,7 +52,6 @@ from meshtrain.models.transformer.decoder import (
     slots_of,
 )
 from meshtrain.models.transformer.decoder_cost import attention_flops_per_token, cost
-from meshtrain.models.vocabulary import head, losses
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.trees import Arrays
 
@@ -137,7 +137,7 @@ class Decoder:
         batch: Batch,
         rng: jax.Array,
         train: bool,
-        axis: losses.Axis = None,
+        axis: vocabulary.Axis = None,
         *,
         remat: RematOptions = NOTHING_AGAIN,
     ) -> jax.Array:
@@ -152,7 +152,7 @@ class Decoder:
         return self._run(self.options.of_dense, params[FIRST], x, batch, rng, 0, train, once)[0]
 
     def embedded(
-        self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: losses.Axis = None
+        self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: vocabulary.Axis = None
     ) -> jax.Array:
         """Returns the embedding of the tokens, [b, T, D]."""
         num_rows = params["embedding"]["table"].shape[0]
@@ -207,7 +207,7 @@ class Decoder:
         return jax.tree.map_with_path(cast_one, layers)
 
     def columns(
-        self, params: Params, x: jax.Array, axis: losses.Axis = None, loss: head.Loss = head.logits
+        self, params: Params, x: jax.Array, axis: vocabulary.Axis = None, loss: vocabulary.Loss = vocabulary.logits
     ) -> jax.Array:
         """Returns logits [b, T, v] in the output dtype, padding included, or what `loss` computes of them."""
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
@@ -216,13 +216,13 @@ class Decoder:
         result: Arrays = module.apply({"params": params["head"]}, x, table, axis, loss)
         return result
 
-    def logits(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
+    def logits(self, params: Params, x: jax.Array, axis: vocabulary.Axis = None) -> jax.Array:
         """Returns float32 logits [b, T, v], padding at minus infinity."""
-        return losses.without_padding(self.columns(params, x, axis), self.options.vocab_size, axis)
+        return vocabulary.without_padding(self.columns(params, x, axis), self.options.vocab_size, axis)
 
-    def last(self, params: Params, x: jax.Array, batch: Batch, axis: losses.Axis = None) -> Loss:
+    def last(self, params: Params, x: jax.Array, batch: Batch, axis: vocabulary.Axis = None) -> Loss:
         """Returns the loss of the activations after the last layer."""
-        cross_entropy = head.CrossEntropy(self.options.vocab_size, self.options.loss_chunk, axis)
+        cross_entropy = vocabulary.CrossEntropy(self.options.vocab_size, self.options.loss_chunk, axis)
         loss = functools.partial(cross_entropy, targets=batch["targets"], weights=batch["weights"])
         return self.columns(params, x, axis, loss), jnp.sum(batch["weights"]), {}
 

@@ -1,7 +1,12 @@
-"""The head's product, and the cross-entropy of its logits over chunks of tokens, so that no array holds all logits.
+"""What has a row or a column for each token: the look-up of embeddings, cross-entropy, and the head that makes logits.
 
-b: sequences in a microbatch, T: tokens a sequence, D: embed dim, v: columns of the vocabulary on this shard of a manual
-axis (all without one); N: tokens on one device, n: chunks, c: tokens in a chunk, V: columns on one device.
+The vocabulary may be split in two ways at once: over mesh axes that the rules name, as any weight, and over a *manual*
+mesh axis `axis` (inside `jax.shard_map`; several of them, or None), as a pipeline's stages have it. The partitioner
+inserts collectives over other axes. Inside a manual region, differentiating through a psum gives gradients that are too
+large by the size of the axis, so each backward pass here is written by hand.
+
+b: sequences in a microbatch, T: tokens a sequence, D: embed dim, v: rows of a table or columns of logits on this shard
+of a manual axis (all without one); N: tokens on one device, n: chunks, c: tokens in a chunk, V: columns on one device.
 
 Logits of N tokens take N V numbers, and their gradient as many: for large vocabularies more than the rest of the step.
 `in_chunks` computes c V of them at a time. The loss is a sum, whose cotangent is one number. So the loop of the forward
@@ -24,18 +29,20 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.models.layers import X, capped, reduced, sums_spec
-from meshtrain.models.vocabulary import losses
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.stored import Names, axes_in, axes_of_dims
+from meshtrain.sharding.stored import Names, axes_in, axes_of_dims, spec_of_dims
 from meshtrain.sharding.trees import Arrays
 
 KERNEL, TABLE = ("embed", "vocab"), ("vocab", "embed")
-TOKENS = ("batch", "sequence")
+TOKENS, RESIDUAL = ("batch", "sequence"), ("batch", "residual_sequence", "embed")
+
+Axis = str | tuple[str, ...] | None
 
 # (product, x [b, T, D], weight as it is stored, in its compute dtype) -> the logits, or a loss.
 Loss = Callable[["Product", jax.Array, jax.Array], jax.Array]
@@ -52,6 +59,233 @@ CHUNK_BYTES = 512 * 2**20
 # Of the gradient of logits in float16, whose smallest number is 6e-8. The cotangent of the loss, which holds the loss
 # scale, is not known in the forward pass.
 FLOAT16_SCALE = 2.0**12
+
+
+def psum_float32(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+    """Sums over a manual axis in float32 (the CPU compiler aborts on bfloat16); returns the dtype of `x`."""
+    return jax.lax.psum(x.astype(jnp.float32), axis).astype(x.dtype)
+
+
+def psum_of_one(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+    """Sums over a manual axis an array that is zero on all shards but one; returns the dtype and the bits of that one.
+
+    Two numbers of 16 bits cross as one integer of 32, in half the bytes of `psum_float32`: the sum has one addend.
+    Those of an odd last dim cross in float32.
+    """
+    if x.dtype.itemsize == 2 and x.ndim and x.shape[-1] % 2 == 0:
+        pairs = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
+        return jax.lax.bitcast_convert_type(jax.lax.psum(pairs, axis), x.dtype).reshape(x.shape)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return psum_float32(x, axis)
+    return jax.lax.psum(x, axis).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def copy_to_shards(x: jax.Array, axis: Axis) -> jax.Array:
+    """Returns `x`, which is replicated over the axis; the backward pass sums the cotangents over the axis.
+
+    It is the operator f of Megatron-LM, and `from_one_shard` is g (Shoeybi et al. 2019, section 3).
+    """
+    return x
+
+
+def _copy_forward(x: jax.Array, axis: Axis) -> tuple[jax.Array, None]:
+    return x, None
+
+
+def _copy_backward(axis: Axis, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (cotangent if axis is None else psum_float32(cotangent, axis),)
+
+
+copy_to_shards.defvjp(_copy_forward, _copy_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def from_one_shard(x: jax.Array, axis: Axis) -> jax.Array:
+    """Returns what one shard has where all others have zeros; the backward pass is the identity."""
+    return x if axis is None else psum_of_one(x, axis)
+
+
+def _one_forward(x: jax.Array, axis: Axis) -> tuple[jax.Array, None]:
+    return from_one_shard(x, axis), None
+
+
+def _one_backward(axis: Axis, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (cotangent,)
+
+
+from_one_shard.defvjp(_one_forward, _one_backward)
+
+
+def first_column(num_columns: int, axis: Axis) -> jax.Array | int:
+    """Returns the index in the whole vocabulary of the first of this shard's `num_columns` columns."""
+    return 0 if axis is None else jax.lax.axis_index(axis) * num_columns
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, vocab_size: int, axis: Axis = None
+) -> jax.Array:
+    """Returns the weighted sum of -log softmax(logits)[target], a float32 scalar.
+
+    Args:
+      logits: [b, T, v], any float dtype; the softmax is taken in float32.
+      targets: int32 [b, T], indices into the whole vocabulary.
+      weights: float32 [b, T].
+      vocab_size: columns from here on are padding and get no probability.
+      axis: the manual mesh axis over which the columns are sharded, or None.
+    """
+    return jnp.sum(token_losses(logits, targets, vocab_size, axis) * weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def token_losses(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:
+    """Returns -log softmax(logits)[target] of each token, float32 [b, T]; for the arguments see `cross_entropy`."""
+    return losses_and_residuals(logits, targets, vocab_size, axis)[0]
+
+
+def losses_and_residuals(
+    logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns `token_losses`, and what `gradient_of_logits` needs; for the arguments see there."""
+    masked, is_target = _masked(logits, targets, vocab_size, axis)
+    maximum = jnp.max(masked, axis=-1)
+    if axis is not None:
+        maximum = jax.lax.pmax(maximum, axis)
+    normalizer = jnp.sum(jnp.exp(masked - maximum[..., None]), axis=-1)
+    target_logit = jnp.sum(jnp.where(is_target, masked, 0.0), axis=-1)
+    if axis is not None:
+        normalizer, target_logit = jax.lax.psum((normalizer, target_logit), axis)
+    log_normalizer = maximum + jnp.log(normalizer)
+    return log_normalizer - target_logit, (logits, targets, log_normalizer)
+
+
+def _token_losses_backward(
+    vocab_size: int, axis: Axis, residuals: tuple[jax.Array, ...], cotangents: jax.Array
+) -> tuple[jax.Array, np.ndarray]:
+    # Targets are integers, whose tangent type is float0.
+    no_gradient = np.zeros(residuals[1].shape, jax.dtypes.float0)
+    return gradient_of_logits(residuals, cotangents, vocab_size, axis), no_gradient
+
+
+token_losses.defvjp(losses_and_residuals, _token_losses_backward)
+
+
+def gradient_of_logits(
+    residuals: tuple[jax.Array, ...], cotangents: jax.Array, vocab_size: int, axis: Axis
+) -> jax.Array:
+    """Returns the gradient of the logits, [b, T, v] in their dtype.
+
+    Args:
+      residuals: from `losses_and_residuals`.
+      cotangents: of the tokens' losses, float32 [b, T].
+      vocab_size: see `cross_entropy`.
+      axis: see `cross_entropy`.
+    """
+    logits, targets, log_normalizer = residuals
+    masked, is_target = _masked(logits, targets, vocab_size, axis)
+    probabilities = jnp.exp(masked - log_normalizer[..., None])
+    return ((probabilities - is_target) * cotangents[..., None]).astype(logits.dtype)
+
+
+def without_padding(logits: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:
+    """Returns float32 logits [b, T, v] in which the columns from `vocab_size` on are at minus infinity.
+
+    >>> without_padding(jnp.zeros((1, 1, 4)), vocab_size=3).tolist()
+    [[[0.0, 0.0, 0.0, -inf]]]
+    """
+    return jnp.where(_columns(logits, axis) < vocab_size, logits.astype(jnp.float32), -jnp.inf)
+
+
+def _columns(logits: jax.Array, axis: Axis) -> jax.Array:
+    return first_column(logits.shape[-1], axis) + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+
+
+def _masked(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis) -> tuple[jax.Array, jax.Array]:
+    """Returns float32 logits with padding at -inf, and a mask that is true at the target's column; both [b, T, v]."""
+    return without_padding(logits, vocab_size, axis), _columns(logits, axis) == targets[..., None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Array:
+    """Returns table[rows], [b, T, D], with zeros for rows below 0 or from v on.
+
+    Each shard looks up its own rows, and the results are summed. This is a manual region, because the partitioner's own
+    gather aborts the compiler on some meshes inside a pipeline. The result is sharded along the sequence as the
+    residual stream is, if the table's rows are split over those axes; then the sum is a reduce-scatter.
+
+    Args:
+      table: [v, D], gathered over the axes that split it for storage only.
+      rows: int32 [b, T].
+      placement: the shardings of the table, the rows and the result.
+    """
+    vocabulary, batch = _specs(table, rows, placement)
+    axes = axes_in(vocabulary)
+    scattered = _scattered(table, rows, placement)
+    summed = tuple(axis for axis in axes if axis not in scattered)
+    # The CPU compiler aborts on a bfloat16 psum. The sum is exact in any dtype: all terms but one are 0.
+    wire_dtype = jnp.float32 if axes and placement.platform == "cpu" else table.dtype
+
+    def look_up_local(table: jax.Array, rows: jax.Array) -> jax.Array:
+        local = rows - _index(axes) * table.shape[0]
+        here = (local >= 0) & (local < table.shape[0])
+        x = jnp.take(table, jnp.where(here, local, 0), axis=0, mode="clip")
+        x = jnp.where(here[..., None], x, 0)
+        if scattered:
+            x = jax.lax.psum_scatter(x.astype(wire_dtype), scattered, scatter_dimension=1, tiled=True)
+        if summed:
+            x = jax.lax.psum(x.astype(wire_dtype), summed)
+        return x.astype(table.dtype)
+
+    of_sequences, of_tokens = axes_of_dims(batch, len(TOKENS))
+    result = spec_of_dims([of_sequences, (*of_tokens, *scattered)])
+    return placement.on_shards(look_up_local, (vocabulary, batch), result)(table, rows)
+
+
+def _look_up_forward(
+    table: jax.Array, rows: jax.Array, placement: Placement
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    # The backward pass reads only the shape and dtype of the table, so XLA drops this residual.
+    return look_up(table, rows, placement), (table, rows)
+
+
+def _look_up_backward(
+    placement: Placement, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, np.ndarray]:
+    table, rows = residuals
+    vocabulary, batch = _specs(table, rows, placement)
+    axes = axes_in(vocabulary)
+    num_rows = table.shape[0] // placement.size(axes)
+
+    def scatter_add(rows: jax.Array, cotangent: jax.Array) -> jax.Array:
+        local = rows - _index(axes) * num_rows
+        beyond = jnp.where((local >= 0) & (local < num_rows), local, num_rows)
+        zeros = jnp.zeros((num_rows, cotangent.shape[-1]), jnp.float32)
+        total = zeros.at[beyond].add(cotangent.astype(jnp.float32), mode="drop").astype(table.dtype)
+        return jax.lax.psum(total, axes_in(batch)) if axes_in(batch) else total
+
+    total = placement.on_shards(scatter_add, (batch, batch), vocabulary)(rows, cotangent)
+    return total, np.zeros(rows.shape, jax.dtypes.float0)
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+def _specs(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[PartitionSpec, PartitionSpec]:
+    return placement.weight_spec(table.shape, TABLE), placement.activation_spec(rows.shape, TOKENS)
+
+
+def _scattered(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[str, ...]:
+    """Returns the mesh axes over which the sum of a look-up is scattered along the sequence."""
+    vocabulary, batch = _specs(table, rows, placement)
+    of_residual = placement.activation_spec((*rows.shape, table.shape[1]), RESIDUAL)
+    _, of_tokens, _ = axes_of_dims(of_residual, len(RESIDUAL))
+    _, already = axes_of_dims(batch, len(TOKENS))
+    further = of_tokens[len(already) :]
+    return further if of_tokens[: len(already)] == already and set(further) <= set(axes_in(vocabulary)) else ()
+
+
+def _index(axes: tuple[str, ...]) -> jax.Array | int:
+    return jax.lax.axis_index(axes) if axes else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +333,7 @@ class CrossEntropy:
 
     vocab_size: int
     chunk: int = 0
-    axis: losses.Axis = None
+    axis: Axis = None
 
     def __call__(
         self, product: Product, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
@@ -115,7 +349,7 @@ class CrossEntropy:
         """
         shards = _Shards.of(product, x, weight)
         if num_chunks(shards.num_tokens, shards.num_columns, product.output_dtype, self.chunk) == 1:
-            return losses.cross_entropy(logits(product, x, weight), targets, weights, self.vocab_size, self.axis)
+            return cross_entropy(logits(product, x, weight), targets, weights, self.vocab_size, self.axis)
         total: jax.Array = in_chunks(self, product, x, weight, targets, weights)
         return total
 
@@ -147,14 +381,14 @@ def in_chunks(
     return _computed(loss, product, (x, weight, targets, weights), of_x=False, of_weight=False)[0]
 
 
-def _forward(loss: CrossEntropy, product: Product, *primals: CustomVJPPrimal) -> tuple[jax.Array, Residuals]:
+def _chunks_forward(loss: CrossEntropy, product: Product, *primals: CustomVJPPrimal) -> tuple[jax.Array, Residuals]:
     x, weight, targets, weights = (primal.value for primal in primals)
     given, wanted = (x, weight, targets, weights), [primal.perturbed for primal in primals[:2]]
     total, *gradients = _computed(loss, product, given, of_x=wanted[0], of_weight=wanted[1])
     return total, (*gradients, jnp.zeros(0, x.dtype), jnp.zeros(0, weight.dtype))
 
 
-def _backward(
+def _chunks_backward(
     loss: CrossEntropy, product: Product, residuals: Residuals, cotangent: jax.Array | SymbolicZero
 ) -> tuple[jax.Array | None, jax.Array | None, None, None]:
     *gradients, like_x, like_weight = residuals
@@ -169,7 +403,7 @@ def _backward(
     return scaled[0], scaled[1], None, None
 
 
-in_chunks.defvjp(_forward, _backward, symbolic_zeros=True)
+in_chunks.defvjp(_chunks_forward, _chunks_backward, symbolic_zeros=True)
 
 
 def _computed(
@@ -272,10 +506,10 @@ def _looped(
         x, targets, weights = chunk
         raw = _dot(x, weight, (2, dim), product.output_dtype)
         of_product, pull = jax.vjp(functools.partial(capped, cap=product.cap), raw)
-        of_tokens, residuals = losses.forward(of_product, targets, loss.vocab_size, axes or None)
+        of_tokens, residuals = losses_and_residuals(of_product, targets, loss.vocab_size, axes or None)
         gradient_x = None
         if of_x or of_weight:
-            (gradient,) = pull(losses.gradient(residuals, weights * scale, loss.vocab_size, axes or None))
+            (gradient,) = pull(gradient_of_logits(residuals, weights * scale, loss.vocab_size, axes or None))
             gradient_x = _dot(gradient, weight, (2, 1 - dim), held_x) / scale if of_x else None
             if of_weight:
                 sides = (x, gradient) if dim == 0 else (gradient, x)

@@ -1,1 +1,0 @@
-"""Tables of a row for each token: the embedding, the head and its losses."""
