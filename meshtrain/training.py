@@ -126,9 +126,10 @@ def train_resolved(
         with show("mesh") as say, fewer.refusing(peers.count(), full):
             simulated = devices[0].platform == "cpu" and full == 1
             shape = mesh_shape(config.mesh, len(devices), simulated=simulated)
-            config, given = fewer.spread(config, shape, peers.count(), full, rules), config
+            if peers.count() < full:
+                config, line = fewer.spread(config, shape, peers.count(), full, rules)
+                notes.append(line)
             assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
-            notes += fewer.text(given, config, peers.count(), full)
             num_machines = peers.num_machines()
             say("; ".join([describe(assembly.mesh, num_machines), *assembly.cost.exchanges, *notes]))
         for what, change in advice(assembly.mesh, num_machines) if is_main else ():

@@ -32,10 +32,11 @@ def refusing(num_processes: int, full: int) -> Iterator[None]:
 
 def spread(
     config: Config, mesh_shape: Mapping[str, int], num_processes: int, full: int, rules: Rules | None = None
-) -> Config:
-    """Returns the configuration of a run on the processes that are left, each with as many devices as before.
+) -> tuple[Config, str]:
+    """Returns the configuration of a run on the processes that are left, and a line about them.
 
-    Its `accumulation_steps` is the least with which a microbatch has no more sequences than on all processes.
+    Each has as many devices as before. `accumulation_steps` becomes the least with which a microbatch has no more
+    sequences than on all processes.
 
     Args:
       config: of the run on all of them.
@@ -47,8 +48,6 @@ def spread(
     Raises:
       TooFew: the global batch does not divide by the shards on those that are left.
     """
-    if num_processes == full:
-        return config
     rules = rules or default_rules(config.layout)
     in_pipeline = num_microbatches(config, mesh_shape) // config.accumulation_steps
     num_devices = math.prod(mesh_shape.values())
@@ -71,13 +70,6 @@ def spread(
         for steps in range(1, sequences + 1)
         if sequences % steps == 0 and steps * shards(num_processes) >= config.accumulation_steps * shards(full)
     )
-    return dataclasses.replace(config, accumulation_steps=least)
-
-
-def text(before: Config, now: Config, num_processes: int, full: int) -> list[str]:
-    """Returns a line about the processes that are missing; none where all are there."""
-    if num_processes == full:
-        return []
-    steps = f"accumulation_steps={now.accumulation_steps}"
-    was = f" (of {before.accumulation_steps})" if now.accumulation_steps != before.accumulation_steps else ""
-    return [f"{num_processes} of {full} processes: {steps}{was}"]
+    was = f" (of {config.accumulation_steps})" if least != config.accumulation_steps else ""
+    line = f"{num_processes} of {full} processes: accumulation_steps={least}{was}"
+    return dataclasses.replace(config, accumulation_steps=least), line

@@ -17,7 +17,7 @@ def spread(num_processes, full, *, batch_size=24, steps=1, devices_each=1, pipel
     shape["data"] = num_processes * devices_each // math.prod(axes.values())
     config = dataclasses.replace(Config(), batch_size=batch_size, accumulation_steps=steps)
     pipeline = dataclasses.replace(config.pipeline, num_microbatches=pipeline_parts or 1)
-    return fewer.spread(dataclasses.replace(config, pipeline=pipeline), shape, num_processes, full)
+    return fewer.spread(dataclasses.replace(config, pipeline=pipeline), shape, num_processes, full)[0]
 
 
 @pytest.mark.parametrize(
