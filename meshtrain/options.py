@@ -378,6 +378,17 @@ def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, t
         raise UserError(f"{key}: got '{name}', which raises {raised(error)}{gives}") from error
 
 
+def own_check(key: str, name: str, function: Imported, given: Sequence[Any]) -> list[str]:
+    """Returns the lines of a function's attribute `check`, called with `given`; none if there is no such attribute."""
+    if not hasattr(function, "check"):
+        return []
+    lines = function.check(*given)
+    if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
+        return [f"{key}: got '{name}', whose check returns {lines!r}; allowed: a list of texts, one for each problem; "
+                "nearest: []"]  # fmt: skip
+    return list(lines)
+
+
 def raised(error: BaseException) -> str:
     """Returns the type and first line of what a user's code has raised, and the place in it."""
     frames = traceback.extract_tb(error.__traceback__)

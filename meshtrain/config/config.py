@@ -35,7 +35,7 @@ from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries, stack_problems
 from meshtrain.observe import profiler
 from meshtrain.optim import learning_rate, moments, optimizers, trainable
-from meshtrain.options import Options, Value, Values, naming, problems, with_own
+from meshtrain.options import Options, Value, Values, naming, own_check, problems, with_own
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline.stages import stack_of
 from meshtrain.sharding import mesh
@@ -219,7 +219,7 @@ def _on_mesh(
     problems += reductions.problems(config, mesh_shape)
     if function is None:
         return problems
-    own = list(function.check(config, mesh_shape)) if hasattr(function, "check") else []
+    own = own_check("task", tasks.name_of(function), function, (config, mesh_shape))
     problems += own + tasks.watch_problems(config, function)
     on_one_device = math.prod(mesh_shape.values()) == 1
     if on_one_device and not config.optimizer.trainable and not config.lora.rank and not rules.own:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
-from meshtrain.options import Imported, called, imported_function, side_names
+from meshtrain.options import Imported, called, imported_function, own_check, side_names
 from meshtrain.sharding.reduction import KEY as KEY
 from meshtrain.sharding.reduction import MAX_LEVEL, NAMES, SUM, Reduction
 from meshtrain.sharding.rules import DATA
@@ -57,8 +57,7 @@ def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     if reduction is None:
         return lines
     function = imported_function(KEY, reduction.name, NAMES)
-    if hasattr(function, "check"):
-        lines += function.check(config, mesh_shape)
+    lines += own_check(KEY, reduction.name, function, (config, mesh_shape))
     level = config.zero.effective_level
     if level > MAX_LEVEL and mesh_shape[DATA] > 1:
         lines.append(

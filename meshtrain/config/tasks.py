@@ -22,7 +22,7 @@ from meshtrain.errors import UserError
 from meshtrain.models import lora, problems, remat
 from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.remat import RematOptions
-from meshtrain.models.task import Task
+from meshtrain.models.task import Task, kind_problems
 from meshtrain.models.transformer import task as decoder_task
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.observe.trackers import ACTIVATIONS
@@ -216,6 +216,8 @@ def made(config: Config, placement: Placement, make_task: MakeTask | None = None
             f"task: got '{name_of(function)}', which returns {getattr(task, '__name__', type(task).__name__)}; "
             "allowed: a Task; nearest: return Task(init, loss, batch)"
         )
+    if lines := kind_problems(task):
+        raise UserError(*lines)
     # JAX caches what it traces by the function, and what a notebook's `init` reads may have changed.
     return dataclasses.replace(task, init=lambda rng: task.init(rng))
 

@@ -4,8 +4,12 @@ B: sequences in the global batch, b: sequences in a microbatch, T: tokens a sequ
 K: layers in a stack; of generation R: rows, each one text, P: tokens a prompt after padding, V: padded vocabulary.
 """
 
+import collections
 import dataclasses
 import math
+import numbers
+import types
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +22,7 @@ from meshtrain.models.cost import MakeCost, unknown
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
 from meshtrain.models.metrics import Ratio as Ratio
 from meshtrain.sharding.stored import Names, is_names, named_params
-from meshtrain.sharding.trees import Arrays, NamesTree, Tree, leaves_with_paths
+from meshtrain.sharding.trees import Arrays, Leaf, NamesTree, Tree, leaves_with_paths
 
 Batch = Mapping[str, jax.Array]
 Params: TypeAlias = Arrays  # nested dicts of arrays, which may be boxed with their logical axes
@@ -227,6 +231,32 @@ class Task:
         return int(first.shape[0])
 
 
+_WORDS = {
+    collections.abc.Callable: "a function", Mapping: "a dict", numbers.Real: "a number", str: "a text",
+    tuple: "a tuple", types.NoneType: "None",
+}  # fmt: skip
+
+
+def kind_problems(task: Task) -> list[str]:
+    """Returns one line for each attribute of another kind than `Task` states, such as a text in place of a number."""
+    lines = []
+    for field in dataclasses.fields(task):
+        value, kinds = getattr(task, field.name), _kinds(field.type)
+        if isinstance(value, kinds):
+            continue
+        words = " or ".join(dict.fromkeys(_WORDS[kind] if kind in _WORDS else kind.__name__ for kind in kinds))
+        fix = "Task(init, loss, batch)" if field.default is dataclasses.MISSING else "leave it out"
+        lines.append(f"Task.{field.name}: got {type(value).__name__}; allowed: {words}; nearest: {fix}")
+    return lines
+
+
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    """Returns the classes whose instances an annotation allows."""
+    if isinstance(annotation, types.UnionType):
+        return tuple(kind for one in typing.get_args(annotation) for kind in _kinds(one))
+    return (numbers.Real,) if annotation in (int, float) else (typing.get_origin(annotation) or annotation,)
+
+
 def checked_loss(loss: Callable[..., Tree], where: str = "Task.loss") -> Callable[..., Loss]:
     """Returns a function with a check, while it is traced, that it returns (sum, weight, metrics), all scalars.
 
@@ -392,11 +422,19 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
       batch_size: B, the first dim that each entry has to have.
 
     Raises:
-      UserError: one line for each problem: an entry whose first dim is not the batch of B examples, whose axes are not
-        one for each dim, or with the name that the step adds; a unit that is no identifier; a batch without entries.
+      UserError: one line for each problem: what is no entry; an entry whose first dim is not the batch of B examples,
+        whose axes are not one for each dim, or with the name that the step adds; a unit that is no identifier; a batch
+        without entries.
     """
     result, problems = dict[str, Entry](), list[str]()
-    for name, leaf in task.batch.items():
+    given: Tree = task.batch
+    for name, leaf in given.items():
+        if not (isinstance(name, str) and _is_shaped(leaf)):
+            problems.append(
+                f"Task.batch: got {{{name!r}: {leaf!r}}}; allowed: texts as keys, and values with a shape and a dtype: "
+                f"Entry or jax.ShapeDtypeStruct; nearest: {{'x': Entry(({batch_size},), jnp.float32, ('batch',))}}"
+            )
+            continue
         axes = leaf.axes if isinstance(leaf, Entry) else ("batch", *(None,) * (len(leaf.shape) - 1))
         below = leaf.below if isinstance(leaf, Entry) else 0
         entry = result[name] = Entry(tuple(leaf.shape), leaf.dtype, tuple(axes), below)
@@ -414,11 +452,18 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
             )
     if not task.unit.isidentifier():
         problems.append(f"Task.unit: got '{task.unit}'; allowed: a word that names a value; nearest: images")
-    if not result:
+    if not given:
         problems.append("Task.batch: got no entry; allowed: at least one; nearest: token_batch(B, T)")
     if problems:
         raise UserError(*problems)
     return result
+
+
+def _is_shaped(given: Leaf) -> bool:
+    try:
+        return isinstance(given.shape, tuple) and bool(jnp.dtype(given.dtype))
+    except (AttributeError, TypeError):
+        return False
 
 
 def batch_axes(batch: Mapping[str, Entry]) -> dict[str, tuple[str | None, ...]]:

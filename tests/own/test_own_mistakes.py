@@ -206,6 +206,34 @@ def init_of_a_notebook(rng):
     return {"in": jax.random.normal(rng, (D, WIDTH["hidden"])), "head": jax.random.normal(rng, (WIDTH["hidden"], C))}
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch": None}, "Task.batch: got NoneType; allowed: a dict; "),
+        ({"batch": {"x": 3}}, r"Task.batch: got {'x': 3}; allowed: texts as keys, and values with a shape and a dtype"),
+        ({"batch": {3: Entry((B,), jnp.int32, ("batch",))}}, "Task.batch: got {3: Entry.*}; allowed: texts as keys"),
+        ({"batch": {"x": Entry((B,), "flot", ("batch",))}}, "Task.batch: got {'x': .*'flot'.*}; allowed: texts as"),
+        ({"stages": 3}, "Task.stages: got int; allowed: Stages or None; nearest: leave it out"),
+        ({"logits": 3}, "Task.logits: got int; allowed: a function or None; nearest: leave it out"),
+        ({"init": 3, "unit": None}, "Task.init: got int; .*\nTask.unit: got NoneType; allowed: a text; "),
+        ({"higher_is_better": "accuracy"}, "Task.higher_is_better: got str; allowed: a tuple; "),
+    ],
+)
+def test_each_attribute_of_a_task_is_of_its_kind(tmp_path, changes, said):
+    with pytest.raises(UserError, match=said):
+        trained(tmp_path, task(**changes))
+
+
+@pytest.mark.parametrize("returned", [None, "a line", [3]], ids=str)
+def test_a_check_returns_lines(tmp_path, returned):
+    def make(config, placement):
+        return task()(config, placement)
+
+    make.check = lambda config, mesh_shape: returned
+    with pytest.raises(UserError, match=r"^task: got '.*make', whose check returns .*; allowed: a list of texts"):
+        trained(tmp_path, make)
+
+
 def test_an_init_is_traced_anew_for_each_run(tmp_path, monkeypatch):
     def make(config, placement):
         loss = lambda p, batch, rng, train: (  # noqa: E731
