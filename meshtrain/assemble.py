@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshtrain.config import reductions
 from meshtrain.config.config import Config, check_filled, num_microbatches, units_on_device
 from meshtrain.config.tasks import MakeTask, made
+from meshtrain.config.tasks import names as task_names
 from meshtrain.errors import UserError
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import CompilerOption, init_compiler_options, options_of
@@ -403,7 +404,9 @@ def _update(
         replicas.trained,
         average_decay=config.optimizer.average,
         layers=layers,
-        is_own=config.optimizer.name not in NAMES or config.learning_rate.name not in RATES,
+        is_own=config.optimizer.name not in NAMES
+        or config.learning_rate.name not in RATES
+        or (after_update is not None and config.task not in task_names()),
     )
     if reduction is not None and reduction.update is not None:
         late: Update = reduction.update(update, replicas.reduce, after_update)

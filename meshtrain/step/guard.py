@@ -120,7 +120,7 @@ def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
       layer: of that gradient, see `health.last_not_finite`; -1: not known, or it has none.
     """
     if number == _UPDATE:
-        return "the learning rate, or an update of the optimizer"
+        return "the learning rate, an update of the optimizer, or what Task.after_update returns"
     if number < 0:
         return "none, the gradient norm jumped (guard.spike_factor)"
     of_layer = f", layer {layer}" if layer >= 0 else ""

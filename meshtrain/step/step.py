@@ -98,7 +98,8 @@ class WeightUpdate:
       after_update: what moves weights besides the optimizer, see `Task.after_update`; None: nothing.
       average_decay: of the averages in the optimizer's state, see `average.followed`; 0: it has none.
       layers: of the parameters, for `health.metrics`; None: without.
-      is_own: whether the optimizer or the learning rate is a user's, which may return what is not finite.
+      is_own: whether the optimizer, the learning rate or `after_update` is a user's, which may return what is not
+        finite.
     """
 
     transformation: optax.GradientTransformation

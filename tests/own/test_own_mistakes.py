@@ -143,15 +143,24 @@ def diverging(options, rates, axes):
     return optax.chain(later, optax.scale_by_learning_rate(rates))
 
 
+def halved(params, metrics):
+    head = params["head"] / 2
+    return {**params, "head": jnp.where(jnp.abs(head).max() < 0.06, jnp.nan, head)}
+
+
 @pytest.mark.parametrize(
-    "own", [{"learning_rate__name": "rate_without_end"}, {"optimizer__name": "diverging"}], ids=["rate", "optimizer"]
+    ("own", "changes"),
+    [
+        ({"learning_rate__name": f"{HERE}:rate_without_end"}, {}),
+        ({"optimizer__name": f"{HERE}:diverging"}, {}),
+        ({}, {"after_update": halved}),
+    ],
+    ids=["rate", "optimizer", "after"],
 )
-def test_an_update_that_is_not_finite_changes_no_weight(tmp_path, own):
-    own = {key: f"{HERE}:{name}" for key, name in own.items()}
-    with pytest.raises(
-        TrainingStopped, match="not finite: the learning rate, or an update of the optimizer; last good "
-    ):
-        trained(tmp_path, task(), num_steps=20, checkpoint__every=1, checkpoint__keep_last=1, **own)
+def test_an_update_that_is_not_finite_changes_no_weight(tmp_path, own, changes):
+    said = "not finite: the learning rate, an update of the optimizer, or what Task.after_update returns; last good "
+    with pytest.raises(TrainingStopped, match=said):
+        trained(tmp_path, task(**changes), num_steps=20, checkpoint__every=1, checkpoint__keep_last=1, **own)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
 
 
