@@ -28,6 +28,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from tqdm import tqdm
 
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.integrity import MANIFEST, is_sealed
@@ -172,7 +173,7 @@ def kills(number: int, longest_seconds: float, folder: Path, server: bucket_proc
     for one, other in zip(own["straight"], own["killed"], strict=True):  # what was compiled, for a quick start
         shutil.copytree(one / "cache", other / "cache")
     chance, newest, amid_saves, resumes = random.Random(4), 0, 0, set[int]()
-    for _ in range(number):
+    for _ in tqdm(range(number), desc="kills"):
         job = Job(own["killed"], server, [*words[:2], words[2] + killed], 1)
         stop = newest + chance.randint(EVERY, 2 * EVERY)  # steps go on while a save is written
         for line in job.lines:

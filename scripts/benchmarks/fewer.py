@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tqdm import tqdm
+
 from meshtrain.errors import run
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +72,7 @@ def killed(process: subprocess.Popen[str], number: int, chance: random.Random) -
     said: list[str] = []
     assert process.stdout is not None
     lines: Iterator[str] = iter(process.stdout)
-    are_all = True
+    are_all, bar = True, tqdm(total=number, desc="kills")
     while number:
         wanted = chance.randint(0, 2 * EVERY)  # 0: amid the start
         waits = chance.random() < 1 / 4
@@ -90,6 +92,8 @@ def killed(process: subprocess.Popen[str], number: int, chance: random.Random) -
             with suppress(ProcessLookupError):
                 os.kill(int(chance.choice(children)), signal.SIGKILL)
                 number -= 1
+                bar.update()
+    bar.close()
     said.extend(lines)
     assert process.wait() == 0, "".join(said[-20:])
     return said
