@@ -280,10 +280,13 @@ def pack(stream: TokenStream, sequence_length: int, packing: str) -> Examples:
     offsets = (np.arange(num_pieces.sum()) - first_piece) * sequence_length
     piece_starts = np.repeat(starts, num_pieces) + offsets
     piece_lengths = np.minimum(np.repeat(num_inputs, num_pieces) - offsets, sequence_length)
-    return _in_rows(stream, sequence_length, piece_starts, piece_lengths)
+    rows = first_fit(piece_lengths, sequence_length)
+    return _in_rows(stream, sequence_length, rows, piece_starts, piece_lengths)
 
 
-def pack_whole(stream: TokenStream, lengths: np.ndarray, sequence_length: int, counted: np.ndarray) -> FirstFitExamples:
+def pack_whole(
+    stream: TokenStream, lengths: np.ndarray, sequence_length: int, counted: np.ndarray, *, shares_rows: bool = True
+) -> FirstFitExamples:
     """Returns the examples of whole documents, by first fit.
 
     Args:
@@ -291,19 +294,21 @@ def pack_whole(stream: TokenStream, lengths: np.ndarray, sequence_length: int, c
       lengths: int [documents], tokens of each, 2 .. T + 1.
       sequence_length: T.
       counted: bool [N], which tokens count as targets; False for the first of each document.
+      shares_rows: whether several documents may stand in one row; if not, each has its own.
     """
     assert int(lengths.sum()) == len(stream) == len(counted), (lengths.sum(), len(stream), len(counted))
-    return _in_rows(stream, sequence_length, np.cumsum(lengths) - lengths, lengths - 1, counted)
+    rows = first_fit(lengths - 1, sequence_length) if shares_rows else np.arange(len(lengths))
+    return _in_rows(stream, sequence_length, rows, np.cumsum(lengths) - lengths, lengths - 1, counted)
 
 
 def _in_rows(
     stream: TokenStream,
     sequence_length: int,
+    rows: np.ndarray,
     piece_starts: np.ndarray,
     piece_lengths: np.ndarray,
     counted: np.ndarray | None = None,
 ) -> FirstFitExamples:
-    rows = first_fit(piece_lengths, sequence_length)
     by_row = np.argsort(rows, kind="stable")
     num_rows = int(rows.max()) + 1 if len(rows) else 0
     row_starts = np.searchsorted(rows[by_row], np.arange(num_rows + 1))

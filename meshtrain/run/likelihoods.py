@@ -3,7 +3,6 @@
 B: rows in a batch, T: tokens a row, V: padded vocabulary, S: segments in a row.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import Assembly
 from meshtrain.data.loader import batches
-from meshtrain.data.packing import Example, first_fit
+from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
 from meshtrain.models.task import Batch, Params, token_batch
 from meshtrain.step.step import with_sequence_index
 
@@ -111,53 +110,27 @@ def likelihoods(
     """
     num_rows, length = assembly.batch["tokens"].shape
     cut = [window for text, pair in enumerate(texts) for window in windows(text, *pair, length)]
-    rows = _rows(cut, length, shared=assembly.task.attends_within_segments)
+    rows, order = _packed(cut, length, shares_rows=assembly.task.attends_within_segments)
     sums, misses = np.zeros(len(texts)), np.zeros(len(texts), np.int64)
-    stream = batches(_Rows(rows, length), batch=assembly.batch, seed=0, shuffle=False, num_epochs=1, num_threads=0)
+    stream = batches(rows, batch=assembly.batch, seed=0, shuffle=False, num_epochs=1, num_threads=0)
     for number, batch in enumerate(stream):
         batch_sums, batch_misses = jax.device_get(score(params, batch))
-        for index, row in enumerate(rows[number * num_rows : (number + 1) * num_rows]):
-            for segment, window in enumerate(row):
-                sums[window.text] += batch_sums[index, segment]
-                misses[window.text] += batch_misses[index, segment]
+        first = number * num_rows
+        for row in range(first, min(first + num_rows, len(rows))):
+            for segment, window in enumerate(order[rows.row_starts[row] : rows.row_starts[row + 1]]):
+                sums[cut[window].text] += batch_sums[row - first, segment]
+                misses[cut[window].text] += batch_misses[row - first, segment]
     return [Likelihood(float(total), not missed) for total, missed in zip(sums, misses, strict=True)]
 
 
-def _rows(cut: Sequence[Window], length: int, *, shared: bool) -> list[list[Window]]:
-    """Returns the windows of each row of T tokens, packed by first fit, or one in each row."""
-    lengths = np.asarray([len(window.ids) - 1 for window in cut], np.int64)
-    of_window = first_fit(lengths, length) if shared else np.arange(len(cut))
-    rows: list[list[Window]] = [[] for _ in range(of_window.max(initial=-1) + 1)]
-    for row, window in zip(of_window, cut, strict=True):
-        rows[row].append(window)
-    return rows
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Examples by number: a row of windows each, with a segment for each window."""
-
-    rows: Sequence[Sequence[Window]]
-    length: int
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Example:
-        example: Example = {
-            name: np.zeros(self.length, entry.dtype) for name, entry in token_batch(1, self.length).items()
-        }
-        offset = 0
-        for segment, window in enumerate(self.rows[index], start=1):
-            stop = offset + len(window.ids) - 1
-            place = slice(offset, stop)
-            example["tokens"][place] = window.ids[:-1]
-            example["targets"][place] = window.ids[1:]
-            example["segment_ids"][place] = segment
-            example["positions"][place] = np.arange(stop - offset)
-            example["weights"][stop - window.num_scored : stop] = 1
-            offset = stop
-        return example
+def _packed(cut: Sequence[Window], length: int, *, shares_rows: bool) -> tuple[FirstFitExamples, np.ndarray]:
+    """Returns windows as rows of T tokens, a segment for each, and which window each segment is, row by row."""
+    lengths = np.asarray([len(window.ids) for window in cut], np.int64)
+    ids = np.concatenate([np.empty(0, np.int32), *(window.ids for window in cut)])
+    counted = np.concatenate([np.empty(0, bool), *(np.arange(-len(one.ids), 0) >= -one.num_scored for one in cut)])
+    stream = TokenStream((ids,), end_id=-1)
+    rows = pack_whole(stream, lengths, length, counted, shares_rows=shares_rows)
+    return rows, np.searchsorted(np.cumsum(lengths) - lengths, rows.piece_starts)
 
 
 def token_scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
