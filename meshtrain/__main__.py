@@ -76,8 +76,7 @@ def main(argv: Sequence[str]) -> int:
         print(versions())
         return 0
     if command not in COMMANDS:
-        line = unknown("command", command, list(COMMANDS))
-        raise UserError(line if "did you mean" in line else f"{line}; nearest: {_EXAMPLE}")
+        raise UserError(unknown("command", command, list(COMMANDS), _EXAMPLE))
     module, _ = COMMANDS[command]
     room = module.split(".")[1]
     if not importlib.util.find_spec(f"meshtrain.{room}"):

@@ -132,14 +132,15 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def unknown(what: str, got: str, allowed: Sequence[str]) -> str:
-    """Returns the line for an unknown name: the option, the name, all legal names, and the closest of them.
+def unknown(what: str, got: str, allowed: Sequence[str], near: str = "") -> str:
+    """Returns the line for an unknown name: the option, the name, all legal names, and the closest of them, or `near`.
 
     >>> unknown("mesh", "tensr", ["data", "tensor"])
     "mesh: got 'tensr'; allowed: data, tensor; did you mean 'tensor'?"
     """
     names = ", ".join(name or "''" for name in allowed) or "none"
-    return f"{what}: got '{got}'; allowed: {names}{nearest(got, allowed)}"
+    fix = nearest(got, allowed) or (near and f"; nearest: {near}")
+    return f"{what}: got '{got}'; allowed: {names}{fix}"
 
 
 def one_line(problem: str) -> str:

@@ -275,8 +275,7 @@ def problems(options: Options, path: str) -> list[str]:
         if choices and field.metadata["names"].startswith("function"):
             found += function_problems(name, value, choices, str(field.default))
         elif choices and value not in choices:
-            line = unknown(name, value, choices)
-            found.append(line if "did you mean" in line else f"{line}; nearest: '{field.default}', the default")
+            found.append(unknown(name, value, choices, f"'{field.default}', the default"))
         if minimum is not None and value is not None and value < minimum:
             found.append(f"{name}: got {value}; allowed: at least {minimum}; nearest: {minimum}")
         if maximum is not None and value is not None and value > maximum:

@@ -165,10 +165,10 @@ def unknown_arguments(words: Sequence[str], allowed: Sequence[str]) -> list[str]
     for word in [word for word in words if word.startswith("-")] or words:
         name = word.partition("=")[0]
         if name.startswith("--") and "." in name:
-            line = f"arguments: got '{word}'; allowed: {', '.join(allowed)}; did you mean '--config.{word[2:]}'?"
+            near = f"did you mean '--config.{word[2:]}'?"
+            lines.append(f"arguments: got '{word}'; allowed: {', '.join(allowed)}; {near}")
         else:
-            line = unknown("arguments", name, allowed)
-        lines.append(line if "did you mean" in line else f"{line}; nearest: --help")
+            lines.append(unknown("arguments", name, allowed, "--help"))
     return lines
 
 

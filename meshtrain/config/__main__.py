@@ -54,8 +54,7 @@ def copy(name: str) -> pathlib.Path:
     """
     own, file = flags.named(), pathlib.Path(f"{name}.py")
     if name not in own:
-        line = unknown("--copy", name, list(own))
-        raise UserError(line if "did you mean" in line else f"{line}; nearest: 3d")
+        raise UserError(unknown("--copy", name, list(own), "3d"))
     if file.exists():
         raise UserError(f"--copy: got '{name}', and {file} is here; allowed: a new file; nearest: another folder")
     if problems := flags.unwritable(pathlib.Path(), "--copy", "another folder"):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from meshtrain.data.corpus import SOURCES
 from meshtrain.data.sources import DataOptions, Source, fraction_problems, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
-from meshtrain.errors import UserError, unknown
+from meshtrain.errors import UserError, nearest
 from meshtrain.options import FORM, OptionsClass, Value, function_problems, imported_function, side_names
 
 SEAM = "data.source"
@@ -64,8 +64,8 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
         return fraction_problems(options) + own
     if options.source in names():
         return find(options.source).check(options, reads_data)
-    line = unknown(SEAM, options.source, names()).replace("; did", f", {FORM}; did")
-    return [line if "did you mean" in line else f"{line}, {FORM}; nearest: 'python', the default"]
+    fix = nearest(options.source, names()) or "; nearest: 'python', the default"
+    return [f"{SEAM}: got '{options.source}'; allowed: {', '.join(names())}, {FORM}{fix}"]
 
 
 def vocabulary_of(options: DataOptions) -> int:

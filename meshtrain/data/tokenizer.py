@@ -164,15 +164,15 @@ def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
       UserError: the vocabulary lacks the token.
     """
     of_folder = "" if end_token else folder_end_token(path)
+    well_known = [token for token in _END_TOKENS if token in vocab]
     if of_folder and of_folder not in vocab:
         raise UserError(
             f"data.tokenizer: '{path}' names '{of_folder}' as its eos_token, which its {TOKENIZER} "
             "lacks; allowed: one of its tokens; nearest: data.end_token=TOKEN"
         )
     if end_token and end_token not in vocab:
-        line = unknown(f"data.end_token for {path}", end_token, [t for t in _END_TOKENS if t in vocab])
-        raise UserError(line if "did you mean" in line else f"{line}; nearest: '', which adds one id")
-    known = end_token or of_folder or next((token for token in _END_TOKENS if token in vocab), "")
+        raise UserError(unknown(f"data.end_token for {path}", end_token, well_known, "'', which adds one id"))
+    known = end_token or of_folder or next(iter(well_known), "")
     return vocab[known] if known else max(vocab.values(), default=-1) + 1
 
 

@@ -145,9 +145,8 @@ def refuse_unknown_metric(assembly: Assembly, corpus: Data) -> None:
     names = [EVALUATED + name for name in ("loss", *sorted(sums.keys() - {"loss", "weight"}))]
     if len(sets := sets_of(corpus.validation)) > 1:
         names += [LOSS_OF + name for name in sets]
-    lines = [unknown(key, name, names) for key, name in asked.items() if name not in names]
-    if lines:
-        raise UserError(*(line if "did you mean" in line else f"{line}; nearest: {names[0]}" for line in lines))
+    if lines := [unknown(key, name, names, names[0]) for key, name in asked.items() if name not in names]:
+        raise UserError(*lines)
 
 
 def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int, layer: int) -> str:
