@@ -75,18 +75,18 @@ def rename(values: Values, texts: dict[str, str], defaults: Mapping[str, Value])
     for key, now in FORMER.items():
         if key in defaults:
             continue  # the task's own option
-        given = [values.pop(key)] if key in values else []
-        typed = [texts.pop(key)] if key in texts else []
-        line = ""
-        if isinstance(now, Gone):
-            line = _refused(key, (typed or given)[0], now, is_text=bool(typed)) if typed or given else ""
-        elif isinstance(now, Choice):
-            line = _chosen(key, now, given, values, {}) or _chosen(key, now, typed, texts, values)
-        elif not now.startswith("reduction.") or (texts.get(_NAME) or values.get(_NAME)) in _PACKED:
-            unchosen = defaults[now] if now in defaults else None
-            line = _moved(key, now, given, values, unchosen) or _moved(key, now, typed, texts, None)
-        if line:
-            renamed[key] = line
+        found = [(given.pop(key), given) for given in (values, texts) if key in given]
+        for value, given in found[-1:] if isinstance(now, Gone) else found:
+            is_text, line = given is texts, ""
+            if isinstance(now, Gone):
+                line = _refused(key, value, now, is_text=is_text)
+            elif isinstance(now, Choice):
+                line = _chosen(key, now, str(value), given, values if is_text else {})
+            elif not now.startswith("reduction.") or (texts.get(_NAME) or values.get(_NAME)) in _PACKED:
+                line = _moved(key, now, value, given, None if is_text else defaults.get(now))
+            if line:
+                renamed[key] = line
+                break
     return renamed
 
 
@@ -101,37 +101,34 @@ def _refused(key: str, value: Value, gone: Gone, *, is_text: bool) -> str:
     return got and f"{key}: {got}; allowed: {default}, the only value now, {gone.why}; nearest: {key}={default}"
 
 
-def _chosen(key: str, row: Choice, value: list[Value], among: Values, before: Mapping[str, Value]) -> str:
+def _chosen(key: str, row: Choice, value: str, among: Values, before: Mapping[str, Value]) -> str:
     """Puts what a value chooses under today's key; returns a line for other values, or where that is chosen otherwise.
 
     The default takes back what this key itself could have chosen in the values `before`, and nothing else.
     """
+    if value not in row.values:
+        near = list(row.values)[-1 if value.isdigit() else 0]  # a number that is no value is above all of them
+        return unknown(key, value, list(row.values), near)
     default = next(iter(row.values.values()))
-    for one in map(str, value):
-        if one not in row.values:
-            line = unknown(key, one, list(row.values))
-            near = list(row.values)[-1 if one.isdigit() else 0]  # a number that is no value is above all of them
-            return line if "did you mean" in line else f"{line}; nearest: {near}"
-        name, taken = row.values[one], among.get(row.now)
-        if name == default and (taken or before.get(row.now) not in row.values.values()):
-            continue
-        if taken not in (None, name, default):
-            got = f"{key}: got {one}, and {row.now} is {taken}"
-            return f"{got}; allowed: {row.now} alone, its name today; nearest: leave {key} out"
-        among[row.now] = name
+    name, taken = row.values[value], among.get(row.now)
+    if name == default and (taken or before.get(row.now) not in row.values.values()):
+        return ""
+    if taken not in (None, name, default):
+        got = f"{key}: got {value}, and {row.now} is {taken}"
+        return f"{got}; allowed: {row.now} alone, its name today; nearest: leave {key} out"
+    among[row.now] = name
     return ""
 
 
-def _moved(key: str, now: str, value: list[Value], among: Values, unchosen: Value) -> str:
-    """Puts a value, if there is one, under today's key; returns a line where that has been chosen with another value.
+def _moved(key: str, now: str, value: Value, among: Values, unchosen: Value) -> str:
+    """Puts a value under today's key; returns a line where that has been chosen with another value.
 
     What a file has under today's key may be `unchosen`, the default that it began with.
     """
-    for one in value:
-        # A comparison with an array, or with an object of the user's, may raise.
-        are_plain = now in among and all(isinstance(each, int | float | str) for each in (one, among[now]))
-        if are_plain and among[now] not in (one, unchosen):
-            got = f"{key}: got {json.dumps(one)}, and {now} is {json.dumps(among[now])}"
-            return f"{got}; allowed: {now} alone, its name today; nearest: leave {key} out"
-        among[now] = one
+    # A comparison with an array, or with an object of the user's, may raise.
+    are_plain = now in among and all(isinstance(each, int | float | str) for each in (value, among[now]))
+    if are_plain and among[now] not in (value, unchosen):
+        got = f"{key}: got {json.dumps(value)}, and {now} is {json.dumps(among[now])}"
+        return f"{got}; allowed: {now} alone, its name today; nearest: leave {key} out"
+    among[now] = value
     return ""
