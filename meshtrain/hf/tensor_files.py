@@ -8,7 +8,6 @@ views of the mapped file take no memory.
 
 import collections
 import json
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from meshtrain.errors import Problems
-from meshtrain.files import is_utf8, what_is_at
+from meshtrain.files import Json, JsonObject, is_utf8, what_is_at
 from meshtrain.hf import mxfp4
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -27,7 +26,6 @@ READABLE: Mapping[str, np.dtype] = {
     "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16),
 }  # fmt: skip
 _VIEWED = {**READABLE, mxfp4.DTYPE: np.dtype(np.uint8)}  # from which `mxfp4` makes numbers
-_BITS = re.compile(r"\d+")
 _PICKLES = re.compile(r".*\.(bin|pth|pt|ckpt)")
 _AGAIN = "nearest: download it again"
 _LENGTH_BYTES = 8
@@ -89,8 +87,7 @@ def opened(stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
     maps = {file: np.memmap(file, np.uint8, "r") for file in {one.file for one in stored.values()}}
     result = {}
     for name, one in stored.items():
-        raw = np.asarray(maps[one.file])[one.begin : one.begin + _num_bytes(one)]
-        result[name] = raw.view(_VIEWED[one.dtype]).reshape(one.shape)
+        result[name] = np.ndarray(one.shape, _VIEWED[one.dtype], maps[one.file], one.begin)
     return result
 
 
@@ -150,14 +147,13 @@ def _header(path: Path, problems: Problems) -> dict[str, Stored]:
     try:
         if (what := what_is_at(path)) != "a file":
             raise SafetensorError(f"got {what}")
-        with safe_open(path, "numpy") as header, path.open("rb") as file:
+        with safe_open(path, "numpy"), path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            json.loads(file.read(length), object_pairs_hook=_refuse_twice)
-            begin = _LENGTH_BYTES + length
-            for name in header.offset_keys():  # tensors lie there without gaps
-                tensor = header.get_slice(name)
-                result[name] = Stored(path, tensor.get_dtype(), tuple(tensor.get_shape()), begin)
-                begin += _num_bytes(result[name])
+            header = json.loads(file.read(length), object_pairs_hook=_once)
+        header.pop("__metadata__", None)
+        for name, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin = _LENGTH_BYTES + length + one["data_offsets"][0]
+            result[name] = Stored(path, one["dtype"], tuple(one["shape"]), begin)
     except OSError as error:
         problems.add(f"{path}: got {error.strerror or error}; allowed: a file that can be read; nearest: chmod a+r")
     except SafetensorError as error:
@@ -165,14 +161,9 @@ def _header(path: Path, problems: Problems) -> dict[str, Stored]:
     return result
 
 
-def _refuse_twice(pairs: Sequence[tuple[str, object]]) -> None:
-    """Raises SafetensorError if a name stands twice in an object: the library takes the last one."""
+def _once(pairs: Sequence[tuple[str, Json]]) -> JsonObject:
+    """Returns an object; raises SafetensorError if a name stands twice in it: the library takes the last one."""
     counts = collections.Counter(name for name, _ in pairs)
     if len(counts) < len(pairs):
         raise SafetensorError(f"'{counts.most_common(1)[0][0]}' stands there twice")
-
-
-def _num_bytes(stored: Stored) -> int:
-    """Returns the bytes of a tensor: names of dtypes hold the number of bits, but for BOOL."""
-    bits = _BITS.search(stored.dtype)
-    return math.prod(stored.shape) * (int(bits[0]) if bits else 8) // 8
+    return dict(pairs)
