@@ -193,21 +193,17 @@ def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
     Raises:
       UserError: one line for each difference.
     """
-    if problems := _problems(folder, leaves_with_paths(abstract_params)):
-        raise UserError(*problems)
-
-
-def _problems(folder: Folder, leaves: Sequence[tuple[str, jax.ShapeDtypeStruct]]) -> list[str]:
     options, size = folder.model.options, names.sizes(folder.model.options)
     shapes = {}
     for weight in folder.table:
         dims = [size[letter] for letter in weight.layout.split()]
         shapes[weight.path] = [*names.stack(weight, size), *dims]
-    given, problems = dict(leaves), list[str]()
+    given, problems = dict(leaves_with_paths(abstract_params)), list[str]()
+    fix = f"nearest: the options that `python -m meshtrain hf config {folder.directory}` prints"
     for path in shapes.keys() | given.keys():
         if path not in given or path not in shapes:
             where = "in the folder, not in this run" if path in shapes else "in this run, not in the folder"
-            problems.append(f"{folder.directory}: {path}: {where}; allowed: the same weights; {_nearest(folder)}")
+            problems.append(f"{folder.directory}: {path}: {where}; allowed: the same weights; {fix}")
             continue
         got, allowed = list(given[path].shape), shapes[path]
         # The vocabulary may be padded.
@@ -215,12 +211,9 @@ def _problems(folder: Folder, leaves: Sequence[tuple[str, jax.ShapeDtypeStruct]]
             have != want and not (want == options.vocab_size and have > want)
             for have, want in zip(got, allowed, strict=True)
         ):
-            problems.append(f"{folder.directory}: {path}: got shape {got}; allowed: {allowed}; {_nearest(folder)}")
-    return sorted(problems)
-
-
-def _nearest(folder: Folder) -> str:
-    return f"nearest: the options that `python -m meshtrain hf config {folder.directory}` prints"
+            problems.append(f"{folder.directory}: {path}: got shape {got}; allowed: {allowed}; {fix}")
+    if problems:
+        raise UserError(*sorted(problems))
 
 
 def _by_index(leaf: jax.ShapeDtypeStruct) -> Mapping[tuple[tuple[int, int], ...], list[jax.Device]]:
