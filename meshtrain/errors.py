@@ -72,14 +72,12 @@ class Problems:
         """Starts with a line for each of these problems."""
         self.count = 0
         self._first: list[str] = []
-        for line in lines:
-            self.add(line)
+        self.add(*lines)
 
-    def add(self, line: str) -> None:
-        """Counts a problem, and stores its line if it is one of the first ten."""
-        self.count += 1
-        if len(self._first) < MOST_LINES:
-            self._first.append(line)
+    def add(self, *lines: str) -> None:
+        """Counts problems, and stores their lines as long as they are among the first ten."""
+        self._first += lines[: MOST_LINES - len(self._first)]
+        self.count += len(lines)
 
     def is_enough(self) -> bool:
         """Returns whether to stop reading: 1,000 problems have been found."""
@@ -92,6 +90,12 @@ class Problems:
             return list(self._first)
         more = f"at least {num_more}" if self.is_enough() else f"{num_more}"
         return [*self._first, f"... and {more} more like these"]
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises UserError with these lines if there are any."""
+    if lines := tuple(problems):
+        raise UserError(*lines)
 
 
 class TrainingStopped(Exception):

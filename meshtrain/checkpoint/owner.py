@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from meshtrain.errors import EXIT_LOST_PEER, UserError, leave_at_once, warn
+from meshtrain.errors import EXIT_LOST_PEER, leave_at_once, refuse, warn
 from meshtrain.files import JsonObject, read_json
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
@@ -41,8 +41,7 @@ def owned(directory: str, run: str) -> Iterator[None]:
         with contextlib.suppress(FileExistsError):
             problems = [f"checkpoint.directory: got {place}, where another run begins; allowed: one; nearest: another"]
             problems = _problems(place, run)
-    if problems := peers.share_problems("owner", problems):
-        raise UserError(*problems)
+    refuse(peers.share_problems("owner", problems))
     if not peers.is_main_process():
         yield
         return

@@ -19,7 +19,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from meshtrain.errors import MOST_LINES, UserError, first_line, is_finite, nearest, unknown
+from meshtrain.errors import MOST_LINES, UserError, first_line, is_finite, nearest, refuse, unknown
 from meshtrain.files import expanded, is_url, is_utf8, url_problems, what_is_at
 from meshtrain.options import MOST, Imported, Options, Value, Values
 
@@ -76,8 +76,7 @@ class Parser(argparse.ArgumentParser):
         """Returns the parsed arguments. Raises UserError for unknown ones, with the closest known one, and for URLs."""
         parsed, rest = self.parse_known_args(args, namespace)
         known = [word for action in self._actions for word in action.option_strings]
-        if problems := [*unknown_arguments(rest, known), *self.without_urls(parsed)]:
-            raise UserError(*problems)
+        refuse([*unknown_arguments(rest, known), *self.without_urls(parsed)])
         return parsed
 
     def without_urls(self, parsed: argparse.Namespace) -> list[str]:

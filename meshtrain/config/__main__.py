@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from meshtrain.cli import flags
 from meshtrain.cli.tables import aligned
 from meshtrain.config.config import Config, defaults_of, parse
-from meshtrain.errors import UserError, run, unknown
+from meshtrain.errors import UserError, refuse, run, unknown
 from meshtrain.files import write_whole
 
 WIDTH = 120  # characters in a line, where no terminal says how many it has
@@ -57,8 +57,7 @@ def copy(name: str) -> pathlib.Path:
         raise UserError(unknown("--copy", name, list(own), "3d"))
     if file.exists():
         raise UserError(f"--copy: got '{name}', and {file} is here; allowed: a new file; nearest: another folder")
-    if problems := flags.unwritable(pathlib.Path(), "--copy", "another folder"):
-        raise UserError(*problems)
+    refuse(flags.unwritable(pathlib.Path(), "--copy", "another folder"))
     write_whole(file, own[name].read_bytes())
     return file
 

@@ -8,7 +8,7 @@ from meshtrain.cli import flags
 from meshtrain.config import former, tasks
 from meshtrain.config.config import CONFIG_FILE, Config, built, defaults_of
 from meshtrain.config.effects import without_effect
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.files import Json, read_json
 from meshtrain.options import Value, Values
 from meshtrain.sharding.rules import AXES, DATA
@@ -65,8 +65,7 @@ def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
     except ValueError as error:
         raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run wrote; nearest: --config") from error
     config, problems = built(given, overrides or {})
-    if problems:
-        raise UserError(*(f"{CONFIG_FILE}: {line}" for line in problems))
+    refuse(f"{CONFIG_FILE}: {line}" for line in problems)
     return config
 
 

@@ -21,7 +21,7 @@ from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
 from meshtrain.data.sources import LAST_ANSWER, Asked, DataOptions, checked_files
 from meshtrain.data.text import read_rows, share
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
-from meshtrain.errors import Problems, UserError, nearest, warn
+from meshtrain.errors import Problems, UserError, nearest, refuse, warn
 from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.launch import peers
 from meshtrain.store.buckets import Place
@@ -199,8 +199,7 @@ def written(lines: Sequence[Line], tokenizer: str, template_file: str, problems:
         if template_file or any(line.pair is None for line in lines):
             template = open_template(tokenizer, template_file)
     except UserError as error:
-        for problem in error.problems:
-            problems.add(problem)
+        problems.add(*error.problems)
     result, wrong = [], dict[str, list[str]]()
     for where, pair, messages in lines:
         if pair is not None:
@@ -275,8 +274,7 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
         for name, split, one in zip(names, splits, fitted, strict=False)
         if not one.num_lines
     ]
-    if empty:
-        raise UserError(*empty)
+    refuse(empty)
     return Data(
         train=fitted[0].examples,
         validation=fitted[1].examples,
@@ -303,8 +301,7 @@ def open_whole(
             )
         elif (one.num_truncated or one.num_dropped) and peers.is_main_process():
             warn(f"{path}: {losses([one])}")
-    if empty.count:
-        raise UserError(*empty.lines())
+    refuse(empty.lines())
     return examples
 
 
@@ -320,8 +317,7 @@ def lines_of(options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer,
         if problems.is_enough():
             break
     result = written(lines, options.tokenizer, options.chat_template, problems)
-    if problems.count:
-        raise UserError(*problems.lines())
+    refuse(problems.lines())
     if options.loss_on == LAST_ANSWER:
         return [line._replace(answers=line.answers[-1:]) for line in result]
     return result

@@ -22,7 +22,7 @@ from meshtrain.data.text import read_documents, share, standard_library
 from meshtrain.data.token_files import document_ends, open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.data.weighted_paths import PATH, Part, named_parts
-from meshtrain.errors import Problems, UserError
+from meshtrain.errors import Problems, UserError, refuse
 from meshtrain.store.buckets import Place
 
 # Fewer documents than this are split at one position instead of by hash: the share of few hashes would be far off.
@@ -84,11 +84,9 @@ def vocabulary_of(options: DataOptions) -> int:
 
 
 def _first_file(options: DataOptions) -> Path:
-    if problems := unmounted(options):
-        raise UserError(*problems)
+    refuse(unmounted(options))
     parts, problems = named_parts(options.path, "")
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     return parts[0].files[0]
 
 
@@ -113,8 +111,7 @@ def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
         texts.append([text for text, _ in read_documents(path, options.text_field, problems)])
         if problems.is_enough():
             break
-    if problems.count:
-        raise UserError(*problems.lines())
+    refuse(problems.lines())
     return texts
 
 
@@ -153,8 +150,7 @@ def _streams(
         stream = TokenStream(tuple(arrays), tokenizer.end_id, functools.partial(document_ends, files))
         train, validation = _cut(stream, options.validation_fraction)
         return train, validation, digest, f"{len(files)} token file(s)"
-    if problems := vocabulary_problems(tokenizer, vocab_size):
-        raise UserError(*problems)
+    refuse(vocabulary_problems(tokenizer, vocab_size))
     train, validation = _text_streams(options, files, tokenizer)
     ids = hashlib.sha256()
     for part in (*train.parts, *validation.parts):
@@ -189,8 +185,7 @@ def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
         for name, stream, examples in zip(names, streams, splits, strict=False)
         if not len(examples)
     ]
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     (train, validation), lengths = splits, [len(stream) for stream in streams]
     return Corpus(
         train=train,
@@ -228,8 +223,7 @@ def open_parts(open_one: Callable[[DataOptions, Asked], Data], options: DataOpti
             problems += [line.replace(PATH, part.key, 1) for line in error.problems]
     if not problems and options.source == "tokens":
         problems = _other_tokenizers(parts)
-    if problems:
-        raise UserError(*Problems(dict.fromkeys(problems)).lines())
+    refuse(Problems(dict.fromkeys(problems)).lines())
     return _joined(parts, opened)
 
 
@@ -311,9 +305,8 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
             TokenStream((array,), tokenizer.end_id, functools.partial(document_ends, [path]))
             for path, array in zip(files, open_token_files(files, vocab_size)[0], strict=True)
         ]
-    elif problems := vocabulary_problems(tokenizer, vocab_size):
-        raise UserError(*problems)
     else:
+        refuse(vocabulary_problems(tokenizer, vocab_size))
         streams = [stream_of(tokenizer, texts) for texts in _texts(options, files)]
     packed = [pack(stream, asked.sequence_length, "first_fit") for stream in streams]
     empty = [
@@ -322,8 +315,7 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
         for path, examples in zip(files, packed, strict=True)
         if not len(examples)
     ]
-    if empty:
-        raise UserError(*Problems(empty).lines())
+    refuse(Problems(empty).lines())
     return {str(path): examples for path, examples in zip(files, packed, strict=True)}
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from meshtrain.data.packing import Parts
-from meshtrain.errors import UserError, nearest
+from meshtrain.errors import nearest, refuse
 
 FromUser: TypeAlias = Any  # what a user's function returns, or a part of it, before it is checked
 # The abstract global batch: name -> shape [B, ...], dtype and sharding.
@@ -204,8 +204,7 @@ def _local_batch(
     for row, sample in enumerate(samples[samples < len(order)]):
         number = order[int(sample)]
         example = examples[number]
-        if problems := example_problems(example, batch, limits, f"example {number}"):
-            raise UserError(*problems)
+        refuse(example_problems(example, batch, limits, f"example {number}"))
         for name, array in local.items():
             array[row] = example[name]
     return local

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from meshtrain.data.loader import Examples, FromUser, Shaped, example_problems
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import Problems, UserError, nearest
+from meshtrain.errors import Problems, nearest, refuse
 
 Configuration: TypeAlias = Any  # `config.fields.Config`, of a room that stands above this one
 MakeData = Callable[[Configuration], FromUser]
@@ -58,8 +58,7 @@ def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, in
             fix = nearest(name, vars(given) if hasattr(given, "__dict__") else ()) or "; nearest: Data(train, ...)"
             got = "nothing" if value is None else repr(value)
             problems.append(f"data: got {got} for '{name}' of {type(given).__name__}; allowed: {wanted}{fix}")
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     validation, text = getattr(given, "validation", None), getattr(given, "text", None)
     if text is not None and not isinstance(text, Tokenizer):
         problems.append(
@@ -77,8 +76,7 @@ def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, in
         problems += _split_problems(split, examples, batch, limits)
     if not problems:
         problems = _uneven_evaluation(len(data.validation), batch, num_eval_batches)
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     summary = getattr(given, "summary", "") or f"{len(data.train):,} + {len(data.validation):,} examples"
     return dataclasses.replace(data, summary=summary)
 
@@ -98,8 +96,7 @@ def _split_problems(
     number = len(examples) if isinstance(examples, list | tuple) else 1
     problems = Problems()
     for index in range(number):
-        for line in example_problems(examples[index], batch, limits, f"data.{split}[{index}]"):
-            problems.add(line)
+        problems.add(*example_problems(examples[index], batch, limits, f"data.{split}[{index}]"))
         if problems.is_enough():
             break
     return problems.lines()

@@ -24,7 +24,7 @@ from meshtrain.cli import flags
 from meshtrain.data.text import find_files, read_documents, tokens_as_text
 from meshtrain.data.token_files import TokenFile, make_index, read_sidecar, sidecar_path, write_index
 from meshtrain.data.tokenizer import Tokenizer, file_problems, folder_end_token, open_tokenizer, tokenizer_file
-from meshtrain.errors import Problems, UserError, run
+from meshtrain.errors import Problems, UserError, refuse, run
 from meshtrain.files import expanded, replacing, what_is_at, write_whole
 from meshtrain.store.buckets import Place
 
@@ -54,8 +54,7 @@ def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str]
             if size >= _GROUP_BYTES:
                 yield texts, num_bytes
                 texts, size, num_bytes = [], 0, 0
-    if problems.count:
-        raise UserError(*problems.lines())
+    refuse(problems.lines())
     if texts:
         yield texts, num_bytes
 
@@ -166,8 +165,7 @@ def prepare(
         problems += _output_problems([out_path], [], overwrite)
     elif what != "a folder":
         problems.append(f"--output: got '{output}', {what}; allowed: a folder, or a new name; nearest: tokens/")
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     opened = open_tokenizer(tokenizer, end_token)
     content = b"" if tokenizer == "bytes" else tokenizer_file(tokenizer).read_bytes()
     name = "" if is_folder else out_path.name
@@ -238,10 +236,9 @@ def _write_each(
                      "where --output is a folder; nearest: one folder after another")  # fmt: skip
     for part in left:
         targets, is_new = [part, sidecar_path(part)], what_is_at(sidecar_path(part)) == "nothing there"
-        for line in _output_problems(targets, [parts[part]], overwrite or is_new) if folder.exists() else ():
-            problems.add(line)
-    if problems.count:
-        raise UserError(*problems.lines())
+        if folder.exists():
+            problems.add(*_output_problems(targets, [parts[part]], overwrite or is_new))
+    refuse(problems.lines())
     folder.mkdir(exist_ok=True)
     if whole:
         print(f"{folder}: {len(whole):,} of {len(parts):,} files are whole", flush=True)
@@ -250,10 +247,8 @@ def _write_each(
             try:
                 whole[part] = write([parts[part]], part, bar)
             except UserError as error:
-                for line in error.problems:
-                    problems.add(line)
-    if problems.count:
-        raise UserError(*problems.lines())
+                problems.add(*error.problems)
+    refuse(problems.lines())
     return dataclasses.replace(
         described,
         num_tokens=sum(one.num_tokens for one in whole.values()),

@@ -11,7 +11,7 @@ from meshtrain.data.text import TABLES, is_table, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems
 from meshtrain.data.weighted_paths import PATH, named_parts
-from meshtrain.errors import Problems, UserError
+from meshtrain.errors import Problems, UserError, refuse
 from meshtrain.files import url_problems
 from meshtrain.options import Options, idle, option
 from meshtrain.options import problems as option_problems
@@ -235,8 +235,7 @@ def checked_files(options: DataOptions, like: str = "") -> list[Place]:
     Raises:
       UserError: a line for each problem of the options and of these files, see `check`; or it is a mixture.
     """
-    if problems := option_problems(options, "data") + check(options, like=like):
-        raise UserError(*problems)
+    refuse(option_problems(options, "data") + check(options, like=like))
     first, *others = named_parts(options.path, "")[0]
     if others:
         raise UserError(

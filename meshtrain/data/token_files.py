@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, file_tokenizer
-from meshtrain.errors import Problems, UserError, unknown
+from meshtrain.errors import Problems, UserError, refuse, unknown
 from meshtrain.files import what_is_at, write_whole
 
 DTYPES = ("uint16", "uint32")
@@ -290,8 +290,7 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.nd
         file_digest, problem = scan(path, one, vocab_size)
         digest.update(file_digest.encode())
         problems += [problem] if problem else []
-    if problems:
-        raise UserError(*Problems(problems).lines())
+    refuse(Problems(problems).lines())
     arrays = [
         np.memmap(path, np.dtype(one.dtype).newbyteorder("<"), "r") for path, one in zip(files, described, strict=True)
     ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtrain.data.packing import Examples
-from meshtrain.errors import UserError, nearest, unknown
+from meshtrain.errors import UserError, nearest, refuse, unknown
 from meshtrain.files import Json, JsonObject, read_json, what_is_at
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ def _loaded(path: str) -> "tokenizers.Tokenizer":
     """
     import tokenizers
 
-    if problems := file_problems(path):
-        raise UserError(*problems)
+    refuse(file_problems(path))
     try:
         text = tokenizer_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

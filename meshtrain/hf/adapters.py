@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from meshtrain.errors import Problems, UserError
+from meshtrain.errors import Problems, UserError, refuse
 from meshtrain.files import JsonObject, expanded, read_json, what_is_at, write_whole
 from meshtrain.hf import export, names, tensor_files
 from meshtrain.hf.config_export import family_of
@@ -78,8 +78,7 @@ def opened(directory: str | Path) -> Adapters:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise UserError(f"{at / ADAPTERS_FILE}: not read ({error!r}); allowed: LoRA of one scale; {_AGAIN}") from error
     stored, problems = tensor_files.tensors(at)
-    if problems := problems or tensor_files.unreadable(stored):
-        raise UserError(*problems)
+    refuse(problems or tensor_files.unreadable(stored))
     return Adapters(at, own, base, stored)
 
 
@@ -109,12 +108,13 @@ def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOp
             widths = [math.prod(size[letter] for letter in row.layout.split()[1:]) for row in rows]
             own = _apart(rows, widths if len(rows) > 1 else [outputs], pairs, rank)
             result, known = result | own, known | (wanted if own else set())
-    if strange := [name for name in found.stored if name not in known]:
-        raise UserError(*Problems(
-            f"{found.directory}: {name}: got {list(found.stored[name].shape)}; allowed: lora_A [{rank}, inputs] and "
-            f"lora_B [outputs, {rank}] of all layers, of a matrix of attention or mlp in a {family}; {_AGAIN}"
-            for name in strange
-        ).lines())  # fmt: skip
+    strange = Problems(
+        f"{found.directory}: {name}: got {list(found.stored[name].shape)}; allowed: lora_A [{rank}, inputs] and "
+        f"lora_B [outputs, {rank}] of all layers, of a matrix of attention or mlp in a {family}; {_AGAIN}"
+        for name in found.stored
+        if name not in known
+    )
+    refuse(strange.lines())
     return dataclasses.replace(found.options, targets="|".join(f"^{path}$" for path in result)), result
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshtrain import options
 from meshtrain.data.tokenizer import TOKENIZER
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at
 from meshtrain.hf import positions
 from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, OF_IMAGES, ONLY, WITH_IMAGES, Family
@@ -127,8 +127,7 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
         for name, _, text in (line.partition(":") for line in options.problems(shape, "")):
             found.append(f"{keys.get(name) or name}:{text.partition('; nearest: ')[0]}; {PUBLISHED}")
         found += _contradictions(shape)
-    if found:
-        raise UserError(*(f"{path}: {line}" for line in found))
+    refuse(f"{path}: {line}" for line in found)
     dtype = given.get("dtype") or given.get("torch_dtype") or ("bfloat16" if given.get(QUANTIZED) else None)
     length = given.get(FAMILIES[kind].length)
     return Described(kind, shape, length if isinstance(length, int) else 0, dtype if isinstance(dtype, str) else "")

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from meshtrain.errors import Problems, UserError, nearest
+from meshtrain.errors import Problems, UserError, nearest, refuse
 from meshtrain.files import expanded, what_is_at
 from meshtrain.hf import mxfp4, names, tensor_files
 from meshtrain.hf.config_json import Described, described
@@ -66,10 +66,8 @@ def opened(directory: str | Path, ignore: str | None = "") -> Folder:
     except UserError as error:
         raise UserError(*error.problems, *problems) from error
     table = names.as_in_files(names.weights(model.family, model.options), stored)
-    if problems:
-        raise UserError(*problems)
-    if found := _mismatches(folder, model, table, stored):
-        raise UserError(*found)
+    refuse(problems)
+    refuse(_mismatches(folder, model, table, stored))
     used = {name: one for name, one in stored.items() if not names.is_ignored(name, model.options)}
     return Folder(folder, model, table, used, sum(map(names.is_of_images, stored)))
 
@@ -112,8 +110,7 @@ def _mismatches(
                 "the files that belong to it"
             )
         readable = (mxfp4.DTYPE,) if name in packed else tuple(tensor_files.READABLE)
-        for line in tensor_files.unreadable({name: got}, readable):
-            problems.add(line)
+        problems.add(*tensor_files.unreadable({name: got}, readable))
     for name in left:
         problems.add(
             f"{stored[name].file}: {name}: the model in config.json has no such tensor; allowed: its {len(wanted)} "
@@ -173,8 +170,7 @@ def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tens
         for what, some in differ.items()
         if some
     ]
-    if problems := problems or tensor_files.unreadable(tensors):
-        raise UserError(*problems)
+    refuse(problems or tensor_files.unreadable(tensors))
     return tensors
 
 
@@ -212,8 +208,7 @@ def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
             for have, want in zip(got, allowed, strict=True)
         ):
             problems.append(f"{folder.directory}: {path}: got shape {got}; allowed: {allowed}; {fix}")
-    if problems:
-        raise UserError(*sorted(problems))
+    refuse(sorted(problems))
 
 
 def _by_index(leaf: jax.ShapeDtypeStruct) -> Mapping[tuple[tuple[int, int], ...], list[jax.Device]]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.cli.flags import program
-from meshtrain.errors import UserError, nearest, run
+from meshtrain.errors import UserError, nearest, refuse, run
 from meshtrain.launch import local_processes
 
 
@@ -84,8 +84,7 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
             f"--processes: got {num_processes}; allowed: at most the {len(gpus)} GPUs of this machine, one for each; "
             f"nearest: {len(gpus)}, or --devices=N for simulated CPU devices"
         )
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     wanted = local_processes.Job(
         command,
         num_processes,

@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Sequence
 
-from meshtrain.errors import Problems, UserError, is_finite
+from meshtrain.errors import Problems, UserError, is_finite, refuse
 from meshtrain.files import Json, JsonObject, expanded, what_is_at
 from meshtrain.launch.hardware import find as find_accelerator
 
@@ -139,8 +139,7 @@ def read(path: str) -> Links:
     links = []
     for number, entry in enumerate(listed):
         lines = _entry_problems(f"--links: '{path}', links[{number}]", entry)
-        for line in lines:
-            problems.add(line)
+        problems.add(*lines)
         if not lines:
             links.append(Link(**{field.name: entry[field.name] for field in dataclasses.fields(Link)}))
         if problems.is_enough():
@@ -148,8 +147,7 @@ def read(path: str) -> Links:
     counts = collections.Counter((link.axis, link.operation, link.group_size, link.num_hosts) for link in links)
     for axis, operation, *_ in (key for key, count in counts.items() if count > 1):
         problems.add(f"--links: '{path}' has {operation} on {axis} twice; allowed: once; {_NEAREST}")
-    if problems.count:
-        raise UserError(*problems.lines())
+    refuse(problems.lines())
     return Links(platform, tuple(links))
 
 

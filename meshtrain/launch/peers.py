@@ -18,7 +18,7 @@ import jax
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from meshtrain.errors import Interrupted, LostPeer, TrainingStopped, UserError
+from meshtrain.errors import Interrupted, LostPeer, TrainingStopped, refuse
 from meshtrain.files import Json
 
 _PATIENCE_SECONDS = 600  # wait for the slowest process: it may be reading a large file
@@ -106,9 +106,7 @@ def refuse_differences(what: str, facts: Mapping[str, Json]) -> None:
     Raises:
       UserError: a process differs from process 0; every process raises the same lines.
     """
-    problems = differences(what, gathered(what, dict(facts)))
-    if problems:
-        raise UserError(*problems)
+    refuse(differences(what, gathered(what, dict(facts))))
 
 
 def differences(what: str, facts: Sequence[Mapping[str, Json]]) -> list[str]:

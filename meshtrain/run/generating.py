@@ -15,7 +15,7 @@ from meshtrain.config.fields import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.own_source import Data
-from meshtrain.errors import Problems, UserError, divisors
+from meshtrain.errors import Problems, UserError, divisors, refuse
 from meshtrain.generation.answers import Wanted, answers, fitting
 from meshtrain.generation.prompts import encoded, from_file, in_chat
 from meshtrain.generation.sampling import Sampling
@@ -107,8 +107,7 @@ def continuations(
     if text is None:
         raise UserError("eval_prompts: got it with data without text; allowed: ''; nearest: leave it out")
     given = from_file(config.eval_prompts, problems, chat=True, key="eval_prompts")
-    if lines := [*problems_of_task(assembly), *problems.lines()]:
-        raise UserError(*lines)
+    refuse([*problems_of_task(assembly), *problems.lines()])
     if any(prompt.messages for prompt in given):
         template = open_template(config.data.tokenizer, config.data.chat_template)
         given = [in_chat([one], template)[0] if one.messages else one for one in given]

@@ -23,7 +23,7 @@ from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import NUM_BYTES, TEMPLATE, TOKENIZER, file_tokenizer
-from meshtrain.errors import UserError, run
+from meshtrain.errors import UserError, refuse, run
 from meshtrain.files import expanded, is_url, what_is_at, write_whole
 from meshtrain.hf import adapters, export
 from meshtrain.hf.config_export import as_json, family_of
@@ -141,8 +141,7 @@ def _export(arguments: argparse.Namespace) -> None:
     """Writes a run's weights as a Hugging Face folder, or its adapters as one of the package peft."""
     also = weights.choice_problems(arguments.weights, arguments.workdir)
     config = configuration(arguments, also, reads_data=False)
-    if problems := _unlike_export(config, is_of_adapters=arguments.adapters):
-        raise UserError(*problems)
+    refuse(_unlike_export(config, is_of_adapters=arguments.adapters))
     options = config.model
     if options.positions == "learned":
         options = dataclasses.replace(options, max_positions=options.max_positions or config.sequence_length)
@@ -245,8 +244,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = flags.arguments(argv, _parser())
     has_urls = any(", a URL;" in line for line in arguments.problems)  # in their places nothing is left to check
-    if problems := [*arguments.problems, *([] if has_urls else _problems(arguments))]:
-        raise UserError(*problems)
+    refuse([*arguments.problems, *([] if has_urls else _problems(arguments))])
     if arguments.ignore:
         arguments.overrides["init_ignore"] = ",".join(arguments.ignore)
     if arguments.action == "config":

@@ -13,7 +13,7 @@ from meshtrain.data.own_source import Data, MakeData, opened
 from meshtrain.data.packing import Parts
 from meshtrain.data.sources import Asked, is_own
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import UserError, warn
+from meshtrain.errors import UserError, refuse, warn
 from meshtrain.launch import peers
 from meshtrain.models.task import Task, entries, limits
 from meshtrain.observe.run_files import EPOCHS
@@ -48,8 +48,7 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     if not isinstance(result, Corpus):
         return opened(result, wanted.batch, wanted.limits, config.num_eval_batches)
     where = f"data.source={config.data.source}, an example"
-    if problems := example_problems(result.train[0], wanted.batch, wanted.limits, where):
-        raise UserError(*problems)
+    refuse(example_problems(result.train[0], wanted.batch, wanted.limits, where))
     return result
 
 

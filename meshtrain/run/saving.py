@@ -17,7 +17,7 @@ from meshtrain.checkpoint.owner import owned
 from meshtrain.config.config import Config, to_json
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own_source import Data
-from meshtrain.errors import SaveFailed, UserError, unknown, warn
+from meshtrain.errors import SaveFailed, UserError, refuse, unknown, warn
 from meshtrain.files import is_url
 from meshtrain.observe.run_files import EVALUATED, LOSS_OF
 from meshtrain.run import workdir
@@ -145,8 +145,7 @@ def refuse_unknown_metric(assembly: Assembly, corpus: Data) -> None:
     names = [EVALUATED + name for name in ("loss", *sorted(sums.keys() - {"loss", "weight"}))]
     if len(sets := sets_of(corpus.validation)) > 1:
         names += [LOSS_OF + name for name in sets]
-    if lines := [unknown(key, name, names, names[0]) for key, name in asked.items() if name not in names]:
-        raise UserError(*lines)
+    refuse([unknown(key, name, names, names[0]) for key, name in asked.items() if name not in names])
 
 
 def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int, layer: int) -> str:

@@ -24,7 +24,7 @@ from meshtrain.checkpoint.other_runs import recorded
 from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.resume import difference
-from meshtrain.errors import UserError, is_finite, warn
+from meshtrain.errors import UserError, is_finite, refuse, warn
 from meshtrain.files import Json, JsonObject, read_json, what_is_at, write_whole
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
@@ -120,8 +120,7 @@ def locked(run: Path) -> Iterator[None]:
                 problems = [f"workdir {run}: in use by {owner}; allowed: one run in each; nearest: another --workdir"]
             except OSError as error:
                 problems = [f"workdir {run}: cannot write ({error.strerror}); allowed: a folder that can be written"]
-        if problems := peers.share_problems("lock", problems):
-            raise UserError(*problems)
+        refuse(peers.share_problems("lock", problems))
         yield
 
 
