@@ -170,20 +170,12 @@ def _local_rows(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> np.n
     return np.flatnonzero(held)
 
 
-def _global_arrays(local: Mapping[str, np.ndarray], rows: np.ndarray, batch: Batch) -> dict[str, jax.Array]:
-    """Returns the global arrays [B, ...] of a batch from this process's rows of them, each array [len(rows), ...]."""
-
-    def place(array: np.ndarray, entry: jax.ShapeDtypeStruct) -> jax.Array:
-        def piece(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            wanted = np.arange(entry.shape[0])[index[0]]
-            # A device's rows are neighbours in the batch, so they are neighbours among the local rows.
-            first = int(np.searchsorted(rows, wanted[0]))
-            return array[(slice(first, first + len(wanted)), *index[1:])]
-
-        return jax.make_array_from_callback(entry.shape, entry.sharding, piece)
-
-    return {name: place(array, batch[name]) for name, array in local.items()}
+def _global_arrays(local: Mapping[str, np.ndarray], batch: Batch) -> dict[str, jax.Array]:
+    """Returns the global arrays [B, ...] of a batch from this process's rows of them."""
+    return {
+        name: jax.make_array_from_process_local_data(entry.sharding, local[name], entry.shape)
+        for name, entry in batch.items()
+    }
 
 
 def _local_batch(
@@ -265,7 +257,7 @@ def batches(
 
     def place() -> Iterator[dict[str, jax.Array]]:
         try:
-            yield from (_global_arrays(local, rows, batch) for local in iterator)
+            yield from (_global_arrays(local, batch) for local in iterator)
         finally:
             iterator.close()
 
