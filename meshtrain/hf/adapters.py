@@ -165,23 +165,18 @@ def write(
       base: the path of the model beneath the adapters; None: it is no Hugging Face folder.
     """
     leaves = dict(leaves_with_paths(params))
-    modules = _modules(family, options, leaves)
+    # For each matrix with an adapter on any part of it, the rows of all its parts.
+    modules = [rows for rows in names.by_tensor(names.weights(family, options)) if _adapted(rows, leaves)]
     size = names.sizes(options)
     places = [(rows, layer) for rows in modules for layer in range(*names.stack(rows[0], size))]
     shapes = dict[str, tuple[int, int]]()
     for rows, layer in places:
         shapes |= zip(_names(names.tensor_name(rows[0], (layer,), size)), _shapes(rows, leaves), strict=True)
     arrays = itertools.chain.from_iterable(_factors(rows, leaves, layer) for rows, layer in places)
-    export.write_file(folder / WEIGHTS_FILE, shapes, arrays, dtype)
+    num_bytes = export.write_file(folder / WEIGHTS_FILE, shapes, arrays, dtype)
     stated = _config(modules, adapters, leaves, base)
     write_whole(folder / ADAPTERS_FILE, json.dumps(stated, indent=2) + "\n")
-    item_bytes = tensor_files.READABLE[export.DTYPES[dtype]].itemsize
-    return sum(map(math.prod, shapes.values())) * item_bytes
-
-
-def _modules(family: str, options: DecoderOptions, leaves: Mapping[str, jax.Array]) -> list[list[Weight]]:
-    """Returns, for each matrix with an adapter on any part of it, the rows of all its parts."""
-    return [rows for rows in names.by_tensor(names.weights(family, options)) if _adapted(rows, leaves)]
+    return num_bytes
 
 
 def _adapted(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> list[Weight]:

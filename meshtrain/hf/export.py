@@ -75,19 +75,18 @@ def write_weights(
       dtype: a key of `DTYPES`; values are rounded to it.
       adapters: with which the run was trained.
     """
-    leaves, wanted = dict(leaves_with_paths(params)), tensor_files.READABLE[DTYPES[dtype]]
-    groups, total = _in_files(tensors(family, options), wanted.itemsize)
-    size = names.sizes(options)
+    leaves, size = dict(leaves_with_paths(params)), names.sizes(options)
+    groups = _in_files(tensors(family, options), tensor_files.READABLE[DTYPES[dtype]].itemsize)
 
     def stored(tensor: Tensor) -> np.ndarray:
         own = [_merged(leaves, row.path, tensor.place, adapters) for row in tensor.rows]
         return np.asarray(names.as_stored(own, tensor.rows, size))
 
-    placed = dict[str, str]()
+    placed, total = dict[str, str](), 0
     for number, group in enumerate(groups, start=1):
         one = len(groups) == 1
         file = tensor_files.ONE_FILE if one else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        write_file(folder / file, {one.name: one.shape for one in group}, map(stored, group), dtype)
+        total += write_file(folder / file, {one.name: one.shape for one in group}, map(stored, group), dtype)
         placed |= {tensor.name: file for tensor in group}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
     write_whole(folder / tensor_files.INDEX_FILE, json.dumps(index, indent=2) + "\n")
@@ -142,22 +141,24 @@ def byte_tokenizer() -> str:
     return str(tokenizer.to_str(pretty=False))
 
 
-def _in_files(tensors: Sequence[Tensor], item_bytes: int) -> tuple[list[list[Tensor]], int]:
-    """Returns the tensors of each file, and the bytes of all."""
+def _in_files(tensors: Sequence[Tensor], item_bytes: int) -> list[list[Tensor]]:
+    """Returns the tensors of each file."""
     groups: list[list[Tensor]] = [[]]
-    room, total = _FILE_BYTES, 0
+    room = _FILE_BYTES
     for tensor in tensors:
         size = int(np.prod(tensor.shape)) * item_bytes
         if size > room and groups[-1]:
             groups.append([])
             room = _FILE_BYTES
         groups[-1].append(tensor)
-        room, total = room - size, total + size
-    return groups, total
+        room -= size
+    return groups
 
 
-def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable[np.ndarray], dtype: str) -> None:
-    """Writes a safetensors file, tensor by tensor: the format's library would hold all of the file's in memory at once.
+def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable[np.ndarray], dtype: str) -> int:
+    """Writes a safetensors file, tensor by tensor, and returns the bytes of the tensors.
+
+    The format's library would hold all of the file's tensors in memory at once.
 
     Args:
       path: of the file, which is replaced.
@@ -178,6 +179,7 @@ def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable
         file.write(struct.pack("<Q", len(text)) + text)
         for array in arrays:
             file.write(np.ascontiguousarray(array.astype(wanted)).tobytes())
+    return end
 
 
 def on_host(leaf: jax.Array, *index: int) -> np.ndarray:
