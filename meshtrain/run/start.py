@@ -21,7 +21,7 @@ from meshtrain.assemble import Assembly, kept_params, learning_rates, stored_par
 from meshtrain.checkpoint.checkpoint import AVERAGES, CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import find
 from meshtrain.cli import flags
-from meshtrain.config.config import CONFIG_FILE, Config, to_json
+from meshtrain.config.config import CONFIG_FILE, Config
 from meshtrain.config.resume import from_json
 from meshtrain.errors import UserError, warn
 from meshtrain.files import is_url, what_is_at
@@ -112,7 +112,7 @@ def compared(config: Config, run: Path) -> Values:
     With a bucket between them, each machine may have a workdir of its own.
     """
     own = {} if is_url(config.checkpoint.directory) else {"workdir": str(run)}
-    return {**own, **flags.flatten(json.loads(to_json(config)))}
+    return {**own, **flags.flatten(config)}
 
 
 def refuse_other_weights(assembly: Assembly, run: Path) -> None:
@@ -125,10 +125,11 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
     if not config.init_from or saved_step(run, config.checkpoint.directory):
         return
     base, found = weights.beneath(config)
+    params, rounded = _taken(assembly, base, found)
     if weights.is_by_name(config, base):
-        by_name(base, _taken(assembly)[0])
+        by_name(base, params)
     else:
-        weights.refuse_other_params(base, *_taken(assembly))
+        weights.refuse_other_params(base, params, rounded)
     if found is None:
         return
     theirs, factors = adapters.factors(found, base, config.model)
@@ -141,16 +142,15 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
                         f"merges them; nearest: {fix}")  # fmt: skip
 
 
-def _taken(assembly: Assembly) -> tuple[Params, list[str]]:
+def _taken(assembly: Assembly, base: str, found: adapters.Adapters | None) -> tuple[Params, list[str]]:
     """Returns which of its abstract parameters a run takes from `init_from`, and the paths of those that it rounds.
 
     It takes all of them. From weights without adapters, or beneath those of peft, it takes all but the adapters, and
     None stands in their place; likewise of those that a task never trains. Frozen weights may have been saved in
-    another dtype than that of `precision.frozen_dtype`.
+    another dtype than that of `precision.frozen_dtype`. `base` and `found` are what `weights.beneath` returns.
     """
     params, config = assembly.kept_state.params, assembly.config
     if config.lora.rank or assembly.task.begin is not None:
-        base, found = weights.beneath(config)
         is_bare = bool(found) or weights.is_by_name(config, base)
         missing = [kind for kind in (is_adapter, is_frozen) if is_bare or not any(map(kind, weights.paths(base)))]
         own = [not any(kind(path) for kind in missing) for path, _ in leaves_with_paths(params)]
@@ -261,8 +261,8 @@ def beginning(assembly: Assembly) -> TrainState:
     # Restored first: weights of other shapes are refused before the initial state is compiled.
     kept = None
     if config.init_from:
-        params, rounded = _taken(assembly)
         base, found = weights.beneath(config)
+        params, rounded = _taken(assembly, base, found)
         is_by_name = weights.is_by_name(config, base)
         kept = read_by_name(base, params) if is_by_name else weights.restore_params(base, None, params, rounded)[0]
         kept = kept if found is None else _with_adapters(assembly, base, found, kept)
@@ -324,7 +324,6 @@ def shared_out(state: TrainState, like: TrainState, reshard: Callable[[jax.Array
       like: abstract, each leaf with its sharding.
       reshard: see `Reduction`.
     """
-    leaves = jax.tree.leaves(like.residual)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, like.residual)
-    share = jax.jit(reshard, static_argnums=1, out_shardings=shardings)
-    return dataclasses.replace(state, residual=share(state.residual, leaves[0].shape[0]))
+    share = jax.jit(reshard, static_argnums=1, out_shardings=shardings(like.residual))
+    num_replicas = jax.tree.leaves(like.residual)[0].shape[0]
+    return dataclasses.replace(state, residual=share(state.residual, num_replicas))
