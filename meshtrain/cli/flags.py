@@ -260,8 +260,8 @@ def schema(options: Options, prefix: str = "") -> dict[str, Entry]:
     return result
 
 
-def flatten(values: Mapping[str, Value], prefix: str = "") -> Values:
-    """Returns dotted key -> value for a nested mapping.
+def flatten(values: Mapping[str, Value] | Options, prefix: str = "") -> Values:
+    """Returns dotted key -> value for a nested mapping, or for a dataclass of options.
 
     An empty mapping inside another stays a value, and so does one below 20 levels.
 
@@ -269,7 +269,8 @@ def flatten(values: Mapping[str, Value], prefix: str = "") -> Values:
     {'seed': 1, 'mesh.data': 2, 'mesh.fsdp': 4}
     """
     flat: Values = {}
-    for key, value in values.items():
+    nested = values if isinstance(values, Mapping) else dataclasses.asdict(values)
+    for key, value in nested.items():
         name = f"{prefix}{key}"
         goes_on = isinstance(value, Mapping) and value and name.count(".") < _DEEPEST
         flat |= flatten(value, f"{name}.") if goes_on else {name: value}

@@ -26,7 +26,7 @@ def table(config: Config, width: int) -> str:
       config: the configuration.
       width: characters in a line; longer meanings are wrapped.
     """
-    values = flags.flatten(dataclasses.asdict(config))
+    values = flags.flatten(config)
     defaults = dataclasses.replace(defaults_of(config), task=Config.task)
     rows = []
     for key, entry in flags.schema(defaults).items():

@@ -4,7 +4,6 @@ They are legal, so that users can try another mesh, schedule or optimizer by cha
 Each option says for itself when it is read: `only_for` of `options.py`.
 """
 
-import dataclasses
 import json
 from collections.abc import Mapping
 
@@ -20,7 +19,7 @@ from meshtrain.step.precision import compute_name
 
 def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, str]:
     """Returns dotted key -> why it has no effect, for each field that differs from its default and is not read."""
-    values, defaults = (flags.flatten(dataclasses.asdict(one)) for one in (config, defaults_of(config)))
+    values, defaults = (flags.flatten(one) for one in (config, defaults_of(config)))
     in_float16 = compute_name(config.precision) == "float16"
     scaling = loss_scale.scaling(config.loss_scale, num_targets=1, computes_in_float16=in_float16)
     is_built_in = config.task in tasks.names()
@@ -46,6 +45,6 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
 
 def text(config: Config, mesh_shape: Mapping[str, int]) -> str:
     """Returns a table of the options without effect; an empty string where there are none."""
-    values = flags.flatten(dataclasses.asdict(config))
+    values = flags.flatten(config)
     rows = [(key, json.dumps(values[key]), why) for key, why in without_effect(config, mesh_shape).items()]
     return aligned(rows, ("without effect here", "value", "because")) if rows else ""

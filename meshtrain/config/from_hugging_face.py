@@ -7,13 +7,13 @@ from pathlib import Path
 from meshtrain.cli import flags
 from meshtrain.config.config import Config, defaults_of
 from meshtrain.data.sources import DataOptions
+from meshtrain.data.tokenizer import TOKENIZER
 from meshtrain.files import expanded, what_is_at
 from meshtrain.hf.config_json import described
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions
 
-TOKENIZER_FILE = "tokenizer.json"
 LONGEST, BATCH_SIZE = 1024, 8  # of a run before the user has edited it; longest in tokens
 LARGEST_BATCH, EPOCHS, LEAST_STEPS, WANTED_STEPS = 64, 3, 100, 250
 _SHOWN = ("num_steps", *(f"mesh.{axis}" for axis in AXES))  # also where they have their defaults
@@ -44,7 +44,7 @@ def of_folder(directory: str | Path, ignore: str = "") -> Config:
     """
     folder = expanded(directory).absolute()
     folder_content = described(folder, ignore)
-    has_tokenizer = what_is_at(folder / TOKENIZER_FILE) == "a file"
+    has_tokenizer = what_is_at(folder / TOKENIZER) == "a file"
     policy = "bfloat16" if folder_content.dtype == "bfloat16" else PrecisionOptions.policy  # others: in float32
     return Config(
         model=folder_content.options,
@@ -89,7 +89,7 @@ def as_file(directory: str | Path, config: Config, num_sequences: int = 0) -> st
       config: for its model.
       num_sequences: that its data have; 0: they are examples.
     """
-    values, defaults = (flags.flatten(dataclasses.asdict(one)) for one in (config, defaults_of(config)))
+    values, defaults = (flags.flatten(one) for one in (config, defaults_of(config)))
     shown = [key for key, value in values.items() if value != defaults[key] or key in _SHOWN]
     about = "The mesh and the data are examples. Files of one's own: data.source = 'text' and data.path."
     if num_sequences:

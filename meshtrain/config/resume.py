@@ -1,6 +1,5 @@
 """Which options may change when a run resumes: its config.json is read back and compared with the new configuration."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
 
@@ -116,7 +115,7 @@ def _defaults(values: Mapping[str, Value]) -> Values:
     There is no `model` if the task is a function without options.
     """
     config, problems = built(values, {})
-    defaults = flags.flatten(dataclasses.asdict(defaults_of(config)))
+    defaults = flags.flatten(defaults_of(config))
     has_task = not any(line.startswith("task: ") for line in problems)
     return {key: value for key, value in defaults.items() if has_task or not key.startswith("model.")}
 

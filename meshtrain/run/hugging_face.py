@@ -7,7 +7,6 @@ python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16] [-
 
 import argparse
 import dataclasses
-import json
 import re
 import shutil
 import sys
@@ -123,7 +122,7 @@ def _import(arguments: argparse.Namespace) -> None:
     weights.refuse_other_params(arguments.workdir, like)
     params, _ = weights.restore_params(arguments.workdir, None, like)
     target = expanded(arguments.to).absolute()
-    extra = {"config": json.loads(to_json(config)), "versions": {"jax": jax.__version__}}
+    extra = {"config": dataclasses.asdict(config), "versions": {"jax": jax.__version__}}
     with Checkpoints(target / CHECKPOINTS, config.checkpoint) as checkpoints:
         checkpoints.save(0, {"params": params}, extra)
         checkpoints.wait()

@@ -1,8 +1,8 @@
 """Saves of a run: what goes into them, their metric, and the checkpoint to return to after a failure."""
 
 import contextlib
+import dataclasses
 import functools
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import recorded
 from meshtrain.checkpoint.owner import owned
-from meshtrain.config.config import Config, to_json
+from meshtrain.config.config import Config
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own_source import Data
 from meshtrain.errors import SaveFailed, UserError, refuse, unknown, warn
@@ -50,7 +50,7 @@ def save(
         "next_sample": next_sample(step, assembly.config.batch_size),
         "corpus": corpus.fingerprint,
         EVALUATIONS: {assembly.config.early_stop.metric: {str(one): value for one, value in found.items()}},
-        "config": json.loads(to_json(assembly.config)),
+        "config": dataclasses.asdict(assembly.config),
         "versions": {"jax": jax.__version__},
     }
     values = dict[str, float]()

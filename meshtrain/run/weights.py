@@ -109,11 +109,11 @@ def _refuse_functions(text: str, place: str | Path, arguments: argparse.Namespac
     chosen = {key: arguments.overrides[key] for key in keys if key in arguments.overrides}
     try:
         values = flags.flatten(read_json(text))
-    except (ValueError, AttributeError):
+    except (ValueError, TypeError):
         return chosen  # `from_json` says what is wrong
     foreign = {key: str(values[key]) for key in keys if key in values and ":" in str(values[key]) and key not in chosen}
     if foreign and arguments.config is not None:
-        of_user = flags.flatten(dataclasses.asdict(built(file_content(arguments.config), {})[0]))
+        of_user = flags.flatten(built(file_content(arguments.config), {})[0])
         foreign = {key: name for key, name in foreign.items() if of_user[key] != name}
     if not foreign:
         return chosen

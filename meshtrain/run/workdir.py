@@ -4,6 +4,7 @@ Process 0 writes for all of them.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import json
@@ -53,7 +54,7 @@ def check(run: Path, config: Config) -> list[str]:
     """
     if problems := flags.unwritable(run) or _out_of_place(run):
         return problems
-    now, before = json.loads(to_json(config)), {f"workdir {run}": _read_json(run / CONFIG_FILE)}
+    now, before = dataclasses.asdict(config), {f"workdir {run}": _read_json(run / CONFIG_FILE)}
     place = config.checkpoint.directory
     if place and "config" in (there := recorded(place)):  # it may be a copy of the place that it names
         before[place] = {**there["config"], "checkpoint": now["checkpoint"]}
