@@ -98,6 +98,15 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError(*lines)
 
 
+def refusals(work: Callable[..., object], *given: object) -> list[str]:
+    """Calls `work` with what is given; returns a line for each problem of a UserError that it raises."""
+    try:
+        work(*given)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
 class TrainingStopped(Exception):
     """Training cannot continue (too many skipped steps): exit code 3."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
 
-from meshtrain.errors import UserError, first_line, nearest, unknown
+from meshtrain.errors import UserError, first_line, nearest, refusals, unknown
 from meshtrain.files import url_problems
 
 # Options end up in int32 and float32 arrays: larger values would overflow there.
@@ -339,12 +339,7 @@ def _fitting(module: ModuleType, num_arguments: int) -> list[str]:
 
 def function_problems(key: str, name: str, names: Sequence[str], near: str = "") -> list[str]:
     """Returns the line of `function`'s error; none for one of `names`, or a function that can be imported."""
-    try:
-        if name not in names:
-            imported_function(key, name, names, near)
-    except UserError as error:
-        return list(error.problems)
-    return []
+    return [] if name in names else refusals(imported_function, key, name, names, near)
 
 
 def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, takes: str, gives: str) -> Imported:

@@ -11,7 +11,7 @@ from meshtrain.data.text import TABLES, is_table, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems
 from meshtrain.data.weighted_paths import PATH, named_parts
-from meshtrain.errors import Problems, UserError, refuse
+from meshtrain.errors import Problems, UserError, refusals, refuse
 from meshtrain.files import url_problems
 from meshtrain.options import Options, idle, option
 from meshtrain.options import problems as option_problems
@@ -246,13 +246,7 @@ def checked_files(options: DataOptions, like: str = "") -> list[Place]:
 
 
 def _sidecar_problems(files: Iterable[Path]) -> list[str]:
-    problems: list[str] = []
-    for path in files:
-        try:
-            read_sidecar(path)
-        except UserError as error:
-            problems += error.problems
-    return problems
+    return [line for path in files for line in refusals(read_sidecar, path)]
 
 
 def _no_lines(files: Iterable[Place]) -> list[str]:

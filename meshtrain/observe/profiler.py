@@ -9,7 +9,7 @@ import sys
 
 import jax
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refusals
 from meshtrain.options import option
 from meshtrain.sharding.trees import Arrays
 
@@ -23,11 +23,7 @@ class ProfileOptions:
 
 def check(options: ProfileOptions) -> list[str]:
     """Returns one line for each mistake in the options."""
-    try:
-        first_and_last_step(options)
-    except UserError as error:
-        return list(error.problems)
-    return []
+    return refusals(first_and_last_step, options)
 
 
 def first_and_last_step(options: ProfileOptions) -> tuple[int, int] | None:

@@ -5,7 +5,7 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refusals
 from meshtrain.pipeline.schedules import (
     KEY,
     Action,
@@ -61,11 +61,7 @@ def check(
       key: what says the number of layers.
     """
     lines = _without_layers(key, num_layers, num_stages, options.num_chunks)
-    try:
-        prove(chosen(options, num_stages=num_stages, num_microbatches=num_microbatches))
-    except UserError as error:
-        lines += error.problems
-    return lines
+    return lines + refusals(lambda: prove(chosen(options, num_stages=num_stages, num_microbatches=num_microbatches)))
 
 
 def _without_layers(key: str, num_layers: int, num_stages: int, num_chunks: int) -> list[str]:

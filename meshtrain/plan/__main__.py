@@ -14,7 +14,7 @@ import jax
 
 from meshtrain.cli import flags
 from meshtrain.config.config import Config, built, configure, file_content
-from meshtrain.errors import UserError, run
+from meshtrain.errors import UserError, refusals, run
 from meshtrain.files import target_problems, write_whole
 from meshtrain.launch.links import read, refuse_other_platform
 from meshtrain.observe.charts import picture
@@ -94,19 +94,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def refusals(work: Callable[[], object]) -> list[str]:
-    """Returns a line for each problem that `work` refuses."""
-    try:
-        work()
-    except UserError as error:
-        return list(error.problems)
-    return []
-
-
 def problems(given: argparse.Namespace) -> list[str]:
     """Returns one line for each problem of plan's own arguments that shows before a compiler is asked."""
     if given.cluster:
-        problems = refusals(lambda: clusters.parse(given.cluster))
+        problems = refusals(clusters.parse, given.cluster)
     else:
         problems = [f"--cluster: got nothing; allowed: {clusters.ALLOWED}; nearest: --cluster=h100:8x8"]
     if given.links and given.cluster.startswith("cpu"):
@@ -115,7 +106,7 @@ def problems(given: argparse.Namespace) -> list[str]:
             "or TPUs; nearest: leave it out"
         )
     elif given.links:
-        problems += refusals(lambda: read(given.links))
+        problems += refusals(read, given.links)
     if given.search and given.calibrate:
         problems.append(
             "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
@@ -155,7 +146,7 @@ def scaling_problems(given: argparse.Namespace) -> list[str]:
             for name in ("programs", "chart")
             if (value := getattr(given, name))
         ]
-    problems = refusals(lambda: cluster_sizes.read_sizes(given.scaling))
+    problems = refusals(cluster_sizes.read_sizes, given.scaling)
     for name in ("search", "calibrate"):
         if getattr(given, name):
             problems.append(f"--{name}: got it together with --scaling; allowed: one of them; nearest: leave it out")
