@@ -18,7 +18,7 @@ from meshtrain.config import reductions
 from meshtrain.config.config import Config, check_filled, num_microbatches, units_on_device
 from meshtrain.config.tasks import MakeTask, made
 from meshtrain.config.tasks import names as task_names
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import CompilerOption, init_compiler_options, options_of
 from meshtrain.launch.hardware import find as find_accelerator
@@ -174,8 +174,7 @@ def assemble(
       UserError: `also`, arrays that cannot be sharded as configured, a batch or loss that breaks the contract of
         `Task`, or a pipeline with a task without stages.
     """
-    if problems := [*check_filled(config, shape, make_task, rules), *also, *_offload_problems(config, devices)]:
-        raise UserError(*problems)
+    refuse([*check_filled(config, shape, make_task, rules), *also, *_offload_problems(config, devices)])
     mesh = make_mesh(shape, devices)
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     placement = Placement(rules, mesh, config.zero.keeps_gathered, in_fp8(config.precision))
@@ -481,8 +480,7 @@ def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[s
             # A user's own model may have dims that the built-in table does not list.
             hint = ", or a rule of its own: sharding.rules.extend(rules, Rule('...'))"
             problems += [f"{line}{hint}" if "logical axis of dim" in line else line for line in error.problems]
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     return abstract
 
 

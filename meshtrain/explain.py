@@ -15,7 +15,7 @@ from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config import effects
 from meshtrain.config.config import Config, groups, parse
-from meshtrain.errors import UserError, run
+from meshtrain.errors import refuse, run
 from meshtrain.files import target_problems
 from meshtrain.launch import distributed
 from meshtrain.models.task import token_batch
@@ -153,8 +153,8 @@ def main(argv: Sequence[str]) -> int:
     )
     extra.add_argument("--draw", metavar="FILE", default="", help="also draw the mesh (.png, .svg or .pdf)")
     config, arguments = parse(argv, extra, reads_data=False)
-    if arguments.draw and (lines := target_problems("--draw", arguments.draw, "mesh.png", PICTURES)):
-        raise UserError(*lines)
+    if arguments.draw:
+        refuse(target_problems("--draw", arguments.draw, "mesh.png", PICTURES))
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
     print(text(assembly := assemble(config, shape, devices)))

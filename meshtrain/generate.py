@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from meshtrain.cli import flags
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.tokenizer import Tokenizer, end_ids
-from meshtrain.errors import Problems, UserError, run, warn
+from meshtrain.errors import Problems, UserError, refuse, run, warn
 from meshtrain.files import is_utf8, target_problems, write_whole
 from meshtrain.generation.answers import Shown, Wanted, answers, fitting, room_left, trained_left
 from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
@@ -87,8 +87,8 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
     for stop in arguments.stop:
         if not stop or not is_utf8(stop):
             problems.add(f"--stop: got '{stop}'; allowed: a text in UTF-8, not empty; nearest: leave it out")
-    for line in target_problems("--out", arguments.out, "texts.jsonl") if arguments.out is not None else ():
-        problems.add(line)
+    if arguments.out is not None:
+        problems.add(*target_problems("--out", arguments.out, "texts.jsonl"))
     if arguments.prompt is not None and arguments.prompts is not None:
         problems.add("--prompt, --prompts: got both; allowed: one of them; nearest: drop --prompt")
     prompts = from_flags(arguments.prompt or [], problems)
@@ -154,8 +154,7 @@ def main(argv: Sequence[str]) -> int:
     of_weights = choice_problems(arguments.weights, arguments.workdir)
     config = configuration(arguments, [*_number_problems(arguments), *of_weights, *problems], reads_data=False)
     assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
-    if problems := problems_of_task(assembly):
-        raise UserError(*problems)
+    refuse(problems_of_task(assembly))
     decode = decode_of(assembly)
     continues = decode.continues and not arguments.chat  # an answer is shown by itself
     if arguments.chat and not decode.continues:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from meshtrain.assemble import Assembly
 from meshtrain.cli import flags
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import UserError, unknown
+from meshtrain.errors import UserError, refuse, unknown
 from meshtrain.files import Json
 from meshtrain.generation.answers import Wanted, answers, fitting
 from meshtrain.generation.sampling import Sampling
@@ -180,7 +180,6 @@ def opened(workdir: str | Path, *words: str, step: int | None = None) -> Request
             f"data.source: got {config.data.source}, whose ids are no text; allowed for the harness: data with a "
             "tokenizer that ends documents; nearest: data.source=text"
         )
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     params, _ = restored(assembly, arguments.workdir, step)
     return Requests(assembly, params, tokenizer, likelihoods.scorer(assembly))

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from meshtrain.data.text import find_files
-from meshtrain.errors import Problems, UserError
+from meshtrain.errors import Problems, UserError, refuse
 from meshtrain.files import what_is_at
 
 IMAGES, LABELS = 0x00000803, 0x00000801
@@ -134,8 +134,7 @@ def read_pairs(files: Sequence[Path], key: str) -> tuple[np.ndarray, np.ndarray]
                 arrays[magic].append(read(one, magic, key))
             except UserError as error:
                 problems.add(str(error))
-    if problems.count:
-        raise UserError(*problems.lines())
+    refuse(problems.lines())
     return np.concatenate(arrays[IMAGES]), np.concatenate(arrays[LABELS])
 
 

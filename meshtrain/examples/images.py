@@ -16,7 +16,7 @@ import numpy as np
 from meshtrain.data.corpus import tokenizer_for, vocabulary_of
 from meshtrain.data.own_source import Data, opened
 from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unmounted, unread
-from meshtrain.errors import UserError
+from meshtrain.errors import refuse
 from meshtrain.examples.idx import find_images, read_pairs
 from meshtrain.options import option
 
@@ -77,8 +77,7 @@ def open_images(options: ImageOptions, asked: Asked) -> Data:
         problems += _problems(key_of_validation, validation, asked)
     else:
         train, validation = _split(*train, options.validation_fraction)
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     digest = hashlib.sha256()
     for array in (*train, *validation):
         digest.update(np.ascontiguousarray(array).data)
@@ -100,8 +99,7 @@ def open_each(options: ImageOptions, asked: Asked) -> dict[str, Images]:
     """
     key = "data.path"
     pairs = {str(path): read_pairs([path], key) for path in _files(options.path, key)}
-    if problems := [line for pair in pairs.values() for line in _problems(key, pair, asked)]:
-        raise UserError(*problems)
+    refuse([line for pair in pairs.values() for line in _problems(key, pair, asked)])
     parts = {name: Images(*pair) for name, pair in pairs.items()}
     for name, images in parts.items():
         opened(Data(images, images, name), asked.batch, asked.limits, num_eval_batches=0)
@@ -110,8 +108,7 @@ def open_each(options: ImageOptions, asked: Asked) -> dict[str, Images]:
 
 def _files(paths: str, key: str) -> list[Path]:
     files, problems = find_images(paths, key)
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     return files
 
 

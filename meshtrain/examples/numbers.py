@@ -13,7 +13,7 @@ import numpy as np
 from meshtrain.data.own_source import Data
 from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unread
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import UserError, nearest
+from meshtrain.errors import UserError, nearest, refuse
 from meshtrain.examples.pairs import packed
 from meshtrain.options import option
 
@@ -190,8 +190,7 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
         )
         if got < least
     ]
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     examples = [
         packed(pairs, source_length=source_length, target_length=target_length, lengths=pairs.lengths())
         for pairs in splits

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from meshtrain.errors import Problems, UserError
+from meshtrain.errors import Problems, refuse
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of the source and of the target, without begin and end
 Example = dict[str, np.ndarray]
@@ -109,8 +109,7 @@ def packed(
     if lengths is None:
         counted = [(len(source) + 1, len(target) + 1) for source, target in (pairs[i] for i in range(len(pairs)))]
         lengths = np.asarray(counted, np.int64).reshape(-1, 2)
-    if problems := _too_long(lengths, (source_length, target_length)):
-        raise UserError(*problems)
+    refuse(_too_long(lengths, (source_length, target_length)))
     row_starts = rows_in_order(lengths, (source_length, target_length))
     return PairExamples(pairs, row_starts, source_length, target_length, begin_id, end_id)
 

@@ -23,7 +23,7 @@ from meshtrain.data.packing import FirstFitExamples, TokenStream
 from meshtrain.data.sources import Asked, DataOptions, Source, check, checked_files
 from meshtrain.data.text import read_rows
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
-from meshtrain.errors import Problems, UserError, nearest
+from meshtrain.errors import Problems, nearest, refuse
 from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.options import option
 from meshtrain.store.buckets import Place
@@ -104,8 +104,7 @@ def open_pairs(options: DataOptions, asked: Asked) -> Data:
     pairs = list(read_pairs(files, problems) if files else made())
     lines = [line for pair in pairs for line in pair.texts]
     written = chat.written(lines, options.tokenizer, options.chat_template, problems)
-    if problems.count:
-        raise UserError(*problems.lines())
+    refuse(problems.lines())
     tokens = chat.tokenized(tokenizer, [line._replace(answers=line.answers[-1:]) for line in written])
     both = list(zip(tokens[::2], tokens[1::2], strict=True))
     lengths, most = [len(one.ids) + len(other.ids) - 2 for one, other in both], asked.sequence_length
@@ -117,8 +116,7 @@ def open_pairs(options: DataOptions, asked: Asked) -> Data:
                 f"data.path: {pair.where}: got {length} tokens of both answers with their prompt; allowed: at most "
                 f"sequence_length={most}; nearest: sequence_length={max(lengths)}, or leave out that line"
             )
-    if problems.count:
-        raise UserError(*problems.lines())
+    refuse(problems.lines())
     splits = chat.split(both, [pair.prompt for pair in pairs], options.validation_fraction)
     train, validation = ([text for texts in part for text in texts] for part in splits)
     return Data(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meshtrain.data.chat import messages_of
 from meshtrain.data.chat_template import ChatTemplate, Message
-from meshtrain.errors import Problems, UserError
+from meshtrain.errors import Problems, UserError, refuse
 from meshtrain.files import expanded, is_utf8, what_is_at
 from meshtrain.generation.answers import room_left
 from meshtrain.models.task import Decode
@@ -101,8 +101,7 @@ def in_chat(prompts: Sequence[Prompt], template: ChatTemplate) -> list[Prompt]:
             found.append(Prompt(template.prompt(messages), prompt.where))
         except ValueError as error:
             problems.add(f"{prompt.where}: {error}; nearest: leave it out")
-    if problems.count:
-        raise UserError(*problems.lines())
+    refuse(problems.lines())
     return found
 
 
@@ -127,8 +126,7 @@ def encoded(
         try:
             ids = encode(text)
         except UserError as error:
-            for line in error.problems:
-                problems.add(f"{where}: {line}")
+            problems.add(*(f"{where}: {line}" for line in error.problems))
             continue
         tokens.append(ids)
         if not ids:
@@ -144,6 +142,5 @@ def encoded(
                 f"{where}: got '{shown}', {len(ids)} tokens; allowed: at most {most}, as the model has no more "
                 f"positions; nearest: its last {most} tokens"
             )
-    if problems.count:
-        raise UserError(*problems.lines())
+    refuse(problems.lines())
     return tokens

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.models.cost import MakeCost, unknown
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
 from meshtrain.models.metrics import Ratio as Ratio
@@ -342,8 +342,7 @@ def refuse_weights(params: Params, trained: Params) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             problems.append(f"parameters: got {path} of {leaf.dtype}, which has no gradient; allowed: floats, or "
                             "weights that optimizer.trainable leaves out; nearest: float32")  # fmt: skip
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
 
 
 def checked_after_update(after_update: AfterUpdate) -> AfterUpdate:
@@ -454,8 +453,7 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
         problems.append(f"Task.unit: got '{task.unit}'; allowed: a word that names a value; nearest: images")
     if not given:
         problems.append("Task.batch: got no entry; allowed: at least one; nearest: token_batch(B, T)")
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     return result
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, option, problems, raised
 
 KEY = "learning_rate.name"
@@ -120,8 +120,7 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
       UserError: options out of bounds, one line each; or what is wrong with a user's function, one line.
     """
     lines = problems(options, "learning_rate") + check(options)
-    if lines:
-        raise UserError(*lines)
+    refuse(lines)
     ratio = batch_size / options.base_batch_size if options.batch_scaling != "none" else 1.0
     factor = math.sqrt(ratio) if options.batch_scaling == "sqrt" else ratio
     if options.name == "noam":

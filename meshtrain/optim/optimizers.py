@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.optim import moments, trainable
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.average import with_averages
@@ -204,8 +204,7 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Names
         also come from the result's `init`.
     """
     lines = problems(options, "optimizer") + check(options)
-    if lines:
-        raise UserError(*lines)
+    refuse(lines)
     labels = map_axes(lambda axes: "biases" if is_router_bias(axes) else "others", logical_axes)
     logical_axes = map_axes(lambda axes: optax.MaskedNode() if is_router_bias(axes) else axes, logical_axes)
     make = _built_in if options.name in NAMES else _own

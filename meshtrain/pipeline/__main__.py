@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from meshtrain import options
 from meshtrain.cli import flags
-from meshtrain.errors import UserError, run
+from meshtrain.errors import UserError, refuse, run
 from meshtrain.files import target_problems
 from meshtrain.pipeline.chart import as_text, write_picture
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
@@ -97,8 +97,7 @@ def main(argv: Sequence[str]) -> None:
         lines.append(f"--columns: got {arguments.columns}; allowed: at least 20; nearest: 20")
     if arguments.out is not None:
         lines += target_problems("--out", arguments.out, "schedule.png")
-    if lines:
-        raise UserError(*lines)
+    refuse(lines)
     costs = Costs(arguments.forward, arguments.backward, arguments.transfer)
     if arguments.out is not None:
         write_picture(schedule, costs, arguments.out, in_step=arguments.in_step)

@@ -5,7 +5,7 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
-from meshtrain.errors import UserError, refusals
+from meshtrain.errors import refusals, refuse
 from meshtrain.pipeline.schedules import (
     KEY,
     Action,
@@ -88,8 +88,7 @@ def prove(schedule: Schedule) -> None:
     holds actions of one kind: all stages move in step, and would wait for the slower kind.
     """
     lines = _incomplete(schedule) or _violated(schedule) or _mixed(schedule)
-    if lines:
-        raise UserError(*lines)
+    refuse(lines)
 
 
 def _incomplete(schedule: Schedule) -> list[str]:

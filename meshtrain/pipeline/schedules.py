@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.options import FORM, called, function_problems, option
 
 Kind = Literal["F", "B"]
@@ -241,8 +241,7 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
             f"pipeline: got {num_stages} stages x {num_microbatches} microbatches x {num_chunks} chunks = {size}; "
             f"allowed: a table of at most {MAX_SIZE}; nearest: {fix} microbatches"
         )
-    if lines:
-        raise UserError(*lines)
+    refuse(lines)
     rows = BUILT_IN[name](*counts.values()) if name in BUILT_IN else _own_rows(name, *counts.values())
     return Schedule(name, num_stages, num_microbatches, num_chunks, tuple(rows))
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.cli import flags
-from meshtrain.errors import UserError, run
+from meshtrain.errors import refuse, run
 from meshtrain.files import target_problems
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
     """
     given = flags.arguments(argv, arguments())
     problems = [*given.problems, *_problems(given)]
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
     collectives = importlib.import_module("meshtrain.probe.bench.benchmark")
     all_bytes = (_num_bytes(given.smallest), _num_bytes(given.largest))

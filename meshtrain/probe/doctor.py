@@ -17,7 +17,7 @@ from types import ModuleType
 
 from meshtrain import options
 from meshtrain.cli import flags
-from meshtrain.errors import UserError, leave_at_once, run
+from meshtrain.errors import UserError, leave_at_once, refuse, run
 from meshtrain.files import Json, JsonObject
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
@@ -63,8 +63,7 @@ def main(argv: Sequence[str]) -> int:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             problems.append(f"--{name}: got {value}; allowed: a number above 0; nearest: leave it out")
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     meeting = cluster.meeting(os.environ, arguments.processes)
     if arguments.processes and arguments.processes != (count := meeting.num_processes if meeting else 1):
         raise UserError(f"--processes: got {arguments.processes}; allowed: the job's {count}; nearest: {count}")

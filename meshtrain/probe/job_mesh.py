@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from meshtrain.config.config import Config, built, file_content
-from meshtrain.errors import UserError
+from meshtrain.errors import refuse
 from meshtrain.sharding.mesh import MeshOptions, check
 from meshtrain.sharding.rules import AXES
 
@@ -23,6 +23,5 @@ def typed(given: argparse.Namespace) -> Config:
       UserError: all problems of the file, of the overrides and of the sizes.
     """
     made, problems = built(file_content(given.config), given.overrides)
-    if problems := [*problems, *check(made.mesh)]:
-        raise UserError(*problems)
+    refuse([*problems, *check(made.mesh)])
     return made if names_mesh(given) else dataclasses.replace(made, mesh=MeshOptions(**{AXES[0]: -1}))

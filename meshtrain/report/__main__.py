@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from meshtrain.cli import flags
-from meshtrain.errors import UserError, run
+from meshtrain.errors import UserError, refuse, run
 from meshtrain.files import target_problems, write_whole
 from meshtrain.observe.charts import svg
 from meshtrain.observe.page import WIDE, escaped, heading
@@ -45,8 +45,7 @@ def main(argv: Sequence[str]) -> int:
     of_page = target_problems("--html", arguments.html, "report.html", ENDINGS) if arguments.html else [NO_PAGE]
     problems = of_page if importlib.util.find_spec("plotly") else [*of_page, NO_PLOTLY]
     runs, others = opened(arguments.runs)
-    if others or problems:
-        raise UserError(*others, *problems)
+    refuse([*others, *problems])
     # Half a surrogate pair, which JSON can hold and UTF-8 cannot, is shown as a character that is unknown.
     page = run_page(runs, [*meshes(runs), *schedules(runs)]).encode("utf-8", "xmlcharrefreplace")
     try:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.options import option
 from meshtrain.sharding.rules import AXES, AXIS_RECORDS, DATA, PIPELINE, storage_axes
 
@@ -60,8 +60,7 @@ def mesh_shape(
       UserError: the problems of `check`, or sizes that do not fit the devices.
     """
     lines = check(options)
-    if lines:
-        raise UserError(*lines)
+    refuse(lines)
     sizes = {axis: int(getattr(options, axis)) for axis in AXES}
     closed = math.prod(size for size in sizes.values() if size != -1)
     open_axis = next((axis for axis in AXES if sizes[axis] == -1), None)

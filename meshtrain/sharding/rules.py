@@ -12,7 +12,7 @@ To add an axis, add a record and rules that name it here, and its traffic (`plan
 import dataclasses
 from collections.abc import Mapping
 
-from meshtrain.errors import UserError, unknown
+from meshtrain.errors import refuse, unknown
 from meshtrain.options import AllBut, option
 
 DATA = "data"
@@ -168,8 +168,7 @@ class Rules:
                             f"allowed: once; nearest: {once}"
                         )
         problems += [unknown("storage axis", axis, AXES) for axis in self.storage_axes if axis not in AXES]
-        if problems:
-            raise UserError(*problems)
+        refuse(problems)
 
     @property
     def parameters(self) -> Mapping[str, tuple[str, ...]]:

@@ -29,7 +29,7 @@ import jax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.errors import UserError, divisors, nearest, nearest_divisor, nearest_multiple, unknown
+from meshtrain.errors import divisors, nearest, nearest_divisor, nearest_multiple, refuse, unknown
 from meshtrain.options import AllBut, option
 from meshtrain.sharding.rules import DATA, Rules
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, Shaped, Tree, leaves_with_paths, num_bytes
@@ -235,8 +235,7 @@ def spec(path: str, shape: Sequence[int], names: Names, column: Column, mesh_sha
     Raises:
       UserError: see `array_problems`.
     """
-    if lines := array_problems(path, shape, names, column, mesh_shape):
-        raise UserError(*lines)
+    refuse(array_problems(path, shape, names, column, mesh_shape))
     dims = [column[name] if name is not None else () for name in names]
     return spec_of_dims([tuple(axis for axis in axes if mesh_shape[axis] > 1) for axes in dims])
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshtrain.config.config import Config, check_filled
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.launch.links import Link
 from meshtrain.plan import planner
@@ -78,8 +78,7 @@ def basis_of(config: Config, cluster: Cluster) -> Basis:
             f"nearest: --cluster=h100:1x8"
         )
     shape = planner.shape_on(config, cluster)
-    if problems := check_filled(config, shape):
-        raise UserError(*problems)
+    refuse(check_filled(config, shape))
     return Basis(
         config=config,
         num_devices=math.prod(shape.values()),
@@ -101,8 +100,7 @@ def open_clusters(cluster: Cluster, sizes: Sequence[int]) -> dict[int, Cluster]:
             opened[size] = open_cluster(resized(cluster.text, size))
         except UserError as error:
             problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     return opened
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from meshtrain.config.config import Config, check_filled, configure
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.files import JsonObject
 from meshtrain.launch import distributed, peers
 from meshtrain.probe import job_mesh
@@ -55,8 +55,7 @@ def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> JsonOb
         run = given.workdir.absolute()
         begun = start.saved_step(run, config.checkpoint.directory)
         problems = check_filled(config, shape) + start.check(config, run, begun)
-        if problems := peers.share_problems("job", problems):
-            raise UserError(*problems)
+        refuse(peers.share_problems("job", problems))
     mesh = make_mesh(shape, devices)
     times, wrong = {}, list[str]()
     for axis in [axis for axis in AXES if mesh.shape[axis] > 1]:
