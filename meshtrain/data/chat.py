@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,14 +19,12 @@ from meshtrain.data.chat_template import ASSISTANT, BEGIN, END, ChatTemplate, Me
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
 from meshtrain.data.sources import LAST_ANSWER, Asked, DataOptions, checked_files
-from meshtrain.data.text import read_rows, share
+from meshtrain.data.text import read_rows, split
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError, nearest, refuse, warn
 from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.launch import peers
 from meshtrain.store.buckets import Place
-
-_T = TypeVar("_T")
 
 PAIR = ("prompt", "completion")
 ALPACA = ("instruction", "output")
@@ -37,7 +35,6 @@ _BESIDE = ("tools", "functions", "documents", "images", "history")
 _INSIDE = ("tool_calls", "function_call")
 _ALLOWED = "allowed: a JSON object with 'prompt' and 'completion', or with 'messages', or as Alpaca or ShareGPT have it"
 _A_MESSAGE = '{"role": "user", "content": "..."}'
-_SPLIT_BY_HASH_FROM = 100  # lines; fewer are split at one position
 _GROUP_LINES = 1024  # tokenized at a time
 
 
@@ -264,14 +261,14 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
     tokenizer = open_tokenizer(options.tokenizer, options.end_token)
     lines = lines_of(options, files, tokenizer, asked.ids_below)
     splits = split(lines, [line.text for line in lines], options.validation_fraction)
-    tokens = [tokenized(tokenizer, split) for split in splits]
-    fitted = [as_examples(split, sequence_length, tokenizer) for split in tokens]
+    tokens = [tokenized(tokenizer, part) for part in splits]
+    fitted = [as_examples(part, sequence_length, tokenizer) for part in tokens]
     names = ("training", "validation") if options.validation_fraction else ("training",)
     empty = [
-        f"data.path: got {len(split)} lines for {name}, {one.num_dropped} of them without a token of an answer within "
+        f"data.path: got {len(part)} lines for {name}, {one.num_dropped} of them without a token of an answer within "
         f"sequence_length = {sequence_length}; allowed: at least one line with an answer; nearest: more lines, or "
         "another validation_fraction"
-        for name, split, one in zip(names, splits, fitted, strict=False)
+        for name, part, one in zip(names, splits, fitted, strict=False)
         if not one.num_lines
     ]
     refuse(empty)
@@ -321,17 +318,6 @@ def lines_of(options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer,
     if options.loss_on == LAST_ANSWER:
         return [line._replace(answers=line.answers[-1:]) for line in result]
     return result
-
-
-def split(lines: list[_T], texts: Sequence[str], validation_fraction: float) -> tuple[list[_T], list[_T]]:
-    """Returns the lines to train on and those for validation: by the hash of their text, or the last ones of few."""
-    if len(lines) < _SPLIT_BY_HASH_FROM:
-        num_validation = max(round(len(lines) * validation_fraction), 1) if validation_fraction else 0
-        return lines[: len(lines) - num_validation], lines[len(lines) - num_validation :]
-    splits: tuple[list[_T], list[_T]] = ([], [])
-    for line, text in zip(lines, texts, strict=True):
-        splits[share(text) < validation_fraction].append(line)
-    return splits
 
 
 def tokenized(tokenizer: Tokenizer, lines: Sequence[Written]) -> list[Tokens]:

@@ -18,15 +18,13 @@ from meshtrain.data import chat
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, num_inputs, pack
 from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_files, is_own, unmounted
-from meshtrain.data.text import read_documents, share, standard_library
+from meshtrain.data.text import SPLIT_BY_HASH_FROM, read_documents, split, standard_library
 from meshtrain.data.token_files import document_ends, open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.data.weighted_paths import PATH, Part, named_parts
 from meshtrain.errors import Problems, UserError, refuse
 from meshtrain.store.buckets import Place
 
-# Fewer documents than this are split at one position instead of by hash: the share of few hashes would be far off.
-_SPLIT_BY_HASH_FROM = 100
 # Of synthetic data.
 NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES = 1 << 20, 1 << 10
 _LARGEST_STEP, _NOISE = 4, 0.1
@@ -127,12 +125,11 @@ def _text_streams(
         documents = standard_library()
     else:
         documents = [(text, text) for texts in _texts(options, files) for text in texts]
-    if len(documents) < _SPLIT_BY_HASH_FROM:
-        return _cut(stream_of(tokenizer, [text for _, text in documents]), options.validation_fraction)
-    splits: tuple[list[str], list[str]] = ([], [])
-    for key, text in documents:
-        splits[share(key) < options.validation_fraction].append(text)
-    return stream_of(tokenizer, splits[0]), stream_of(tokenizer, splits[1])
+    keys, texts = [key for key, _ in documents], [text for _, text in documents]
+    if len(texts) < SPLIT_BY_HASH_FROM:
+        return _cut(stream_of(tokenizer, texts), options.validation_fraction)
+    train, validation = split(texts, keys, options.validation_fraction)
+    return stream_of(tokenizer, train), stream_of(tokenizer, validation)
 
 
 def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, TokenStream]:

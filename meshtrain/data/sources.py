@@ -30,7 +30,6 @@ PACKINGS = ("stream", "first_fit")
 ALL_ANSWERS, LAST_ANSWER = ANSWERS = ("answers", "last_answer")
 DOCUMENTS = {"source": ("python", "text", "chat")}  # documents go through data.tokenizer
 READ = {"source": ("python", "text", "tokens")}
-CHATS = (*READ["source"], "chat")  # whose models can be asked by `generate --chat`
 ANY_VOCABULARY = 2**31 - 1  # ids are int32: every id is legal if the task states no vocabulary
 
 
@@ -87,7 +86,7 @@ class DataOptions:
         0.05,
         "share of the data kept for validation, 0 to below 1",
         minimum=0,
-        only_for={"source": CHATS, "validation_path": ("",)},
+        only_for={"source": (*READ["source"], "chat"), "validation_path": ("",)},
     )
     num_threads: int = option(2, "threads that read ahead; 0 reads when asked", minimum=0, maximum=1024)
     num_prefetch_batches: int = option(4, "batches read ahead, on the host", minimum=1)

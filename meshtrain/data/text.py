@@ -10,13 +10,15 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from meshtrain.errors import Problems, UserError, nearest
 from meshtrain.files import Json, JsonObject, is_url, is_utf8, url_problems, what_is_at
 from meshtrain.store.buckets import Place, objects, reached
+
+_T = TypeVar("_T")
 
 PARQUET = ".parquet"
 # Names of files with a document in each line or row; corpora call lines .json too where they are compressed.
@@ -26,6 +28,7 @@ _ROWS = 64  # of a .parquet decoded at a time: a document may have megabytes
 # What pyarrow, gzip and zlib raise for content that is cut or broken.
 _BROKEN = (OSError, EOFError, ValueError, NotImplementedError, TypeError, MemoryError, zlib.error)
 _KEY = "data.path"
+SPLIT_BY_HASH_FROM = 100  # items; fewer are split at one position: the share of few hashes would be far off
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _ZEROS_IN = 1 << 16  # bytes of a file's beginning in which zero bytes are looked for
 
@@ -64,6 +67,18 @@ def share(key: str) -> float:
     The prefix was chosen so that no single large file of the standard library fills the validation split.
     """
     return int.from_bytes(hashlib.sha256(f"validation {key}".encode()).digest()[:8]) / 2**64
+
+
+def split(items: Sequence[_T], keys: Sequence[str], validation_fraction: float) -> tuple[list[_T], list[_T]]:
+    """Returns the items to train on and those for validation: by `share` of their keys, or the last ones of few."""
+    if len(items) < SPLIT_BY_HASH_FROM:
+        num_validation = max(round(len(items) * validation_fraction), 1) if validation_fraction else 0
+        place = len(items) - num_validation
+        return list(items[:place]), list(items[place:])
+    splits: tuple[list[_T], list[_T]] = ([], [])
+    for item, key in zip(items, keys, strict=True):
+        splits[share(key) < validation_fraction].append(item)
+    return splits
 
 
 def _beside(path: Path) -> str:

@@ -21,7 +21,7 @@ from meshtrain.data.loader import Examples
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream
 from meshtrain.data.sources import Asked, DataOptions, Source, check, checked_files
-from meshtrain.data.text import read_rows
+from meshtrain.data.text import read_rows, split
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, nearest, refuse
 from meshtrain.files import Json, JsonObject, is_utf8
@@ -117,7 +117,7 @@ def open_pairs(options: DataOptions, asked: Asked) -> Data:
                 f"sequence_length={most}; nearest: sequence_length={max(lengths)}, or leave out that line"
             )
     refuse(problems.lines())
-    splits = chat.split(both, [pair.prompt for pair in pairs], options.validation_fraction)
+    splits = split(both, [pair.prompt for pair in pairs], options.validation_fraction)
     train, validation = ([text for texts in part for text in texts] for part in splits)
     return Data(
         train=_examples(train, most, tokenizer),
