@@ -36,10 +36,8 @@ class Choice:
 
 
 _NAME = "reduction.name"
-_PACKED = (
-    "int8",
-    "topk",
-)  # whose options are under `reduction.`; with other names these have no effect, and are dropped
+# Whose options are under `reduction.`; with other names these have no effect, and are dropped.
+_PACKED = ("int8", "topk")
 _NUMBERS = "as data.source=numbers, which reads it, is not here"
 # Former key -> today's key, or why it is gone. A row has no effect where the options have a key of that name.
 FORMER: Mapping[str, str | Gone | Choice] = {

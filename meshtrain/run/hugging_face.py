@@ -118,9 +118,7 @@ def _import(arguments: argparse.Namespace) -> None:
     arguments.workdir = expanded(arguments.directory)
     config = configuration(arguments, [], reads_data=False)
     assembly = assembled(config, arguments.workdir, None)
-    like = assembly.kept_state.params
-    weights.refuse_other_params(arguments.workdir, like)
-    params, _ = weights.restore_params(arguments.workdir, None, like)
+    params, _ = weights.restore_params(arguments.workdir, None, assembly.kept_state.params)
     target = expanded(arguments.to).absolute()
     extra = {"config": dataclasses.asdict(config), "versions": {"jax": jax.__version__}}
     with Checkpoints(target / CHECKPOINTS, config.checkpoint) as checkpoints:
