@@ -6,7 +6,7 @@ import pytest
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import Asked, DataOptions, check
-from meshtrain.errors import Problems, UserError, unknown
+from meshtrain.errors import Problems, UserError, refusals, refuse, unknown
 
 
 def opened(path, **changes):
@@ -72,3 +72,13 @@ def test_tokens_are_not_read_as_text(tmp_path):
 
 def test_a_list_of_nothing_says_so():
     assert unknown("end token", "x", []) == "end token: got 'x'; allowed: none"
+    assert unknown("end token", "x", [], "y") == "end token: got 'x'; allowed: none; nearest: y"
+
+
+def test_lines_become_an_error_and_an_error_its_lines():
+    refuse([])
+    with pytest.raises(UserError) as caught:
+        refuse(Problems(map(str, range(12))).lines())
+    assert caught.value.problems == (*map(str, range(10)), "... and 2 more like these")
+    assert refusals(refuse, ["a", "b"]) == ["a", "b"]
+    assert refusals(refuse, []) == []
