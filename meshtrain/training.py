@@ -19,7 +19,7 @@ from meshtrain.config.config import Config, Given, resolve
 from meshtrain.config.tasks import MakeTask, abstract_task
 from meshtrain.data.loader import batches
 from meshtrain.data.own_source import Data, MakeData
-from meshtrain.errors import UserError, warn
+from meshtrain.errors import refuse, warn
 from meshtrain.files import expanded, url_problems
 from meshtrain.launch import cluster, distributed, peers
 from meshtrain.launch.watchdog import Watchdog
@@ -110,8 +110,8 @@ def train_resolved(
       begun_seconds: when the program began, by `time.monotonic`; goodput counts from there.
     """
     run, there = expanded(directory).absolute(), config.checkpoint.directory
-    if os.environ.get(cluster.FULL) and (problems := fewer.check(config)):
-        raise UserError(*problems)
+    if os.environ.get(cluster.FULL):
+        refuse(fewer.check(config))
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = peers.is_main_process()
     show = functools.partial(phase, is_main=is_main)
@@ -161,8 +161,7 @@ def _refuse_arguments(
         fix = "train(..., rules=rules)" if isinstance(make_data, Rules) else "lambda config: Data(...)"
         got, wanted = type(make_data).__name__, "a function config -> Data"
         problems.append(f"make_data: got {got}; allowed: {wanted}; nearest: {fix}")
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
 
 
 def run_steps(

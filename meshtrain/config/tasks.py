@@ -18,7 +18,7 @@ from meshtrain.config.data_sources import names as source_names
 from meshtrain.config.fields import Config
 from meshtrain.data.sources import TOKENS, DataOptions, reads_documents
 from meshtrain.data.tokenizer import NUM_BYTES
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.models import lora, problems, remat
 from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.remat import RematOptions
@@ -216,8 +216,7 @@ def made(config: Config, placement: Placement, make_task: MakeTask | None = None
             f"task: got '{name_of(function)}', which returns {getattr(task, '__name__', type(task).__name__)}; "
             "allowed: a Task; nearest: return Task(init, loss, batch)"
         )
-    if lines := kind_problems(task):
-        raise UserError(*lines)
+    refuse(kind_problems(task))
     # JAX caches what it traces by the function, and what a notebook's `init` reads may have changed.
     return dataclasses.replace(task, init=lambda rng: task.init(rng))
 
