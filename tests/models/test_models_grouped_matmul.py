@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.models.moe.grouped_matmul import How, arranged, computed, kernel_for, product
+from meshtrain.models.moe import grouped_matmul
+from meshtrain.models.moe.grouped_matmul import How, Stack, arranged, computed, kernel_for, product
 
 E, D, F, M = 4, 6, 5, 4
 
@@ -81,6 +82,32 @@ def test_the_kernels_compute_products_and_gradients_of_the_loop(kernel, shape, d
         got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
         bound = 5e-6 if dtype == jnp.float32 else jnp.finfo(dtype).eps / 2
         assert np.linalg.norm(got - expected) <= bound * np.linalg.norm(expected)
+
+
+def stacked(weights):
+    """The weights as the second of three layers; the others are not numbers."""
+    return Stack(jnp.full((3, *weights.shape), jnp.nan, weights.dtype).at[1].set(weights), jnp.int32(1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_kernel_that_reads_weights_in_a_stack_gives_the_same_bits(dtype):
+    keys, owners = jax.random.split(jax.random.key(0), 2), jnp.int32([0, 2, 2, 3, 4, 4])
+    rows = jax.random.normal(keys[0], (6 * 16, 96)).astype(dtype)
+    weights = jax.random.normal(keys[1], (E, 96, 48)).astype(dtype)
+    how = How("gpu", interpret=True)
+    of_stack = lambda rows, weights, owners: computed(how, rows, weights, owners, stacked(weights))  # noqa: E731
+    of_slice = functools.partial(computed, how)
+    for got, expected in zip(*(both_ways(way, rows, weights, owners) for way in (of_stack, of_slice)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_weights_in_a_stack_that_the_kernel_does_not_take_are_read_from_the_slice(monkeypatch):
+    taken = lambda platform, rows, weights, *_: "gpu" if weights[0] == E else "loop"  # noqa: E731
+    monkeypatch.setattr(grouped_matmul, "kernel_for", taken)
+    keys, owners = jax.random.split(jax.random.key(0), 2), jnp.int32([0, 2, 4])
+    rows, weights = jax.random.normal(keys[0], (3 * 16, 96)), jax.random.normal(keys[1], (E, 96, 48))
+    got = product(rows, weights, owners, stacked(weights))
+    np.testing.assert_array_equal(got, computed(How("gpu", interpret=True), rows, weights, owners))
 
 
 @pytest.mark.parametrize(

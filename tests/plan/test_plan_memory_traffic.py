@@ -72,3 +72,20 @@ def test_a_slice_behind_a_bitcast_moves_the_slice():
     assert bytes_of(*lines, "ROOT %copy = f32[1,65536]{1,0} negate(%slice)") == 2 * layer + 4  # the index
     whole = "%sum = f32[4]{0} reduce(%bitcast, %i), dimensions={1}, to_apply=%add"
     assert bytes_of(*lines, whole, "ROOT %t = (f32[1,65536]{1,0}, f32[4]{0}) tuple(%slice, %sum)") > 4 * layer
+
+
+def test_a_kernel_of_experts_moves_one_layer_of_a_stack():
+    def bytes_of(weights):
+        text = recorded.entry(
+            "%owners = s32[8]{0} parameter(0)",
+            "%rows = bf16[1024,256]{1,0} parameter(1)",
+            f"%weights = bf16[{weights}] parameter(2)",
+            "%call = bf16[1024,128]{1,0} custom-call(%owners, %rows, %weights), "
+            'custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/times_of_blocks/pallas_call"}',
+        )
+        program = parse.read(text)
+        [(call, where, _)] = program.instructions("custom-call")
+        shapes = {line.name: line.shape for line in program.computations[where]}
+        return memory_traffic.moved_bytes(call, [call], shapes)
+
+    assert bytes_of("12,4,256,128") == bytes_of("4,256,128") == 4 * 8 + 2 * (1024 * (256 + 128) + 4 * 256 * 128)

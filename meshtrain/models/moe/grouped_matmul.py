@@ -4,10 +4,12 @@ Nothing is dropped and no shape depends on what was chosen: each expert's rows a
 computed by kernels on GPUs (`grouped_matmul_gpu.py`) and TPUs (`grouped_matmul_tpu.py`), otherwise by a loop over
 blocks. Blocks without rows are skipped.
 
-C: choices (an expert for a token), E: experts, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
+C: choices (an expert for a token), K: layers in a stack, E: experts, m: rows a block, R: rows of all blocks, D, F: dims
+of a weight.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -99,7 +101,23 @@ def kernel_for(
     return "tpu" if platform == "tpu" and grouped_matmul_tpu.takes(weights, block_rows, dtype) else "loop"
 
 
-def product(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, platform: str = "cpu") -> jax.Array:
+class Stack(NamedTuple):
+    """The weights of all layers, in which a kernel finds those of one: XLA would copy them out of the stack for it.
+
+    It has no gradient. The gradient is that of the layer's own weights, which nothing else reads.
+
+    Attributes:
+      weights: [K, E, D, F].
+      layer: int32 scalar, which of the K layers.
+    """
+
+    weights: jax.Array
+    layer: jax.Array
+
+
+def product(
+    rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None = None, *, platform: str = "cpu"
+) -> jax.Array:
     """Returns [R, F], each block of rows times the weight of its owner, summed in float32; zeros where it has none.
 
     On CPUs there is no kernel. A test that sets one has it interpreted.
@@ -108,25 +126,38 @@ def product(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, platform:
       rows: [R, D].
       weights: [E, D, F], of the rows' dtype.
       owners: int32 [R / m], ascending, see `Blocks`.
+      stack: where the same weights stand among those of all layers, if they do. Only kernels on GPUs read them there.
       platform: of the device, as JAX names it.
     """
-    kernel = kernel_for(platform, rows.shape, weights.shape, rows.shape[0] // owners.size, rows.dtype)
-    return computed(How(kernel, interpret=platform == "cpu"), rows, weights, owners)
+    block_rows, shape = rows.shape[0] // owners.size, weights.shape
+    kernel = kernel_for(platform, rows.shape, shape, block_rows, rows.dtype)
+    if stack is not None:
+        of_all = math.prod(stack.weights.shape[:2]), *shape[1:]
+        takes_all = kernel_for(platform, rows.shape, of_all, block_rows, rows.dtype) == "gpu"
+        stack = stack if takes_all else None
+    return computed(How(kernel, interpret=platform == "cpu"), rows, weights, owners, stack)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def computed(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
-    """Returns [R, F]; see `product`."""
-    return _times(how, rows, weights, owners, transposed=False)
+def computed(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None = None) -> jax.Array:
+    """Returns [R, F]; see `product`. A stack is for the kernel `gpu`."""
+    return _times(how, rows, weights, owners, stack, transposed=False)
 
 
-def _times(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed: bool) -> jax.Array:
+def _times(
+    how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None, *, transposed: bool
+) -> jax.Array:
     """Returns each block of rows times the weight of its owner, or its transpose."""
     if how.kernel == "loop":
         return _times_in_loop(rows, weights.swapaxes(1, 2) if transposed else weights, owners)
     with jax.named_scope(WITH_ROWS):
         if how.kernel == "gpu":
-            return grouped_matmul_gpu.times(rows, weights, owners, transposed=transposed, interpret=how.interpret)
+            of_layers = weights[None]
+            if stack is not None:
+                num_experts, of_layers = weights.shape[0], stack.weights
+                own, none = owners + stack.layer * num_experts, of_layers.shape[0] * num_experts
+                owners = jnp.where(owners < num_experts, own, none)
+            return grouped_matmul_gpu.times(rows, of_layers, owners, transposed=transposed, interpret=how.interpret)
         sizes = _sizes(rows, owners, weights.shape[0])
         block_rows = rows.shape[0] // owners.size
         return grouped_matmul_tpu.times(
@@ -187,17 +218,19 @@ def _of_weights_in_loop(rows: jax.Array, cotangent: jax.Array, owners: jax.Array
     return sums.astype(rows.dtype)
 
 
-Residuals = tuple[jax.Array, jax.Array, jax.Array]
+Residuals = tuple[jax.Array, jax.Array, jax.Array, Stack | None]
 
 
-def _forward(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array) -> tuple[jax.Array, Residuals]:
-    return _times(how, rows, weights, owners, transposed=False), (rows, weights, owners)
+def _forward(
+    how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None
+) -> tuple[jax.Array, Residuals]:
+    return _times(how, rows, weights, owners, stack, transposed=False), (rows, weights, owners, stack)
 
 
-def _backward(how: How, residuals: Residuals, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    rows, weights, owners = residuals
-    of_rows = _times(how, cotangent, weights, owners, transposed=True)
-    return of_rows, _of_weights(how, rows, cotangent, owners, weights.shape[0]), None
+def _backward(how: How, residuals: Residuals, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+    rows, weights, owners, stack = residuals
+    of_rows = _times(how, cotangent, weights, owners, stack, transposed=True)
+    return of_rows, _of_weights(how, rows, cotangent, owners, weights.shape[0]), None, None
 
 
 computed.defvjp(_forward, _backward)

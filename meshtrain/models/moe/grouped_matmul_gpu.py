@@ -3,7 +3,7 @@
 A program of the kernels computes one tile of the result. Tiles that share rows are next to each other in the grid, so
 that rows are read from the L2 cache. A block without rows costs a tile of zeros.
 
-E: experts, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
+K: layers in a stack, E: experts of a layer, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
 """
 
 import functools
@@ -50,25 +50,23 @@ def times(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed:
 
     Args:
       rows: [R, D]; [R, F] with `transposed`.
-      weights: [E, D, F].
-      owners: int32 [R / m], ascending; E: the block has no rows.
-      transposed: whether weights are multiplied as [E, F, D].
+      weights: [K, E, D, F].
+      owners: int32 [R / m], ascending, from 0 to K E; K E: the block has no rows.
+      transposed: whether each weight is multiplied as [F, D].
       interpret: whether to run the kernel as plain JAX, slowly, on a device that is no GPU.
     """
     pl, triton = _modules()
     (num_rows, contracted), num_blocks = rows.shape, owners.size
-    width = weights.shape[1 if transposed else 2]
+    width = weights.shape[2 if transposed else 3]
     block_rows, columns = num_rows // num_blocks, _tile(width)
-    body = functools.partial(
-        _times, pl, step=_step(contracted, rows), columns=columns, transposed=transposed, num_experts=weights.shape[0]
-    )
+    body = functools.partial(_times, pl, step=_step(contracted, rows), columns=columns, transposed=transposed)
     result: jax.Array = pl.pallas_call(
         body,
         grid=(width // columns, num_blocks),
         in_specs=[
             pl.BlockSpec(owners.shape, lambda j, i: (0,)),
             pl.BlockSpec((block_rows, contracted), lambda j, i: (i, 0)),
-            pl.BlockSpec(weights.shape, lambda j, i: (0, 0, 0)),
+            pl.BlockSpec(weights.shape, lambda j, i: (0, 0, 0, 0)),
         ],
         out_specs=pl.BlockSpec((block_rows, columns), lambda j, i: (i, j)),
         out_shape=jax.ShapeDtypeStruct((num_rows, width), rows.dtype),
@@ -89,18 +87,20 @@ def _times(
     step: int,
     columns: int,
     transposed: bool,
-    num_experts: int,
 ) -> None:
-    owner = owners[pl.program_id(1)]
-    own, here = jnp.minimum(owner, num_experts - 1), pl.ds(pl.program_id(0) * columns, columns)
+    num_layers, num_experts = weights.shape[:2]
+    owner, here = owners[pl.program_id(1)], pl.ds(pl.program_id(0) * columns, columns)
+    has_rows = owner < num_layers * num_experts
+    own = jnp.minimum(owner, num_layers * num_experts - 1)
+    layer, expert = own // num_experts, own % num_experts
 
     def add(i: jax.Array, sums: jax.Array) -> jax.Array:
         contracted = pl.ds(i * step, step)
         left = rows[:, contracted]
-        right = weights[own, here, contracted] if transposed else weights[own, contracted, here]
+        right = weights[layer, expert, here, contracted] if transposed else weights[layer, expert, contracted, here]
         return sums + _product(left, right, 1, 1 if transposed else 0)
 
-    num_steps = (owner < num_experts).astype(jnp.int32) * (rows.shape[1] // step)
+    num_steps = has_rows.astype(jnp.int32) * (rows.shape[1] // step)
     sums = jax.lax.fori_loop(jnp.int32(0), num_steps, add, jnp.zeros(result.shape, jnp.float32))
     result[...] = sums.astype(result.dtype)
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping
 
 from meshtrain.plan.hlo.parse import Instruction
-from meshtrain.plan.hlo.products import used_share
-from meshtrain.plan.hlo.shapes import num_bytes
+from meshtrain.plan.hlo.products import grouped_kernel, used_share
+from meshtrain.plan.hlo.shapes import dims, num_bytes
 
 SLICES = ("dynamic-slice", "slice", "gather")
+STACK = ("layers", "experts", "rows", "columns")  # dims of weights of all layers, see `models/moe/grouped_matmul.py`
 
 
 def moved_bytes(
@@ -28,7 +29,7 @@ def moved_bytes(
     if len(body) == 1:
         if line.opcode == "dynamic-update-slice":
             return 2 * num_bytes(shapes[line.operands[1]])
-        reads = 0.0 if line.opcode in SLICES else sum(num_bytes(shapes[o]) for o in line.operands if o in shapes)
+        reads = 0.0 if line.opcode in SLICES else sum(_read(line, shapes[o]) for o in line.operands if o in shapes)
         return reads + num_bytes(line.shape) * (1 + share(line) if line.opcode in SLICES else 1)
     users: dict[str, list[Instruction]] = {}
     for one in body:
@@ -45,6 +46,12 @@ def moved_bytes(
             reads += sliced if narrow else num_bytes(one.shape)
     results = [inside[name] for name in root.operands if name in inside] if root.opcode == "tuple" else [root]
     return reads + sum(_written(one, inside) for one in results)
+
+
+def _read(line: Instruction, shape: str) -> float:
+    """Returns the bytes that an operation reads of an operand; a kernel of experts reads one layer of a stack."""
+    sizes = dims(shape) if grouped_kernel(line) else ()
+    return num_bytes(shape) / (sizes[0] if len(sizes) == len(STACK) else 1)
 
 
 def _users(line: Instruction, users: Mapping[str, list[Instruction]]) -> Iterator[tuple[Instruction, Instruction]]:
