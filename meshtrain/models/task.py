@@ -100,6 +100,10 @@ class Stages:
         chunk, and with empty places of all layers. The residuals that `jax.vjp` saves of a call wait for the backward
         row, except for those that do not depend on activations: `jax.checkpoint` inside of `repeated` decides what is
         computed again.
+      with_stack: (layers with leading dim K, the stage's layers with leading dim N, place of the first of the K among
+        the N, int32 scalar) -> layers for `repeated`, in training, with arrays of the N layers beside them. A library's
+        kernel may read its layer there; out of a stack that XLA slices, it gets a copy. They get no gradient. None:
+        nothing is beside them.
     """
 
     num_layers: int
@@ -109,6 +113,7 @@ class Stages:
     logits: Callable[..., jax.Array] | None = None
     cast: Callable[[Params], Params] | None = None
     num_together: int = 1
+    with_stack: Callable[[Params, Params, jax.Array], Params] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

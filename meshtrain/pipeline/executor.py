@@ -223,7 +223,7 @@ class Rows:
         self.first_input = self.embed(self.outer, jnp.int32(program.first_microbatch))
         zero = jnp.int32(0)
         weights = ring.take(self.units, zero)
-        self.unit = SplitLayer(self.run_layers, weights, self.first_input, (zero, zero), self.layer_mask)
+        self.unit = SplitLayer(self.run_layers, weights, self.first_input, (zero, zero, zero), self.layer_mask)
         self.reduction = None
         if program.reduces_chunks:
             self.reduction = ChunkReduction(program, replicas, self.stored_layers, self.num_units)
@@ -265,22 +265,25 @@ class Rows:
         return self.stages.last(outer, y, ring.microbatch(self.batch, m), PIPELINE)
 
     def run_layers(
-        self, weights: Params, x: Activations, given: tuple[jax.Array, jax.Array]
+        self, weights: Params, x: Activations, given: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[Activations, LayerSums]:
         """Returns the activations after a unit of layers, and their sums.
 
         Args:
           weights: of the layers, each leaf [U, ...].
           x: the activations that enter them.
-          given: the microbatch, and the index in the whole model of the first of these layers, int32 scalars.
+          given: the microbatch, the index in the whole model of the first of these layers, and the index of the unit
+            among this stage's, int32 scalars.
         """
-        m, start = given
+        m, start, place = given
+        if self.stages.with_stack:
+            weights = self.stages.with_stack(weights, ring.flat(self.units), place * self.stages.num_together)
         return ring.run_layers(self.stages, weights, x, ring.microbatch(self.batch, m), self.rng, start, True)
 
-    def given(self, cell: Cell, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def given(self, cell: Cell, place: jax.Array) -> tuple[jax.Array, jax.Array, Place]:
         """Returns `given` of `run_layers` for one of this stage's units."""
         first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
-        return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together
+        return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together, place
 
     def first_place(self, cell: Cell) -> Place:
         """Returns the index of the first unit of the cell's chunk among this stage's units.

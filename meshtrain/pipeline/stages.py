@@ -104,6 +104,11 @@ def from_units(units: Params, num_chunks: int) -> Params:
     return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[2:]), units)
 
 
+def flat(units: Params) -> Params:
+    """Returns arrays [V K / U, U, ...] as [V K, ...], a layer after the other."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), units)
+
+
 def run_layers(
     stages: Stages, layers: Params, x: Activations, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
 ) -> tuple[Activations, LayerSums]:

@@ -5,25 +5,57 @@ import dataclasses
 import pytest
 
 from meshtrain.models.moe import grouped_matmul
-from tests.parity.test_parity_experts import CONFIG, MIXTRAL
+from meshtrain.pipeline.schedules import PipelineOptions
+from tests.parity.test_parity_experts import CONFIG, IN_CHUNKS, MIXTRAL
 
 SMALL = dataclasses.replace(MIXTRAL, num_layers=1, num_experts=4)
 # Megablox takes widths that are multiples of a TPU's lanes.
 WIDE = dataclasses.replace(SMALL, embed_dim=128, expert_dim=128)
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """A function kernel -> the list of what it is asked for from then on, (platform, dims of the weights)."""
+
+    def takes(kernel):
+        found = []
+
+        def kernel_for(platform, rows, weights, *given):
+            found.append((platform, weights))
+            return kernel
+
+        monkeypatch.setattr(grouped_matmul, "kernel_for", kernel_for)
+        return found
+
+    return takes
+
+
 @pytest.mark.parametrize(
     ("kernel", "model"), [("gpu", SMALL), pytest.param("tpu", WIDE, marks=pytest.mark.slow)], ids=["gpu", "tpu"]
 )
-def test_mesh_and_kernel_change_no_number_and_no_count(kernel, model, reference, assert_parity, monkeypatch):
+def test_mesh_and_kernel_change_no_number_and_no_count(kernel, model, reference, assert_parity, asked):
     config = dataclasses.replace(CONFIG, model=model, num_steps=2)
     reference(config)  # by the loop over blocks
-    asked = []
-
-    def kernel_for(platform, *given):
-        asked.append(platform)
-        return kernel
-
-    monkeypatch.setattr(grouped_matmul, "kernel_for", kernel_for)
+    found = asked(kernel)
     assert_parity(config, data=2, expert=2)
-    assert set(asked) == {"cpu"}
+    assert {platform for platform, _ in found} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pipeline", "num_layers"),
+    [
+        ({"expert": 2, "tensor": 2}, IN_CHUNKS, 4),
+        pytest.param({"fsdp": 2, "tensor": 2}, PipelineOptions(num_microbatches=4), 2, marks=pytest.mark.slow),
+    ],
+    ids=["in the stack", "gathered"],
+)
+def test_kernels_in_a_pipeline_read_weights_in_the_stack_unless_they_are_gathered(
+    mesh, pipeline, num_layers, reference, assert_parity, asked
+):
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(SMALL, num_layers=num_layers), num_steps=2)
+    config = dataclasses.replace(config, pipeline=pipeline)
+    reference(config)
+    found = asked("gpu")
+    assert_parity(config, pipeline=2, **mesh)
+    of_layer = SMALL.num_experts // mesh.get("expert", 1)
+    assert {weights[0] for _, weights in found} == ({of_layer, 2 * of_layer} if "expert" in mesh else {of_layer})

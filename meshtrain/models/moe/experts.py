@@ -29,7 +29,8 @@ from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.layers import A, B, Mlp, X, factor_axes, normal, reduced, sums_spec, weight
 from meshtrain.models.metrics import EXPERT_PARTS, Largest, Load, Metric, Metrics
 from meshtrain.models.moe import parts, routing
-from meshtrain.models.moe.parts import Parts
+from meshtrain.models.moe.grouped_matmul import Stack
+from meshtrain.models.moe.parts import Parts, Stacks
 from meshtrain.models.moe.routing import Routing, Tokens
 from meshtrain.models.task import LayerSums, Params
 from meshtrain.sharding.placement import Placement
@@ -39,6 +40,7 @@ from meshtrain.sharding.trees import Arrays
 UP, DOWN = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
 MATRICES: Mapping[str, Names] = {"up": UP, "gate": UP, "down": DOWN}
 BIASES: Mapping[str, Names] = {f"{name}_bias": (axes[0], axes[2]) for name, axes in MATRICES.items()}
+STACK, PLACE = "_stack", "place"  # what `with_stacks` adds: a name's end, and a name
 LOAD, BIAS = "expert_load", "router_bias"  # the metric by which the bias moves
 DOWN_BIAS = "down_bias"
 ROUTER_SHIFT = "router_shift"  # learned, of the logits
@@ -102,10 +104,22 @@ class Experts(nn.Module):
         # Shapes of initial weights are computed before JAX may query devices.
         platform = "cpu" if self.is_initializing() else place.platform
         plan = _Plan.of(place, x, arrays, axes, self.options, platform)
-        inputs, of_seen = (plan.x, plan.x, plan.x, dict(plan.stored)), PartitionSpec(axes_in(plan.x) or None)
+        stacks = self._stacks(plan)
+        of_stacks = {name: Stack._make([PartitionSpec(None, *plan.stored[name]), PartitionSpec()]) for name in stacks}
+        inputs = plan.x, plan.x, plan.x, dict(plan.stored), of_stacks
+        of_seen = PartitionSpec(axes_in(plan.x) or None)
         run = place.on_shards(plan.on_device, inputs, (plan.result, of_seen), is_opaque=True)
-        result, seen = run(x, to.chosen, to.gates, arrays)
+        result, seen = run(x, to.chosen, to.gates, arrays, stacks)
         return result, jnp.sum(seen, axis=0)
+
+    def _stacks(self, plan: "_Plan") -> Stacks:
+        """Returns where kernels find the matrices that this module was given with those of all layers."""
+        if not self.has_variable("params", PLACE):
+            return {}
+        layer: Arrays = self.get_variable("params", PLACE)
+        # A matrix that is gathered first is no part of a stack.
+        names = [name for name in MATRICES if plan.stored[name] == plan.whole[name]]
+        return {name: Stack(self.get_variable("params", name + STACK), layer) for name in names}
 
     def _matrices(self, embed_dim: int) -> dict[str, tuple[jax.Array, Names]]:
         """Returns the matrices of the experts and the factors of their adapters, cast, with their logical axes."""
@@ -176,6 +190,23 @@ def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:
     return {**params, "layers": {**params["layers"], "experts": moved}}
 
 
+def with_stacks(layers: Params, stack: Params, first: jax.Array) -> Params:
+    """Returns layers of a decoder with the experts' matrices of all layers beside their own, see `Stages.with_stack`.
+
+    Each matrix is then there twice. Of its own the module takes the gradient, and kernels read the one in the stack.
+
+    Args:
+      layers: each leaf [K, ...], in the compute dtypes.
+      stack: each leaf [N, ...], likewise.
+      first: int32 scalar, the place of the first of the K layers among the N.
+    """
+    experts, of_all = layers["experts"], stack["experts"]
+    num_layers = experts["up"].shape[0]
+    # A scan over layers gives each the whole stack.
+    each = {name + STACK: jnp.broadcast_to(of_all[name], (num_layers, *of_all[name].shape)) for name in MATRICES}
+    return {**layers, "experts": {**experts, **each, PLACE: first + jnp.arange(num_layers)}}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """Where the arrays of one layer's experts live, and what one device does with its shards.
@@ -219,7 +250,7 @@ class _Plan:
         return cls(of_x, sums_spec(place, x.shape, inner), stored, whole, experts, inner, o, platform)
 
     def on_device(
-        self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array]
+        self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array], stacks: Stacks
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the results for one device's tokens, and how many turns took 0, 1, ... P parts, float32 [1, P + 1].
 
@@ -228,6 +259,7 @@ class _Plan:
           chosen: int32 [b, T, k].
           gates: float32 [b, T, k].
           matrices: one device's shards.
+          stacks: likewise, with those of all layers.
         """
         matrices = {name: self._gathered(name, matrix) for name, matrix in matrices.items()}
         if DOWN_BIAS in matrices and self.summed:  # each device adds its part of the sum
@@ -236,12 +268,12 @@ class _Plan:
         num_sharing = jax.lax.axis_size(self.shared) if self.shared else 1
         num = parts.num_turns(flat[0].shape[0], num_sharing, chosen.shape[-1], self.options.num_experts)
         turns = zip(*(jnp.split(array, num) for array in flat), strict=True)
-        results, seen = zip(*(self._turn(some, to, gate, matrices) for some, to, gate in turns), strict=True)
+        results, seen = zip(*(self._turn(some, to, gate, matrices, stacks) for some, to, gate in turns), strict=True)
         y = reduced(jnp.concatenate(results).reshape(x.shape), self.summed, self.result != self.x)
         return y, jnp.stack(seen).sum(axis=0, keepdims=True)
 
     def _turn(
-        self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array]
+        self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array], stacks: Stacks
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the results for some of one device's tokens, and 1 at the number of parts they take [P + 1].
 
@@ -250,6 +282,7 @@ class _Plan:
           chosen: int32 [n, k].
           gates: float32 [n, k].
           matrices: of the experts here, whole.
+          stacks: of some of them, see `parts.results`.
         """
         o, num_here = self.options, matrices["up"].shape[0]
         chosen, gates = self._from_all(chosen), self._from_all(gates)
@@ -260,7 +293,7 @@ class _Plan:
         cut = Parts.of(num_tokens, num_chosen, num_here, o.num_experts)
         index = parts.arranged(cut, local, num_here)
         how = parts.How(cut, o.activation, self.platform)
-        y = parts.results(how, self._from_all(x), gates.reshape(-1), matrices, index)
+        y = parts.results(how, self._from_all(x), gates.reshape(-1), matrices, index, stacks)
         if self.shared:
             y = jax.lax.psum_scatter(y, self.shared, scatter_dimension=0, tiled=True)
         return y, jax.nn.one_hot(jnp.maximum(1, parts.num_used(cut, index, num_here)), cut.num_parts + 1)

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.models.layers import GATES, A, B
 from meshtrain.models.moe import grouped_matmul
+from meshtrain.models.moe.grouped_matmul import Stack
 from meshtrain.models.remat import EXPERT_UP
 from meshtrain.sharding.trees import Arrays
 
@@ -33,6 +34,7 @@ LEAST_ROWS_OF_TURN = 4096  # of an expert, in the mean; with fewer, plans of ste
 CHOICES, FURTHER = "choices_with_rows", "further_parts"
 Sums = TypeVar("Sums")
 Matrices = Mapping[str, jax.Array]
+Stacks = Mapping[str, Stack]
 
 
 class Parts(NamedTuple):
@@ -154,7 +156,7 @@ class How(NamedTuple):
     platform: str
 
 
-def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index) -> jax.Array:
+def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index, stacks: Stacks) -> jax.Array:
     """Returns what the experts here add for each token, [t, D].
 
     Args:
@@ -163,33 +165,37 @@ def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index:
       gates: float32 [t k], of each choice.
       matrices: `up` and `gate` [e, D, F], `down` [e, F, D], factors of their adapters, and biases [e, F] and [e, D].
       index: of the rows.
+      stacks: name -> where the same matrices of all layers are, of some of `up`, `gate` and `down`.
     """
-    return _results(how, x, gates, dict(matrices), index)
+    return _results(how, x, gates, dict(matrices), index, dict(stacks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index) -> jax.Array:
-    return _forward(how, x, gates, matrices, index)[0]
+def _results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index, stacks: Stacks) -> jax.Array:
+    return _forward(how, x, gates, matrices, index, stacks)[0]
 
 
-def _forward(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index) -> tuple[jax.Array, Arrays]:
-    first, pullback = jax.vjp(functools.partial(_of_part, how, index, 0), x, gates, matrices)
-    of_part = lambda number: _of_part(how, index, number, x, gates, matrices)  # noqa: E731
-    return _with_further(how, index, matrices, of_part, first), (pullback, x, gates, matrices, index)
+def _forward(
+    how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index, stacks: Stacks
+) -> tuple[jax.Array, Arrays]:
+    first, pullback = jax.vjp(functools.partial(_of_part, how, index, stacks, 0), x, gates, matrices)
+    of_part = lambda number: _of_part(how, index, stacks, number, x, gates, matrices)  # noqa: E731
+    return _with_further(how, index, matrices, of_part, first), (pullback, x, gates, matrices, index, stacks)
 
 
-def _backward(how: How, kept: Arrays, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, Matrices, None]:
-    pullback, x, gates, matrices, index = kept
+def _backward(how: How, kept: Arrays, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, Matrices, None, None]:
+    pullback, x, gates, matrices, index, stacks = kept
 
     def of_part(number: jax.Array) -> tuple[jax.Array, jax.Array, Matrices]:
-        result: Arrays = jax.vjp(functools.partial(_of_part, how, index, number), x, gates, matrices)[1](cotangent)
+        part = functools.partial(_of_part, how, index, stacks, number)
+        result: Arrays = jax.vjp(part, x, gates, matrices)[1](cotangent)
         return result
 
     of_x, of_gates, of_matrices = pullback(cotangent)
     # Two loops: what is sent back does not wait for the products of the weights' cotangents.
     of_x = _with_further(how, index, matrices, lambda number: of_part(number)[0], of_x)
     others = _with_further(how, index, matrices, lambda number: of_part(number)[1:], (of_gates, of_matrices))
-    return (of_x, *others, None)
+    return (of_x, *others, None, None)
 
 
 _results.defvjp(_forward, _backward)
@@ -212,7 +218,13 @@ def _with_further(
 
 
 def _of_part(
-    how: How, index: Index, number: int | jax.Array, x: jax.Array, gates: jax.Array, matrices: Matrices
+    how: How,
+    index: Index,
+    stacks: Stacks,
+    number: int | jax.Array,
+    x: jax.Array,
+    gates: jax.Array,
+    matrices: Matrices,
 ) -> jax.Array:
     """Returns what the rows of one part add for each token, [t, D]."""
     cut = how.cut
@@ -224,7 +236,10 @@ def _of_part(
     places = jnp.where((places >= 0) & (places < cut.num_rows), places, cut.num_rows)
     rows = spread(x, tokens, places)
     gate = jnp.take(gates, choices, mode="fill", fill_value=0)
-    times = functools.partial(grouped_matmul.product, owners=owners, platform=how.platform)
+
+    def times(rows: jax.Array, name: str) -> jax.Array:
+        return grouped_matmul.product(rows, matrices[name], owners, stacks.get(name), platform=how.platform)
+
     hot = jax.nn.one_hot(owners, matrices["up"].shape[0], dtype=rows.dtype)
 
     def of_owner(bias: jax.Array) -> jax.Array:
@@ -252,14 +267,14 @@ def of_rows(
       rows: [R, D].
       gate: float32 [R].
       matrices: see `results`.
-      product: (rows, a matrix of each expert) -> their products, see `grouped_matmul.product`.
+      product: (rows, the name of a matrix of each expert) -> their products, see `grouped_matmul.product`.
       of_owner: a bias of each expert [e, F] -> that of each row [R, F].
     """
 
     def times(rows: jax.Array, name: str) -> jax.Array:
-        result = product(rows, matrices[name])
+        result = product(rows, name)
         if name + A in matrices:
-            result = result + product(product(rows, matrices[name + A]), matrices[name + B])
+            result = result + product(product(rows, name + A), name + B)
         if (bias := f"{name}_bias") not in matrices:
             return result
         added = of_owner(matrices[bias])

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.models import vocabulary
 from meshtrain.models.attention.multi_head import CACHE, NEW, SINKS, Slots
-from meshtrain.models.moe.experts import BIAS, ROUTER_SHIFT, with_moved_biases
+from meshtrain.models.moe.experts import BIAS, ROUTER_SHIFT, with_moved_biases, with_stacks
 from meshtrain.models.moe.routing import Tokens
 from meshtrain.models.remat import RematOptions, casts_first
 from meshtrain.models.task import (
@@ -105,6 +105,7 @@ def decoder(
             model.logits,
             model.cast,
             num_together=1 if remat.policy == "none" else remat.every,
+            with_stack=with_stacks if options.num_experts else None,
         ),
         decode=model.decode(sequence_length),
         flops_per_token=flops_per_token(options, num_active, num_positions, sequence_length),
