@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from meshtrain.models.moe import grouped_matmul
+from meshtrain.models.moe import grouped_matmul, parts
 from meshtrain.pipeline.schedules import PipelineOptions
-from tests.parity.test_parity_experts import CONFIG, IN_CHUNKS, MIXTRAL
+from tests.parity.test_parity_experts import CONFIG, IN_CHUNKS, LITTLE, MIXTRAL
 
 SMALL = dataclasses.replace(MIXTRAL, num_layers=1, num_experts=4)
 # Megablox takes widths that are multiples of a TPU's lanes.
@@ -50,12 +50,15 @@ def test_mesh_and_kernel_change_no_number_and_no_count(kernel, model, reference,
     ids=["in the stack", "gathered"],
 )
 def test_kernels_in_a_pipeline_read_weights_in_the_stack_unless_they_are_gathered(
-    mesh, pipeline, num_layers, reference, assert_parity, asked
+    mesh, pipeline, num_layers, reference, assert_parity, asked, monkeypatch
 ):
+    """In several parts, and in two turns where devices share experts."""
+    monkeypatch.setattr(parts, "ROOM", LITTLE)
+    monkeypatch.setattr(parts, "LEAST_ROWS_OF_TURN", 1)
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(SMALL, num_layers=num_layers), num_steps=2)
     config = dataclasses.replace(config, pipeline=pipeline)
     reference(config)
     found = asked("gpu")
-    assert_parity(config, pipeline=2, **mesh)
+    assert assert_parity(config, pipeline=2, **mesh).expert_parts > 1
     of_layer = SMALL.num_experts // mesh.get("expert", 1)
     assert {weights[0] for _, weights in found} == ({of_layer, 2 * of_layer} if "expert" in mesh else {of_layer})
