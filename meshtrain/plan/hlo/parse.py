@@ -153,13 +153,29 @@ def turns_in(text: str, known: Mapping[str, float]) -> float | None:
     return next((turns for scope, turns in known.items() if re.search(rf"\b{scope}\)*/while\b", text)), None)
 
 
-def branch_shares(line: Instruction, known: Mapping[str, float]) -> dict[str, float]:
-    """Returns computation -> the share of a conditional's runs that take this branch; empty: no conditional.
+def runs_of_called(
+    computations: Mapping[str, list[Instruction]], caller: str, line: Instruction, known: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns computation -> how often an instruction runs it: a loop's turns, the share of a branch, once.
 
     A conditional in no scope of `known` runs each of its branches, as far as is known.
+
+    Args:
+      computations: of the program.
+      caller: the computation of the instruction.
+      line: the instruction; of one that calls nothing there is no entry.
+      known: `Program.shares`.
+
+    Raises:
+      ValueError: the loop has neither known_trip_count nor a counter that runs in fixed steps between two constants,
+        and its scope is not `known`.
     """
-    if line.opcode != "conditional":
-        return {}
+    if line.opcode == "conditional":
+        return _branch_shares(line, known)
+    return dict.fromkeys(line.called, _trip_count(computations, caller, line, known) if line.opcode == "while" else 1)
+
+
+def _branch_shares(line: Instruction, known: Mapping[str, float]) -> dict[str, float]:
     match, share = BRANCHES.search(line.rest), share_in(line.rest, known)
     names = match[1] if match else f"%{line.attribute('false_computation')}, %{line.attribute('true_computation')}"
     branches = NAME.findall(names)
@@ -175,26 +191,15 @@ def _num_runs(computations: dict[str, list[Instruction]], entry: str, known: Map
         if not num_runs[name]:
             continue
         for line in computations[name]:
-            if "=%" not in line.rest and "={%" not in line.rest:
-                continue
-            times = num_runs[name] * (trip_count(computations, name, line, known) if line.opcode == "while" else 1)
-            if shares := branch_shares(line, known):
-                num_runs.update({branch: round(times * share) for branch, share in shares.items()})
-                continue
-            for called in line.called:
-                num_runs.update({called: times})
+            if "=%" in line.rest or "={%" in line.rest:
+                called = runs_of_called(computations, name, line, known)
+                num_runs.update({inner: round(num_runs[name] * times) for inner, times in called.items()})
     return num_runs
 
 
-def trip_count(
+def _trip_count(
     computations: Mapping[str, list[Instruction]], caller: str, loop: Instruction, known: Mapping[str, float]
 ) -> int:
-    """Returns how often a loop's body runs.
-
-    Raises:
-      ValueError: the loop has neither known_trip_count nor a counter that runs in fixed steps between two constants,
-        and its scope is not `known`.
-    """
     if match := TRIP_COUNT.search(loop.rest):
         return int(match[1])
     condition, body = loop.attribute("condition"), loop.attribute("body")

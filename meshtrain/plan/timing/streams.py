@@ -31,7 +31,7 @@ from meshtrain.plan.hlo.between_slices import BETWEEN
 from meshtrain.plan.hlo.collectives import Collective, collectives
 from meshtrain.plan.hlo.flops import attention_flops, attention_kernel
 from meshtrain.plan.hlo.memory_traffic import moved_bytes
-from meshtrain.plan.hlo.parse import FUSIONS, Instruction, Program, branch_shares, trip_count
+from meshtrain.plan.hlo.parse import FUSIONS, Instruction, Program, runs_of_called
 from meshtrain.plan.hlo.products import Product, grouped_kernel, product_flops, product_of
 from meshtrain.plan.hlo.shapes import dtypes
 from meshtrain.plan.target.clusters import Cluster
@@ -347,18 +347,12 @@ class Streams:
         return max(now, *free.values()), computed, sent
 
     def _called(self, caller: str, line: Instruction) -> tuple[float, float, float]:
-        program, times = self.program, 1
-        if line.opcode == "while":
-            times = trip_count(program.computations, caller, line, program.shares)
-        shares = branch_shares(line, program.shares) or {
-            name: 1.0 for key in ("body", "to_apply", "calls") if (name := line.attribute(key))
-        }
-        total, computed, sent = (0.0, 0.0, 0.0)
-        for name, share in shares.items():
-            if name in self.program.computations:
-                inner = self.computation(name)
-                total, computed, sent = total + share * inner[0], computed + share * inner[1], sent + share * inner[2]
-        return times * total, times * computed, times * sent
+        program = self.program
+        total = computed = sent = 0.0
+        for name, times in runs_of_called(program.computations, caller, line, program.shares).items():
+            inner = self.computation(name)
+            total, computed, sent = total + times * inner[0], computed + times * inner[1], sent + times * inner[2]
+        return total, computed, sent
 
     def _work(self, line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
         """Returns the seconds of one operation: computing, and sending where a TPU's fusion carries a transfer."""
