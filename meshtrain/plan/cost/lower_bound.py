@@ -23,9 +23,8 @@ The pipeline's needs a task that states its width. Along tensor and context noth
 """
 
 import collections
-import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -37,8 +36,8 @@ from meshtrain.launch.links import wire_share
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.pipeline.stages import Stack
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
-from meshtrain.sharding.stored import MAX_LEVEL, ROUTER, STACKED, Names, axes_in, num_parts
-from meshtrain.sharding.trees import Arrays, select
+from meshtrain.sharding.stored import MAX_LEVEL, ROUTER, STACKED, Names, Stored, axes_in, num_parts
+from meshtrain.sharding.trees import select
 from meshtrain.step.precision import compute_dtype
 from meshtrain.step.shardings import splits_masters
 
@@ -61,16 +60,38 @@ def _residual_bytes(assembly: Assembly) -> float:
     return _activation_bytes(assembly) / (assembly.mesh.shape[TENSOR] if is_split else 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Axes:
-    """The logical axes of one array, as a leaf of a tree."""
+class _Weight(NamedTuple):
+    """A weight as it is stored.
 
-    names: Names
+    Attributes:
+      elements: that a device stores.
+      axes: its logical axes.
+      stored: its sharding.
+      is_trained: whether it has a gradient.
+    """
+
+    elements: int
+    axes: Names
+    stored: Stored
+    is_trained: bool
+
+    @property
+    def of_layer(self) -> bool:
+        """Whether it belongs to one of a stack of layers."""
+        return bool(set(self.axes) & set(STACKED))
 
 
-def _names(assembly: Assembly) -> Arrays:
-    """Returns an `_Axes` for each parameter."""
-    return jax.tree.unflatten(jax.tree.structure(assembly.state), map(_Axes, assembly.names)).params
+def _weights(assembly: Assembly) -> list[_Weight]:
+    """Returns all weights."""
+    params, replicas, shape = assembly.state.params, assembly.replicas, assembly.mesh.shape
+    trained = replicas.trained or jax.tree.map(lambda _: True, params)
+    # The places of parameters among all leaves of the state, whose axes are a list.
+    places = jax.tree.unflatten(jax.tree.structure(assembly.state), range(len(assembly.names))).params
+    leaves = [jax.tree.leaves(tree) for tree in (params, places, replicas.stored, trained)]
+    return [
+        _Weight(leaf.size // num_parts(axes_in(stored.parameter), shape), assembly.names[place], stored, is_trained)
+        for leaf, place, stored, is_trained in zip(*leaves, strict=True)
+    ]
 
 
 def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> tuple[int, int]:
@@ -78,19 +99,16 @@ def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> 
 
     With `only_stacked` those of weights that stack layers.
     """
-    replicas, reduced, scattered = assembly.replicas, 0, 0
+    level, reduced, scattered = assembly.replicas.level, 0, 0
     if assembly.apart is not None:  # groups send weights in a program of their own
         return 0, 0
-    of_weights = (assembly.state.params, replicas.stored, _names(assembly))
-    trained = [jax.tree.leaves(select(tree, replicas.trained)[0]) for tree in of_weights]
-    for leaf, weight, axes in zip(*trained, strict=True):
-        elements = leaf.size // num_parts(axes_in(weight.parameter), assembly.mesh.shape)
-        if only_stacked and not set(axes.names) & set(STACKED):
+    for weight in _weights(assembly):
+        if not weight.is_trained or (only_stacked and not weight.of_layer):
             continue
-        if replicas.level == 0 or weight.data_dim == 0:
-            reduced += elements
-        elif replicas.level < MAX_LEVEL:
-            scattered += elements
+        if level == 0 or weight.stored.data_dim == 0:
+            reduced += weight.elements
+        elif level < MAX_LEVEL:
+            scattered += weight.elements
     return reduced, scattered
 
 
@@ -143,27 +161,6 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
     return sent * jnp.dtype(replicas.wire_dtype).itemsize
 
 
-class _Weight(NamedTuple):
-    """A weight that is stored in shards.
-
-    Attributes:
-      axes: over which it is gathered before it computes, joined by `+`; an empty text: over none.
-      missing_bytes: what the other devices store of what one computes with, in the dtype in which it computes.
-      of_layer: whether it belongs to one of a stack of layers.
-      is_trained: whether it has a gradient.
-    """
-
-    axes: str
-    missing_bytes: int
-    of_layer: bool
-    is_trained: bool
-
-    @property
-    def sent_bytes(self) -> int:
-        """For each microbatch: to gather it as often as it is used, and to scatter its gradient."""
-        return self.missing_bytes * ((GATHERS if self.of_layer else 1) + (SCATTERS if self.is_trained else 0))
-
-
 def _storing(assembly: Assembly) -> list[str]:
     """Returns the axes larger than 1 that store weights, in mesh order, and data where its gradients cross both."""
     shape, stored = assembly.mesh.shape, set(assembly.rules.storage_axes)
@@ -172,32 +169,25 @@ def _storing(assembly: Assembly) -> list[str]:
     return [axis for axis in AXES if shape[axis] > 1 and axis in stored]
 
 
-def _weights(assembly: Assembly) -> list[_Weight]:
-    """Returns all weights."""
-    shape, storing, result = dict(assembly.mesh.shape), _storing(assembly), list[_Weight]()
-    params = assembly.state.params
-    trained = assembly.replicas.trained or jax.tree.map(lambda _: True, params)
-    leaves = [jax.tree.leaves(tree) for tree in (params, assembly.replicas.stored, _names(assembly), trained)]
+def _by_axes(assembly: Assembly, *, only_stacked: bool = False) -> collections.Counter[str]:
+    """Returns (joined) axes -> bytes sent for each microbatch; the first entry is that of weights without experts.
+
+    Each weight is gathered as often as it is used, in the dtype in which it computes, and its gradient is scattered.
+    With `only_stacked` those of weights that stack layers.
+    """
+    shape, storing, gathered = assembly.mesh.shape, _storing(assembly), assembly.rules.gathered
+    result = collections.Counter({"+".join(storing): 0} if storing else {})
     itemsize = jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
-    for leaf, weight, axes, is_trained in zip(*leaves, strict=True):
-        stay = [axis for name in axes.names if name for axis in assembly.rules.gathered[name]]
+    for weight in _weights(assembly):
+        stay = [axis for name in weight.axes if name for axis in gathered[name]]
         # The partitioner gathers over all storage axes of a weight together.
         over = [axis for axis in storing if axis not in stay]
-        num_shards = num_parts([axis for axis in axes_in(weight.parameter) if axis in over], shape)
-        elements = leaf.size // num_parts(axes_in(weight.parameter), shape) * (num_shards - 1)
-        size = FLOAT32_BYTES if ROUTER in axes.names else itemsize
-        of_layer = bool(set(axes.names) & set(STACKED))
-        result.append(_Weight("+".join(over), elements * size, of_layer, is_trained))
-    return result
-
-
-def _by_axes(assembly: Assembly, weights: Iterable[_Weight]) -> collections.Counter[str]:
-    """Returns (joined) axes -> bytes sent for each microbatch; the first entry is that of weights without experts."""
-    storing = _storing(assembly)
-    result = collections.Counter({"+".join(storing): 0} if storing else {})
-    for weight in weights:
-        if weight.axes:
-            result[weight.axes] += weight.sent_bytes
+        if not over or (only_stacked and not weight.of_layer):
+            continue
+        num_shards = num_parts([axis for axis in axes_in(weight.stored.parameter) if axis in over], shape)
+        size = FLOAT32_BYTES if ROUTER in weight.axes else itemsize
+        times = (GATHERS if weight.of_layer else 1) + (SCATTERS if weight.is_trained else 0)
+        result["+".join(over)] += weight.elements * (num_shards - 1) * size * times
     return result
 
 
@@ -214,7 +204,7 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     for axis in (axis for axis in AXES if shape[axis] > 1):
         replicated = _bytes_over_data(assembly) if axis == DATA else 0.0
         if axis in storing[:1]:
-            least |= {joined: float(parts * size) for joined, size in _by_axes(assembly, _weights(assembly)).items()}
+            least |= {joined: float(parts * size) for joined, size in _by_axes(assembly).items()}
             least["+".join(storing)] += replicated
         if sent := [found[axis] for found in known if axis in found]:
             # Weights and the exchange are one entry where no other axis stores weights.
@@ -244,7 +234,7 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
     if assembly.program is None:
         return {}
     parts, result = num_microbatches(assembly.config, assembly.mesh.shape), dict[str, float]()
-    weights = _by_axes(assembly, (weight for weight in _weights(assembly) if weight.of_layer))
+    weights = _by_axes(assembly, only_stacked=True)
     for axis, least in wire_bytes_minimum(assembly).items():
         if by_layers := [found[axis] for found in (weights, assembly.cost.layer_bytes) if axis in found]:
             by_others = least - parts * sum(by_layers)
