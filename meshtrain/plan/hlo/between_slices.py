@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain.plan.hlo.parse import Instruction
-from meshtrain.plan.hlo.replica_groups import axes_of, axes_of_pairs
+from meshtrain.plan.hlo.replica_groups import axes_of
 from meshtrain.plan.hlo.shapes import num_bytes, parts
 
 BETWEEN = " between slices"  # ends the kind of a collective that leaves a slice
@@ -64,6 +64,6 @@ def sent(line: Instruction, body: Sequence[Instruction], over: Mapping[str, int]
     groups = GROUP.findall(target[1].partition("x")[0])
     slices = np.array([[int(number) for number in re.findall(r"\d+", group)] for group in groups])
     slices = np.where(slices < CHIPS, slices, slices // CHIPS) - 1
-    axes = (axes_of_pairs if kind == PERMUTE else axes_of)(slices, over)
+    axes = axes_of(slices, over, are_pairs=kind == PERMUTE)
     ends = [other for other in body if other.opcode in ("send", "recv") and name[0] in other.rest]
     return Sent(kind + BETWEEN, axes, slices.shape[1], max(num_bytes(parts(end.shape)[0]) for end in ends))

@@ -19,7 +19,7 @@ from meshtrain.plan.hlo.between_slices import BETWEEN, PERMUTE, Sent, is_send, s
 from meshtrain.plan.hlo.flops import attention_kernel
 from meshtrain.plan.hlo.parse import Instruction, Program
 from meshtrain.plan.hlo.products import first_group, is_product
-from meshtrain.plan.hlo.replica_groups import axes_of, axes_of_pairs, replica_groups
+from meshtrain.plan.hlo.replica_groups import axes_of, replica_groups
 from meshtrain.plan.hlo.shapes import num_bytes, parts
 from meshtrain.sharding.rules import CONTEXT, EXPERT, TENSOR
 
@@ -124,7 +124,7 @@ def _inside(
     of_slice = {axis: size // over[axis] for axis, size in mesh_shape.items()}
     groups = replica_groups(line.attributes, math.prod(of_slice.values()))
     leaves = bool(groups.max() >= math.prod(of_slice.values()))
-    axes = (axes_of_pairs if kind == PERMUTE else axes_of)(groups, mesh_shape if leaves else of_slice)
+    axes = axes_of(groups, mesh_shape if leaves else of_slice, are_pairs=kind == PERMUTE)
     whole_bytes = _whole_bytes(line, kind, {other.name: other.shape for other in body})
     return Sent(kind + BETWEEN if leaves else kind, axes, groups.shape[1], whole_bytes)
 

@@ -82,32 +82,19 @@ def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
     return order.reshape(shape).transpose(others + chosen).reshape(-1, num_members)
 
 
-def axes_of(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> str:
-    """Returns the mesh axes along which groups run, joined by `+` in mesh order; empty for groups of one device.
+def axes_of(groups: np.ndarray, mesh_shape: Mapping[str, int], *, are_pairs: bool = False) -> str:
+    """Returns the mesh axes along which groups run, joined by `+` in mesh order; empty where none leaves its device.
 
     Args:
       groups: [G, n], positions in the mesh, row by row.
       mesh_shape: the size of each axis, in mesh order.
+      are_pairs: whether they are the pairs of a permute, [G, 2], source and target, which need not be whole.
 
     Returns:
       `irregular` where groups are not whole lines, planes, ... of the mesh.
     """
-    if groups.shape[1] == 1:
-        return ""
     places = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())), axis=-1)
     differs = (places != places[:, :1]).any(axis=(0, 1))
     names = [axis for axis, along in zip(mesh_shape, differs, strict=True) if along]
     is_whole = math.prod(mesh_shape[name] for name in names) == groups.shape[1]
-    return "+".join(names) if is_whole else IRREGULAR
-
-
-def axes_of_pairs(pairs: np.ndarray, mesh_shape: Mapping[str, int]) -> str:
-    """Returns the mesh axes along which a permute sends, joined by `+`; empty where no device sends to another.
-
-    Args:
-      pairs: [G, 2], source and target.
-      mesh_shape: as in `axes_of`.
-    """
-    places = np.stack(np.unravel_index(pairs, tuple(mesh_shape.values())), axis=-1)
-    differs = (places[:, 0] != places[:, 1]).any(axis=0)
-    return "+".join(axis for axis, along in zip(mesh_shape, differs, strict=True) if along)
+    return "+".join(names) if is_whole or are_pairs else IRREGULAR
