@@ -180,7 +180,7 @@ def planned():
     config = small({"data": 2}, accumulation_steps=2)
     target = dataclasses.replace(clusters.open_cluster("cpu:2"), accelerator=cluster().accelerator)
     basis = strategies.Basis(config, 2, estimate.weights_of(config), 73e9, devices_each=2)
-    one = strategies.point(basis, strategies.Way("data", "data", (), (), 4), "strong", 2)
+    one = strategies.point(basis, strategies.Way("data", "data", {}, {}, 4), "strong", 2)
     return one, target, planner.plan(one.config, one.shape, target, Assumptions())
 
 

@@ -88,8 +88,8 @@ def test_what_cannot_fit_is_said_and_a_copy_takes_as_many_hosts_as_hold_it():
     point = strategies.point(one, found["data"], STRONG, 8)
     assert point.config is None
     assert point.problem.startswith("does not fit: about 1")
-    assert dict(found["hybrid"].fixed) == {"fsdp": 4}
-    assert dict(plain(basis(large, capacity=30e9))["hybrid"].fixed) == {"fsdp": 8}
+    assert found["hybrid"].fixed == {"fsdp": 4}
+    assert plain(basis(large, capacity=30e9))["hybrid"].fixed == {"fsdp": 8}
     point = strategies.point(one, found["hybrid"], STRONG, 6)
     assert "no multiple of the 4" in point.problem
 
@@ -113,7 +113,7 @@ def test_what_a_search_finds_is_a_way_of_any_size():
 
 def test_a_problem_of_the_configuration_is_the_points():
     one = basis()
-    way = strategies.Way(strategies.BEST, "data", (("tensor", 8),), (), 2)  # four heads
+    way = strategies.Way(strategies.BEST, "data", {"tensor": 8}, {}, 2)  # four heads
     point = strategies.point(one, way, STRONG, 8)
     assert point.config is None
     assert "tensor" in point.problem

@@ -145,7 +145,7 @@ def scaling(
     usable = [one.num_devices for one in plain if rows.of(one).is_usable]
     fitting = min(usable, default=sizes[0])
     found = searched(basis, {size: clusters[size] for size in sizes if size >= fitting}, shares, rows)
-    best = nearest_points(basis, found, sizes) if found else []
+    best = [nearest_point(basis, found, kind, size) for kind in KINDS for size in sizes] if found else []
     rows.plan(in_order(best), shares.most - len(rows.made))
     rows.plan(in_order(plain), shares.most - len(rows.made))
     names = [*(way.name for way in ways), *([BEST] if found else [])]
@@ -176,7 +176,7 @@ def planned(one: Point, cluster: Cluster, assumptions: Assumptions, elsewhere: W
       one: can run.
       cluster: of its size.
       assumptions: of the model of time.
-      elsewhere: see `early.server`; None: its program is compiled whole. So is what comes to no end there.
+      elsewhere: see `scheduled_dump.server`; None: its program is compiled whole. So is what comes to no end there.
     """
     what, row = f"{one.way.name} on {one.num_devices:,} devices", None
     if elsewhere is not None:
@@ -315,19 +315,15 @@ def searched(basis: Basis, clusters: Mapping[int, Cluster], shares: Shares, rows
     return found
 
 
-def nearest_points(basis: Basis, found: Mapping[int, Way], sizes: Sequence[int]) -> list[Point]:
+def nearest_point(basis: Basis, found: Mapping[int, Way], kind: str, num_devices: int) -> Point:
     """Returns what runs where searches have found the best: the way of the nearest search that can run there.
 
     Args:
       basis: what is scaled.
-      found: the number of devices of a search -> the best way that it found.
-      sizes: all numbers of devices.
+      found: the number of devices of a search -> the best way that it found; at least one.
+      kind: `strong` or `weak`.
+      num_devices: on which it is to run; if no way can, the point says why the nearest cannot.
     """
-    chosen = []
-    for kind in KINDS:
-        for size in sizes:
-            order = sorted(found, key=lambda at, size=size: abs(math.log(at / size)))  # type: ignore[misc]
-            tried = [point(basis, found[at], kind, size) for at in order]
-            legal = [one for one in tried if one.config is not None]
-            chosen += legal[:1] or tried[:1]
-    return chosen
+    nearest = sorted(found, key=lambda searched_at: abs(math.log(searched_at / num_devices)))
+    tried = [point(basis, found[searched_at], kind, num_devices) for searched_at in nearest]
+    return next((one for one in tried if one.config is not None), tried[0])

@@ -51,7 +51,7 @@ def _title(found: Scaling) -> str:
 def mesh_of(point: Point) -> str:
     """Returns the axes larger than 1, such as `data 8 x fsdp 8`, and what the search changed besides."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in point.shape.items() if size > 1) or "one device"
-    options = dict(point.way.options)
+    options = point.way.options
     rest = [str(options[key]) for key in ("remat.policy", "pipeline.schedule") if key in options]
     rest += [f"zero {options['zero.level']}"] if "zero.level" in options else []
     return ", ".join([mesh, *rest])
@@ -167,7 +167,7 @@ def _row_json(curve: Curve, row: Row) -> JsonObject:
     run: JsonObject = {"mesh": None, "arguments": None}
     if point.config is not None:
         mesh = {f"mesh.{axis}": size for axis, size in point.shape.items()}
-        run = {"mesh": point.shape, "arguments": arguments({**mesh, **dict(point.way.options)})}
+        run = {"mesh": point.shape, "arguments": arguments({**mesh, **point.way.options})}
     return {
         "num_devices": point.num_devices,
         "batch_size": point.batch_size,

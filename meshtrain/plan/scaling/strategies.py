@@ -39,15 +39,15 @@ class Way:
     Attributes:
       name: data, fsdp, hybrid or best.
       resized: the axis whose size follows from the number of devices.
-      fixed: the sizes of the other axes that are larger than 1, as (axis, size).
-      options: what else is changed in the configuration, as (dotted key, value).
+      fixed: axis -> size of the other axes that are larger than 1.
+      options: what else is changed in the configuration.
       microbatch: most sequences of a microbatch in one part of the batch.
     """
 
     name: str
     resized: str
-    fixed: tuple[tuple[str, int], ...]
-    options: tuple[tuple[str, object], ...]
+    fixed: Mapping[str, int]
+    options: Change
     microbatch: int
 
     def shape(self, num_devices: int) -> dict[str, int] | None:
@@ -55,12 +55,12 @@ class Way:
 
         A hybrid of less devices than one copy takes is a part of one: fsdp alone.
         """
-        if self.name == HYBRID and num_devices < dict(self.fixed)[FSDP]:
+        if self.name == HYBRID and num_devices < self.fixed[FSDP]:
             return dict.fromkeys(AXES, 1) | {FSDP: num_devices}
-        others = math.prod(size for _, size in self.fixed)
+        others = math.prod(self.fixed.values())
         if num_devices % others:
             return None
-        return dict.fromkeys(AXES, 1) | dict(self.fixed) | {self.resized: num_devices // others}
+        return dict.fromkeys(AXES, 1) | {**self.fixed, self.resized: num_devices // others}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +130,9 @@ def plain_ways(basis: Basis, shape: Mapping[str, int], largest: int) -> list[Way
     microbatch = microbatch_of(basis.config, shape)
     copy = _devices_of_a_copy(basis, largest)
     return [
-        Way("data", DATA, (), (), microbatch),
-        Way(FSDP, FSDP, (), (), microbatch),
-        Way(HYBRID, DATA, ((FSDP, copy),), (), microbatch),
+        Way("data", DATA, {}, {}, microbatch),
+        Way(FSDP, FSDP, {}, {}, microbatch),
+        Way(HYBRID, DATA, {FSDP: copy}, {}, microbatch),
     ]
 
 
@@ -157,10 +157,10 @@ def way_of(found: Candidate, batch_size: int, config: Config) -> Way:
       config: the configuration that was searched.
     """
     resized = FSDP if found.shape[DATA] == 1 and found.shape[FSDP] > 1 else DATA
-    fixed = tuple((axis, size) for axis, size in found.shape.items() if axis != resized and size > 1)
+    fixed = {axis: size for axis, size in found.shape.items() if axis != resized and size > 1}
     changed = with_change(config, {**found.change, "batch_size": batch_size})
     decided = {f"mesh.{axis}" for axis in AXES} | set(_SPLIT_BY_SIZE)
-    options = tuple((key, value) for key, value in found.change.items() if key not in decided)
+    options = {key: value for key, value in found.change.items() if key not in decided}
     return Way(BEST, resized, fixed, options, microbatch_of(changed, found.shape))
 
 
@@ -168,7 +168,7 @@ def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
     """Returns one way on one number of devices, or why it cannot run."""
     shape = way.shape(num_devices)
     if shape is None:
-        needed = math.prod(size for _, size in way.fixed)
+        needed = math.prod(way.fixed.values())
         problem = f"{num_devices:,} devices are no multiple of the {needed:,} that one copy takes"
         return Point(way, kind, num_devices, basis.config.batch_size, problem=problem)
     parts = _parts(basis.config, shape)
@@ -194,7 +194,7 @@ def _change(way: Way, shape: Mapping[str, int], batch_size: int, number: int) ->
     counts: Change = {"accumulation_steps": number}
     if shape[PIPELINE] > 1:
         counts = {"accumulation_steps": 1, "pipeline.num_microbatches": number}
-    return {**mesh, **dict(way.options), **counts, "batch_size": batch_size}
+    return {**mesh, **way.options, **counts, "batch_size": batch_size}
 
 
 def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:

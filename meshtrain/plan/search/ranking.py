@@ -1,6 +1,7 @@
 """Ranks the ways to run a configuration on a cluster. Guesses prune them, and the best guesses are compiled."""
 
 import dataclasses
+import functools
 import time
 
 from meshtrain.cli.tables import aligned, format_bytes
@@ -71,15 +72,13 @@ def search(
             break
         what = f"{number} of {len(chosen)}: {describe(one)}"
         try:
-            plans.append((one, waiting_for(what, lambda one=one: _planned(config, one, cluster, assumptions))))  # type: ignore[misc]
+            changed = with_change(config, one.change)
+            work = functools.partial(planner.plan, changed, one.shape, cluster, assumptions)
+            plans.append((one, waiting_for(what, work)))
         except UserError as error:
             refused.append((one, str(error)))
     ranked = sorted(plans, key=lambda pair: _rank(pair[1]))
     return Found(cluster, tuple(ranked), len(found), tuple(refused))
-
-
-def _planned(config: Config, one: Candidate, cluster: Cluster, assumptions: Assumptions) -> Plan:
-    return planner.plan(with_change(config, one.change), one.shape, cluster, assumptions)
 
 
 def diverse(found: list[Candidate]) -> list[Candidate]:
