@@ -16,6 +16,7 @@ from meshtrain.observe.run_files import EPOCHS, EVALUATED
 from meshtrain.report import loads
 from meshtrain.report.curves import figure, metrics
 from meshtrain.report.runs import Run
+from meshtrain.sharding.rules import sizes_text
 
 CURVES = "curves"  # the id of the element that holds them
 _HELD = {"parameters": "parameters", "gradients": "gradients", "moments": "optimizer", "batch": "batch"}
@@ -127,7 +128,7 @@ def mesh_text(run: Run) -> str:
     shape = mesh_shape(run)
     if shape is None:
         return ""
-    sizes = " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "1 device"
+    sizes = sizes_text(shape) or "1 device"
     return f"{sizes} ({_shown(run.device['device'])})" if "device" in run.device else sizes
 
 

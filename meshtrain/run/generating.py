@@ -23,7 +23,7 @@ from meshtrain.generation.token_loop import Generator
 from meshtrain.generation.window import by_window
 from meshtrain.launch.compiler import CompilerOptions
 from meshtrain.models.task import Decode, Params, token_batch
-from meshtrain.sharding.rules import PIPELINE, Rules, default_rules, partitioned_axes
+from meshtrain.sharding.rules import PIPELINE, Rules, default_rules, partitioned_axes, sizes_text
 from meshtrain.sharding.stored import num_parts, rules_of_level
 from meshtrain.step.shardings import reshaper, shardings
 
@@ -172,5 +172,4 @@ def without_pipeline(
 
 def _line(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     grown = " and ".join(axis for axis in after if after[axis] > before[axis])
-    sizes = " x ".join(f"{axis} {size}" for axis, size in after.items() if size > 1)
-    return f"the pipeline of {before[PIPELINE]} is folded into {grown}: {sizes}, on the same devices"
+    return f"the pipeline of {before[PIPELINE]} is folded into {grown}: {sizes_text(after)}, on the same devices"

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from meshtrain.errors import UserError, refuse
 from meshtrain.options import option
-from meshtrain.sharding.rules import AXES, AXIS_RECORDS, DATA, PIPELINE, storage_axes
+from meshtrain.sharding.rules import AXES, AXIS_RECORDS, DATA, PIPELINE, sizes_text, storage_axes
 
 SIMULATED_DEVICES = 8
 
@@ -246,7 +246,7 @@ def describe(mesh: Mesh, num_machines: int = 0) -> str:
       num_machines: the number of machines on which its processes run; 0: one for each process.
     """
     devices = list(mesh.devices.flat)
-    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    sizes = sizes_text(mesh.shape) or "one device"
     order = {
         "slices": "slices outermost",
         "hosts": "hosts outermost",

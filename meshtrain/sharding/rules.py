@@ -75,6 +75,11 @@ AXIS_RECORDS = (
 AXES = tuple(axis.name for axis in AXIS_RECORDS)
 
 
+def sizes_text(shape: Mapping[str, int]) -> str:
+    """Returns the axes larger than 1, such as `data 8 x fsdp 8`; an empty text for one device."""
+    return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1)
+
+
 def batch_axes() -> tuple[str, ...]:
     """Returns the axes that split the batch, in mesh order."""
     return tuple(axis.name for axis in AXIS_RECORDS if axis.splits_batch)

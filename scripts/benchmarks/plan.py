@@ -21,6 +21,7 @@ from meshtrain.plan.target import clusters
 from meshtrain.plan.target.compile import Compiler, compile_step, program_of, with_tiles
 from meshtrain.plan.target.compile_thread import waiting_for
 from meshtrain.plan.timing.streams import Assumptions, timing
+from meshtrain.sharding.rules import sizes_text
 
 LARGE = (
     "llama3_8b=h100:8x8",
@@ -66,7 +67,7 @@ def line(by: Compiler, name: str, cluster: str) -> str:
     cells = (
         f"`{name}`",
         f"`{cluster}`",
-        " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1),
+        sizes_text(shape),
         format_bytes(stats.arguments_bytes),
         format_bytes(stats.peak_bytes),
         f"{format_bytes(memory.capacity_bytes or 0)}: {text_report.VERDICTS[memory.fits]}",

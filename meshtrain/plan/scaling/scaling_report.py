@@ -7,8 +7,9 @@ from meshtrain.files import JsonObject
 from meshtrain.plan.scaling.efficiency import Curve, Row
 from meshtrain.plan.scaling.scaling import Scaling
 from meshtrain.plan.scaling.strategies import STRONG, Point
-from meshtrain.plan.search.changes import arguments
+from meshtrain.plan.search.changes import arguments, to_mesh
 from meshtrain.plan.text_report import VERDICTS
+from meshtrain.sharding.rules import sizes_text
 
 HEADER = ("way", "devices", "mesh", "microbatches", "step", "speedup", "efficiency", "serial", "computing", "idle",
           "waiting for links", "latency", "peak", "memory")  # fmt: skip
@@ -50,7 +51,7 @@ def _title(found: Scaling) -> str:
 
 def mesh_of(point: Point) -> str:
     """Returns the axes larger than 1, such as `data 8 x fsdp 8`, and what the search changed besides."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in point.shape.items() if size > 1) or "one device"
+    mesh = sizes_text(point.shape) or "one device"
     options = point.way.options
     rest = [str(options[key]) for key in ("remat.policy", "pipeline.schedule") if key in options]
     rest += [f"zero {options['zero.level']}"] if "zero.level" in options else []
@@ -166,8 +167,7 @@ def _row_json(curve: Curve, row: Row) -> JsonObject:
     point, spent = row.point, row.spent
     run: JsonObject = {"mesh": None, "arguments": None}
     if point.config is not None:
-        mesh = {f"mesh.{axis}": size for axis, size in point.shape.items()}
-        run = {"mesh": point.shape, "arguments": arguments({**mesh, **point.way.options})}
+        run = {"mesh": point.shape, "arguments": arguments(to_mesh(point.shape) | point.way.options)}
     return {
         "num_devices": point.num_devices,
         "batch_size": point.batch_size,

@@ -19,7 +19,7 @@ from meshtrain.cli.tables import format_bytes
 from meshtrain.config.config import Config, num_microbatches
 from meshtrain.errors import divisors
 from meshtrain.plan.search.candidates import MODEST, Candidate
-from meshtrain.plan.search.changes import Change, problems_of, with_change
+from meshtrain.plan.search.changes import Change, problems_of, to_mesh, with_change
 from meshtrain.plan.search.estimate import Weights, guessed_bytes, placement_problems
 from meshtrain.sharding.rules import AXES, DATA, PIPELINE, default_rules
 from meshtrain.sharding.stored import num_parts
@@ -190,11 +190,10 @@ def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
 
 
 def _change(way: Way, shape: Mapping[str, int], batch_size: int, number: int) -> Change:
-    mesh: Change = {f"mesh.{axis}": size for axis, size in shape.items()}
     counts: Change = {"accumulation_steps": number}
     if shape[PIPELINE] > 1:
         counts = {"accumulation_steps": 1, "pipeline.num_microbatches": number}
-    return {**mesh, **way.options, **counts, "batch_size": batch_size}
+    return to_mesh(shape) | way.options | counts | {"batch_size": batch_size}
 
 
 def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:

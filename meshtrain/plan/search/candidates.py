@@ -10,7 +10,7 @@ from meshtrain.errors import divisors, nearest_divisor
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.pipeline.schedules import SEARCHED
 from meshtrain.plan.cost.context_sizes import sizes_to_try
-from meshtrain.plan.search.changes import SPLITS_SUMS, Change, problems_of, with_change, with_level
+from meshtrain.plan.search.changes import SPLITS_SUMS, Change, problems_of, to_mesh, with_change, with_level
 from meshtrain.plan.search.estimate import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, default_rules, model_axes, partitioned_axes
@@ -122,7 +122,7 @@ def ways(config: Config, shape: dict[str, int], *, only_mesh: bool, has_experts:
     Weights of experts are many for what a token computes, and are gathered for each microbatch: with experts, all
     sequences in one are tried too.
     """
-    mesh: Change = {f"mesh.{axis}": size for axis, size in shape.items()}
+    mesh = to_mesh(shape)
     if only_mesh:
         yield mesh
         return

@@ -41,6 +41,11 @@ def problems_of(config: Config, shape: Mapping[str, int]) -> list[str]:
         return list(error.problems)
 
 
+def to_mesh(shape: Mapping[str, int]) -> Change:
+    """Returns the change to a mesh of these sizes."""
+    return {f"mesh.{axis}": size for axis, size in shape.items()}
+
+
 def with_level(config: Config, level: int) -> Change:
     """Returns the change to a ZeRO level; it unsets a strategy, which would contradict the level."""
     strategy = {"zero.strategy": ""} if config.zero.strategy else {}

@@ -19,6 +19,7 @@ from meshtrain.plan.target.compile_thread import waiting_for
 from meshtrain.plan.text_report import UNKNOWN, VERDICTS, interval, step_interval
 from meshtrain.plan.text_report import to_json as plan_json
 from meshtrain.plan.timing.streams import Assumptions
+from meshtrain.sharding.rules import sizes_text
 
 MAX_COMPILED = 12
 MAX_SECONDS = 240.0
@@ -116,7 +117,7 @@ def _rank(plan: Plan) -> tuple[int, float]:
 
 def describe(one: Candidate) -> str:
     """Returns a candidate as a few words."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in one.shape.items() if size > 1) or "one device"
+    mesh = sizes_text(one.shape) or "one device"
     short = {"accumulation_steps": "accumulation", "pipeline.num_microbatches": "microbatches"}
     rest = [
         f"{short[key]} {value}" if key in short else str(value)
