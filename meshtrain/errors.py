@@ -268,9 +268,9 @@ def is_finite(value: Any) -> bool:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns every divisor of a positive number, in no order; the root of a square is listed twice."""
+    """Returns every divisor of a positive number, rising."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
-    return small + [number // candidate for candidate in small]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def nearest_divisor(number: int, size: int) -> int:

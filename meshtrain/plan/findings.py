@@ -187,7 +187,7 @@ def fewer_microbatches(parts: int, activations_bytes: int, free_bytes: int) -> F
       activations_bytes: of a device.
       free_bytes: of a device, for activations.
     """
-    fewer = max(number for number in divisors(parts) if number < parts)
+    fewer = divisors(parts)[-2]
     needed = activations_bytes * parts // fewer
     taken = f"in {fewer} activations would take about {format_bytes(needed)} of {format_bytes(free_bytes)}"
     if needed <= free_bytes:

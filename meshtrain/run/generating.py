@@ -151,7 +151,7 @@ def without_pipeline(
     table = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     outer, *_, inner = partitioned_axes()
     problems: list[str] = []
-    for factor in sorted(set(divisors(size)), reverse=True):
+    for factor in reversed(divisors(size)):
         folded = {**shape, PIPELINE: 1, inner: shape[inner] * factor, outer: shape[outer] * (size // factor)}
         changed = dataclasses.replace(
             config,

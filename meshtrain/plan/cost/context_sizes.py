@@ -25,7 +25,7 @@ def sizes_to_try(config: Config, num_devices: int) -> list[int]:
     tokens = config.sequence_length
     if tokens < LONG_TOKENS:
         return [1]
-    powers = [size for size in sorted(set(divisors(num_devices))) if size > 1 and not size & (size - 1)]
+    powers = [size for size in divisors(num_devices) if size > 1 and not size & (size - 1)]
     return [1, *(size for size in powers if tokens % size == 0 and FEWEST_TOKENS <= tokens // size <= MOST_TOKENS)]
 
 

@@ -180,7 +180,7 @@ def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
         return Point(way, kind, num_devices, batch, problem=problem)
     problem = ""
     # The largest that divides the sequences in a part comes first.
-    for microbatch in sorted({size for size in divisors(batch // parts) if size <= way.microbatch}, reverse=True):
+    for microbatch in reversed([size for size in divisors(batch // parts) if size <= way.microbatch]):
         number = batch // parts // microbatch
         config = with_change(basis.config, _change(way, shape, batch, number))
         problem = problem_of(config, shape, basis)

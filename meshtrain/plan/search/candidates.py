@@ -79,7 +79,7 @@ def expert_sizes(weights: Weights, num_devices: int, devices_each: int) -> list[
       devices_each: of a host.
     """
     most = math.gcd(weights.num_experts, num_devices) if weights.num_experts else 1
-    return [size for size in sorted(set(divisors(most))) if size <= devices_each and not size & (size - 1)]
+    return [size for size in divisors(most) if size <= devices_each and not size & (size - 1)]
 
 
 def _inside_layers() -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] 
       shares: those of the axis that splits experts.
     """
     outer, *others = AXES
-    choices = dict.fromkeys(others, sorted(set(divisors(num_devices)))) | {CONTEXT: parts, EXPERT: shares}
+    choices = dict.fromkeys(others, divisors(num_devices)) | {CONTEXT: parts, EXPERT: shares}
     for inner in itertools.product(*choices.values()):
         product = math.prod(inner)
         if num_devices % product == 0:

@@ -2,13 +2,12 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 
 from meshtrain.cli.flags import construct, flatten
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config.config import Config, check, num_microbatches
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, divisors
 from meshtrain.options import Values
 from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
 from meshtrain.plan.cost.memory import Memory, memory
@@ -17,7 +16,7 @@ from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import compile_step, program_of
 from meshtrain.plan.target.compile_thread import waiting_for
 from meshtrain.sharding.rules import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes
-from meshtrain.sharding.stored import MAX_LEVEL
+from meshtrain.sharding.stored import MAX_LEVEL, num_parts
 
 NUM_NAMED = 3
 MAX_COMPILED = 11
@@ -75,9 +74,9 @@ def times_as_many(config: Config, shape: Mapping[str, int], held: Memory) -> int
         return 2
     temporary = held.compiler.temporary_bytes
     room = held.capacity_bytes - held.compiler.arguments_bytes
-    sequences = config.batch_size // (math.prod(shape[axis] for axis in batch_axes()) * num_microbatches(config, shape))
-    divisors = [number for number in range(2, sequences + 1) if sequences % number == 0]
-    return next((by for by in divisors if (temporary + held.uncertainty_bytes) / by <= room), max(divisors, default=2))
+    sequences = config.batch_size // (num_parts(batch_axes(), shape) * num_microbatches(config, shape))
+    times = divisors(sequences)[1:] or [2]
+    return next((by for by in times if (temporary + held.uncertainty_bytes) / by <= room), times[-1])
 
 
 def candidates(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Change]:
