@@ -175,7 +175,7 @@ def gathered_for_each(plan: Plan) -> list[Finding]:
     is_gathered = _kernel(plan, EXPERTS) is not None and shape[FSDP] > 1 and shape[PIPELINE] == 1
     if not is_gathered or parts == 1 or activations is None or memory.capacity_bytes is None:
         return []
-    state = memory.arguments_expected_bytes + memory.gradients_bytes
+    state = memory.arguments_expected_bytes + memory.state.gradients
     return [fewer_microbatches(parts, activations, memory.capacity_bytes - state)]
 
 

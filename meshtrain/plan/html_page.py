@@ -17,11 +17,11 @@ def plan_page(plan: Plan) -> str:
     """Returns the page of a plan."""
     memory, stats = plan.memory, plan.memory.compiler
     held = [
-        ("parameters", memory.parameters_bytes),
-        ("gradients", memory.gradients_bytes),
-        ("optimizer", memory.optimizer_bytes),
+        ("parameters", memory.state.parameters),
+        ("gradients", memory.state.gradients),
+        ("optimizer", memory.state.moments),
         ("batch", memory.batch_bytes),
-        *([(RESIDUAL, memory.residual_bytes)] if memory.residual_bytes else []),
+        *([(RESIDUAL, memory.state.residual)] if memory.state.residual else []),
         (ACTIVATIONS, memory.activations_bytes or 0),
     ]
     charts = [f'<p class="{CLASSES[memory.fits]}"><b>{escaped(text_report.verdict(plan))}</b></p>']

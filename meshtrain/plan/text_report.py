@@ -63,14 +63,14 @@ def _bytes(number: float | None) -> str:
 def _memory(plan: Plan) -> str:
     memory, stats = plan.memory, plan.memory.compiler
     rows = [
-        ("parameters", _bytes(memory.parameters_bytes), "from shardings"),
-        ("gradients", _bytes(memory.gradients_bytes), "from shardings, float32"),
-        ("optimizer", _bytes(memory.optimizer_bytes), "from shardings"),
-        ("residual", _bytes(memory.residual_bytes), "of gradients, which reduction.name keeps"),
+        ("parameters", _bytes(memory.state.parameters), "from shardings"),
+        ("gradients", _bytes(memory.state.gradients), "from shardings, float32"),
+        ("optimizer", _bytes(memory.state.moments), "from shardings"),
+        ("residual", _bytes(memory.state.residual), "of gradients, which reduction.name keeps"),
         ("activations and temporaries", _bytes(memory.activations_bytes), "the compiler's temporaries less gradients"),
         ("batch", _bytes(memory.batch_bytes), "from shardings"),
     ]
-    rows = [row for row in rows if row[0] != "residual" or memory.residual_bytes]
+    rows = [row for row in rows if row[0] != "residual" or memory.state.residual]
     if stats:
         unread = f"; the program does not read {', '.join(memory.unread)}" if memory.unread else ""
         rows += [
@@ -274,10 +274,10 @@ def to_json(plan: Plan) -> JsonObject:
             "capacity_bytes": memory.capacity_bytes,
             "margin_bytes": memory.margin_bytes,
             "uncertainty_bytes": memory.uncertainty_bytes,
-            "parameters_bytes": memory.parameters_bytes,
-            "gradients_bytes": memory.gradients_bytes,
-            "optimizer_bytes": memory.optimizer_bytes,
-            "residual_bytes": memory.residual_bytes,
+            "parameters_bytes": memory.state.parameters,
+            "gradients_bytes": memory.state.gradients,
+            "optimizer_bytes": memory.state.moments,
+            "residual_bytes": memory.state.residual,
             "activations_bytes": memory.activations_bytes,
             "batch_bytes": memory.batch_bytes,
             "unread": list(memory.unread),

@@ -23,7 +23,7 @@ from meshtrain.plan.timing import streams
 from meshtrain.plan.timing.streams import Assumptions, Timing
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
-from meshtrain.step.device_memory import Statistics
+from meshtrain.step.device_memory import Held, Statistics
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import H100
 from tests.quick import with_places
@@ -84,7 +84,7 @@ def test_data_parallel_is_never_free(plan, small):
 def test_level_three_over_data_is_planned_like_fsdp(plan, small):
     made = plan("cpu:8", small({"data": 8}, zero=ZeroOptions(3)))
     size = 4 * made.compiled.assembly.task.num_parameters
-    assert (made.memory.parameters_bytes, made.memory.gradients_bytes) == (size // 8, size // 8)
+    assert (made.memory.state.parameters, made.memory.state.gradients) == (size // 8, size // 8)
     assert made.memory.activations_bytes + size // 8 == made.memory.compiler.temporary_bytes
     assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
     other = 4 * (2 * 256 * 64 + 64)  # table, head and last norm, which are gathered once
@@ -266,7 +266,7 @@ def test_a_log_without_step_times_is_one_line(tmp_path, content):
 
 
 GIB = 1 << 30
-GIVEN_UP = Memory(0, 0, 0, 0, 0, None, 0, None, 80 * GIB, 73 * GIB, 0, (), (), fits=False)
+GIVEN_UP = Memory(Held(0, 0, 0, 0), 0, None, 0, None, 80 * GIB, 73 * GIB, 0, (), (), fits=False)
 
 
 def test_changes_are_words_to_copy(small):
@@ -298,7 +298,7 @@ def test_microbatches_are_as_many_as_the_temporaries_need(capacity, temporary, t
     """With 33 GiB of arguments, most of which are not alive at the peak, and 256 sequences on each device."""
     stats = Statistics(33 * GIB, temporary * GIB, 0, 0, (2 + temporary) * GIB, 0)
     most = capacity and capacity * GIB
-    held = Memory(33 * GIB, 0, 0, 0, 0, stats, 0, 0, None, most, temporary * GIB // 10, (), (), fits=False)
+    held = Memory(Held(33 * GIB, 0, 0, 0), 0, stats, 0, 0, None, most, temporary * GIB // 10, (), (), fits=False)
     shape = dict.fromkeys(AXES, 1) | {"fsdp": 8}
     config = small(shape, batch_size=2048, lora=LoraOptions(rank=4))
     found = list(changes.tried(config, shape, held))

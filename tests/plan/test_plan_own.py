@@ -26,7 +26,7 @@ def own(request):
 def test_a_step_is_planned_from_the_command_line_s_configuration(plan, own):
     made = plan("cpu:8", dataclasses.replace(own, zero=dataclasses.replace(own.zero, level=3)))
     size = 4 * (384 * 64 + 8 * 64 * 256 + 256 * 64)
-    assert made.memory.parameters_bytes == made.memory.gradients_bytes == size // 8
+    assert made.memory.state.parameters == made.memory.state.gradients == size // 8
     assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
     # Level 3: every matrix is split over data and fsdp besides tensor. Along tensor a device sends what the cost says.
     assert made.minimum == {"data+fsdp": 2 * 3 / 4 * size / 2, "tensor": 4 * (16 * 16 / 4) * 11 * 64}

@@ -66,6 +66,6 @@ def longest(config: Config, held: Memory) -> int | None:
     """
     if config.sequence_length < LONG_TOKENS or held.compiler is None or held.capacity_bytes is None:
         return None
-    growing = held.compiler.temporary_bytes + held.uncertainty_bytes - held.gradients_bytes
-    room = held.capacity_bytes - held.compiler.arguments_bytes - held.gradients_bytes
+    growing = held.compiler.temporary_bytes + held.uncertainty_bytes - held.state.gradients
+    room = held.capacity_bytes - held.compiler.arguments_bytes - held.state.gradients
     return int(max(0, room) / growing * config.sequence_length)

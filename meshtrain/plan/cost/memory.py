@@ -9,7 +9,7 @@ from meshtrain.plan.hlo.parse import FUSIONS, Program
 from meshtrain.plan.hlo.shapes import num_bytes, parts
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import Compiled
-from meshtrain.step.device_memory import Statistics, bytes_of_device, held
+from meshtrain.step.device_memory import Held, Statistics, bytes_of_device, held
 
 # A GPU chooses kernels of matrix products at run time; their workspaces and layouts make temporaries larger or smaller.
 # A TPU program's memory is final.
@@ -35,10 +35,7 @@ class Memory:
     """Bytes of one device; None means unknown.
 
     Attributes:
-      parameters_bytes: by arithmetic, from shardings, as are the next four.
-      gradients_bytes: the float32 sums to which gradients of microbatches are added.
-      optimizer_bytes: the optimizer's state, in device memory.
-      residual_bytes: what the reduction over data keeps from step to step, see `TrainState`.
+      state: of training, by arithmetic, from shardings, as is the next.
       batch_bytes: the step's batch.
       compiler: the compiler's own account; gradients are among its temporaries. None where it gave up.
       arguments_expected_bytes: the arguments by arithmetic, without those that the program does not read.
@@ -51,10 +48,7 @@ class Memory:
       fits: true, false, or None if the peak is too close to the capacity, or the device is unknown.
     """
 
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    residual_bytes: int
+    state: Held
     batch_bytes: int
     compiler: Statistics | None
     arguments_expected_bytes: int
@@ -89,10 +83,7 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
     capacity = usable_bytes(accelerator) if accelerator else None
     uncertainty = int(TEMPORARY_UNCERTAINTY[cluster.platform] * (stats.temporary_bytes if stats else 0))
     return Memory(
-        parameters_bytes=state.parameters,
-        gradients_bytes=state.gradients,
-        optimizer_bytes=state.moments,
-        residual_bytes=state.residual,
+        state=state,
         batch_bytes=batch,
         compiler=stats,
         arguments_expected_bytes=bytes_of_device(assembly.state) + batch - sum(size for _, size in unread),

@@ -121,7 +121,7 @@ def tried(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Chang
     """Yields each change alone if it may be enough, then all that keep the mesh combined; see `candidates`."""
     together: Change = {}
     for change in candidates(config, shape, held):
-        if change != {FROZEN_DTYPE: FROZEN} or held.parameters_bytes // 2 > -(held.margin_bytes or 0):
+        if change != {FROZEN_DTYPE: FROZEN} or held.state.parameters // 2 > -(held.margin_bytes or 0):
             yield change
         if not any(key.startswith("mesh.") for key in change):
             together |= change
