@@ -231,8 +231,8 @@ def _time(plan: Plan) -> str:
         rows.append(("bubble", f"{idle:.1%} of the rows idle on a stage; it is in the step"))
     how = f"calibrated: measured is {timing.factor:.2f} of the bare model" if timing.factor != 1 else "no step measured"
     marked = [(name, value, "modelled") for name, value in rows]
-    ends = timing.assumptions.interval_line(accelerator, is_calibrated=timing.factor != 1)
-    of_model = timing.assumptions.lines(accelerator, plan.cluster.num_slices)
+    ends = plan.assumptions.interval_line(accelerator, is_calibrated=timing.factor != 1)
+    of_model = plan.assumptions.lines(accelerator, plan.cluster.num_slices)
     lines = [f"assumed: {line}" for line in [*of_model, ends, how]] + link_lines(timing.links)
     return "\n".join([aligned(marked, ("time", "a step", "")), *(f"  {line}" for line in lines)])
 
@@ -303,7 +303,7 @@ def to_json(plan: Plan) -> JsonObject:
             "step_seconds_high": timing and timing.high_seconds,
             **dict(zip(("mfu_low", "mfu", "mfu_high"), plan.mfu or (None,) * 3, strict=True)),
             "calibration_factor": timing and timing.factor,
-            "assumptions": timing and dataclasses.asdict(timing.assumptions),
+            "assumptions": timing and dataclasses.asdict(plan.assumptions),
             "links": timing and _links_json(timing),
         },
         "compiler_options": dict(plan.compiled.options),

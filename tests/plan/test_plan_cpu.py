@@ -20,7 +20,7 @@ from meshtrain.plan.findings import Finding
 from meshtrain.plan.hlo import collectives
 from meshtrain.plan.search import changes
 from meshtrain.plan.timing import streams
-from meshtrain.plan.timing.streams import Assumptions, Timing
+from meshtrain.plan.timing.streams import Timing
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.device_memory import Held, Statistics
@@ -109,7 +109,7 @@ def on_an_h100(made, policy):
         made,
         compiled=compiled,
         cluster=dataclasses.replace(made.cluster, accelerator=H100),
-        timing=Timing(1.0, 0.5, 2.0, 1.0, 0.0, 1.0, Assumptions()),
+        timing=Timing(1.0, 0.5, 2.0, 1.0, 0.0, 1.0),
         model_flops=(0.5e12, 1e12),
     )
 

@@ -240,7 +240,7 @@ def test_measured_links_are_used_where_the_step_has_such_collectives():
     assert made.links["fsdp", "all-gather"] == link
     assert made.links["fsdp", "reduce-scatter"] is None
     [gathers] = [row for row in plan.traffic if (row.axis, row.kind) == ("fsdp", "all-gather")]
-    assumed = plan.timing.assumptions
+    assumed = plan.assumptions
     speed = 450e9 * assumed.link_efficiency
     more = gathers.count * (1e-3 - 3 * assumed.latency_seconds) + gathers.wire_bytes * (1e-9 - 1 / speed)
     assert made.wire_seconds - plan.timing.wire_seconds == pytest.approx(more, rel=1e-9)

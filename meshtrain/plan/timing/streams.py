@@ -154,7 +154,6 @@ class Timing:
       compute_seconds: of the computing stream alone, without `factor`.
       wire_seconds: of the communicating stream alone, without `factor`.
       factor: measured over modelled seconds, 1 if nothing was measured.
-      assumptions: of the model.
       links: (axes, kind of collective) -> its measured link, or None where nothing like it was measured; empty if no
         links were given.
       sending: (axes, kind of collective) -> its seconds, times `factor`.
@@ -166,7 +165,6 @@ class Timing:
     compute_seconds: float
     wire_seconds: float
     factor: float
-    assumptions: Assumptions
     links: Mapping[tuple[str, str], Link | None] = dataclasses.field(default_factory=dict)
     sending: Mapping[tuple[str, str], Sending] = dataclasses.field(default_factory=dict)
 
@@ -306,7 +304,7 @@ class Streams:
     transfers: Mapping[str, float]
     assumptions: Assumptions
     hidden: Hidden = Hidden.SCHEDULED
-    seconds: dict[str, tuple[float, float, float]] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, tuple[float, float, float]] = dataclasses.field(default_factory=dict, init=False)
 
     def step(self) -> tuple[float, float, float]:
         """Returns (seconds from start to end, of the computing stream, of the communicating one) of a whole step."""
@@ -451,7 +449,7 @@ def timing(
     if not measured_seconds:
         low, high = _ends(program, cluster.accelerator, alone, assumptions)
     sending = sending_of(streams, transfers, factor)
-    return Timing(step, low, high, computed, sent, factor, assumptions, used, sending)
+    return Timing(step, low, high, computed, sent, factor, used, sending)
 
 
 def sending_of(streams: Streams, found: Iterable[Collective], factor: float = 1.0) -> dict[tuple[str, str], Sending]:
@@ -462,7 +460,7 @@ def sending_of(streams: Streams, found: Iterable[Collective], factor: float = 1.
     result = {}
     for key, alike in members.items():
         rest = {**streams.transfers, **dict.fromkeys((one.name for one in alike), 0.0)}
-        waited = total - dataclasses.replace(streams, transfers=rest, seconds={}).step()[0]
+        waited = total - dataclasses.replace(streams, transfers=rest).step()[0]
         alone = sum(one.count * streams.transfers[one.name] for one in alike)
         result[key] = Sending(alone * factor, max(0.0, alone - waited) * factor)
     return result
