@@ -15,6 +15,13 @@ EPOCHS = "epochs/"  # how often a source of a mixture was drawn: its name follow
 OF_EACH = re.compile(r"(.+)_each/(\d{1,9})")  # the load of one expert: the name of the metric, and the expert
 # Of one layer, or of other parameters: the name of the metric, and the layer or the first key of the parameters.
 OF_LAYER = re.compile(r"(grad_norm|weight_norm|update_norm|largest_activation)_of/(.+)")
+# Entries that others of a row imply: neither the line of the terminal nor a page has them besides.
+IMPLIED = ("weight", "useful_seconds", "timed_steps", "data_seconds", "host_seconds", "device_wait_seconds")
+
+
+def is_of_one(name: str) -> bool:
+    """Returns whether a metric is of one of many: of an expert, a layer, or a source of a mixture."""
+    return name.startswith(EPOCHS) or bool(OF_EACH.fullmatch(name) or OF_LAYER.fullmatch(name))
 
 
 def row_of(line: bytes) -> JsonObject | None:

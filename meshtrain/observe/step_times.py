@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import numpy as np
 
-from meshtrain.observe.run_files import EPOCHS, LOSS_OF, OF_EACH, OF_LAYER
+from meshtrain.observe.run_files import IMPLIED, LOSS_OF, is_of_one
 from meshtrain.sharding.trees import Arrays
 
 
@@ -223,17 +223,7 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
         "model_flops_per_second": _flops_text,
         "mfu": lambda value: f"MFU {value:.1%}",
     }
-    said_already = {
-        "tokens",
-        "data_seconds",
-        "host_seconds",
-        "device_wait_seconds",
-        "weight",
-        "useful_seconds",
-        "timed_steps",
-        "goodput",
-        "processes",
-    }
+    said_already = {"tokens", "goodput", "processes", *IMPLIED}
     for name in values:
         if name.endswith("_per_second") and name not in known:  # throughput in another unit than tokens
             unit = name.removesuffix("_per_second")
@@ -241,8 +231,8 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
             said_already.add(unit)
     parts = [text(value) for name, text in known.items() if (value := values.get(name)) is not None]
     for name, value in values.items():
-        is_said = name in known or name.partition("/")[0] in said_already or name.startswith(EPOCHS)
-        if value is None or is_said or OF_EACH.fullmatch(name) or OF_LAYER.fullmatch(name):
+        is_said = name in known or name.partition("/")[0] in said_already
+        if value is None or is_said or is_of_one(name):
             continue
         if name.startswith(LOSS_OF):
             parts.append(f"{name.removeprefix(LOSS_OF)} {value:.4f}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshtrain.files import JsonObject
 from meshtrain.observe import charts
-from meshtrain.observe.run_files import EPOCHS, EVALUATED, OF_EACH, OF_LAYER
+from meshtrain.observe.run_files import EVALUATED, IMPLIED, is_of_one
 from meshtrain.report.logs import Curve, Log
 
 # Points on the page, over all curves: about 45 bytes each, beside 4.8 MB of Plotly's own script.
@@ -43,17 +43,7 @@ _LAST = (
     "save_blocking_seconds",
 )
 # Other curves imply these, or they have one point for each start of the program.
-_LEFT_OUT = (
-    "weight",
-    "useful_seconds",
-    "timed_steps",
-    "data_seconds",
-    "host_seconds",
-    "device_wait_seconds",
-    "model_flops_per_second",
-    "first_step_seconds",
-    "restore_seconds",
-)
+_LEFT_OUT = (*IMPLIED, "model_flops_per_second", "first_step_seconds", "restore_seconds")
 _IF_ANY = ("skipped_steps", "left_out_tokens")  # all zero in most runs
 _IF_SEVERAL = ("save_blocking_seconds",)  # most runs save once, and one point is no curve
 _IF_CHANGED = ("processes",)  # one number for each start of the program
@@ -89,9 +79,7 @@ def metrics(logs: Sequence[Log]) -> list[str]:
         for name, curve in log.curves.items()
         if name not in _LEFT_OUT
         and name.partition("/")[0] not in units
-        and not name.startswith(EPOCHS)
-        and not OF_EACH.fullmatch(name)
-        and not OF_LAYER.fullmatch(name)
+        and not is_of_one(name)
         and (name not in _IF_ANY or np.nanmax(curve.values) > 0)
         and (name not in _IF_SEVERAL or len(curve.steps) > 1)
         and (name not in _IF_CHANGED or np.ptp(curve.values) > 0)
