@@ -16,11 +16,6 @@ td.number{text-align:right;font-variant-numeric:tabular-nums}"""
 WIDE = '<div class="wide">{}</div>'  # what is in it keeps its size, and scrolls
 
 
-def escaped(text: str) -> str:
-    """Returns text for HTML."""
-    return html.escape(text)
-
-
 def page(title: str, parts: Sequence[str]) -> str:
     """Returns a page.
 
@@ -28,25 +23,25 @@ def page(title: str, parts: Sequence[str]) -> str:
       title: as text.
       parts: its content, as HTML.
     """
-    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escaped(title)}</title>'
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
     head += f'\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{STYLE}</style>'
     body = "\n".join(parts)
-    return f"{head}\n<h1>{escaped(title)}</h1>\n{body}\n</html>\n"
+    return f"{head}\n<h1>{html.escape(title)}</h1>\n{body}\n</html>\n"
 
 
 def heading(text: str, level: int = 2) -> str:
     """Returns a heading."""
-    return f"<h{level}>{escaped(text)}</h{level}>"
+    return f"<h{level}>{html.escape(text)}</h{level}>"
 
 
 def as_it_stands(text: str) -> str:
     """Returns text with its line breaks and blanks."""
-    return f"<pre>{escaped(text)}</pre>"
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def folded(summary: str, inside: str) -> str:
     """Returns HTML that is shown after a click on its summary."""
-    return f"<details><summary>{escaped(summary)}</summary>{inside}</details>"
+    return f"<details><summary>{html.escape(summary)}</summary>{inside}</details>"
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "") -> str:
@@ -58,11 +53,11 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "")
       align: `<` or `>` for each column; columns beyond its end are left-aligned.
     """
     sides = align.ljust(len(header), "<")
-    titles = "".join(f"<th>{escaped(cell)}</th>" for cell in header)
+    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     lines = [f"<tr>{titles}</tr>"]
     for row in rows:
         cells = (
-            f'<td class="number">{escaped(cell)}</td>' if side == ">" else f"<td>{escaped(cell)}</td>"
+            f'<td class="number">{html.escape(cell)}</td>' if side == ">" else f"<td>{html.escape(cell)}</td>"
             for cell, side in zip(row, sides, strict=True)
         )
         lines.append(f"<tr>{''.join(cells)}</tr>")

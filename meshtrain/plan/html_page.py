@@ -1,7 +1,9 @@
 """A plan or a search as one self-contained HTML page: charts as SVG, and the text of the report."""
 
+import html
+
 from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, Line, Panel, bars, line_chart, scatter
-from meshtrain.observe.page import as_it_stands, escaped, heading, page
+from meshtrain.observe.page import as_it_stands, heading, page
 from meshtrain.plan import text_report
 from meshtrain.plan.planner import Plan
 from meshtrain.plan.scaling import scaling_report
@@ -24,7 +26,7 @@ def plan_page(plan: Plan) -> str:
         *([(RESIDUAL, memory.state.residual)] if memory.state.residual else []),
         (ACTIVATIONS, memory.activations_bytes or 0),
     ]
-    charts = [f'<p class="{CLASSES[memory.fits]}"><b>{escaped(text_report.verdict(plan))}</b></p>']
+    charts = [f'<p class="{CLASSES[memory.fits]}"><b>{html.escape(text_report.verdict(plan))}</b></p>']
     limit = ("capacity", memory.capacity_bytes) if memory.capacity_bytes else None
     if stats:
         held.append((PEAK, stats.peak_bytes))

@@ -1,6 +1,7 @@
 """Writes a page about runs: python -m meshtrain report RUN [RUN ...] --html=FILE."""
 
 import dataclasses
+import html
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from meshtrain.cli import flags
 from meshtrain.errors import UserError, refuse, run
 from meshtrain.files import target_problems, write_whole
 from meshtrain.observe.charts import svg
-from meshtrain.observe.page import WIDE, escaped, heading
+from meshtrain.observe.page import WIDE, heading
 from meshtrain.options import Options
 from meshtrain.pipeline.chart import figure
 from meshtrain.pipeline.check import Costs
@@ -81,7 +82,8 @@ def schedules(runs: Sequence[Run]) -> list[str]:
     for names, schedule in together(runs, _schedule):
         parts += [heading(names, 3)] * (len(runs) > 1)
         num_actions = sum(action is not None for row in schedule.rows for action in row)
-        what = f"{escaped(schedule.name)}: {schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
+        sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
+        what = f"{html.escape(schedule.name)}: {sizes}"
         if is_own(schedule.name):
             parts.append(f"<p>{what}, a function of one's own, which a page does not run</p>")
         elif num_actions > MOST_ACTIONS:

@@ -1,6 +1,7 @@
 """The page of one or several runs: a table, their curves, what differs between them, memory, and samples."""
 
 import collections
+import html
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from meshtrain.cli.flags import flatten
 from meshtrain.cli.tables import format_bytes
 from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars
-from meshtrain.observe.page import as_it_stands, escaped, folded, heading, page, table
+from meshtrain.observe.page import as_it_stands, folded, heading, page, table
 from meshtrain.observe.run_files import EPOCHS, EVALUATED
 from meshtrain.report import loads
 from meshtrain.report.curves import figure, metrics
@@ -197,7 +198,7 @@ def _memory(runs: Sequence[Run]) -> list[str]:
         parts += [heading(names, 3)] * (len(runs) > 1)
         parts.append(bars(held, None))
         if on_host_bytes:
-            text = escaped(f"{format_bytes(on_host_bytes)} of moments in its host's memory")
+            text = html.escape(f"{format_bytes(on_host_bytes)} of moments in its host's memory")
             parts.append(f"<p>{text}</p>")
     return parts
 

@@ -157,8 +157,13 @@ def figure(runs: Mapping[str, Log]) -> JsonObject:
     return {"data": traces, "layout": layout}
 
 
+def _suffix(panel: int) -> str:
+    """Returns what Plotly writes behind the names of a panel's axes: nothing for the first, then 2, 3, ..."""
+    return str(panel + 1) if panel else ""
+
+
 def _trace(name: str, colour: str, panel: int, steps: Sequence[int], kept: np.ndarray, curve: Curve) -> JsonObject:
-    suffix = str(panel + 1) if panel else ""
+    suffix = _suffix(panel)
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(kept) <= FEW else "lines",
@@ -193,7 +198,7 @@ def _layout(panels: Sequence[str], places: Sequence[Place], units: str) -> JsonO
         "annotations": [],
     }
     for number, metric in enumerate(panels):
-        suffix = str(number + 1) if number else ""
+        suffix = _suffix(number)
         shared = {"gridcolor": "#e3e7ec", "zerolinecolor": "#c6ccd4", "linecolor": "#8c95a3"}
         text = {"title": {"text": "steps"}} if number >= len(panels) - COLUMNS else {}
         layout[f"xaxis{suffix}"] = shared | text | ({"matches": "x"} if number else {})
@@ -208,7 +213,7 @@ def _layout(panels: Sequence[str], places: Sequence[Place], units: str) -> JsonO
 
 def _buttons(panels: Sequence[str], places: Sequence[Place], units: str, inner_pixels: int) -> list[JsonObject]:
     """Returns the buttons over the panels: what the curves are drawn over, and the scale of the losses."""
-    suffixes = [str(number + 1) if number else "" for number in range(len(panels))]
+    suffixes = [_suffix(number) for number in range(len(panels))]
     over = []
     for index, (label, text) in enumerate((("steps", "steps"), (units, units), ("time", "seconds since the start"))):
         if all(value is None for place in places for value in place[index]):
