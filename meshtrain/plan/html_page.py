@@ -1,14 +1,16 @@
 """A plan or a search as one self-contained HTML page: charts as SVG, and the text of the report."""
 
 import html
+from collections.abc import Callable, Sequence
 
 from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, Line, Panel, bars, line_chart, scatter
 from meshtrain.observe.page import as_it_stands, heading, page
 from meshtrain.plan import text_report
 from meshtrain.plan.planner import Plan
 from meshtrain.plan.scaling import scaling_report
+from meshtrain.plan.scaling.efficiency import Curve, Row
 from meshtrain.plan.scaling.scaling import Scaling
-from meshtrain.plan.scaling.strategies import STRONG
+from meshtrain.plan.scaling.strategies import KINDS
 from meshtrain.plan.search import ranking
 
 NOTE = "every point is a plan: the program is compiled, its time is modelled"
@@ -64,27 +66,26 @@ def scaling_panels(found: Scaling) -> list[Panel]:
 
     The speedup is against the smallest number of devices on which any way may fit, in devices: so that ways compare.
     """
-    strong, weak = (
-        [curve for curve in found.curves if (curve.kind == STRONG) is is_strong] for is_strong in (True, False)
-    )
-    bases = [curve.base for curve in strong if curve.base]
+    strong, weak = ([curve for curve in found.curves if curve.kind == kind] for kind in KINDS)
     panels = []
-    if bases:
+    if bases := [curve.base for curve in strong if curve.base]:
         first = min(bases, key=lambda row: (row.point.num_devices, row.seconds))
         devices, rate = first.point.num_devices, first.rate
         ideal = Line("in proportion", [(size, float(size)) for size in found.sizes if size >= devices])
-        lines = [
-            Line(one.name, [(row.point.num_devices, devices * row.rate / rate) for row in one.rows if row.is_usable])
-            for one in strong
-        ]
-        panels.append(Panel("strong: devices' worth of speed", [line for line in lines if line.points], True, ideal))
-    lines = [
-        Line(one.name, [(row.point.num_devices, one.efficiency(row) or 0.0) for row in one.rows if row.is_usable])
-        for one in weak
-    ]
-    if any(line.points for line in lines):
-        panels.append(Panel("weak: efficiency against each way's base", [line for line in lines if line.points]))
+        lines = _lines(strong, lambda _, row: devices * row.rate / rate)
+        panels.append(Panel("strong: devices' worth of speed", lines, True, ideal))
+    if lines := _lines(weak, lambda curve, row: curve.efficiency(row) or 0.0):
+        panels.append(Panel("weak: efficiency against each way's base", lines))
     return panels
+
+
+def _lines(curves: Sequence[Curve], value: Callable[[Curve, Row], float]) -> list[Line]:
+    """Returns a line for each way that may fit somewhere, of its value where it may."""
+    lines = [
+        Line(one.name, [(row.point.num_devices, value(one, row)) for row in one.rows if row.is_usable])
+        for one in curves
+    ]
+    return [line for line in lines if line.points]
 
 
 def scaling_page(found: Scaling) -> str:

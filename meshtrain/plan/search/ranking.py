@@ -43,9 +43,7 @@ class Found:
     refused: tuple[tuple[Candidate, str], ...]
 
 
-def search(
-    config: Config, cluster: Cluster, assumptions: Assumptions, *, only_mesh: bool, most: int = MAX_COMPILED
-) -> Found:
+def search(config: Config, cluster: Cluster, assumptions: Assumptions, *, only_mesh: bool) -> Found:
     """Compiles the best guesses and ranks them.
 
     Args:
@@ -53,7 +51,6 @@ def search(
       cluster: the target.
       assumptions: of the model of time.
       only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as configured.
-      most: at most so many guesses are compiled.
 
     Raises:
       UserError: no mesh is legal on this cluster and may fit it.
@@ -66,7 +63,7 @@ def search(
         )
     start, plans = time.perf_counter(), list[tuple[Candidate, Plan]]()
     refused = list[tuple[Candidate, str]]()
-    chosen = chosen_of(found, most, cluster)
+    chosen = diverse(found)
     for number, one in enumerate(chosen, 1):
         elapsed = time.perf_counter() - start
         if plans and elapsed * number / (number - 1) > MAX_SECONDS:  # the next would exceed the time limit
