@@ -21,7 +21,7 @@ from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.states import state_axes
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.pipeline.stages import Stack, stack_of
+from meshtrain.pipeline.stages import Stack, stack_of, zeros_like
 from meshtrain.plan.cost.lower_bound import FLOAT32_BYTES, GATHERS, SCATTERS, SCATTERS_EACH
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, default_rules, storage_axes
@@ -88,17 +88,13 @@ def weights_of(config: Config) -> Weights:
     task = abstract_task(config)
     params, axes = abstract_params(task, None, 2)
     mask = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
-    params = jax.eval_shape(lambda: as_stored(_zeros(params), axes, mask, config.precision))
+    params = jax.eval_shape(lambda: as_stored(zeros_like(params), axes, mask, config.precision))
     chosen, chosen_axes = select(params, mask)[0], select(axes, mask)[0]
     transformation = optimizer(config.optimizer, lambda step: jnp.zeros(()), chosen_axes)
-    in_float32 = jax.eval_shape(lambda: cast(_zeros(chosen), jnp.float32))
+    in_float32 = jax.eval_shape(lambda: cast(zeros_like(chosen), jnp.float32))
     arrays = jax.tree.leaves(jax.eval_shape(transformation.init, in_float32))
     moments = tuple(zip(arrays, state_axes(transformation, in_float32, chosen_axes), strict=True))
     return Weights(task, params, axes, dict(leaves_with_paths(mask)), moments)
-
-
-def _zeros(tree: Arrays) -> Arrays:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
 def placement_problems(config: Config, shape: Mapping[str, int], weights: Weights) -> list[str]:
@@ -177,6 +173,11 @@ def _task(config: Config) -> Task:
     return abstract_task(config)
 
 
+def _chunks(config: Config, shape: Mapping[str, int]) -> int:
+    """Returns in how many chunks a stage computes each microbatch; one without a pipeline."""
+    return config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
+
+
 def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
     """Returns how many microbatches of all its layers the busiest stage of a pipeline keeps for their backward pass.
 
@@ -214,8 +215,7 @@ def guessed_seconds(
     policy = config.remat.policy
     again = 1.0 if policy == "full" else 1 - attention if policy == "save_attention" else 0.0
     work = task.num_units * flops / math.prod(shape.values()) * (1 + again / 3)
-    chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
-    bubble = (1 + (shape[PIPELINE] - 1) / (parts * chunks)) * _places_a_layer(config, shape, task)
+    bubble = (1 + (shape[PIPELINE] - 1) / (parts * _chunks(config, shape))) * _places_a_layer(config, shape, task)
     sent = sum(_sending_seconds(config, shape, weights, accelerator, devices_each).values())
     # Each of several microbatches reads gradients and sums, and writes sums.
     summed = weights.num_parameters / math.prod(shape[axis] for axis in (*storage_axes(), TENSOR, PIPELINE))
@@ -239,7 +239,6 @@ def _sending_seconds(
     over_data = of_stage if is_gathered else of_stage * weights.num_trained / weights.num_parameters
     activation = itemsize * units_on_device(config, task, default_rules(config.layout), shape) * task.width
     cost = _cost(config, shape)
-    chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
     of_experts, inside = of_stage * weights.share_of_experts, devices_each // shape[TENSOR]
 
     def gathering(elements: float, num_devices: int, num_inside: int) -> float:
@@ -262,7 +261,7 @@ def _sending_seconds(
         CONTEXT: of_activations(CONTEXT),
         TENSOR: of_activations(TENSOR),
         DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * over_data / storing / network,
-        PIPELINE: 2 * activation * chunks / network,
+        PIPELINE: 2 * activation * _chunks(config, shape) / network,
     }
     return {axis: seconds[axis] for axis in seconds if axis == STORED or shape[axis] > 1}
 
