@@ -159,7 +159,7 @@ def _whole_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> flo
     if kind == "all-gather":
         shape = parts(line.shape)[1] if line.opcode.endswith("-start") else line.shape
         return num_bytes(shape)
-    return sum(num_bytes(shapes[name]) for name in line.operands if name in shapes)
+    return sum(map(num_bytes, line.operand_shapes(shapes)))
 
 
 def _overlaps(body: Sequence[Instruction], start: int, products: set[str]) -> bool:

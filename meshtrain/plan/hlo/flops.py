@@ -141,7 +141,7 @@ def _splash_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attentio
     A mask has the dims [1, blocks of queries, blocks of keys that a block of queries reads at most], or the last two in
     reverse. With a window these are fewer than all blocks of keys.
     """
-    arrays = [shapes[name] for name in line.operands if name in shapes]
+    arrays = line.operand_shapes(shapes)
     heads = [dims(shape) for shape in arrays if dtypes(shape)[0] in ("bf16", "f32") and len(dims(shape)) >= 3]
     if len(heads) < 3:
         return None

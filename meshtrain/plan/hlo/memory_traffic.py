@@ -29,7 +29,7 @@ def moved_bytes(
     if len(body) == 1:
         if line.opcode == "dynamic-update-slice":
             return 2 * num_bytes(shapes[line.operands[1]])
-        reads = 0.0 if line.opcode in SLICES else sum(_read(line, shapes[o]) for o in line.operands if o in shapes)
+        reads = 0.0 if line.opcode in SLICES else sum(_read(line, shape) for shape in line.operand_shapes(shapes))
         return reads + num_bytes(line.shape) * (1 + share(line) if line.opcode in SLICES else 1)
     users: dict[str, list[Instruction]] = {}
     for one in body:

@@ -56,6 +56,10 @@ class Instruction:
         """Names of the operands."""
         return NAME.findall(self.rest[: _closing(self.rest)])
 
+    def operand_shapes(self, shapes: Mapping[str, str]) -> list[str]:
+        """Returns the shapes of those operands that `shapes` has."""
+        return [shapes[name] for name in self.operands if name in shapes]
+
     @property
     def attributes(self) -> str:
         """The text after the operands."""

@@ -103,7 +103,7 @@ def grouped_kernel(line: Instruction) -> str | None:
 
 
 def _grouped(part: str, line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> Product:
-    arrays = [shapes[name] for name in line.operands if name in shapes]
+    arrays = line.operand_shapes(shapes)
     floats = [dims(shape) for shape in arrays if dtypes(shape)[0][0] in "bf" and len(dims(shape)) >= 2]
     if len(floats) != 2:
         raise ValueError(f"%{line.name}: products of blocks whose dims are not known")

@@ -375,7 +375,7 @@ class Streams:
         flops = product_flops(line, shapes, self.program.shares)
         if not flops:
             return 0.0
-        inputs = [dtypes(shapes[name])[0] for name in line.operands if name in shapes]
+        inputs = [dtypes(shape)[0] for shape in line.operand_shapes(shapes)]
         inputs = [dtype for dtype in inputs if dtype[0] in "bf"][:2]  # owners of blocks stand before what is multiplied
         if set(inputs) == {"f32"} and self.accelerator.float32_flops_per_second:
             peak = self.accelerator.float32_flops_per_second
