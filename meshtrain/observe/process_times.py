@@ -129,8 +129,8 @@ class Judgement:
           times: of every process, at the next logged step. A process that has not measured its product again neither
             begins nor ends to be slow by it.
         """
-        fresh = {process for process, own in times.items() if own.probe_seconds is not None}
-        self._probes |= {process: own.probe_seconds for process, own in times.items() if own.probe_seconds is not None}
+        fresh = {process: own.probe_seconds for process, own in times.items() if own.probe_seconds is not None}
+        self._probes |= fresh
         lost = lost_seconds(times, self._probes)
         for process in times:
             for cause in CAUSES:

@@ -72,8 +72,9 @@ def meshes(runs: Sequence[Run]) -> list[str]:
 def _known_mesh(one: Run) -> tuple[tuple[str, int], ...] | None:
     """Returns the mesh of a run, hashable, 1 for axes that its version lacks; None if this version lacks some."""
     shape = mesh_shape(one)
-    known = shape is not None and set(shape) <= set(AXES)
-    return tuple((dict.fromkeys(AXES, 1) | dict(shape)).items()) if shape is not None and known else None
+    if shape is None or not set(shape) <= set(AXES):
+        return None
+    return tuple((dict.fromkeys(AXES, 1) | shape).items())
 
 
 def schedules(runs: Sequence[Run]) -> list[str]:

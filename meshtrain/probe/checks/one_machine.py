@@ -1,6 +1,6 @@
 """Checks of one machine by itself, before any process meets another. Each is a function of facts; none imports JAX.
 
-`machine` reads the facts. A test plants a fault by calling a check with other facts.
+`machine_facts` reads the facts. A test plants a fault by calling a check with other facts.
 """
 
 import ipaddress
