@@ -41,12 +41,10 @@ def test_mesh_and_kernel_change_no_number_and_no_count(kernel, model, reference,
     assert {platform for platform, _ in found} == {"cpu"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "num_layers"),
-    [
-        ({"expert": 2, "tensor": 2}, IN_CHUNKS, 4),
-        pytest.param({"fsdp": 2, "tensor": 2}, PipelineOptions(num_microbatches=4), 2, marks=pytest.mark.slow),
-    ],
+    [({"expert": 2, "tensor": 2}, IN_CHUNKS, 4), ({"fsdp": 2, "tensor": 2}, PipelineOptions(num_microbatches=4), 2)],
     ids=["in the stack", "gathered"],
 )
 def test_kernels_in_a_pipeline_read_weights_in_the_stack_unless_they_are_gathered(
