@@ -75,6 +75,8 @@ def test_the_steps_run_on_a_cpu_with_small_sizes(out):
     others = (
         "gpt2_124m",
         accelerator_steps.LONG,
+        accelerator_steps.MIXTURE,
+        accelerator_steps.FP8,
         "attention xla",
         "attention triton",
         "attention splash",
