@@ -225,7 +225,7 @@ def init_of_a_notebook(rng):
         ({"stages": 3}, "Task.stages: got int; allowed: Stages or None; nearest: leave it out"),
         ({"logits": 3}, "Task.logits: got int; allowed: a function or None; nearest: leave it out"),
         ({"init": 3, "unit": None}, "Task.init: got int; .*\nTask.unit: got NoneType; allowed: a text; "),
-        ({"higher_is_better": "accuracy"}, "Task.higher_is_better: got str; allowed: a tuple; "),
+        ({"higher_is_better": "accuracy"}, "Task.higher_is_better: got str; allowed: a tuple or a list; "),
     ],
 )
 def test_each_attribute_of_a_task_is_of_its_kind(tmp_path, changes, said):
