@@ -6,6 +6,7 @@ import pytest
 
 from meshtrain.models.moe import grouped_matmul, parts
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.stored import ZeroOptions
 from tests.parity.test_parity_experts import CONFIG, IN_CHUNKS, LITTLE, MIXTRAL
 
 SMALL = dataclasses.replace(MIXTRAL, num_layers=1, num_experts=4)
@@ -44,7 +45,7 @@ def test_mesh_and_kernel_change_no_number_and_no_count(kernel, model, reference,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "num_layers"),
-    [({"expert": 2, "tensor": 2}, IN_CHUNKS, 4), ({"fsdp": 2, "tensor": 2}, PipelineOptions(num_microbatches=4), 2)],
+    [({"data": 2, "expert": 2}, IN_CHUNKS, 4), ({"fsdp": 2, "tensor": 2}, PipelineOptions(num_microbatches=4), 2)],
     ids=["in the stack", "gathered"],
 )
 def test_kernels_in_a_pipeline_read_weights_in_the_stack_unless_they_are_gathered(
@@ -54,7 +55,7 @@ def test_kernels_in_a_pipeline_read_weights_in_the_stack_unless_they_are_gathere
     monkeypatch.setattr(parts, "ROOM", LITTLE)
     monkeypatch.setattr(parts, "LEAST_ROWS_OF_TURN", 1)
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(SMALL, num_layers=num_layers), num_steps=2)
-    config = dataclasses.replace(config, pipeline=pipeline)
+    config = dataclasses.replace(config, pipeline=pipeline, zero=ZeroOptions(level=1))
     reference(config)
     found = asked("gpu")
     assert assert_parity(config, pipeline=2, **mesh).expert_parts > 1
