@@ -237,8 +237,8 @@ class Task:
 
 
 _WORDS = {
-    collections.abc.Callable: "a function", Mapping: "a dict", int: "a number", float: "a number",
-    numbers.Real: "a number", str: "a text", tuple: "a tuple", list: "a list", types.NoneType: "None",
+    collections.abc.Callable: "a function", Mapping: "a dict", numbers.Real: "a number", str: "a text",
+    tuple: "a tuple", list: "a list", types.NoneType: "None",
 }  # fmt: skip
 
 
@@ -259,9 +259,10 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
     """Returns the classes whose instances an annotation allows."""
     if isinstance(annotation, types.UnionType):
         return tuple(kind for one in typing.get_args(annotation) for kind in _kinds(one))
+    if annotation in (int, float):
+        return (numbers.Real,)  # NumPy's too
     kind = typing.get_origin(annotation) or annotation
-    also = {int: (numbers.Real,), float: (numbers.Real,), tuple: (list,)}
-    return (kind, *also[kind]) if kind in also else (kind,)
+    return (tuple, list) if kind is tuple else (kind,)
 
 
 def checked_loss(loss: Callable[..., Tree], where: str = "Task.loss") -> Callable[..., Loss]:
