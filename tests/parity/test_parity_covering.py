@@ -15,7 +15,7 @@ from meshtrain.pipeline import schedules
 from meshtrain.sharding.offload import OffloadOptions
 from meshtrain.sharding.rules import AXES, LayoutOptions
 from meshtrain.sharding.stored import MAX_LEVEL, STRATEGIES, ZeroOptions
-from tests.parity import runs, test_parity_experts
+from tests.parity import runs, test_parity_experts, test_parity_kernels
 
 LLAMA, GPT, QWEN = "llama", "gpt", "qwen"
 MODELS = {LLAMA: runs.LLAMA, GPT: runs.GPT, QWEN: runs.QWEN}
@@ -110,7 +110,8 @@ def test_the_table_is_short():
 
 def test_the_table_has_each_pair_of_axes():
     # The pairs with `expert` are those of the runs that have experts.
-    meshes = [run.mesh for run in RUNS] + [mesh for mesh, _ in (test_parity_experts.WHOLE, *test_parity_experts.CUT)]
+    experts = test_parity_experts.WHOLE, *test_parity_experts.CUT, *test_parity_kernels.PIPELINES
+    meshes = [run.mesh for run in RUNS] + [mesh for mesh, *_ in experts]
     pairs = {pair for mesh in meshes for pair in itertools.combinations(sorted(mesh), 2)}
     assert pairs == set(itertools.combinations(sorted(AXES), 2))
     assert all(size > 1 for mesh in meshes for size in mesh.values())

@@ -12,6 +12,10 @@ from tests.parity.test_parity_experts import CONFIG, IN_CHUNKS, LITTLE, MIXTRAL
 SMALL = dataclasses.replace(MIXTRAL, num_layers=1, num_experts=4)
 # Megablox takes widths that are multiples of a TPU's lanes.
 WIDE = dataclasses.replace(SMALL, embed_dim=128, expert_dim=128)
+PIPELINES = [
+    ({"pipeline": 2, "data": 2, "expert": 2}, IN_CHUNKS, 4),
+    ({"pipeline": 2, "fsdp": 2, "tensor": 2}, PipelineOptions(num_microbatches=4), 2),
+]
 
 
 @pytest.fixture
@@ -45,7 +49,7 @@ def test_mesh_and_kernel_change_no_number_and_no_count(kernel, model, reference,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "num_layers"),
-    [({"data": 2, "expert": 2}, IN_CHUNKS, 4), ({"fsdp": 2, "tensor": 2}, PipelineOptions(num_microbatches=4), 2)],
+    PIPELINES,
     ids=["in the stack", "gathered"],
 )
 def test_kernels_in_a_pipeline_read_weights_in_the_stack_unless_they_are_gathered(
@@ -58,6 +62,6 @@ def test_kernels_in_a_pipeline_read_weights_in_the_stack_unless_they_are_gathere
     config = dataclasses.replace(config, pipeline=pipeline, zero=ZeroOptions(level=1))
     reference(config)
     found = asked("gpu")
-    assert assert_parity(config, pipeline=2, **mesh).expert_parts > 1
+    assert assert_parity(config, **mesh).expert_parts > 1
     of_layer = SMALL.num_experts // mesh.get("expert", 1)
     assert {weights[0] for _, weights in found} == ({of_layer, 2 * of_layer} if "expert" in mesh else {of_layer})
