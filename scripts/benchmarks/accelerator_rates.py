@@ -36,7 +36,7 @@ def rates(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
     [device, *_], _ = distributed.start(1)
     platform, accelerator = jax.default_backend(), find(device.device_kind)
     peak = peak_flops_per_second(device.device_kind, "bfloat16") or 1.0
-    size, length, num_rows = (256, 256, 1024) if tiny else (8192, 8192, 65536)
+    size, length, num_rows = (256, 256, 512) if tiny else (8192, 8192, 65536)
     found: JsonObject = {"product": 2 * size**3 / seconds(jnp.dot, normal(size, size), normal(size, size)) / peak}
     wide = jnp.ones((size, size, 2), jnp.float32)
     memory = accelerator.memory_bytes_per_second if accelerator else 1.0

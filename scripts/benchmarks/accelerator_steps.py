@@ -122,9 +122,9 @@ def fp8(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
 
 def experts(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
     """Returns how far loss and gradients with the kernels of experts are from those of a loop over blocks of rows."""
-    words = words_of(MIXTURE, tiny)
+    words = [*words_of(MIXTURE, tiny), "--config.model.num_layers=1", f"--config.model.num_experts={8 if tiny else 32}"]
     if not tiny:
-        words += ["--config.model.num_layers=1", "--config.batch_size=1", "--config.model.num_experts=32"]
+        words.append("--config.batch_size=1")
     _, wanted, state, batch = opened(words)
     found = _gradients(wanted, state.params, batch)
     with mock.patch.object(grouped_matmul, "kernel_for", return_value="loop"):
