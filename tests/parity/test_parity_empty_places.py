@@ -17,7 +17,7 @@ from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity import runs
 from tests.parity.comparison import SCALAR_BOUND
-from tests.parity.test_parity_experts import DEEPSEEK
+from tests.parity.test_parity_families import DEEPSEEK
 
 IN_CHUNKS = PipelineOptions(schedule="interleaved_1f1b", num_microbatches=4, num_chunks=2)
 GPIPE = PipelineOptions(schedule="gpipe", num_microbatches=4)
@@ -41,7 +41,11 @@ SLOW = {
     "3-adafactor": (of(3, optimizer="adafactor"), {"fsdp": 2, "pipeline": 2}),
     "5-data": (of(5, pipeline=IN_CHUNKS, optimizer="adamw"), {"data": 2, "fsdp": 2, "pipeline": 2}),
     "5-level3": (of(5, runs.QWEN, IN_CHUNKS, **AGAIN[3]), {"data": 2, "pipeline": 2}),
-    "5-expert": (of(5, DEEPSEEK, IN_CHUNKS), {"data": 2, "expert": 2, "pipeline": 2}),
+    # A dense layer before those five.
+    "6-expert": (
+        of(6, DEEPSEEK, IN_CHUNKS, remat=RematOptions("selective")),
+        {"data": 2, "expert": 2, "pipeline": 2},
+    ),
     "6-gemma": (of(6, runs.GEMMA), {"pipeline": 4}),
 }
 
@@ -56,7 +60,7 @@ def test_empty_places_change_no_number(config, mesh, assert_parity):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["5-tensor", "5-expert"])
+@pytest.mark.parametrize("name", ["5-tensor", "6-expert"])
 def test_evaluation_passes_empty_places_by(name):
     config, mesh = (FAST | SLOW)[name]
     found = []
