@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.assemble import Assembly, array_rows, assemble
+from meshtrain.cli.flags import PICTURES, write_picture
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config import effects
 from meshtrain.config.config import Config, groups, parse
@@ -29,8 +30,6 @@ from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.trees import select
 from meshtrain.step.device_memory import Held, held
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def text(assembly: Assembly) -> str:
@@ -163,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
     for note in notes:
         print(f"note         {note}")
     if arguments.draw:
-        mesh_figure(shape).savefig(arguments.draw)
+        write_picture("--draw", arguments.draw, mesh_figure(shape))
     return 0
 
 

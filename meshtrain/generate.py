@@ -13,7 +13,7 @@ from meshtrain.cli import flags
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.tokenizer import Tokenizer, end_ids
 from meshtrain.errors import Problems, UserError, refuse, run, warn
-from meshtrain.files import is_utf8, target_problems, write_whole
+from meshtrain.files import is_utf8, target_problems
 from meshtrain.generation.answers import Shown, Wanted, answers, fitting, room_left, trained_left
 from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
 from meshtrain.generation.sampling import Sampling
@@ -112,21 +112,6 @@ def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
     return wanted
 
 
-def write(path: str, lines: Sequence[str]) -> None:
-    """Writes the lines to a new file, which then replaces `path`.
-
-    Raises:
-      UserError: it cannot be written; `path` is as before.
-    """
-    try:
-        write_whole(path, "".join(lines))
-    except OSError as error:
-        raise UserError(
-            f"--out: got '{path}', which cannot be written ({error.strerror}); allowed: a file on a disk with room; "
-            "nearest: another folder"
-        ) from error
-
-
 def _heads(prompts: Sequence[Prompt], num_samples: int, *, continues: bool) -> list[str]:
     """Returns what is printed before each text: a title where there are several, and the prompt that it continues.
 
@@ -188,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
             fields = {"prompt": prompts[index].text, "index": index, "sample": sample}
             fields |= {"text": text.text, "ended": text.ended}
             lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
-        write(arguments.out, lines)
+        flags.write("--out", arguments.out, "".join(lines))
         print(f"{len(lines)} texts in {arguments.out}")
     return 0
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import io
 import json
 import pathlib
 import re
@@ -17,11 +18,14 @@ import tempfile
 import traceback
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshtrain.errors import MOST_LINES, UserError, first_line, is_finite, nearest, refuse, unknown
-from meshtrain.files import expanded, is_url, is_utf8, url_problems, what_is_at
+from meshtrain.files import expanded, is_url, is_utf8, url_problems, what_is_at, write_whole
 from meshtrain.options import MOST, Imported, Options, Value, Values
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -33,6 +37,7 @@ _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
 `{} config` lists the fields with their types, defaults and meanings.
 """
+PICTURES = (".png", ".svg", ".pdf")  # endings that `write_picture` takes
 NEAR_EXAMPLE = "; nearest: --config=3d"  # ends a line: a configuration that runs, from any folder
 
 
@@ -418,3 +423,25 @@ def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "ru
             f"{flag}: got '{folder}', which is not writable ({error.strerror}); allowed: a folder that can be "
             f"written; {fix}"
         ]
+
+
+def write(flag: str, path: str, content: str | bytes) -> None:
+    """Writes the file that a flag names: a new one, which then replaces `path`.
+
+    Raises:
+      UserError: it cannot be written; `path` is as before.
+    """
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise UserError(
+            f"{flag}: got '{path}', which cannot be written ({error.strerror}); allowed: a file on a disk with room; "
+            "nearest: another folder"
+        ) from error
+
+
+def write_picture(flag: str, path: str, figure: "Figure", **how: Any) -> None:
+    """Writes a figure as `write` does, in the format of the path's ending; `how` is for `Figure.savefig`."""
+    content = io.BytesIO()
+    figure.savefig(content, format=pathlib.Path(path).suffix[1:], **how)
+    write(flag, path, content.getvalue())

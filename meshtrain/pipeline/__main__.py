@@ -12,7 +12,7 @@ from meshtrain import options
 from meshtrain.cli import flags
 from meshtrain.errors import UserError, refuse, run
 from meshtrain.files import target_problems
-from meshtrain.pipeline.chart import as_text, write_picture
+from meshtrain.pipeline.chart import as_text, figure
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
 from meshtrain.pipeline.schedules import NAMES, PipelineOptions, Schedule, build
 
@@ -96,11 +96,12 @@ def main(argv: Sequence[str]) -> None:
     if arguments.columns < 20:
         lines.append(f"--columns: got {arguments.columns}; allowed: at least 20; nearest: 20")
     if arguments.out is not None:
-        lines += target_problems("--out", arguments.out, "schedule.png")
+        lines += target_problems("--out", arguments.out, "schedule.png", flags.PICTURES)
     refuse(lines)
     costs = Costs(arguments.forward, arguments.backward, arguments.transfer)
     if arguments.out is not None:
-        write_picture(schedule, costs, arguments.out, in_step=arguments.in_step)
+        drawn = figure(schedule, costs, in_step=arguments.in_step)
+        flags.write_picture("--out", arguments.out, drawn, dpi=150, facecolor="white")
     if arguments.json:
         sys.stdout.write(_as_json(schedule, costs))
     else:

@@ -1,7 +1,6 @@
 """Draws a schedule: stages down, time across, as text and as a picture. No JAX; matplotlib only for the picture."""
 
 import collections
-import pathlib
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:  # imported where it is used, because it takes half a second
     from matplotlib.figure import Figure
 
 MAX_TEXT_COLUMNS = 200_000
-FORMATS = (".png", ".svg", ".pdf")
 # Fills a cell after its label, so that its duration is visible.
 FILL = {"F": " ", "B": "-"}
 WORDS = {"F": "forward", "B": "backward"}
@@ -91,31 +89,8 @@ def _ruler(makespan: Fraction, scale: Fraction) -> str:
     return "".join(columns).rstrip()
 
 
-def write_picture(schedule: Schedule, costs: Costs, path: str, *, in_step: bool = False) -> None:
-    """Writes a chart as a picture, in the format of the ending of `path`.
-
-    Args:
-      schedule: a proven table.
-      costs: the durations of actions.
-      path: a file that ends in .png, .svg or .pdf.
-      in_step: whether all stages move row by row; otherwise each action starts as soon as its inputs are there.
-
-    Raises:
-      UserError: another ending, or a file that cannot be written.
-    """
-    if pathlib.Path(path).suffix.lower() not in FORMATS:
-        raise UserError(f"--out: got '{path}'; allowed endings: {', '.join(FORMATS)}; nearest: {path}.png")
-    try:
-        figure(schedule, costs, in_step=in_step).savefig(path, dpi=150, facecolor="white")
-    except OSError as error:
-        raise UserError(
-            f"--out: got '{path}'; cannot write it: {error.strerror or error}; allowed: a file that "
-            "can be written; nearest: schedule.png"
-        ) from error
-
-
 def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figure":
-    """Returns a chart as a matplotlib figure; the arguments are those of `write_picture`.
+    """Returns a chart as a matplotlib figure; the arguments are those of `as_text`.
 
     Its time goes on to where gpipe ends with as many stages, layers and microbatches, which gives schedules one scale.
     """

@@ -372,7 +372,7 @@ TABLE = {
         ("--backward=nan", "--backward", "allowed: a number from 1e-09 to 1e9; nearest: 1"),
         ("--transfer=-1", "--transfer", "allowed: a number from 0 to 1e9; nearest: 1"),
         ("--forwards=2", "arguments", "did you mean '--forward'?"),
-        ("--out=chart.txt", "--out", "allowed endings: .png, .svg, .pdf; nearest: chart.txt.png"),
+        ("--out=chart.txt", "--out", "allowed endings: .png, .svg, .pdf; nearest: --out=chart.txt.png"),
         ("--out=/no/such/place/chart.png", "--out", "allowed: a file in one that does; nearest: schedule.png"),
         ("--forward=1e-9", "costs", "allowed as text: 200000 columns; nearest: --json, or closer costs"),
         ("--columns=3", "--columns", "allowed: at least 20; nearest: 20"),
@@ -400,7 +400,7 @@ TABLE = {
         ("--backward=1e999999", "--backward", "allowed: a number from 1e-09 to 1e9; nearest: 1e+09"),
         ("--columns=x", "--columns", "nearest: --columns=120"),
         ("--out=nowhere/x.png", "--out", "allowed: a file in one that does; nearest: schedule.png"),
-        ("--out=x.zzz", "--out", "allowed endings: .png, .svg, .pdf; nearest: x.zzz.png"),
+        ("--out=x.zzz", "--out", "allowed endings: .png, .svg, .pdf; nearest: --out=x.zzz.png"),
         ("--out=pipe.png", "--out", "allowed: a file's name; nearest: schedule.png"),
         ("--table=words.txt", "arguments", "did you mean '--stages'?"),
         ("stray", "arguments", "allowed: -h, --help, --schedule, --stages, --microbatches,"),
@@ -692,8 +692,8 @@ TOGETHER = {
         ("seed=-1 --num-tokens=0", ["--num-tokens", "seed"]),
     ],
     "pipeline": [
-        ("--schedule=1f2b --stages=0 --chunks=0 --columns=3 --out=/no/such/place/chart.png",
-         ["pipeline.schedule", "pipeline", "pipeline", "--columns", "--out"]),
+        ("--schedule=1f2b --stages=0 --chunks=0 --columns=3 --out=/no/such/place/chart.gif",
+         ["pipeline.schedule", "pipeline", "pipeline", "--columns", "--out", "--out"]),
     ],
     "plan": [
         ("--cluster=cpu:8 mesh.fsdp=2048 lora.rank=16 optimizer.name=adamx", ["mesh", "optimizer.name"]),

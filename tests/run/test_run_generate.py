@@ -1,12 +1,15 @@
 """Text from a run's weights, the same on every mesh; and what `explain` says of a configuration."""
 
+import errno
 import json
 
 import jax
 import pytest
 
 from meshtrain import explain, generate
+from meshtrain.cli import flags
 from meshtrain.errors import UserError
+from meshtrain.pipeline import __main__ as pipeline
 
 FSDP = ("mesh.fsdp=2",)
 WORDS = ["--prompt=def f1(x", "--num-tokens=12"]
@@ -97,9 +100,22 @@ def test_texts_of_several_prompts_go_to_the_terminal_or_to_a_file(straight, tmp_
     assert said == "".join(blocks)
 
 
-def test_texts_that_cannot_be_written_are_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"^--out: got '.*', which cannot be written \(.*\); allowed: .*; nearest: "):
-        generate.write(str(tmp_path / "gone" / "texts.jsonl"), ["{}\n"])
+def test_a_disk_that_is_full_at_the_end_is_one_line(command, straight, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(flags, "write_whole", full)
+    picture, texts = str(tmp_path / "mesh.png"), str(tmp_path / "texts.jsonl")
+    generating = [f"--workdir={straight.directory}", "--prompt=def", "--num-tokens=2", f"--out={texts}"]
+    for main, words, flag, path in (
+        (explain.main, [*command(tmp_path / "run"), f"--draw={picture}"], "--draw", picture),
+        (pipeline.main, ["--stages=2", "--json", f"--out={picture}"], "--out", picture),
+        (generate.main, generating, "--out", texts),
+    ):
+        with pytest.raises(UserError) as caught:
+            main(words)
+        (line,) = caught.value.problems
+        assert line.startswith(f"{flag}: got '{path}', which cannot be written (No space left on device); allowed: ")
 
 
 def test_a_checkpoint_of_another_task_is_refused(straight):
