@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 
@@ -117,16 +117,14 @@ def run(
       Interrupted: SIGTERM or SIGINT arrived; the state is saved.
       SaveFailed: the last save could not be written.
     """
-    clock = StepClock()
-    log, reason = Log(when, throughput, clock, actions, observers), ""
+    log, reason = Log(when, throughput, actions, observers), ""
     if start_step == when.num_steps or (start_step and when.can_stop and due(start_step, when.eval_every)):
         log.latest.update(values := actions.evaluate(state))
         reason = actions.reason(start_step, values)
     with interruptions(peers.agreed_stop(start_step)) as interrupted:
         for step in range(start_step + 1, when.num_steps + 1) if not reason else ():
-            state, metrics = dispatch(step, state, batches, clock, log, when, actions, observers)
-            for done in clock.dispatched(step, metrics):  # the previous step; this one is still in flight
-                log.completed(done, state)
+            state, metrics = dispatch(step, state, batches, log)
+            log.completed(log.clock.dispatched(step, metrics), state)  # the previous step; this one is still in flight
 
             is_last = step == when.num_steps
             stops = interrupted(step) and not is_last
@@ -134,9 +132,8 @@ def run(
             saves = is_last or stops or due(step, when.save_every)
             if not (evaluates or saves):
                 continue
-            for done in clock.drain():
-                log.completed(done, state)
-            with clock.pause(), observers.watchdog.patient():
+            log.completed(log.clock.drain(), state)
+            with log.clock.pause(), observers.watchdog.patient():
                 # A save between skipped steps could delete the last good checkpoint.
                 if saves and (is_last or stops or not num_skipped_in_a_row(metrics)):
                     actions.write(step, actions.save(step, state))
@@ -158,87 +155,93 @@ def run(
     return state, log.latest
 
 
-def save_before(
-    step: int, state: TrainState, clock: StepClock, log: "Log", actions: Actions, observers: Observers
-) -> None:
+def save_before(step: int, state: TrainState, log: "Log") -> None:
     """Saves the state with which a step would have begun, whose batch cannot be read."""
-    for done in clock.drain():
-        log.completed(done, state)
-    with clock.pause(), observers.watchdog.patient():
-        actions.write(step - 1, actions.save(step - 1, state))
-        actions.finish_saving()
-    observers.progress.line(f"saved at step {step - 1}: the batch of step {step} cannot be read")
+    log.completed(log.clock.drain(), state)
+    with log.clock.pause(), log.observers.watchdog.patient():
+        log.actions.write(step - 1, log.actions.save(step - 1, state))
+        log.actions.finish_saving()
+    log.observers.progress.line(f"saved at step {step - 1}: the batch of step {step} cannot be read")
 
 
 def dispatch(
-    step: int,
-    state: TrainState,
-    batches: Iterator[Mapping[str, jax.Array]],
-    clock: StepClock,
-    log: "Log",
-    when: Timetable,
-    actions: Actions,
-    observers: Observers,
+    step: int, state: TrainState, batches: Iterator[Mapping[str, jax.Array]], log: "Log"
 ) -> tuple[TrainState, Mapping[str, jax.Array]]:
     """Takes a batch, and returns the state and the metrics of a step that the devices have yet to compute."""
+    actions, observers = log.actions, log.observers
     try:
-        with clock.waiting_for_data():
+        with log.clock.waiting_for_data():
             batch = next(batches)
     except (UserError, OSError):
         if step > 1 and peers.count() == 1:  # of several processes the others have their batches
-            save_before(step, state, clock, log, actions, observers)
+            save_before(step, state, log)
         raise
     observers.profiler.before(step)
-    clock.dispatching()
+    log.clock.dispatching()
     state, metrics = actions.train_step(state, batch)
-    if due(step, when.outer_every):
+    if due(step, log.when.outer_every):
         state = actions.outer_step(state)
     observers.profiler.after(step, metrics)
-    if observers.own_times and due(step, when.log_every):
+    if observers.own_times and due(step, log.when.log_every):
         observers.own_times.probe(metrics["grad_norm"])
     return state, metrics
 
 
+@dataclasses.dataclass
 class Log:
     """Writes rows of metrics to the run's files, to the terminal, and to `latest`, which `run` returns."""
 
-    def __init__(
-        self, when: Timetable, throughput: Throughput, clock: StepClock, actions: Actions, observers: Observers
-    ) -> None:
-        """Stores the arguments."""
-        self.when = when
-        self.throughput = throughput
-        self.clock = clock
-        self.actions = actions
-        self.observers = observers
-        self.latest: dict[str, float | None] = {}
-        self.uneven = Uneven(EXPERT_PARTS)
+    when: Timetable
+    throughput: Throughput
+    actions: Actions
+    observers: Observers
+    clock: StepClock = dataclasses.field(default_factory=StepClock)
+    latest: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    uneven: Uneven = dataclasses.field(default_factory=lambda: Uneven(EXPERT_PARTS))
 
-    def completed(self, done: CompletedStep, state: TrainState) -> None:
-        """Counts a completed step, and writes its row if one is due: for the first, last and fatal steps always.
+    def completed(self, steps: Iterable[CompletedStep], state: TrainState) -> None:
+        """Counts completed steps, and writes a row for each that is due: for the first, last and fatal ones always.
+
+        Args:
+          steps: one after the other.
+          state: the newest state, with the weights after the last good step: skipped steps do not change them.
 
         Raises:
-          TrainingStopped: see `stop_if_too_many_skipped`.
+          TrainingStopped: the guard has skipped too many; with the values of the step, the cause, and the last good
+            checkpoint.
         """
-        self.observers.progress.advance_to(done.step)
+        for done in steps:
+            self._completed(done, state)
+
+    def _completed(self, done: CompletedStep, state: TrainState) -> None:
+        progress, is_fatal = self.observers.progress, too_many_skipped(done, self.when)
+        progress.advance_to(done.step)
         self.observers.watchdog.completed(done.step, None if done.is_first else done.step_seconds)
         self.observers.goodput.add(0.0 if done.is_first else done.step_seconds)
         is_due = due(done.step, self.when.log_every) or done.is_first or done.step == self.when.num_steps
-        if is_due or too_many_skipped(done, self.when):
+        if is_due or is_fatal:
             of_guard = (guard.IN_A_ROW, guard.FIRST_NOT_FINITE, guard.ITS_LAYER)
             values: dict[str, float | None] = {
                 name: value for name, value in scalars(done.result).items() if name not in of_guard
             }
             values |= self.throughput.since_last_row(done.step, self.clock) | self.actions.drawn(done.step)
             if self.observers.own_times:
-                values |= self.observers.own_times.exchange(done.step, values, self.observers.progress.line)
+                values |= self.observers.own_times.exchange(done.step, values, progress.line)
             self.row(done.step, values | self.observers.goodput.values())
             if line := self.uneven.line(done.step, values):
-                self.observers.progress.line(line)
+                progress.line(line)
         if num_skipped_in_a_row(done.result):
             first = self.actions.name(*first_not_finite(done))
-            self.observers.progress.line(f"step {done.step} was skipped; first array that is not finite: {first}")
-        stop_if_too_many_skipped(done, state, self.when, self.actions)
+            progress.line(f"step {done.step} was skipped; first array that is not finite: {first}")
+        if is_fatal:
+            last, in_a_row = scalars(done.result), num_skipped_in_a_row(done.result)
+            allowed = f"guard.max_skipped_in_a_row = {self.when.max_skipped_in_a_row}"
+            allowed += ", the last not" if ends_badly(done, self.when) else ""
+            raise TrainingStopped(
+                f"loss is {last['loss']} and the gradient norm {last['grad_norm']} at step {done.step}; "
+                f"{in_a_row} steps in a row were skipped (allowed: {allowed}); "
+                f"{self.actions.diagnose(state, *first_not_finite(done))}; try a lower learning rate"
+            )
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
         """Writes a row of metrics, and prints it as a line."""
@@ -276,27 +279,3 @@ def ends_badly(done: CompletedStep, when: Timetable) -> bool:
     """Returns whether this is the last step, and its loss or its gradient norm is not finite."""
     values = scalars(done.result)
     return done.step == when.num_steps and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
-
-
-def stop_if_too_many_skipped(done: CompletedStep, state: TrainState, when: Timetable, actions: Actions) -> None:
-    """Raises TrainingStopped after a completed step if the guard has skipped too many.
-
-    Args:
-      done: the step.
-      state: the newest state, with the weights after the last good step: skipped steps do not change them.
-      when: how many steps may be skipped.
-      actions: `diagnose` names the first array that was not finite.
-
-    Raises:
-      TrainingStopped: with the values of the step, the cause, and the last good checkpoint.
-    """
-    if not too_many_skipped(done, when):
-        return
-    values = scalars(done.result)
-    allowed = f"guard.max_skipped_in_a_row = {when.max_skipped_in_a_row}"
-    allowed += ", the last not" if ends_badly(done, when) else ""
-    raise TrainingStopped(
-        f"loss is {values['loss']} and the gradient norm {values['grad_norm']} at step {done.step}; "
-        f"{num_skipped_in_a_row(done.result)} steps in a row were skipped (allowed: {allowed}); "
-        f"{actions.diagnose(state, *first_not_finite(done))}; try a lower learning rate"
-    )
