@@ -27,7 +27,6 @@ from meshtrain.launch.links import wire_share
 from meshtrain.models.cost import Cost
 from meshtrain.models.remat import gathers_early
 from meshtrain.models.task import (
-    AfterUpdate,
     Batch,
     Entry,
     Loss,
@@ -70,7 +69,7 @@ from meshtrain.sharding.stored import (
 from meshtrain.sharding.trees import NamesTree, Shardings, leaves_with_paths, select
 from meshtrain.step import health, loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
-from meshtrain.step.precision import PrecisionOptions, as_stored, compute_name, in_fp8, product_name, reduce_dtype
+from meshtrain.step.precision import as_stored, compute_name, in_fp8, product_name, reduce_dtype
 from meshtrain.step.shardings import (
     abstract_metrics,
     abstract_params,
@@ -211,18 +210,19 @@ def _on_mesh(
     of_fields = axes_of_fields(abstract, transformation, params, axes, replicas.trained)
     of_fields = apart.axes_of_fields(of_fields, abstract, params, axes) if apart else of_fields
     names = axes_of_leaves(abstract, of_fields)
-    state, kept = _placed(config, task, abstract, names, rules, replicas, stack)
+    split = splits_masters(task, config.precision, replicas.level, mesh.shape, replicas.trained)
+    state, kept = placed_states(
+        abstract, names, rules, replicas, stack, moments_on_host=config.offload.moments, masters_are_split=split
+    )
     state_shardings = shardings(state)
     replicated = NamedSharding(mesh, PartitionSpec())
 
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, mesh, batch_axes(batch))
-    after_update = after_update_of(task, stack)
-    update = _update(config, transformation, rates, scaling, state_shardings, replicas, after_update, axes, stack)
+    update = _update(config, task, transformation, rates, scaling, state_shardings, replicas, axes, stack)
     step = (apart.step if apart else train_step)(gradients, update, scaling)
     bytes_of_layer = 0 if program else layer_bytes(params, axes, replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
-    splits = _splits_experts(placement, params, axes)
-    options = _options(program, replicas, bytes_of_layer, config.precision, gathers_early=early, splits_experts=splits)
+    options = _options(config, program, placement, replicas, params, axes, bytes_of_layer, gathers_early=early)
     jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options={one.name: one.value for one in options})
     return Assembly(
         config=config,
@@ -249,44 +249,27 @@ def _on_mesh(
     )
 
 
-def _placed(
-    config: Config,
-    task: Task,
-    abstract: TrainState,
-    names: list[Names],
-    rules: Rules,
-    replicas: Replicas,
-    stack: Stack | None,
-) -> tuple[TrainState, TrainState]:
-    """Returns the abstract state as the step has it and as checkpoints do, with shardings; see `placed_states`."""
-    mesh, level = replicas.mesh, replicas.level
-    split = splits_masters(task, config.precision, level, mesh.shape, replicas.trained)
-    on_host = config.offload.moments
-    return placed_states(abstract, names, rules, mesh, level, stack, moments_on_host=on_host, masters_are_split=split)
-
-
 def device_kind(mesh: Mesh) -> str:
     """Returns `jax.Device.device_kind` of a mesh, whose devices are alike."""
     kind: str = mesh.devices.flat[0].device_kind
     return kind
 
 
-def _splits_experts(placement: Placement, params: Params, axes: NamesTree) -> bool:
-    """Returns whether a weight stays split over the axis of experts while it computes."""
-    whole = jax.tree.map(lambda leaf, axes: placement.weight_spec(leaf.shape, axes), params, axes)
-    return any(EXPERT in axes_in(spec) for spec in jax.tree.leaves(whole))
-
-
 def _options(
+    config: Config,
     program: Program | None,
+    placement: Placement,
     replicas: Replicas,
+    params: Params,
+    axes: NamesTree,
     bytes_of_layer: int,
-    precision: PrecisionOptions,
     *,
     gathers_early: bool,
-    splits_experts: bool,
 ) -> tuple[CompilerOption, ...]:
     """Returns the compiler options of a step; see `compiler.options_of`."""
+    whole = jax.tree.map(lambda leaf, axes: placement.weight_spec(leaf.shape, axes), params, axes)
+    # Whether a weight stays split over the axis of experts while it computes.
+    splits_experts = any(EXPERT in axes_in(spec) for spec in jax.tree.leaves(whole))
     return options_of(
         device_kind(replicas.mesh),
         bytes_of_layer,
@@ -294,7 +277,7 @@ def _options(
         by_chunk=program is not None and (program.reduces_chunks or splits_experts),
         gathers_early=gathers_early,
         splits_experts=program is None and splits_experts,
-        is_deterministic=precision.deterministic,
+        is_deterministic=config.precision.deterministic,
     )
 
 
@@ -379,17 +362,17 @@ def _initializer(
 
 def _update(
     config: Config,
+    task: Task,
     transformation: optax.GradientTransformation,
     rates: Schedule,
     scaling: loss_scale.Scaling | None,
     of_state: Shardings,
     replicas: Replicas,
-    after_update: AfterUpdate | None,
     axes: NamesTree,
     stack: Stack | None,
 ) -> Update:
     """Returns the update of a step; `of_state` are the shardings of the state, `axes` those of parameters."""
-    reduction, layers = replicas.reduction, None
+    reduction, after_update, layers = replicas.reduction, after_update_of(task, stack), None
     if config.observe.layers != "off":
         layers = health.Layers(dict(leaves_with_paths(axes, is_leaf=is_names)), stack)
     update = functools.partial(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import LAYERS, AfterUpdate, Batch, Entry, Params, Task, checked_after_update
@@ -181,12 +181,11 @@ def placed_states(
     abstract: TrainState,
     names: list[Names],
     rules: Rules,
-    mesh: Mesh,
-    level: int,
+    replicas: Replicas,
     stack: Stack | None,
     *,
     moments_on_host: bool,
-    masters_are_split: bool = False,
+    masters_are_split: bool,
 ) -> tuple[TrainState, TrainState]:
     """Returns the abstract state with a sharding on each leaf, and the same with layers in layer order.
 
@@ -196,8 +195,7 @@ def placed_states(
       abstract: the state.
       names: logical axes of each leaf, in the order of `jax.tree.leaves`.
       rules: the table.
-      mesh: the mesh.
-      level: of ZeRO.
+      replicas: on a mesh, at a level of ZeRO.
       stack: the pipeline's layers; None: there is none.
       moments_on_host: whether the optimizer's arrays are in host memory; scalars stay on the device.
       masters_are_split: whether parameters are sharded as their moments, see `splits_masters`.
@@ -206,6 +204,7 @@ def placed_states(
       UserError: a leaf that cannot be split as the rules say.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    mesh, level = replicas.mesh, replicas.level
 
     def spec(path: Sequence[KeyEntry], shape: Sequence[int], axes: Names) -> PartitionSpec:
         at = axes.index(LAYERS) if stack and LAYERS in axes else -1
@@ -239,7 +238,7 @@ def placed_states(
 
 
 def shardings(abstract: Arrays) -> Shardings:
-    """Returns the sharding of each leaf of a tree from `placed`."""
+    """Returns the sharding of each leaf of an abstract tree."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
