@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
+from meshtrain.launch.links import wire_share
 from meshtrain.options import WITH_OPTIONS, AllBut, Options, option
 from meshtrain.sharding.reduction import NAMES, SUM, Dims, Reduction, ReductionOptions, nothing
 from meshtrain.sharding.trees import Arrays
@@ -106,8 +107,8 @@ def _reduction(options: CompressionOptions, sent_bytes: Callable[[float, int, bo
 
 
 def _int8_bytes(block: int, elements: float, replicas: int, is_scattered: bool) -> float:
-    halves = 1 if is_scattered else 2
-    return elements * halves * (replicas - 1) / replicas * (1 + SCALE_BYTES / block)
+    share = wire_share("reduce-scatter" if is_scattered else "all-reduce", replicas)
+    return elements * share * (1 + SCALE_BYTES / block)
 
 
 def reduce(

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
+from meshtrain.launch.links import wire_share
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Sums
-from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions
+from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions, summed
 from meshtrain.sharding.trees import Arrays
 from meshtrain.step import guard
 from meshtrain.step.state import TrainState
@@ -31,17 +32,12 @@ def one_step_late(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
     """
 
     def reduce(gradients: Arrays, residual: Arrays, over: str, scattered: Dims) -> tuple[Arrays, Arrays]:
-        def summed(leaf: jax.Array, dim: int) -> jax.Array:
-            sent = leaf.astype(dtype)
-            if dim == 0:
-                return jax.lax.psum(sent, over).astype(jnp.float32)
-            at = leaf.ndim + dim
-            return jax.lax.psum_scatter(sent, over, scatter_dimension=at, tiled=True).astype(jnp.float32)
-
-        return jax.tree.map(summed, residual, scattered), gradients
+        sums = lambda leaf, dim: summed(leaf.astype(dtype), over, dim).astype(jnp.float32)  # noqa: E731
+        return jax.tree.map(sums, residual, scattered), gradients
 
     def sent_bytes(elements: float, replicas: int, is_scattered: bool) -> float:
-        return elements * (1 if is_scattered else 2) * (replicas - 1) / replicas * jnp.dtype(dtype).itemsize
+        share = wire_share("reduce-scatter" if is_scattered else "all-reduce", replicas)
+        return elements * share * jnp.dtype(dtype).itemsize
 
     return Reduction(reduce, sent_bytes, residual=lambda shapes: shapes, update=late_update)
 

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from meshtrain.errors import UserError
 from meshtrain.sharding.jaxprs import Hook
 from meshtrain.sharding.placement import on_shards
-from meshtrain.sharding.reduction import Dims, Reduction
+from meshtrain.sharding.reduction import Dims, Reduction, summed
 from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, StoredTree, axes_of_dims, spec_of_dims
 from meshtrain.sharding.trees import Arrays, Masks, Shaped, Specs, leaves_with_paths, select
@@ -140,7 +140,7 @@ class Replicas:
         Raises:
           UserError: the reduction returns other trees, shapes or dtypes than it has to.
         """
-        dims = jax.tree.map(lambda weight: weight.data_dim if weight.is_scattered else 0, self.trained_stored)
+        dims = jax.tree.map(lambda weight: weight.scattered_dim, self.trained_stored)
 
         def on_device(gradients: Arrays, residual: Arrays) -> tuple[Arrays, Arrays]:
             own, kept = jax.tree.map(lambda leaf: leaf[0], (gradients, residual))
@@ -161,13 +161,13 @@ class Replicas:
         """
         assert self.reduction is not None, "the sum needs no residual"
 
-        def summed(leaf: jax.Array, dim: int) -> jax.ShapeDtypeStruct:
+        def sum_of(leaf: jax.Array, dim: int) -> jax.ShapeDtypeStruct:
             shape = list(leaf.shape)
             if dim:
                 shape[dim] //= self.mesh.shape[DATA]
             return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-        wanted = (jax.tree.map(summed, gradients, dims), residual)
+        wanted = (jax.tree.map(sum_of, gradients, dims), residual)
         given = self.reduction.reduce(gradients, residual, DATA, dims)
         arrays = [
             [f"{path} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves_with_paths(tree)]
@@ -325,10 +325,7 @@ class Replicas:
 
     def _sent(self, x: jax.Array, weight: Stored) -> jax.Array:
         """Returns a gradient reduced over data in `wire_dtype`; where it is scattered, the shard of this replica."""
-        sent = x.astype(self.wire_dtype)
-        if not weight.is_scattered:
-            return jax.lax.psum(sent, DATA)
-        return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + weight.data_dim, tiled=True)
+        return summed(x.astype(self.wire_dtype), DATA, weight.scattered_dim)
 
     def _with_replicas(self, specs: Specs) -> Specs:
         replicas = DATA if self.mesh.shape[DATA] > 1 else None

@@ -38,6 +38,19 @@ class ReductionOptions:
     )
 
 
+def summed(x: jax.Array, over: str, dim: int) -> jax.Array:
+    """Returns the sum of an array over a manual axis: all of it for dim 0, else this device's shard along that dim.
+
+    Args:
+      x: this device's array, in the dtype that is sent.
+      over: the axis.
+      dim: counted from the end (-1 is the last); 0: none.
+    """
+    if dim == 0:
+        return jax.lax.psum(x, over)
+    return jax.lax.psum_scatter(x, over, scatter_dimension=x.ndim + dim, tiled=True)
+
+
 def nothing(shapes: Arrays) -> Arrays:
     """Returns the residual of a reduction that sends everything."""
     return ()

@@ -138,6 +138,11 @@ class Stored:
         """Whether a replica gets one shard of the gradient: at levels 1 and 2, where data divides a dim."""
         return self.moment != self.parameter
 
+    @property
+    def scattered_dim(self) -> int:
+        """The dim along which a replica gets its shard of the gradient, counted from the end; 0: it gets all of it."""
+        return self.data_dim if self.is_scattered else 0
+
 
 def stored(
     shape: Sequence[int],
@@ -306,16 +311,8 @@ def array_problems(
     lines = _name_problems(path, shape, names, column, mesh_shape)
     if len(names) != len(shape):
         return lines
-    for dim, name in _uneven_dims(shape, names, column, mesh_shape):
-        axes, parts = column[name], num_parts(column[name], mesh_shape)
-        over = " x ".join(f"{axis} (size {mesh_shape[axis]})" for axis in axes)
-        fits = max(n for n in divisors(shape[dim]) if n <= parts)
-        change = f"{axes[0]}={fits}" if len(axes) == 1 else f"{' x '.join(axes)} = {fits}"
-        lines.append(
-            f"{path}: shape {tuple(shape)}: dim {dim} has size {shape[dim]}, and rule '{name}' splits it over {over}; "
-            f"allowed: multiples of {parts}; nearest: {nearest_multiple(shape[dim], parts)}, or {change}"
-        )
-    return lines
+    uneven = _uneven_dims(shape, names, column, mesh_shape)
+    return lines + [_uneven_line(path, shape, dim, name, column, mesh_shape) for dim, name in uneven]
 
 
 def _name_problems(
@@ -400,11 +397,12 @@ def tree_problems(
             uneven.setdefault((name, one.array.shape[dim]), []).append((one, dim))
     if uneven:
         legal = _legal_sizes(weights, rules, mesh_shape)
-        return [
-            _uneven_line(name, held, rules, mesh_shape, legal, options or {})
-            for (name, _), held in uneven.items()
-            if name not in elsewhere
-        ]
+        for (name, _), held in uneven.items():
+            if name not in elsewhere:
+                (path, array, _), dim = held[0]
+                path += f" and {len(held) - 1} more" if len(held) > 1 else ""
+                lines.append(_uneven_line(path, array.shape, dim, name, rules.parameters, mesh_shape, legal, options))
+        return lines
     matrices = [one for one in weights if _is_matrix(one.names)]
     lines = _left_whole_by_rules(matrices, rules, mesh_shape)
     if level > 0 and mesh_shape[DATA] > 1:
@@ -473,32 +471,32 @@ def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[s
 
 
 def _uneven_line(
+    path: str,
+    shape: Sequence[int],
+    dim: int,
     name: str,
-    held: Sequence[tuple[_Weight, int]],
-    rules: Rules,
+    column: Column,
     mesh_shape: Mapping[str, int],
-    legal: Mapping[str, int],
-    options: SizeOptions,
+    legal: Mapping[str, int] | None = None,
+    options: SizeOptions | None = None,
 ) -> str:
-    """Returns the line about dims of one logical axis and one size: (weight, index of the dim) of each."""
-    (path, array, _), dim = held[0]
-    size, axes = array.shape[dim], [axis for axis in rules.parameters[name] if mesh_shape[axis] > 1]
+    """Returns the line about a dim that its axes do not divide; `legal` is of `_legal_sizes`, None: of this array."""
+    size, axes = shape[dim], [axis for axis in column[name] if mesh_shape[axis] > 1]
     parts = num_parts(axes, mesh_shape)
-    more = f" and {len(held) - 1} more" if len(held) > 1 else ""
     over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes)
     if len(axes) == 1:
-        change = f"mesh.{axes[0]}={nearest_divisor(legal[axes[0]], mesh_shape[axes[0]])}"
+        change = f"mesh.{axes[0]}={nearest_divisor(legal[axes[0]] if legal else size, mesh_shape[axes[0]])}"
     else:
         change = f"{' x '.join(f'mesh.{axis}' for axis in axes)} = {nearest_divisor(size, parts)}"
-    if name in options and size % options[name][1] == 0:
+    if options and name in options and size % options[name][1] == 0:
         key, value = options[name]
         made = "" if value == size else f", which makes {size},"
         return (
-            f"{key}: got {value}{made} for dim '{name}' of {path}{more}; allowed: a multiple of {parts}, as it "
+            f"{key}: got {value}{made} for dim '{name}' of {path}; allowed: a multiple of {parts}, as it "
             f"is split over {over}; nearest: {nearest_multiple(value, parts)}, or {change}"
         )
     return (
-        f"{path}{more}: shape {tuple(array.shape)}: dim {dim} has size {size}, and rule '{name}' splits it over "
+        f"{path}: shape {tuple(shape)}: dim {dim} has size {size}, and rule '{name}' splits it over "
         f"{over}; allowed: multiples of {parts}; nearest: {nearest_multiple(size, parts)}, or {change}"
     )
 

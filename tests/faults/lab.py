@@ -12,8 +12,8 @@ FAULTS = (
     ),
     Fault(
         "lab/one_step_late.py",
-        "return jax.tree.map(summed, residual, scattered), gradients",
-        "return jax.tree.map(summed, gradients, scattered), gradients",
+        "return jax.tree.map(sums, residual, scattered), gradients",
+        "return jax.tree.map(sums, gradients, scattered), gradients",
         "a gradient that is to wait for the next step is applied at once",
         "lab/test_lab_local_steps.py::test_a_late_gradient_is_applied_by_the_next_step_on_any_mesh",
     ),

@@ -4,9 +4,9 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
-        "sharding/gradients.py",
-        "return jax.lax.psum(sent, DATA)\n",
-        "return sent\n",
+        "sharding/reduction.py",
+        "return jax.lax.psum(x, over)\n",
+        "return x\n",
         "gradients are not reduced over data",
         "sharding/test_sharding_stored_levels.py::test_gradients_are_reduced_over_data_and_get_their_sharding[shape0-0]",
     ),
@@ -19,8 +19,8 @@ FAULTS = (
     ),
     Fault(
         "sharding/gradients.py",
-        "sent = x.astype(self.wire_dtype)",
-        "sent = x.astype(jnp.float32)",
+        "return summed(x.astype(self.wire_dtype), ",
+        "return summed(x.astype(jnp.float32), ",
         "gradients cross data in float32 whatever `precision.reduce_dtype` says",
         "sharding/test_sharding_stored_levels.py::test_gradients_may_cross_in_bfloat16_and_come_out_in_float32",
     ),
