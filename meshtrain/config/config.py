@@ -348,7 +348,7 @@ def weight_problems(
             mask = trainable.trained_mask(chosen.trainable, params, has_adapters=config.lora.rank > 0)
         except UserError as error:
             problems = list(error.problems)
-    if chosen.moments == moments.EIGHT_BITS and not moments.check_block(chosen.moment_block, ""):
+    if chosen.moments == moments.EIGHT_BITS and not moments.check_block(chosen.moment_block):
         (of_trained, _), (axes_of_trained, _) = select(params, mask), select(axes, mask)
         problems += moments.problems(chosen.moment_block, of_trained, axes_of_trained, rules.parameters, mesh_shape)
     sizes = {

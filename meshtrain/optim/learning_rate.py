@@ -59,22 +59,23 @@ class LearningRateOptions:
     )  # fmt: skip
 
 
-def check(options: LearningRateOptions, path: str = "learning_rate") -> list[str]:
+def check(options: LearningRateOptions) -> list[str]:
     """Returns one line for each problem that `options.problems` does not check: limits from above and across fields."""
     lines = [
-        f"{path}.{name}: got {getattr(options, name)}; allowed: 0 to 1, a share; nearest: 1.0"
+        f"learning_rate.{name}: got {getattr(options, name)}; allowed: 0 to 1, a share; nearest: 1.0"
         for name in ("final_fraction", "stable_fraction")
         if getattr(options, name) > 1
     ]
     if options.name in DECAYING and 0 < options.decay_steps <= options.warmup_steps:
         lines.append(
-            f"{path}.decay_steps: got {options.decay_steps}; allowed: 0 (num_steps), or more than "
-            f"{path}.warmup_steps = {options.warmup_steps}; nearest: {options.warmup_steps + 1}"
+            f"learning_rate.decay_steps: got {options.decay_steps}; allowed: 0 (num_steps), or more than "
+            f"learning_rate.warmup_steps = {options.warmup_steps}; nearest: {options.warmup_steps + 1}"
         )
     if options.batch_scaling != "none" and options.base_batch_size == 0:
         lines.append(
-            f"{path}.base_batch_size: got 0; allowed with {path}.batch_scaling '{options.batch_scaling}': at least 1, "
-            f"the batch_size that the peak was tuned for; nearest: {path}.batch_scaling 'none'"
+            "learning_rate.base_batch_size: got 0; allowed with learning_rate.batch_scaling "
+            f"'{options.batch_scaling}': at least 1, the batch_size that the peak was tuned for; nearest: "
+            "learning_rate.batch_scaling 'none'"
         )
     return lines
 
@@ -119,8 +120,7 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
     Raises:
       UserError: options out of bounds, one line each; or what is wrong with a user's function, one line.
     """
-    lines = problems(options, "learning_rate") + check(options)
-    refuse(lines)
+    refuse(problems(options, "learning_rate") + check(options))
     ratio = batch_size / options.base_batch_size if options.batch_scaling != "none" else 1.0
     factor = math.sqrt(ratio) if options.batch_scaling == "sqrt" else ratio
     if options.name == "noam":

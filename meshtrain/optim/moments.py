@@ -40,12 +40,13 @@ class StoredMoments(NamedTuple):
     scales: Arrays
 
 
-def check_block(block: int, path: str) -> list[str]:
+def check_block(block: int) -> list[str]:
     """Returns one line if a number of elements is no power of two that a block may have."""
     if SMALLEST_BLOCK <= block <= LARGEST_BLOCK and block & (block - 1) == 0:
         return []
     fix = min(max(1 << max(block.bit_length() - 1, 0), SMALLEST_BLOCK), LARGEST_BLOCK)
-    return [f"{path}: got {block}; allowed: a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}; nearest: {fix}"]
+    allowed = f"a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
+    return [f"optimizer.moment_block: got {block}; allowed: {allowed}; nearest: {fix}"]
 
 
 def problems(
@@ -106,10 +107,10 @@ def stored(
     """
     if kind == FLOAT32:
         return inner
-    axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names)}
+    axes = dict(jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names))
 
     def packed(state: Arrays, params: Arrays, num_updates: jax.Array) -> StoredMoments:
-        shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), num_updates)
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
         arrays, scales = list[jax.Array](), list[jax.Array | optax.MaskedNode]()
@@ -146,11 +147,11 @@ def stored(
 
 def _unpacked(state: StoredMoments) -> Arrays:
     """Returns the optimizer's own state, with float32 moments."""
-    scales = {tuple(path): scale for path, scale in jax.tree_util.tree_leaves_with_path(state.scales)}
+    scales = dict(jax.tree_util.tree_leaves_with_path(state.scales))
 
     def one(path: KeyPath, leaf: jax.Array) -> jax.Array:
-        if tuple(path) in scales:
-            return decoded(leaf, scales[tuple(path)])
+        if path in scales:
+            return decoded(leaf, scales[path])
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
     return jax.tree_util.tree_map_with_path(one, state.inner)

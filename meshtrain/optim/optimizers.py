@@ -164,15 +164,14 @@ class OptimizerOptions:
     )
 
 
-def check(options: OptimizerOptions, path: str = "optimizer") -> list[str]:
+def check(options: OptimizerOptions) -> list[str]:
     """Returns one line for each problem that `options.problems` does not check: limits from above, and the pattern."""
     above = [
-        f"{path}.{name}: got {getattr(options, name)}; allowed: at least 0 and below 1; nearest: 0.999"
+        f"optimizer.{name}: got {getattr(options, name)}; allowed: at least 0 and below 1; nearest: 0.999"
         for name in ("beta1", "beta2", "momentum", "average")
         if getattr(options, name) >= 1
     ]
-    above += moments.check_block(options.moment_block, f"{path}.moment_block")
-    return above + trainable.check(options.trainable, f"{path}.trainable")
+    return above + moments.check_block(options.moment_block) + trainable.check(options.trainable)
 
 
 def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: NamesTree) -> optax.GradientTransformation:
@@ -203,8 +202,7 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Names
       UserError: options out of bounds, one line each; or what is wrong with a user's function, one line, which may
         also come from the result's `init`.
     """
-    lines = problems(options, "optimizer") + check(options)
-    refuse(lines)
+    refuse(problems(options, "optimizer") + check(options))
     labels = map_axes(lambda axes: "biases" if is_router_bias(axes) else "others", logical_axes)
     logical_axes = map_axes(lambda axes: optax.MaskedNode() if is_router_bias(axes) else axes, logical_axes)
     make = _built_in if options.name in NAMES else _own

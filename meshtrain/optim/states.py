@@ -25,10 +25,10 @@ def owners(state: Arrays, params: Arrays) -> list[KeyPath | None]:
     Returns:
       A tuple of keys or None for each array, in the order of `jax.tree.leaves(state)`.
     """
-    paths = {tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
     result = []
     for path, _ in jax.tree_util.tree_leaves_with_path(state):
-        ends = (tuple(path[start:]) for start in range(len(path) + 1))
+        ends = (path[start:] for start in range(len(path) + 1))
         result.append(next((end for end in ends if end in paths), None))
     return result
 
@@ -53,8 +53,8 @@ def state_axes(
       `jax.tree.leaves(jax.eval_shape(transformation.init, abstract_params))`. It is a list because logical axes are
       tuples, and so are the containers of an optimizer's state.
     """
-    shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
-    axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names)}
+    shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
+    axes = dict(jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names))
     assert shapes.keys() == axes.keys(), "parameters and logical axes differ in structure"
     state = jax.eval_shape(transformation.init, abstract_params)
     of_arrays = []

@@ -29,11 +29,11 @@ def is_frozen(path: str) -> bool:
     return FROZEN in path.split("/")
 
 
-def check(pattern: str, path: str = OPTION) -> list[str]:
+def check(pattern: str) -> list[str]:
     """Returns one line if the pattern is not a valid regular expression, else none."""
     fix = re.sub(r"[^\w/]+", ".*", pattern)
     return [
-        f"{path}: got '{pattern}' ({error}); allowed: a regular expression as Python reads it, '' for all weights; "
+        f"{OPTION}: got '{pattern}' ({error}); allowed: a regular expression as Python reads it, '' for all weights; "
         f"nearest: '{fix}'"
         for error in pattern_errors(pattern)
     ]

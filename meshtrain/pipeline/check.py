@@ -87,8 +87,7 @@ def prove(schedule: Schedule) -> None:
     An action may depend on actions of *earlier rows* only: results are sent to the neighbour between two rows. A row
     holds actions of one kind: all stages move in step, and would wait for the slower kind.
     """
-    lines = _incomplete(schedule) or _violated(schedule) or _mixed(schedule)
-    refuse(lines)
+    refuse(_incomplete(schedule) or _violated(schedule) or _mixed(schedule))
 
 
 def _incomplete(schedule: Schedule) -> list[str]:

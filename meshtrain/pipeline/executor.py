@@ -20,8 +20,9 @@ from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, S
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, finished, segments
 from meshtrain.pipeline.pullback import SplitLayer, floating, with_float0
-from meshtrain.pipeline.stages import MANUAL, PIPELINE
+from meshtrain.pipeline.stages import MANUAL
 from meshtrain.sharding.gradients import Reduced, Replicas
+from meshtrain.sharding.rules import PIPELINE
 from meshtrain.sharding.stored import StoredTree
 from meshtrain.sharding.trees import Arrays, merged, select
 

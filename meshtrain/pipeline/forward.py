@@ -13,8 +13,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, with_layer_sums
 from meshtrain.pipeline import stages as ring
-from meshtrain.pipeline.stages import MANUAL, PIPELINE
+from meshtrain.pipeline.stages import MANUAL
 from meshtrain.sharding.placement import on_shards
+from meshtrain.sharding.rules import PIPELINE
 from meshtrain.sharding.trees import Arrays, Specs
 
 Total: TypeAlias = Arrays  # what the passes add up or collect of all microbatches: losses, columns or activations

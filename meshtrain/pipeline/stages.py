@@ -24,10 +24,10 @@ from meshtrain.models.metrics import are_metrics, is_scalar
 from meshtrain.models.task import LAYERS, Activations, Batch, LayerSums, Params, Stages
 from meshtrain.models.vocabulary import psum_of_one
 from meshtrain.pipeline.schedules import layers_in_chunk
+from meshtrain.sharding.rules import PIPELINE
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Tree
 
-PIPELINE = "pipeline"
 MANUAL = frozenset({PIPELINE})
 
 

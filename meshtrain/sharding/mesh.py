@@ -59,8 +59,7 @@ def mesh_shape(
     Raises:
       UserError: the problems of `check`, or sizes that do not fit the devices.
     """
-    lines = check(options)
-    refuse(lines)
+    refuse(check(options))
     sizes = {axis: int(getattr(options, axis)) for axis in AXES}
     closed = math.prod(size for size in sizes.values() if size != -1)
     open_axis = next((axis for axis in AXES if sizes[axis] == -1), None)

@@ -37,7 +37,7 @@ from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan.hlo import flops, parse
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.placement import Placement, on_shards
-from meshtrain.sharding.rules import AXES
+from meshtrain.sharding.rules import AXES, PIPELINE
 from meshtrain.sharding.stored import Stored
 from meshtrain.step.accumulate import cut
 from meshtrain.step.step import with_sequence_index
@@ -93,7 +93,7 @@ def textbook(
         outer = dict(params)
         layers = outer.pop("layers")
         rng, num_parts = jax.random.wrap_key_data(key_data), ring.num_microbatches(batch)
-        num_stages, stage = jax.lax.axis_size(ring.PIPELINE), jax.lax.axis_index(ring.PIPELINE)
+        num_stages, stage = jax.lax.axis_size(PIPELINE), jax.lax.axis_index(PIPELINE)
         group = num_stages * num_chunks
 
         @jax.checkpoint
@@ -120,14 +120,14 @@ def textbook(
         return jax.lax.scan(row, empty, jnp.arange(num_chunks * num_parts + num_stages - 1))[0][1][None]
 
     whole = PartitionSpec()
-    each = PartitionSpec(ring.PIPELINE)
+    each = PartitionSpec(PIPELINE)
     region = on_shards(mesh, on_stage, (specs, whole, whole), each, axes=ring.MANUAL)
     return jnp.sum(region(params, batch, jax.random.key_data(rng)))
 
 
 def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candidate:
     """Returns one of the programs, compiled."""
-    shape = dict.fromkeys(AXES, 1) | {ring.PIPELINE: len(devices)}
+    shape = dict.fromkeys(AXES, 1) | {PIPELINE: len(devices)}
     assembly = assemble(config, shape, devices)
     stages, program, mesh = assembly.task.stages, assembly.program, assembly.mesh
     assert stages is not None
@@ -144,7 +144,7 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
     compute: Callable[..., Any] = scheduled
     if name in (TEXTBOOK, CIRCULAR):
         num_chunks = config.pipeline.num_chunks
-        layers = PartitionSpec(ring.PIPELINE) if num_chunks == 1 else PartitionSpec(None, ring.PIPELINE)
+        layers = PartitionSpec(PIPELINE) if num_chunks == 1 else PartitionSpec(None, PIPELINE)
         parts = {key: layers if key == "layers" else PartitionSpec() for key in places}
         compute = jax.value_and_grad(functools.partial(textbook, stages, mesh, parts, num_chunks))
         places = {key: jax.tree.map(lambda _, k=key: NamedSharding(mesh, parts[k]), places[key]) for key in places}
