@@ -402,7 +402,8 @@ def _create(directory: Place) -> None:
             directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{directory}: got {error.strerror or error}; allowed: a directory that can be written"
+            f"{directory}: got {error.strerror or error}; allowed: a directory that can be written; "
+            "nearest: another --workdir"
         ) from error
 
 
@@ -440,7 +441,7 @@ def _refuse_mismatches(
       rounded: paths of arrays that the run asks for in another dtype.
 
     Raises:
-      UserError: one is missing, left over, or of another shape or dtype; the first five are named
+      UserError: one is missing, left over, or of another shape or dtype; the first five are named.
     """
     lines = []
     for path, leaf in wanted.items():

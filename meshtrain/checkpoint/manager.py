@@ -27,8 +27,8 @@ _REPLICA_SLICE_BYTES = 8 << 20
 def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
     """Returns the manager of a folder of checkpoints; one that only reads creates, cleans up and deletes nothing."""
     silence()
-    # Orbax deletes nothing. `keeping.prune` runs once a new save is sealed, and `keeping.sweep` deletes half-written
-    # saves, because Orbax fails on one that a thread still writes to.
+    # Orbax deletes nothing. `retention.prune` runs once a new save is sealed, and `retention.sweep` deletes
+    # half-written saves, because Orbax fails on one that a thread still writes to.
     all_stay = {"preservation_policy": ocp.checkpoint_managers.EveryNSteps(1)}
     options = ocp.CheckpointManagerOptions(create=False, **(all_stay if writes else {}))
     handlers = {STATE: _state_handler(), EXTRA: ocp.JsonCheckpointHandler()}
