@@ -326,7 +326,7 @@ def _with_reductions(config: Config, task: Task, program: Program, bytes_of_laye
     accelerator = find_accelerator(device_kind(mesh)) or find_accelerator(REFERENCE)
     assert accelerator is not None
     peak = accelerator.product_share * accelerator.bfloat16_flops_per_second
-    computing_seconds = task.flops_per_token * task.num_units / mesh.size / peak / program.active.mean()
+    computing_seconds = task.flops_per_token * task.num_units / mesh.size / peak / program.cells.active.mean()
     layers = task.stages.num_layers if task.stages else 0
     kind_of_sum = "reduce-scatter" if config.zero.effective_level else "all-reduce"
     sent = wire_share(kind_of_sum, mesh.shape[DATA]) * layers * bytes_of_layer

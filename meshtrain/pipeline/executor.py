@@ -18,7 +18,7 @@ import numpy as np
 
 from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
 from meshtrain.pipeline import stages as ring
-from meshtrain.pipeline.program import Program, Segment, Signature, finished, segments
+from meshtrain.pipeline.program import Cells, Program, Segment, Signature, finished, segments
 from meshtrain.pipeline.pullback import SplitLayer, floating, with_float0
 from meshtrain.pipeline.stages import MANUAL
 from meshtrain.sharding.gradients import Reduced, Replicas
@@ -43,24 +43,6 @@ class Carry(NamedTuple):
     layers: Params  # float32 gradient sums of this stage's trained layers
     outer: Params  # float32 gradient sums of all other trained parameters; of sharded ones, this stage's shard
     reduced: Arrays  # `ReducedChunks`, or None where chunks are not reduced by themselves
-
-
-class Cell(NamedTuple):
-    """One stage's entries of one row, from the tables of the same names in `Program`: int32 scalars, `active` bool."""
-
-    microbatch: jax.Array
-    chunk: jax.Array
-    active: jax.Array
-    input_slot: jax.Array
-    kept_slot: jax.Array
-    output_slot: jax.Array
-    embed_slot: jax.Array
-    receive_slot: jax.Array
-    cotangent_slot: jax.Array
-    receive_cotangent_slot: jax.Array
-    embed_microbatch: jax.Array
-    head_microbatch: jax.Array
-    embed_backward_microbatch: jax.Array
 
 
 def gradients(
@@ -229,13 +211,12 @@ class Rows:
         if program.reduces_chunks:
             self.reduction = ChunkReduction(program, replicas, self.stored_layers, self.num_units)
 
-    def cell(self, row: jax.Array) -> Cell:
+    def cell(self, row: jax.Array) -> Cells:
         """Returns this stage's cell of a row. The tables are one constant of the compiled program."""
-        shape = self.program.active.shape
-        tables: list[np.ndarray] = [getattr(self.program, name) for name in Cell._fields]
+        tables, shape = self.program.cells, self.program.cells.active.shape
         columns = [np.broadcast_to(table.astype(np.int32).reshape(shape[0], -1), shape) for table in tables]
         entries = ring.take(ring.take(jnp.asarray(np.stack(columns, axis=-1)), row), self.stage)
-        cell = Cell(*entries)
+        cell = Cells(*entries)
         return cell._replace(active=cell.active > 0)
 
     def start(self) -> Carry:
@@ -281,12 +262,12 @@ class Rows:
             weights = self.stages.with_stack(weights, ring.flat(self.units), place * self.stages.num_together)
         return ring.run_layers(self.stages, weights, x, ring.microbatch(self.batch, m), self.rng, start, True)
 
-    def given(self, cell: Cell, place: jax.Array) -> tuple[jax.Array, jax.Array, Place]:
+    def given(self, cell: Cells, place: jax.Array) -> tuple[jax.Array, jax.Array, Place]:
         """Returns `given` of `run_layers` for one of this stage's units."""
         first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
         return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together, place
 
-    def first_place(self, cell: Cell) -> Place:
+    def first_place(self, cell: Cells) -> Place:
         """Returns the index of the first unit of the cell's chunk among this stage's units.
 
         With one chunk it is a constant. XLA then knows which slice each turn of a loop reads, and a product may read
@@ -294,7 +275,7 @@ class Rows:
         """
         return np.int32(0) if self.num_chunks == 1 else cell.chunk * self.num_units
 
-    def forward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
+    def forward(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
         """Runs an F row: reads a stage input, keeps the layers' residuals, sends the output to the next stage."""
 
         def one(state: Arrays, _: None) -> tuple[Arrays, LayerSums]:
@@ -317,7 +298,7 @@ class Rows:
         )
         return self.embed_next(row, carry, cell)
 
-    def backward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
+    def backward(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
         """Runs a B row: the stage's backward pass, from what it kept; sends the cotangent of its input back."""
         if row.embed_backward:
             carry = self.embed_backward(carry, cell.embed_backward_microbatch)
@@ -331,7 +312,7 @@ class Rows:
         cotangents = _write(carry.cotangents, arrived, cell.receive_cotangent_slot)
         return self.embed_next(row, carry._replace(cotangents=cotangents, leaving=leaving), cell)
 
-    def layers_backward(self, carry: Carry, cell: Cell, cotangent: Activations) -> tuple[Carry, Activations]:
+    def layers_backward(self, carry: Carry, cell: Cells, cotangent: Activations) -> tuple[Carry, Activations]:
         """Adds the gradients of a chunk's layers, last layer first; returns the cotangent of the chunk's input.
 
         Each unit's gradient is added at once. Those of a whole chunk would take as much memory as the accumulators.
@@ -362,7 +343,7 @@ class Rows:
         return carry._replace(layers=total), cotangent
 
     def head_backward(
-        self, carry: Carry, cell: Cell, y: Activations, cotangent: Activations
+        self, carry: Carry, cell: Cells, y: Activations, cotangent: Activations
     ) -> tuple[Carry, Activations]:
         """Adds a microbatch's loss; returns the cotangent of `y` where this is the last stage in its last chunk."""
         wanted, m = cell.head_microbatch >= 0, jnp.maximum(cell.head_microbatch, 0)
@@ -381,7 +362,7 @@ class Rows:
         )
         return carry, ring.where(is_last, floating(final_cotangent), cotangent)
 
-    def embed_next(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
+    def embed_next(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
         """Embeds a microbatch for a later row into a slot of stage 0, in rows whose body has an embedding."""
         if not row.embed:
             return carry

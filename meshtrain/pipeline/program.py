@@ -17,28 +17,23 @@ Table shapes: R rows, S stages; every table is int32 or bool.
 import dataclasses
 import heapq
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from meshtrain.pipeline.check import prove
 from meshtrain.pipeline.schedules import Action, Row, Schedule
 
+Cell: TypeAlias = Any  # of a table: a numpy array; in the executor, of one row and stage, a scalar of JAX
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+
+class Cells(NamedTuple):
     """Numpy tables that give, for each row and stage, the work and the slots of its arrays.
 
     Each buffer has one slot more than it needs, the dump slot, whose index is the number of the others. Arrays without
     a reader are written there. Idle cells read and write dump slots, with microbatch and chunk 0.
 
     Attributes:
-      schedule: the proven table that this program runs.
-      num_slots: slots for stage inputs on each stage, without the dump slot.
-      num_kept_slots: slots for residuals of a chunk on each stage, without the dump slot.
-      num_output_slots: slots for outputs of the last layer on each stage, without the dump slot.
-      num_cotangent_slots: slots for waiting cotangents on each stage, without the dump slot.
-      kinds: F or B for each row.
       microbatch: [R, S] int32.
       chunk: [R, S] int32.
       active: [R, S] bool; False where the stage idles, so that its results are masked.
@@ -54,6 +49,35 @@ class Program:
       head_microbatch: [R] int32; the microbatch whose loss is computed in this B row, else -1.
       embed_backward_microbatch: [R] int32; the microbatch whose embedding runs its backward pass at the start of this
         B row, with the cotangent that stage 0 computed last in chunk 0; else -1.
+    """
+
+    microbatch: Cell
+    chunk: Cell
+    active: Cell
+    input_slot: Cell
+    kept_slot: Cell
+    output_slot: Cell
+    embed_slot: Cell
+    receive_slot: Cell
+    cotangent_slot: Cell
+    receive_cotangent_slot: Cell
+    embed_microbatch: Cell
+    head_microbatch: Cell
+    embed_backward_microbatch: Cell
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What one SPMD program needs to run a schedule.
+
+    Attributes:
+      schedule: the proven table that this program runs.
+      num_slots: slots for stage inputs on each stage, without the dump slot.
+      num_kept_slots: slots for residuals of a chunk on each stage, without the dump slot.
+      num_output_slots: slots for outputs of the last layer on each stage, without the dump slot.
+      num_cotangent_slots: slots for waiting cotangents on each stage, without the dump slot.
+      kinds: F or B for each row.
+      cells: the work and the slots of each row and stage.
       first_microbatch: embedded before the first row, into slot 0.
       last_microbatch: its embedding runs its backward pass after the last row.
       reduces_chunks: whether the gradients of a chunk are reduced over data as soon as its last backward row is over,
@@ -66,22 +90,10 @@ class Program:
     num_output_slots: int
     num_cotangent_slots: int
     kinds: tuple[str, ...]
-    microbatch: np.ndarray
-    chunk: np.ndarray
-    active: np.ndarray
-    input_slot: np.ndarray
-    kept_slot: np.ndarray
-    output_slot: np.ndarray
-    embed_slot: np.ndarray
-    receive_slot: np.ndarray
-    cotangent_slot: np.ndarray
-    receive_cotangent_slot: np.ndarray
-    embed_microbatch: np.ndarray
-    head_microbatch: np.ndarray
-    embed_backward_microbatch: np.ndarray
+    cells: Cells
     first_microbatch: int
     last_microbatch: int
-    reduces_chunks: bool
+    reduces_chunks: bool = False
 
 
 class Signature(NamedTuple):
@@ -141,15 +153,16 @@ def executable(schedule: Schedule) -> Program:
         num_output_slots=sizes[_OUTPUTS],
         num_cotangent_slots=sizes[_COTANGENTS],
         kinds=tuple(next(action.kind for action in row if action) for row in rows),
-        active=np.array([[action is not None for action in row] for row in rows]),
-        embed_microbatch=embedded,
-        head_microbatch=heads,
-        embed_backward_microbatch=returned[::-1],
+        cells=Cells(
+            active=np.array([[action is not None for action in row] for row in rows]),
+            embed_microbatch=embedded,
+            head_microbatch=heads,
+            embed_backward_microbatch=returned[::-1],
+            **tables,
+            **slots,
+        ),
         first_microbatch=first_microbatch,
         last_microbatch=last_microbatch,
-        reduces_chunks=False,
-        **tables,
-        **slots,
     )
 
 
@@ -250,9 +263,9 @@ def _assign_slots(
 
 def finished(program: Program) -> list[tuple[int, int]]:
     """Returns (row, chunk) for each chunk, in the order of rows: the last backward row of a chunk on any stage."""
-    is_backward = np.array([kind == "B" for kind in program.kinds])[:, None] & program.active
+    is_backward = np.array([kind == "B" for kind in program.kinds])[:, None] & program.cells.active
     last = [
-        int(np.flatnonzero((is_backward & (program.chunk == chunk)).any(axis=1))[-1])
+        int(np.flatnonzero((is_backward & (program.cells.chunk == chunk)).any(axis=1))[-1])
         for chunk in range(program.schedule.num_chunks)
     ]
     return sorted((row, chunk) for chunk, row in enumerate(last))
@@ -307,7 +320,7 @@ def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
     Returns:
       Segments whose rows, in order, are exactly these rows.
     """
-    heads = program.head_microbatch >= 0
+    heads = program.cells.head_microbatch >= 0
     letters = ["F" if kind == "F" else "H" if head else "B" for kind, head in zip(program.kinds, heads, strict=True)]
     letters = letters[start:stop]
     # Two passes: repeats of a row or of a pair of rows, then repeats of groups of those (interleaved schedules).
@@ -329,7 +342,7 @@ def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
 def _signature(program: Program, first: int, step: int, times: int, outer_step: int, outer_times: int) -> Signature:
     """Returns the body of rows first + i step + j outer_step, for i < times and j < outer_times."""
     rows = [first + i * step + j * outer_step for j in range(outer_times) for i in range(times)]
-    flags = program.embed_microbatch, program.head_microbatch, program.embed_backward_microbatch
+    flags = program.cells.embed_microbatch, program.cells.head_microbatch, program.cells.embed_backward_microbatch
     embed, head, embed_backward = (bool((flag[rows] >= 0).any()) for flag in flags)
     assert {program.kinds[row] for row in rows} == {program.kinds[first]}
     return Signature(program.kinds[first], embed, head, embed_backward)
@@ -343,7 +356,9 @@ def _parts(program: Program, first: int, count: int) -> list[int]:
     stages. (With as many microbatches as stages no group of rows repeats, whose parts would be loops already.)
     """
     some = slice(first, first + count)
-    used = np.flatnonzero((program.embed_microbatch[some] >= 0) | (program.embed_backward_microbatch[some] >= 0))
+    used = np.flatnonzero(
+        (program.cells.embed_microbatch[some] >= 0) | (program.cells.embed_backward_microbatch[some] >= 0)
+    )
     if not len(used):
         return [count]
     before, after = int(used[0]), count - 1 - int(used[-1])

@@ -56,7 +56,7 @@ def test_each_chunk_is_reduced_once_and_right_after_its_last_row(case):
     assert row == len(program.kinds)
     assert sorted(chunk for _, chunk in order) == list(range(case[3]))
     for (last, chunk), first_without in zip(order, begun, strict=True):
-        works = program.active & (program.chunk == chunk) & (np.array(program.kinds) == "B")[:, None]
+        works = program.cells.active & (program.cells.chunk == chunk) & (np.array(program.kinds) == "B")[:, None]
         assert works[:first_without].sum() == works.sum()
         assert works[last].any()
         assert first_without == last + 1

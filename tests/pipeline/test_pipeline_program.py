@@ -58,26 +58,26 @@ def check_by_acting_out(program):
 
     for row, kind in enumerate(program.kinds):
         sent = []
-        if program.embed_backward_microbatch[row] >= 0:
-            embedding_s_gradient(int(program.embed_backward_microbatch[row]))
+        if program.cells.embed_backward_microbatch[row] >= 0:
+            embedding_s_gradient(int(program.cells.embed_backward_microbatch[row]))
             leaving = "nothing"
         for stage in range(stages):
-            m, c = int(program.microbatch[row, stage]), int(program.chunk[row, stage])
-            active, virtual = program.active[row, stage], c * stages + stage
+            m, c = int(program.cells.microbatch[row, stage]), int(program.cells.chunk[row, stage])
+            active, virtual = program.cells.active[row, stage], c * stages + stage
             ran += bool(active)
-            slot, output_slot = program.kept_slot[row, stage], program.output_slot[row, stage]
+            slot, output_slot = program.cells.kept_slot[row, stage], program.cells.output_slot[row, stage]
             if kind == "F":
-                assert not active or inputs[stage][program.input_slot[row, stage]] == f"x{m} into {virtual}"
+                assert not active or inputs[stage][program.cells.input_slot[row, stage]] == f"x{m} into {virtual}"
                 kept[stage][slot] = f"residuals of {m} in {virtual}" if active else "garbage"
                 outputs[stage][output_slot] = f"y{m} of {virtual}" if active else "garbage"
                 sent.append(f"x{m} into {virtual + 1}" if active else "garbage")
                 continue
-            given = cotangents[stage][program.cotangent_slot[row, stage]]
+            given = cotangents[stage][program.cells.cotangent_slot[row, stage]]
             assert not active or kept[stage][slot] == f"residuals of {m} in {virtual}"
             if active and virtual == stages * chunks - 1:
                 assert given == "garbage"
                 assert outputs[stage][output_slot] == f"y{m} of {virtual}"
-                losses.append(int(program.head_microbatch[row]))
+                losses.append(int(program.cells.head_microbatch[row]))
                 assert losses[-1] == m
             elif active:
                 assert given == f"d{m} out of {virtual}"
@@ -87,12 +87,12 @@ def check_by_acting_out(program):
             sent.append(f"d{m} out of {virtual - 1}" if active else "garbage")
         for stage in range(stages):
             if kind == "F":
-                inputs[stage][program.receive_slot[row, stage]] = sent[stage - 1]
+                inputs[stage][program.cells.receive_slot[row, stage]] = sent[stage - 1]
             else:
-                slot = program.receive_cotangent_slot[row, stage]
+                slot = program.cells.receive_cotangent_slot[row, stage]
                 cotangents[stage][slot] = sent[(stage + 1) % stages]
                 cotangents[stage][-1] = "garbage"
-            inputs[stage][program.embed_slot[row, stage]] = f"x{program.embed_microbatch[row]} into 0"
+            inputs[stage][program.cells.embed_slot[row, stage]] = f"x{program.cells.embed_microbatch[row]} into 0"
     embedding_s_gradient(program.last_microbatch)
     everything = list(range(program.schedule.num_microbatches))
     assert losses == embedded == everything or program.schedule.name == "late"
@@ -136,12 +136,12 @@ def test_gpipe_keeps_the_residuals_of_all_microbatches(num_microbatches):
 
 def test_idle_cells_touch_only_the_dump_slots():
     program = program_of("1f1b", 4, 8)
-    idle = ~program.active
-    assert set(program.input_slot[idle]) == {program.num_slots}
-    assert set(program.kept_slot[idle]) == {program.num_kept_slots}
-    assert (program.output_slot[:, :-1] == program.num_output_slots).all()
-    assert set(program.cotangent_slot[idle]) == {program.num_cotangent_slots}
-    assert (program.embed_slot[:, 1:] == program.num_slots).all()
+    idle = ~program.cells.active
+    assert set(program.cells.input_slot[idle]) == {program.num_slots}
+    assert set(program.cells.kept_slot[idle]) == {program.num_kept_slots}
+    assert (program.cells.output_slot[:, :-1] == program.num_output_slots).all()
+    assert set(program.cells.cotangent_slot[idle]) == {program.num_cotangent_slots}
+    assert (program.cells.embed_slot[:, 1:] == program.num_slots).all()
 
 
 def test_wrong_tables_are_refused():
@@ -179,9 +179,9 @@ def exact_or_masked(program):
     assert len(rows) == len(program.kinds)
     for index, row in enumerate(rows):
         assert row.kind == program.kinds[index]
-        assert row.head == (program.head_microbatch[index] >= 0)
-        assert row.embed >= (program.embed_microbatch[index] >= 0)
-        assert row.embed_backward >= (program.embed_backward_microbatch[index] >= 0)
+        assert row.head == (program.cells.head_microbatch[index] >= 0)
+        assert row.embed >= (program.cells.embed_microbatch[index] >= 0)
+        assert row.embed_backward >= (program.cells.embed_backward_microbatch[index] >= 0)
         yield row
 
 

@@ -261,7 +261,7 @@ def idle_share(assembly: Assembly) -> float:
     if program is None or stages is None:
         return 0.0
     stack = Stack(stages.num_layers, program.schedule.num_stages, program.schedule.num_chunks)
-    return 1 - float(program.active.mean()) * stack.num_layers / stack.num_places
+    return 1 - float(program.cells.active.mean()) * stack.num_layers / stack.num_places
 
 
 def executor_bytes(assembly: Assembly) -> float | None:
