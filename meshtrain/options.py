@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 import typing
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
@@ -364,26 +364,40 @@ def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, t
             f"{key}: got '{name}', which does not take {takes} ({error}); allowed: a function that does; "
             f"nearest: def {name.partition(':')[2]}({', '.join(SEAMS[key].takes)})"
         ) from error
-    try:
+    with told(f"{key}: got '{name}', which", gives):
         return function(*given)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the user's function raises
-        raise UserError(f"{key}: got '{name}', which raises {raised(error)}{gives}") from error
 
 
 def own_check(key: str, name: str, function: Imported, given: Sequence[Any]) -> list[str]:
-    """Returns the lines of a function's attribute `check`, called with `given`; none if there is no such attribute."""
+    """Returns the lines of a function's attribute `check`, called with `given`; none if there is no such attribute.
+
+    What a check of the user's raises is a line too.
+    """
     if not hasattr(function, "check"):
         return []
-    lines = function.check(*given)
+    what, allowed = f"{key}: got '{name}', whose check", "; allowed: a list of texts, one for each problem; nearest: []"
+    try:
+        with told(what, allowed) if ":" in name else contextlib.nullcontext():  # one of ours keeps its traceback
+            lines = function.check(*given)
+    except UserError as error:
+        return list(error.problems)
     if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
-        return [f"{key}: got '{name}', whose check returns {lines!r}; allowed: a list of texts, one for each problem; "
-                "nearest: []"]  # fmt: skip
+        return [f"{what} returns {lines!r}{allowed}"]
     return list(lines)
 
 
-def raised(error: BaseException) -> str:
+@contextlib.contextmanager
+def told(what: str, ending: str) -> Iterator[None]:
+    """Raises what a user's code raises in the block as UserError: one line, from `what` to `ending`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever it is
+        raise UserError(f"{what} raises {_raised(error)}{ending}") from error
+
+
+def _raised(error: BaseException) -> str:
     """Returns the type and first line of what a user's code has raised, and the place in it."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((one for one in reversed(frames) if "site-packages" not in one.filename), frames[-1])
@@ -407,7 +421,7 @@ def _imported(key: str, name: str, module_name: str, allowed: str, near: str) ->
                 f"{allowed}; nearest: {near}"
             ) from error
         raise UserError(
-            f"{key}: got '{name}', and {module_name} cannot be imported: {raised(error)}; allowed: a module that "
+            f"{key}: got '{name}', and {module_name} cannot be imported: {_raised(error)}; allowed: a module that "
             f"Python can import; nearest: python -c 'import {module_name}'"
         ) from error
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.errors import UserError, refuse
-from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, option, problems, raised
+from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, option, problems, told
 
 KEY = "learning_rate.name"
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_decay")
@@ -190,13 +190,9 @@ def _own(options: LearningRateOptions) -> Share:
     wanted = "allowed: a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
     ending = f"; {wanted}; nearest: mend it there"
     share = called(KEY, options.name, NAMES, [options], takes="options", gives=ending)
-    try:
+    fix = "nearest: jnp.where, jnp.minimum and their like in place of `if`"
+    with told(f"{KEY}: got '{options.name}', whose result", f"; {wanted}; {fix}"):
         got = jax.eval_shape(lambda count: jnp.asarray(share(count)), jax.ShapeDtypeStruct((), jnp.int32))
-    except (Exception, SystemExit) as error:  # whatever the user's function raises
-        raise UserError(
-            f"{KEY}: got '{options.name}', whose result raises {raised(error)}; {wanted}; nearest: jnp.where, "
-            "jnp.minimum and their like in place of `if`"
-        ) from error
     if got.shape:
         raise UserError(f"{KEY}: got '{options.name}', which gives {list(got.shape)} numbers; {wanted}; nearest: one")
     return lambda count: jnp.asarray(share(count + options.warmup_steps), jnp.float32)

@@ -20,7 +20,7 @@ from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.average import with_averages
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
-from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, imported_function, option, problems, raised
+from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, imported_function, option, problems, told
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 
@@ -226,15 +226,9 @@ def _built_in(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> op
 
 def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.GradientTransformation:
     """Returns the optimizer of a user's function; its `init` traces an update and raises UserError if it is none."""
-    wanted = "an optax.GradientTransformation"
-    given = called(
-        KEY,
-        options.name,
-        NAMES,
-        [options, rates, axes],
-        takes="options, learning rates and logical axes",
-        gives=f"; allowed: {wanted}; nearest: mend it there",
-    )
+    takes, wanted = "options, learning rates and logical axes", "an optax.GradientTransformation"
+    mend = f"; allowed: {wanted}; nearest: mend it there"
+    given = called(KEY, options.name, NAMES, [options, rates, axes], takes=takes, gives=mend)
     if not isinstance(given, optax.GradientTransformation):
         raise UserError(
             f"{KEY}: got '{options.name}', which returns {type(given).__name__}; allowed: {wanted}; nearest: "
@@ -251,15 +245,8 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
         return params, state, updates, after
 
     def init(params: Arrays) -> Arrays:
-        try:
+        with told(f"{KEY}: got '{options.name}', whose init or update", mend):
             like, state, updates, after = jax.eval_shape(first_update, params)
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:  # whatever the user's optimizer raises
-            raise UserError(
-                f"{KEY}: got '{options.name}', whose init or update raises {raised(error)}; allowed: {wanted}; "
-                "nearest: mend it there"
-            ) from error
         if wrong := _unlike(updates, like) or _unlike(after, state):
             raise UserError(
                 f"{KEY}: got '{options.name}', whose update returns {wrong}; allowed: updates like the weights and a "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -120,3 +121,11 @@ def test_trees_that_do_not_fit_are_refused_with_their_name(name, said):
     config = dataclasses.replace(SMALL, reduction=ReductionOptions(f"{HERE}:{name.__name__}"))
     with pytest.raises(UserError, match=said):
         runs.train(config, runs.sizes(data=2))
+
+
+@pytest.mark.parametrize("check", [lambda config: [], lambda config, mesh_shape: [config.nothing]])
+def test_what_its_check_raises_is_one_line(check, monkeypatch):
+    monkeypatch.setattr(importlib.import_module(HERE).slowly, "check", check)
+    wanted = r"^reduction\.name: got '\S+:slowly', whose check raises (Type|Attribute)Error: .*; allowed: a list"
+    with pytest.raises(UserError, match=wanted):
+        resolve({"reduction": {"name": f"{HERE}:slowly"}, "mesh": {"data": 2}})
