@@ -89,7 +89,7 @@ def train(
       TrainingStopped, Interrupted, SaveFailed: see `loop.run`.
     """
     begun_seconds = time.monotonic()
-    _refuse_arguments(directory, make_task, make_data)
+    _refuse_arguments(directory, make_task, make_data, rules)
     source = {"data.source": options.function_name(make_data)} if make_data else {}
     config = resolve(config, source, make_task=make_task, rules=rules, reads_data=make_data is None)
     return train_resolved(config, directory, make_task, make_data, rules, begun_seconds=begun_seconds)
@@ -149,19 +149,22 @@ def train_resolved(
     return Result(state, values, run, assembly)
 
 
-def _refuse_arguments(
-    directory: str | Path, make_task: MakeTask | str | None, make_data: MakeData | Rules | None
-) -> None:
-    problems = url_problems("directory", str(directory))
-    if make_task is not None and not callable(make_task):
-        fix = f"default(task='{make_task}')" if isinstance(make_task, str) else "train(config, directory, my_task)"
-        got, wanted = type(make_task).__name__, "a function (config, placement) -> Task"
-        problems.append(f"make_task: got {got}; allowed: {wanted}; nearest: {fix}")
-    if make_data is not None and not callable(make_data):
-        fix = "train(..., rules=rules)" if isinstance(make_data, Rules) else "lambda config: Data(...)"
-        got, wanted = type(make_data).__name__, "a function config -> Data"
-        problems.append(f"make_data: got {got}; allowed: {wanted}; nearest: {fix}")
-    refuse(problems)
+def _refuse_arguments(directory: object, make_task: object, make_data: object, rules: object) -> None:
+    task_fix = f"default(task='{make_task}')" if isinstance(make_task, str) else "train(config, directory, my_task)"
+    data_fix = "train(..., rules=rules)" if isinstance(make_data, Rules) else "lambda config: Data(...)"
+    rules_fix = "sharding.rules.extend(default_rules(LayoutOptions()), Rule(...))"
+    arguments = (
+        ("directory", directory, isinstance(directory, str | os.PathLike), "a folder's path", "runs/default"),
+        ("make_task", make_task, callable(make_task), "a function (config, placement) -> Task", task_fix),
+        ("make_data", make_data, callable(make_data), "a function config -> Data", data_fix),
+        ("rules", rules, isinstance(rules, Rules), "sharding.rules.Rules", rules_fix),
+    )
+    problems = [
+        f"{name}: got {type(given).__name__}; allowed: {wanted}; nearest: {fix}"
+        for name, given, is_right, wanted, fix in arguments
+        if not is_right and (given is not None or name == "directory")
+    ]
+    refuse(problems or url_problems("directory", str(directory)))
 
 
 def run_steps(

@@ -162,7 +162,14 @@ class Rules:
             if rule.name in seen:
                 problems.append(f"rule '{rule.name}': stands twice; allowed: once; nearest: drop one of them")
             seen.add(rule.name)
-            for column, split in (("parameters", rule.parameters), ("activations", rule.activations)):
+            for column in ("parameters", "activations"):
+                split = getattr(rule, column)
+                if isinstance(split, str):  # whose letters would be axes
+                    problems.append(
+                        f"rule '{rule.name}', {column}: got '{split}', a text; allowed: a tuple of mesh axes; nearest: "
+                        f"('{split}',)"
+                    )
+                    continue
                 for axis in dict.fromkeys(split):
                     if axis not in AXES:
                         problems.append(unknown(f"rule '{rule.name}', {column}: mesh axis", axis, AXES))

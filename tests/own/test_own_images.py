@@ -206,11 +206,13 @@ def test_data_for_other_tasks_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"make_data: got Rules; .* nearest: train\(\.\.\., rules=rules\)"):
         train(GIVEN, tmp_path, classifier, default_rules(LayoutOptions()))
     with pytest.raises(UserError) as caught:
-        train(GIVEN, tmp_path, "decoder", [image(1)])
-    of_task, of_data = caught.value.problems
+        train(GIVEN, 3, "decoder", [image(1)], {"mlp": ("tensor",)})
+    of_directory, of_task, of_data, of_rules = caught.value.problems
+    assert of_directory.startswith("directory: got int; ")
     assert of_task.startswith("make_task: got str; ")
     assert of_task.endswith("nearest: default(task='decoder')")
     assert of_data.startswith("make_data: got list; ")
+    assert of_rules.startswith("rules: got dict; ")
 
 
 def test_text_of_a_task_without_logits_is_refused_for_that(on_one_device):

@@ -117,11 +117,12 @@ def test_a_users_rule_joins_the_table_or_takes_a_place_in_it():
 
 def test_every_fault_of_a_table_is_reported_at_once():
     with pytest.raises(UserError) as error:
-        Rules((Rule("a", ("tensr",)), Rule("a", ("fsdp", "fsdp"))), storage_axes=("pipe",))
-    twice, typo, repeated, storage = error.value.problems
+        Rules((Rule("a", ("tensr",)), Rule("a", ("fsdp", "fsdp")), Rule("b", "tensor")), storage_axes=("pipe",))
+    twice, typo, repeated, text, storage = error.value.problems
     assert "rule 'a': stands twice" in twice or "rule 'a': stands twice" in typo
     assert "got 'tensr'" in twice + typo
     assert "did you mean 'tensor'" in twice + typo
     assert "'fsdp' 2 times" in repeated
     assert "nearest: ('fsdp',)" in repeated
+    assert "rule 'b', parameters: got 'tensor', a text; allowed: a tuple" in text
     assert storage.startswith("storage axis: got 'pipe'")
