@@ -71,11 +71,7 @@ def mesh_shape(
             raise UserError(_uneven(open_axis, asked, closed, num_devices))
         sizes[open_axis] = num_devices // closed
     num_used = math.prod(sizes.values())
-    if num_used > num_devices:
-        raise UserError(
-            f"mesh: got {asked}, {num_used} devices; allowed: at most the {num_devices} there are; "
-            f"nearest: {_smaller(sizes, num_devices)}"
-        )
+    refuse(_too_many(sizes, num_devices))
     if slice_size and num_used > slice_size and num_used % slice_size:
         raise UserError(
             f"mesh: got {asked}, {num_used} devices; allowed: at most the {slice_size} of a slice, or whole slices; "
@@ -110,13 +106,19 @@ def _uneven(open_axis: str, asked: str, closed: int, num_devices: int) -> str:
     )
 
 
-def _smaller(sizes: Mapping[str, int], num_devices: int) -> str:
-    """Returns overrides that reduce the axes, outermost first, until the mesh fits the devices."""
+def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[str]:
+    """Returns one line if a mesh has more devices than there are; its fix reduces the axes, outermost first."""
+    if (num_used := math.prod(sizes.values())) <= num_devices:
+        return []
     fitted = dict(sizes)
     for axis in AXES:
         others = math.prod(size for name, size in fitted.items() if name != axis)
         fitted[axis] = max(1, min(fitted[axis], num_devices // others))
-    return " ".join(f"mesh.{axis}={fitted[axis]}" for axis in AXES if fitted[axis] != sizes[axis])
+    fix = " ".join(f"mesh.{axis}={fitted[axis]}" for axis in AXES if fitted[axis] != sizes[axis])
+    return [
+        f"mesh: got {sizes_text(sizes)}, {num_used} devices; allowed: at most the {num_devices} there are; "
+        f"nearest: {fix}"
+    ]
 
 
 def _filled(sizes: Mapping[str, int], num_devices: int) -> str:
@@ -142,14 +144,8 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
       UserError: fewer devices than the product.
     """
     sizes = tuple(shape[axis] for axis in AXES)
-    num_used = math.prod(sizes)
-    if num_used > len(devices):
-        asked = " x ".join(f"{axis} {shape[axis]}" for axis in AXES)
-        raise UserError(
-            f"mesh: got {asked}, {num_used} devices; allowed: at most the {len(devices)} there are; "
-            f"nearest: {_smaller(shape, len(devices))}"
-        )
-    return Mesh(_ordered(sizes, list(devices[:num_used])), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    refuse(_too_many(shape, len(devices)))
+    return Mesh(_ordered(sizes, list(devices[: math.prod(sizes)])), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _ordered(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:

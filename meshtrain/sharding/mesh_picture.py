@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from meshtrain.sharding.rules import AXES, PIPELINE, batch_axes, model_axes, sequence_axes, storage_axes
+from meshtrain.sharding.rules import AXES, PIPELINE, batch_axes, model_axes, sequence_axes, sizes_text, storage_axes
 from meshtrain.sharding.stored import num_parts
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
@@ -60,9 +60,8 @@ def _gap(shape: Mapping[str, int], positions: Sequence[Mapping[str, int]], i: in
 
 
 def _title(shape: Mapping[str, int]) -> str:
-    num_devices = math.prod(shape[axis] for axis in AXES)
-    sizes = " x ".join(f"{axis} {shape[axis]}" for axis in AXES if shape[axis] > 1)
-    return f"{num_devices} devices = {sizes}" if sizes else "1 device"
+    sizes = sizes_text(shape)
+    return f"{math.prod(shape.values())} devices = {sizes}" if sizes else "1 device"
 
 
 def _heading(shape: Mapping[str, int], at: Mapping[str, int], always: str = "") -> str:
@@ -92,7 +91,7 @@ def mesh_text(shape: Mapping[str, int]) -> str:
     blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
     num_shares, num_pieces = num_parts(batch_axes(), shape), num_parts(sequence_axes(), shape)
     in_parts = f", each sequence in {num_pieces} parts" if num_pieces > 1 else ""
-    width = len(str(math.prod(shape[axis] for axis in AXES) - 1)) + 3
+    width = len(str(math.prod(shape.values()) - 1)) + 3
     lines = [_title(shape)]
     for i, block in enumerate(blocks):
         lines.append("  ...\n" if _gap(shape, blocks, i, _block_axes()) else "")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.sharding.offload import is_on_host
 from meshtrain.sharding.stored import Names, axes_of_dims
-from meshtrain.sharding.trees import Arrays, leaves_with_paths, num_bytes
+from meshtrain.sharding.trees import Arrays, leaves_with_paths, num_bytes, shard_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +52,9 @@ def rows(abstract: Arrays, names: Sequence[Names], frozen: Collection[str] = ())
             tuple(axis for axis in dim if sharding.mesh.shape[axis] > 1)
             for dim in axes_of_dims(sharding.spec, len(shape))
         ]
-        shard_bytes = math.prod(sharding.shard_shape(shape)) * array.dtype.itemsize
         on_host, dtype = is_on_host(sharding), str(array.dtype)
         result.append(
-            Row(path, shape, dtype, axes, tuple(split), num_bytes(array), shard_bytes, on_host, path in frozen)
+            Row(path, shape, dtype, axes, tuple(split), num_bytes(array), shard_bytes(array), on_host, path in frozen)
         )
     return result
 

@@ -50,6 +50,11 @@ def num_bytes(array: Shaped) -> int:
     return int(math.prod(array.shape) * array.dtype.itemsize)
 
 
+def shard_bytes(array: Leaf) -> int:
+    """Returns the bytes of one device's shard of an array, or of an abstract array with a sharding."""
+    return int(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize)
+
+
 def select(tree: Tree, mask: Masks) -> tuple[Tree, Tree]:
     """Returns (the leaves where the mask is true, the others), two trees like this one with None for missing leaves.
 

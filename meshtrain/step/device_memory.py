@@ -5,14 +5,13 @@ records both.
 """
 
 import dataclasses
-import math
 from typing import Any, TypeAlias
 
 import jax
 
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.offload import is_on_host
-from meshtrain.sharding.trees import Arrays
+from meshtrain.sharding.trees import Arrays, shard_bytes
 from meshtrain.step.state import TrainState
 
 MemoryAnalysis: TypeAlias = Any  # `CompiledMemoryStats` of jaxlib, which is no public name
@@ -61,7 +60,7 @@ def held(state: TrainState, replicas: Replicas) -> Held:
 
 def bytes_of_device(tree: Arrays) -> int:
     """Returns the bytes of one device's shards of a tree of abstract arrays with shardings."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(map(shard_bytes, jax.tree.leaves(tree)))
 
 
 @dataclasses.dataclass(frozen=True)
