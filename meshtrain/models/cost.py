@@ -140,6 +140,6 @@ def _reductions(remat: RematOptions, placement: Placement) -> float:
     """Returns how often a layer sums one microbatch's activations over tensor."""
     # Of the two reductions of a layer's forward pass, halves: nothing waits for the sum at its end.
     sums, gathers = remat.policy in SUMS_AGAIN, remat.policy in (*SUMS_AGAIN, *GATHERS_AGAIN)
-    splits_sequence = placement.rules is not None and TENSOR in placement.rules.activations["residual_sequence"]
+    splits_sequence = TENSOR in placement.rules.activations["residual_sequence"]
     repeated = (2 * gathers + sums) / 2 if splits_sequence else float(sums)
     return REDUCTIONS_A_LAYER + repeated / remat.every

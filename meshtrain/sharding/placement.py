@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.sharding.jaxprs import called_once
-from meshtrain.sharding.rules import DATA, Rules
+from meshtrain.sharding.rules import DATA, LayoutOptions, Rules, default_rules
 from meshtrain.sharding.stored import MAX_LEVEL, Names, axes_in, axes_of_dims, num_parts, spec, spec_of_dims, stored
 from meshtrain.sharding.trees import ArrayFunction, Specs
 
@@ -26,14 +26,14 @@ class Placement:
     raises UserError, see `stored.array_problems`.
 
     Attributes:
-      rules: the table; None means one device without shardings.
-      mesh: the mesh; None exactly where `rules` is None.
+      rules: the table.
+      mesh: the mesh; None means one device without shardings.
       keeps_gathered: whether a weight gathered in the forward pass is a residual of the backward pass. Otherwise the
         backward pass gathers it again, whatever `remat.policy` is.
       in_fp8: whether the operands of products with the weights of layers are 8-bit floats (`models/fp8.py`).
     """
 
-    rules: Rules | None
+    rules: Rules
     mesh: Mesh | None
     keeps_gathered: bool = False
     in_fp8: bool = False
@@ -41,15 +41,13 @@ class Placement:
     @classmethod
     def nowhere(cls) -> "Placement":
         """Returns the placement of one device: each function is the identity."""
-        return cls(None, None)
+        return cls(default_rules(LayoutOptions()), None)
 
     def of_tokens(self, names: Sequence[str]) -> "Placement":
         """Returns this placement with these logical axes of activations kept whole, and products in 16 bits.
 
         It is that of single tokens. Their products wait for weights, which 8-bit operands would make no shorter.
         """
-        if self.rules is None:
-            return dataclasses.replace(self, in_fp8=False)
         entries = tuple(
             dataclasses.replace(rule, activations=()) if rule.name in names else rule for rule in self.rules.entries
         )
@@ -95,19 +93,19 @@ class Placement:
 
     def activation_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
         """Returns the spec of an activation by the rules, without the axes that are manual here."""
-        if self.rules is None or self.mesh is None:
+        if self.mesh is None:
             return PartitionSpec()
         return spec(f"activation {tuple(names)}", shape, names, self.rules.activations, _sizes_here(self.mesh))
 
     def weight_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
         """Returns the spec of a gathered weight by the rules, without the axes that are manual here."""
-        if self.rules is None or self.mesh is None:
+        if self.mesh is None:
             return PartitionSpec()
         return spec(f"weight {tuple(names)}", shape, names, self.rules.gathered, _sizes_here(self.mesh))
 
     def stored_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
         """Returns the spec of a stored weight by the rules, without the axes that are manual here."""
-        if self.rules is None or self.mesh is None:
+        if self.mesh is None:
             return PartitionSpec()
         level = MAX_LEVEL if DATA in self.rules.storage_axes else 0
         return stored(shape, names, self.rules, _sizes_here(self.mesh), level).parameter
@@ -121,7 +119,7 @@ class Placement:
     @property
     def gathers_weights(self) -> bool:
         """Whether `weight` gathers: a storage axis is larger than 1 and not manual here."""
-        if self.rules is None or self.mesh is None:
+        if self.mesh is None:
             return False
         return any(_sizes_here(self.mesh)[axis] > 1 for axis in self.rules.storage_axes)
 
@@ -131,7 +129,7 @@ class Placement:
         It is a constraint by `weight`, or an all-gather over storage axes in a manual region. The spec distinguishes a
         constraint from that by `activation`: batches are split over the storage axes, gathered weights are not.
         """
-        if self.rules is None or not self.gathers_weights:
+        if not self.gathers_weights:
             return False
         if primitive.name == "all_gather":
             return set(params["axis_name"]) <= set(self.rules.storage_axes)
@@ -144,7 +142,7 @@ class Placement:
 
         The partitioner takes maxima over all other axes, but a pipeline's: its stages compute different layers.
         """
-        if self.rules is None or self.mesh is None:
+        if self.mesh is None:
             return value
         manual = jax.sharding.get_abstract_mesh().manual_axes
         over = tuple(axis for axis in self.rules.activations["batch"] if axis in manual and self.mesh.shape[axis] > 1)
