@@ -300,7 +300,6 @@ def axes_in_groups(
       params: abstract parameters.
       axes: like the parameters, with a tuple of logical axes for each.
       options: of groups.
-      mask: see above.
     """
     (trained, _), (trained_axes, _) = select(params, mask), select(axes, mask)
     of_trained = jax.tree.leaves(trained_axes, is_leaf=is_names)
@@ -325,7 +324,6 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
       gradients: (params [G, ...], batch, rng, seeds [G]) -> sums [G] and gradients [G, ...]; see `Groups`.
       update: a `step.WeightUpdate`, applied to each group.
       scaling: how the loss is scaled for the backward pass; None: not at all.
-      mask: see above.
 
     Metrics are those of `step.WeightUpdate` over all groups: loss and the task's own over the whole batch; the means
     of grad_norm and learning_rate; skipped_steps added up; the least loss_scale; and the worst group's for the guard.
@@ -336,9 +334,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
         params = merged(state.local.params, frozen)
         seeds = jax.vmap(lambda scale: loss_scale.seed(scaling, scale))(state.loss_scale)
         sums = gradients(params, with_sequence_index(batch), step_key(state), seeds)
-        of_params = (
-            jax.tree.map(lambda _: 0, params) if mask is None else jax.tree.map(lambda on: 0 if on else None, mask)
-        )
+        of_params = jax.tree.map(lambda _: 0, state.local.params)  # None for frozen ones, which groups share
         in_axes = _AXES(step=None, params=of_params, opt_state=0, rng=None, skipped=0, loss_scale=0)
         of_groups = dataclasses.replace(state, params=params, residual=(), local=())
         new, metrics = jax.vmap(update, in_axes=(in_axes, 0, 0), out_axes=(in_axes, 0))(of_groups, sums, seeds)
@@ -380,7 +376,6 @@ def outer_step(
     Args:
       transformation: the outer optimizer.
       mean_of_groups: (a tree of [G, ...], residual) -> (its mean over groups, the next residual); see `Groups.mean`.
-      mask: see above.
     """
 
     def step(state: TrainState) -> TrainState:

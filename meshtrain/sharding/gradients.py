@@ -107,23 +107,19 @@ class Replicas:
             return compute
         parameters, replicated = self.specs, PartitionSpec()
         batch_spec = PartitionSpec(DATA) if self.axes else replicated
-        of_gradients = self.trained_specs
+        # Gradients leave the region as [replicas, ...] and are reduced outside, where all axes are manual.
+        leave_stacked, of_gradients = bool(self.axes or self.reduction), self.trained_specs
 
         def on_replica(params: Arrays, batch: Arrays, *others: jax.Array) -> tuple[Arrays, Arrays]:
             sums, gradients = compute(params, batch, *others)
-            if self.axes:
-                # Gradients leave the region as [replicas, ...] and are reduced outside, where all axes are manual.
-                return jax.lax.psum(sums, DATA), jax.tree.map(lambda leaf: leaf[None], gradients)
-            return sums, gradients
+            sums = jax.lax.psum(sums, DATA) if self.axes else sums
+            return sums, jax.tree.map(lambda leaf: leaf[None], gradients) if leave_stacked else gradients
 
         def run(params: Arrays, batch: Arrays, *others: jax.Array) -> tuple[Arrays, Arrays]:
             in_specs = (parameters, batch_spec, *(replicated for _ in others))
-            out_specs = (replicated, self._with_replicas(of_gradients) if self.axes else of_gradients)
-            each = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes) if axes else on_replica
-            sums, gradients = each(params, batch, *others)
-            if self.reduction is None:
-                return sums, self._reduced(gradients) if self.axes else gradients
-            return sums, gradients if self.axes else jax.tree.map(lambda leaf: leaf[None], gradients)
+            out_specs = (replicated, self._with_replicas(of_gradients) if leave_stacked else of_gradients)
+            sums, gradients = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes)(params, batch, *others)
+            return sums, self._reduced(gradients) if self.axes and self.reduction is None else gradients
 
         return run
 
@@ -161,12 +157,7 @@ class Replicas:
         """
         assert self.reduction is not None, "the sum needs no residual"
 
-        def sum_of(leaf: jax.Array, dim: int) -> jax.ShapeDtypeStruct:
-            shape = list(leaf.shape)
-            if dim:
-                shape[dim] //= self.mesh.shape[DATA]
-            return jax.ShapeDtypeStruct(shape, jnp.float32)
-
+        sum_of = lambda leaf, dim: jax.ShapeDtypeStruct(self._shard_shape(leaf, dim), jnp.float32)  # noqa: E731
         wanted = (jax.tree.map(sum_of, gradients, dims), residual)
         given = self.reduction.reduce(gradients, residual, DATA, dims)
         arrays = [
@@ -206,13 +197,19 @@ class Replicas:
 
         At level 2 a dim that divides over data has the size of one shard.
         """
-        return jax.tree.map(lambda x, weight: self._zeros(x, weight, self._scatters_each(weight)), params, stored)
 
-    def _zeros(self, leaf: jax.Array, weight: Stored, is_scattered: bool) -> jax.Array:
+        def zeros(leaf: jax.Array, weight: Stored) -> jax.Array:
+            dim = weight.data_dim if self._scatters_each(weight) else 0
+            return jnp.zeros(self._shard_shape(leaf, dim), jnp.float32)
+
+        return jax.tree.map(zeros, params, stored)
+
+    def _shard_shape(self, leaf: jax.Array, dim: int) -> list[int]:
+        """Returns the shape of an array that data splits along a dim, counted from the end; 0: along none."""
         shape = list(leaf.shape)
-        if is_scattered:
-            shape[weight.data_dim] //= self.mesh.shape[DATA]
-        return jnp.zeros(shape, jnp.float32)
+        if dim:
+            shape[dim] //= self.mesh.shape[DATA]
+        return shape
 
     def accumulators(self, params: Arrays) -> Arrays:
         """Returns the abstract float32 sums that `zeros` allocates for trained parameters, each with its sharding.
@@ -257,7 +254,7 @@ class Replicas:
 
     def reduced_zeros(self, leaf: jax.Array, weight: Stored) -> jax.Array:
         """Returns float32 zeros with the local shape of a reduced gradient: at level 1 of one shard."""
-        return self._zeros(leaf, weight, weight.is_scattered)
+        return jnp.zeros(self._shard_shape(leaf, weight.scattered_dim), jnp.float32)
 
     def reduced_layers(self, gradients: Arrays, stored: StoredTree) -> Arrays:
         """Returns the gradients of layers reduced over data, in `wire_dtype`; at level 1 the shards of this replica.
