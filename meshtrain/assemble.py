@@ -315,13 +315,6 @@ def _with_reductions(config: Config, task: Task, program: Program, bytes_of_laye
     The estimate reads the configuration, the mesh and the kind of device alone, so that plan and run have one program:
     products at the speed that large ones reach, idle rows, and replicas that are on different hosts. Devices without
     known peaks, such as CPUs, count as REFERENCE.
-
-    Args:
-      config: the configuration.
-      task: what is trained.
-      program: of the schedule.
-      bytes_of_layer: of gradients, see `layer_bytes`.
-      mesh: the mesh.
     """
     accelerator = find_accelerator(device_kind(mesh)) or find_accelerator(REFERENCE)
     assert accelerator is not None
@@ -436,6 +429,12 @@ def array_rows(assembly: Assembly) -> list[Row]:
     """Returns a row for each array of the state, for `layout.txt` and `explain`; layers in the shapes of memory."""
     frozen = {f"params/{path}" for path, is_trained in leaves_with_paths(assembly.replicas.trained) if not is_trained}
     return rows(assembly.state, assembly.names, frozen)
+
+
+def num_trained(assembly: Assembly) -> tuple[int, int]:
+    """Returns how many stored parameters are trained and how many are frozen, without places that are empty."""
+    trained, frozen = select(assembly.kept_state.params, assembly.replicas.trained)
+    return sum(leaf.size for leaf in jax.tree.leaves(trained)), sum(leaf.size for leaf in jax.tree.leaves(frozen))
 
 
 def stored_params(assembly: Assembly, kept_params: Params) -> Params:

@@ -9,9 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-import jax
-
-from meshtrain.assemble import Assembly, array_rows, assemble
+from meshtrain.assemble import Assembly, array_rows, assemble, num_trained
 from meshtrain.cli.flags import PICTURES, write_picture
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config import effects
@@ -28,7 +26,6 @@ from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.mesh_picture import mesh_figure, mesh_text
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import DATA
-from meshtrain.sharding.trees import select
 from meshtrain.step.device_memory import Held, held
 
 
@@ -92,23 +89,21 @@ def kernels_text(assembly: Assembly) -> list[str]:
 
 def trained_text(assembly: Assembly) -> list[str]:
     """Returns one line with the number of trained weights if `optimizer.trainable` freezes some, else none."""
-    params = assembly.kept_state.params
-    trained, frozen = (jax.tree.leaves(part) for part in select(params, assembly.replicas.trained))
-    if not frozen:
-        return []
-    num_trained, num_frozen = (sum(leaf.size for leaf in part) for part in (trained, frozen))
-    return [f"trained      {num_trained:,} of {num_trained + num_frozen:,} stored parameters, the others are frozen"]
+    trained, frozen = num_trained(assembly)
+    return (
+        [f"trained      {trained:,} of {trained + frozen:,} stored parameters, the others are frozen"] if frozen else []
+    )
 
 
 def own_text(config: Config) -> list[str]:
     """Returns a line for each function of the user's that has options in its group, with their values."""
-    problems = []
+    lines = []
     for group, options in groups(config).items():
         field = naming(options)
         if field and ":" in getattr(options, field):
             values = "".join(f", {name}={json.dumps(value)}" for name, value in own_values(options).items())
-            problems.append(f"own          {group}.{field}={getattr(options, field)}{values}")
-    return problems
+            lines.append(f"own          {group}.{field}={getattr(options, field)}{values}")
+    return lines
 
 
 def held_text(bytes_held: Held) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from meshtrain import loop, options
-from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of, traced_steps
+from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, num_trained, throughput_of, traced_steps
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.config import fewer
 from meshtrain.config.config import Config, Given, resolve
@@ -36,7 +36,6 @@ from meshtrain.run.opened import drawn, open_data, warn_of_repeats, with_steps
 from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
-from meshtrain.sharding.trees import select
 from meshtrain.step.state import TrainState
 
 
@@ -246,8 +245,8 @@ def _batches(assembly: Assembly, corpus: Data, start_step: int) -> Iterator[dict
 
 def parameters_text(assembly: Assembly) -> str:
     """Returns the number of parameters in words, and how many of them are trained if some are frozen."""
-    trained, frozen = (jax.tree.leaves(part) for part in select(assembly.kept_state.params, assembly.replicas.trained))
-    beside = f", {sum(leaf.size for leaf in trained):,} of them trained" if frozen else ""
+    trained, frozen = num_trained(assembly)
+    beside = f", {trained:,} of them trained" if frozen else ""
     return f"{assembly.task.parameters_text}{beside}"
 
 

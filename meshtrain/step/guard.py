@@ -16,8 +16,8 @@ from meshtrain.sharding.trees import Arrays, leaves_with_paths
 
 NUM_NORMS = 64  # gradient norms that the median of the spike rule is taken over
 
-# Metrics of a step that the loop reads and does not log.
 _UPDATE = -2  # in place of an index
+# Metrics of a step that the loop reads and does not log.
 IN_A_ROW, FIRST_NOT_FINITE, ITS_LAYER = "skipped_in_a_row", "first_not_finite", "first_not_finite_layer"
 
 

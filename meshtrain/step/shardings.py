@@ -4,6 +4,7 @@ In memory a pipeline may have the layers in chunks, and empty places after them;
 (`pipeline.stages`).
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -141,19 +142,19 @@ def axes_of_fields(
 def axes_of_leaves(state: Arrays, of_fields: Mapping[str, Sequence[Names]]) -> list[Names]:
     """Returns the logical axes of each array of a state, in the order of `jax.tree.leaves(state)`.
 
-    Axes are looked up by the name of the field, so the order of fields in the state does not matter.
-
     Args:
       state: a dataclass that is a pytree, such as an abstract `TrainState`.
       of_fields: field name -> logical axes of each of the field's arrays, see `axes_of_fields`.
     """
-    fields = [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    for name in dict.fromkeys(fields):
-        assert name in of_fields, f"{type(state).__name__}.{name} has arrays and no logical axes: see axes_of_fields"
-        num_arrays, num_axes = fields.count(name), len(of_fields[name])
-        assert num_arrays == num_axes, f"{type(state).__name__}.{name} has {num_arrays} arrays, and {num_axes} axes"
-    left = {name: iter(axes) for name, axes in of_fields.items()}
-    return [next(left[name]) for name in fields]
+    result = list[Names]()
+    for field in dataclasses.fields(state):
+        what = f"{type(state).__name__}.{field.name}"
+        if num_arrays := len(jax.tree.leaves(getattr(state, field.name))):
+            assert field.name in of_fields, f"{what} has arrays and no logical axes: see axes_of_fields"
+            num_axes = len(of_fields[field.name])
+            assert num_arrays == num_axes, f"{what} has {num_arrays} arrays, and {num_axes} axes"
+            result += of_fields[field.name]
+    return result
 
 
 def splits_masters(
@@ -163,14 +164,7 @@ def splits_masters(
 
     A pipeline casts its layers once a step, and that copy is whole. So of weights that are wider than what computes,
     shards are cast and gathered before the first row: fewer bytes than of the new weights behind the update, and no
-    second copy. Frozen weights would be gathered each step for nothing.
-
-    Args:
-      task: what is trained.
-      precision: the dtypes.
-      level: of ZeRO.
-      mesh_shape: the size of each mesh axis.
-      trained: a tree of bool, true for each weight that is trained.
+    second copy. Frozen weights would be gathered each step for nothing; `trained` is a tree of bool.
     """
     casts = task.stages is not None and task.stages.cast is not None and mesh_shape[PIPELINE] > 1
     is_wider = jnp.dtype(param_dtype(precision)).itemsize > jnp.dtype(compute_dtype(precision)).itemsize
