@@ -179,27 +179,24 @@ class Checkpoints:
           UserError: there are completed checkpoints and all of them are damaged; none is moved then.
         """
         self.wait()
-        with reached(self.directory):
-            return self._newest_whole()
-
-    def _newest_whole(self) -> tuple[int | None, list[str]]:
         damaged, newest = dict[int, str](), None
-        for step in reversed(retention.saved_steps(self.directory)):
-            if not (line := self._damage(step)):
-                newest = step
-                break
-            damaged[step] = line
-        if newest is None and any(integrity.is_sealed(self.directory / str(step)) for step in damaged):
-            raise UserError(
-                *damaged.values(),
-                f"{self.directory}: got no checkpoint that is whole; allowed: at least one; nearest: another --workdir",
-            )
-        if self._options is not None and damaged:
-            if peers.is_main_process():
-                for step in damaged:
+        with reached(self.directory):
+            for step in reversed(retention.saved_steps(self.directory)):
+                if not (line := self._damage(step)):
+                    newest = step
+                    break
+                damaged[step] = line
+            if newest is None and any(integrity.is_sealed(self.directory / str(step)) for step in damaged):
+                raise UserError(
+                    *damaged.values(),
+                    f"{self.directory}: got no checkpoint that is whole; allowed: at least one; nearest: another "
+                    "--workdir",
+                )
+            if self._options is not None and damaged:
+                for step in damaged if peers.is_main_process() else ():
                     retention.set_aside(self.directory, step)
-            peers.gathered("set aside", None)
-            self._manager.reload()
+                peers.gathered("set aside", None)
+                self._manager.reload()
         return newest, list(damaged.values())
 
     def refuse_damaged(self, step: int) -> None:
