@@ -7,6 +7,7 @@ lm_eval.simple_evaluate(model=language_model("runs/tiny"), tasks=["lambada_opena
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +69,7 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
     return LanguageModel()
 
 
+MOST = 1_000_000  # of a length, a temperature or `top_k`
 MAX_GEN_TOKS = 256  # where a request states none, as the harness's own models have it
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
 _GIVEN = {"until": (), "do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -106,7 +108,7 @@ class Requests:
           prompts: text -> the harness's options: `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k`, `top_p`.
 
         Raises:
-          UserError: another option, because it would not be read.
+          UserError: another option, because it would not be read; or a value that is none for it.
         """
         same: dict[Wanted, list[int]] = {}
         for index, (_, options) in enumerate(prompts):
@@ -146,17 +148,31 @@ class Requests:
     def _wanted(self, options: Mapping[str, Json]) -> Wanted:
         for name in options:
             if name not in (*_GIVEN, *_LENGTHS):
-                raise UserError(f"{unknown('generation_kwargs', name, [*_GIVEN, *_LENGTHS])}; nearest: leave it out")
+                raise UserError(unknown("generation_kwargs", name, [*_GIVEN, *_LENGTHS], "leave it out"))
         given = {**_GIVEN, **options}
-        lengths = [options[name] for name in _LENGTHS if name in options]
+        lengths = [_number(options, name, 1, MOST) for name in _LENGTHS if name in options]
         until = [given["until"]] if isinstance(given["until"], str) else given["until"] or ()
-        sampling = Sampling(float(given["temperature"]), int(given["top_k"]), float(given["top_p"]))
+        if not isinstance(until, list | tuple) or not all(isinstance(stop, str) for stop in until):
+            raise UserError(f"generation_kwargs: got until={until!r}; allowed: a list of texts; nearest: leave it out")
+        bounds = {"temperature": (0, MOST), "top_k": (0, MOST), "top_p": (1e-9, 1)}
+        temperature, top_k, top_p = (_number(given, name, *ends) for name, ends in bounds.items())
         return Wanted(
             num_tokens=int(lengths[0]) if lengths else MAX_GEN_TOKS,
-            sampling=sampling if given["do_sample"] else Sampling(),
+            sampling=Sampling(temperature, int(top_k), top_p) if given["do_sample"] else Sampling(),
             stops=tuple(stop for stop in until if stop),
             seed=self.assembly.config.seed,
         )
+
+
+def _number(given: Mapping[str, Json], name: str, least: float, most: float) -> float:
+    try:
+        value = float(given[name])
+    except (TypeError, ValueError):
+        value = math.nan
+    if not least <= value <= most:
+        allowed = f"a number from {least:g} to {most:g}"
+        raise UserError(f"generation_kwargs: got {name}={given[name]!r}; allowed: {allowed}; nearest: leave it out")
+    return value
 
 
 def opened(workdir: str | Path, *words: str, step: int | None = None) -> Requests:

@@ -1,5 +1,6 @@
 """Requests of an evaluation harness: likelihoods add up, and what is generated greedily is what is most likely."""
 
+import re
 import types
 
 import pytest
@@ -99,3 +100,17 @@ def test_options_that_would_not_be_read_are_refused(asked):
         UserError, match=r"^generation_kwargs: got 'num_beams'; allowed: until, do_sample, .* max_gen_toks"
     ):
         asked.generated([("def", {"num_beams": 4})])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": "hot"}, {"temperature": -1}, {"top_p": 0}, {"top_k": None}, {"max_gen_toks": 0}, {"until": [5]}],
+    ids=str,
+)
+def test_a_value_that_is_none_is_one_line(asked, wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(
+        UserError, match=rf"^generation_kwargs: got {name}={re.escape(repr(value))}; allowed: a "
+    ) as caught:
+        asked.generated([("def", {"do_sample": True} | wrong)])
+    assert len(caught.value.problems) == 1
