@@ -13,7 +13,7 @@ from meshtrain.cli import flags
 from meshtrain.errors import UserError, refuse, run
 from meshtrain.files import target_problems
 from meshtrain.pipeline.chart import as_text, figure
-from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
+from meshtrain.pipeline.check import Costs, bubbles, peak_in_flight, prove
 from meshtrain.pipeline.schedules import NAMES, PipelineOptions, Schedule, build
 
 
@@ -60,16 +60,14 @@ def _time(text: str, least: float = 1e-9) -> Fraction:
 
 
 def _as_json(schedule: Schedule, costs: Costs) -> str:
-    free, step = (
-        bubble_fraction(timeline(schedule, costs), schedule.num_stages) for timeline in (run_freely, run_in_step)
-    )
+    free, step = bubbles(schedule, costs)
     numbers = {
         "schedule": schedule.name,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "num_chunks": schedule.num_chunks,
-        "bubble_fraction": float(free),
-        "bubble_fraction_in_step": float(step),
+        "bubble_fraction": free,
+        "bubble_fraction_in_step": step,
         "peak_in_flight": peak_in_flight(schedule),
         "rows": schedule.rows,
     }

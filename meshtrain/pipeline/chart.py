@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from meshtrain.errors import UserError
-from meshtrain.pipeline.check import Costs, Span, bubble_fraction, peak_in_flight, run_freely, run_in_step
+from meshtrain.pipeline.check import Costs, Span, bubbles, peak_in_flight, run_freely, run_in_step
 from meshtrain.pipeline.schedules import Schedule, build, describe
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
@@ -26,12 +26,12 @@ def caption(schedule: Schedule, costs: Costs) -> list[str]:
     durations = f"forward {_number(costs.forward)}, backward {_number(costs.backward)}"
     if costs.transfer:
         durations += f", transfer {_number(costs.transfer)}"
-    free, step = (bubble_fraction(run(schedule, costs), schedule.num_stages) for run in (run_freely, run_in_step))
+    free, step = bubbles(schedule, costs)
     held = " ".join(str(peak) for peak in peak_in_flight(schedule))
     what = "microbatches" if schedule.num_chunks == 1 else "microbatches x chunks"
     return [
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches{chunks}; {durations}",
-        f"bubble {float(free):.1%} where stages run freely, {float(step):.1%} where they move in step",
+        f"bubble {free:.1%} where stages run freely, {step:.1%} where they move in step",
         f"memory: stages hold at most {held} {what} (first to last stage)",
     ]
 

@@ -225,6 +225,12 @@ def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
     return 1 - work / (num_stages * makespan)
 
 
+def bubbles(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    """Returns the bubble fraction of a proven table where stages run freely, and where they move in step."""
+    free, step = (bubble_fraction(run(schedule, costs), schedule.num_stages) for run in (run_freely, run_in_step))
+    return float(free), float(step)
+
+
 def peak_in_flight(schedule: Schedule) -> list[int]:
     """Returns, for each stage, the largest number of (microbatch, chunk) pairs in flight.
 

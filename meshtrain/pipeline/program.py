@@ -132,11 +132,7 @@ def executable(schedule: Schedule) -> Program:
     prove(schedule)
     rows = [row for row in schedule.rows if any(row)]
     shape = len(rows), schedule.num_stages
-    tables = {name: np.zeros(shape, np.int32) for name in ("microbatch", "chunk")}
-    for row, cells in enumerate(rows):
-        for stage, action in enumerate(cells):
-            if action:
-                tables["microbatch"][row, stage], tables["chunk"][row, stage] = action.microbatch, action.chunk
+    filled = [[action or Action("F", 0) for action in row] for row in rows]
     first, last = (0, 0), (schedule.num_stages - 1, schedule.num_chunks - 1)
     heads = _microbatches_at(rows, "B", *last)
     embedded, first_microbatch = _prefetched(_microbatches_at(rows, "F", *first), heads)
@@ -154,11 +150,12 @@ def executable(schedule: Schedule) -> Program:
         num_cotangent_slots=sizes[_COTANGENTS],
         kinds=tuple(next(action.kind for action in row if action) for row in rows),
         cells=Cells(
+            microbatch=np.array([[action.microbatch for action in row] for row in filled], np.int32),
+            chunk=np.array([[action.chunk for action in row] for row in filled], np.int32),
             active=np.array([[action is not None for action in row] for row in rows]),
             embed_microbatch=embedded,
             head_microbatch=heads,
             embed_backward_microbatch=returned[::-1],
-            **tables,
             **slots,
         ),
         first_microbatch=first_microbatch,
