@@ -17,7 +17,7 @@ import sys
 import tempfile
 import traceback
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshtrain.errors import MOST_LINES, UserError, first_line, is_finite, nearest, refuse, unknown
@@ -425,19 +425,26 @@ def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "ru
         ]
 
 
+@contextlib.contextmanager
+def writing(flag: str, path: str) -> Iterator[None]:
+    """Raises UserError, one line, where the block cannot write what a flag names."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{flag}: got '{path}', which cannot be written ({error.strerror}); allowed: a path on a disk with room; "
+            "nearest: another folder"
+        ) from error
+
+
 def write(flag: str, path: str, content: str | bytes) -> None:
     """Writes the file that a flag names: a new one, which then replaces `path`.
 
     Raises:
       UserError: it cannot be written; `path` is as before.
     """
-    try:
+    with writing(flag, path):
         write_whole(path, content)
-    except OSError as error:
-        raise UserError(
-            f"{flag}: got '{path}', which cannot be written ({error.strerror}); allowed: a file on a disk with room; "
-            "nearest: another folder"
-        ) from error
 
 
 def write_picture(flag: str, path: str, figure: "Figure", **how: Any) -> None:

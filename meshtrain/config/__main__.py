@@ -13,7 +13,6 @@ from meshtrain.cli import flags
 from meshtrain.cli.tables import aligned
 from meshtrain.config.config import Config, defaults_of, parse
 from meshtrain.errors import UserError, refuse, run, unknown
-from meshtrain.files import write_whole
 
 WIDTH = 120  # characters in a line, where no terminal says how many it has
 LEAST_TEXT = 30  # characters for the meanings, however narrow the terminal
@@ -58,7 +57,7 @@ def copy(name: str) -> pathlib.Path:
     if file.exists():
         raise UserError(f"--copy: got '{name}', and {file} is here; allowed: a new file; nearest: another folder")
     refuse(flags.unwritable(pathlib.Path(), "--copy", "another folder"))
-    write_whole(file, own[name].read_bytes())
+    flags.write("--copy", str(file), own[name].read_bytes())
     return file
 
 

@@ -15,7 +15,7 @@ import jax
 from meshtrain.cli import flags
 from meshtrain.config.config import Config, built, configure, file_content
 from meshtrain.errors import UserError, refusals, run
-from meshtrain.files import target_problems, write_whole
+from meshtrain.files import target_problems
 from meshtrain.launch.links import read, refuse_other_platform
 from meshtrain.observe.charts import picture
 from meshtrain.observe.progress import phase
@@ -171,7 +171,8 @@ def scaled(
     print(f"\n{scaling_report.text(found)}")
     write(given, scaling_report.to_json(found), lambda: html_page.scaling_page(found))
     if given.chart:
-        write_whole(given.chart, picture(html_page.scaling_panels(found), html_page.NOTE, given.chart[-3:].lower()))
+        chart = picture(html_page.scaling_panels(found), html_page.NOTE, given.chart[-3:].lower())
+        flags.write("--chart", given.chart, chart)
         print(f"written      {given.chart}")
     return 0
 
@@ -186,12 +187,12 @@ def searched(config: Config, cluster: clusters.Cluster, given: argparse.Namespac
 
 def write(given: argparse.Namespace, content: object, make_page: Callable[[], str]) -> None:
     """Writes the files of `--json` and `--html`; each appears complete or not at all."""
-    texts = {given.json: json.dumps(content, indent=2) + "\n"} if given.json else {}
+    if given.json:
+        flags.write("--json", given.json, json.dumps(content, indent=2) + "\n")
+        print(f"written      {given.json}")
     if given.html:
-        texts[given.html] = make_page()
-    for path, text in texts.items():
-        write_whole(path, text)
-        print(f"written      {path}")
+        flags.write("--html", given.html, make_page())
+        print(f"written      {given.html}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from meshtrain.cli import flags
 from meshtrain.errors import refuse, run
 from meshtrain.files import target_problems
 
-PICTURES = (".png", ".svg", ".pdf")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 SIZE = re.compile(r"(\d+)([KMG]?)$", re.IGNORECASE)
 LEAST_BYTES, MOST_BYTES = 2**6, 2**34
@@ -75,7 +74,7 @@ def _problems(given: argparse.Namespace) -> list[str]:
     if given.json:
         problems += target_problems("--json", given.json, "links.json")
     if given.out:
-        problems += target_problems("--out", given.out, "collectives.png", PICTURES)
+        problems += target_problems("--out", given.out, "collectives.png", flags.PICTURES)
     return problems
 
 

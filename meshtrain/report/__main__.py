@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from meshtrain.cli import flags
 from meshtrain.errors import UserError, refuse, run
-from meshtrain.files import target_problems, write_whole
+from meshtrain.files import target_problems
 from meshtrain.observe.charts import svg
 from meshtrain.observe.page import WIDE, heading
 from meshtrain.options import Options
@@ -49,13 +49,7 @@ def main(argv: Sequence[str]) -> int:
     refuse([*others, *problems])
     # Half a surrogate pair, which JSON can hold and UTF-8 cannot, is shown as a character that is unknown.
     page = run_page(runs, [*meshes(runs), *schedules(runs)]).encode("utf-8", "xmlcharrefreplace")
-    try:
-        write_whole(arguments.html, page)
-    except OSError as error:
-        raise UserError(
-            f"--html: got '{arguments.html}'; cannot write it: {error.strerror or error}; allowed: a file that can be "
-            "written; nearest: report.html"
-        ) from error
+    flags.write("--html", arguments.html, page)
     print(f"written      {arguments.html} ({len(page) / 1e6:.1f} MB)")
     return 0
 

@@ -6,11 +6,12 @@ python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16] [-
 """
 
 import argparse
+import contextlib
 import dataclasses
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -151,23 +152,37 @@ def _export(arguments: argparse.Namespace) -> None:
         raise UserError(f"hf export: got {peers.count()} processes; allowed: 1; nearest: start one of them")
     like, averaged = assembly.kept_state.params, arguments.weights == weights.AVERAGE
     params, _ = weights.restore_params(arguments.workdir, arguments.step, like, averaged=averaged)
-    target = expanded(arguments.to).absolute()
-    target.mkdir(parents=True, exist_ok=True)
     if arguments.adapters:
         dtype = arguments.dtype or "float32"
         # A copy that `hf import` made has no weights, and a folder with images has other names of modules.
         has_weights = original is not None and any(original.glob("*.safetensors")) and not has_images(original)
         base = str(original.absolute()) if original is not None and has_weights else None
-        num_bytes = adapters.write(target, family, options, config.lora, params, dtype, base)
+        with _whole(arguments.to) as target:
+            num_bytes = adapters.write(target, family, options, config.lora, params, dtype, base)
         beneath = base or f"the model of {config.init_from or 'initial weights'}"
         print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, adapters of a {family}; beneath: {beneath}")
         return
     dtype = arguments.dtype or (came.dtype if came is not None and came.dtype in export.DTYPES else "float32")
     of_text, written, end_id = _text_files(config, original)
-    num_bytes = export.write_weights(target, family, options, params, dtype, config.lora)
     stated = as_json(options, family, dtype, config.sequence_length, end_id, given)
-    export.write_rest(target, stated, original, of_text, written)
+    with _whole(arguments.to) as target:
+        num_bytes = export.write_weights(target, family, options, params, dtype, config.lora)
+        export.write_rest(target, stated, original, of_text, written)
     print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, a {family}")
+
+
+@contextlib.contextmanager
+def _whole(to: str) -> Iterator[Path]:
+    """Makes the folder of `--to`, new or empty; it is empty again where the block does not write all of it."""
+    target = expanded(to).absolute()
+    try:
+        with flags.writing("--to", to):
+            target.mkdir(parents=True, exist_ok=True)
+            yield target
+    except BaseException:
+        for file in target.glob("*"):
+            file.unlink()
+        raise
 
 
 def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[str]:

@@ -1,6 +1,7 @@
 """An import is exported byte by byte; a run of our own gets a config.json that is read back as the same model."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import shutil
@@ -50,6 +51,18 @@ def test_an_import_is_exported_byte_by_byte(name, tmp_path, monkeypatch):
         assert (tensor.dtype, tensor.shape, tensor.tobytes()) == (
             after[key].dtype, after[key].shape, after[key].tobytes(),
         ), key  # fmt: skip
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_folder_empty(tmp_path, monkeypatch):
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export, "write_rest", full)
+    run, out = tmp_path / "run", tmp_path / "out"
+    hugging_face.main(["import", str(FIXTURES / "llama-tied-headdim"), f"--to={run}"])
+    with pytest.raises(UserError, match=f"^--to: got '{out}', which cannot be written \\(No space left on device\\)"):
+        hugging_face.main(["export", f"--workdir={run}", f"--to={out}"])
+    assert list(out.iterdir()) == []
 
 
 def test_experts_in_4_bits_leave_in_bfloat16(tmp_path, capsys):

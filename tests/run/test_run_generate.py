@@ -1,5 +1,6 @@
 """Text from a run's weights, the same on every mesh; and what `explain` says of a configuration."""
 
+import argparse
 import errno
 import json
 
@@ -10,6 +11,8 @@ from meshtrain import explain, generate
 from meshtrain.cli import flags
 from meshtrain.errors import UserError
 from meshtrain.pipeline import __main__ as pipeline
+from meshtrain.plan import __main__ as plan
+from meshtrain.report import __main__ as report
 
 FSDP = ("mesh.fsdp=2",)
 WORDS = ["--prompt=def f1(x", "--num-tokens=12"]
@@ -105,12 +108,14 @@ def test_a_disk_that_is_full_at_the_end_is_one_line(command, straight, tmp_path,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(flags, "write_whole", full)
-    picture, texts = str(tmp_path / "mesh.png"), str(tmp_path / "texts.jsonl")
+    picture, texts, page = (str(tmp_path / name) for name in ("mesh.png", "texts.jsonl", "report.html"))
     generating = [f"--workdir={straight.directory}", "--prompt=def", "--num-tokens=2", f"--out={texts}"]
     for main, words, flag, path in (
         (explain.main, [*command(tmp_path / "run"), f"--draw={picture}"], "--draw", picture),
         (pipeline.main, ["--stages=2", "--json", f"--out={picture}"], "--out", picture),
         (generate.main, generating, "--out", texts),
+        (report.main, [str(straight.directory), f"--html={page}"], "--html", page),
+        (lambda words: plan.write(argparse.Namespace(json=words[0], html=""), {}, str), [texts], "--json", texts),
     ):
         with pytest.raises(UserError) as caught:
             main(words)

@@ -17,19 +17,6 @@ _PANEL_INCHES = (5.5, 3.6)
 _GREY = "#666666"  # of the seventh operation, the ring
 
 
-def draw(found: Sweep, path: str) -> None:
-    """Writes the chart into a file.
-
-    Args:
-      found: the measurements.
-      path: its ending chooses the format: .png, .svg or .pdf.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
-    figure(found).savefig(path, dpi=130)
-
-
 def figure(found: Sweep) -> "Figure":
     """Returns the chart: a row for each axis, with a solid line through the times and a dotted one for each fit."""
     from matplotlib.figure import Figure

@@ -7,9 +7,9 @@ import sys
 
 import tqdm
 
+from meshtrain.cli import flags
 from meshtrain.cli.tables import format_bytes
 from meshtrain.errors import UserError
-from meshtrain.files import write_whole
 from meshtrain.launch import distributed, peers
 from meshtrain.launch.links import OPERATIONS
 from meshtrain.probe import job_mesh
@@ -58,9 +58,9 @@ def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: fl
     if is_main:
         print(f"\n{measurements.text(found)}")
         if given.json:
-            write_whole(given.json, json.dumps(measurements.json_of(found), indent=2) + "\n")
+            flags.write("--json", given.json, json.dumps(measurements.json_of(found), indent=2) + "\n")
             print(f"written      {given.json}")
         if given.out:
-            bandwidth_chart.draw(found, given.out)
+            flags.write_picture("--out", given.out, bandwidth_chart.figure(found), dpi=130)
             print(f"written      {given.out}")
     return not any(row.wrong for row in found.rows)
