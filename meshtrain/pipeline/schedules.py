@@ -9,6 +9,7 @@ chunk).
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 from meshtrain.errors import UserError, refuse
@@ -263,7 +264,7 @@ def _own_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int
             f"the {num_stages} stages: None, ('F', microbatch, chunk) or ('B', microbatch, chunk); nearest: "
             f"[('F', 0, 0)] + [None] * {num_stages - 1} as the first row"
         )
-    return [tuple(None if cell is None else Action(*cell) for cell in row) for row in given]
+    return [tuple(None if cell is None else Action(cell[0], *map(int, cell[1:])) for cell in row) for row in given]
 
 
 def _no_rows(given: Any, num_stages: int) -> str:
@@ -277,7 +278,7 @@ def _no_rows(given: Any, num_stages: int) -> str:
             return f"{len(row)} cells in row {index}"
         for stage, cell in enumerate(row):
             match cell:
-                case None | ("F" | "B", int()) | ("F" | "B", int(), int()):
+                case None | ("F" | "B", Integral()) | ("F" | "B", Integral(), Integral()):
                     continue
             return f"{cell!r} in row {index} on stage {stage}"
     return ""

@@ -12,7 +12,7 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import resolve
 from meshtrain.errors import UserError
 from meshtrain.pipeline import __main__ as chart
-from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.pipeline.schedules import PipelineOptions, build
 from tests.parity import runs
 
 EXAMPLE = "docs.guide.own_schedule:in_groups"
@@ -55,6 +55,16 @@ def given(stages, microbatches, chunks):
 
 def two(stages, microbatches):
     raise AssertionError
+
+
+def of_numpy(stages, microbatches, chunks):
+    return [[("F", np.int64(0)), None], [None, ("F", np.int64(0))], [None, ("B", np.int32(0))], [("B", 0, 0), None]]
+
+
+def test_numbers_may_be_those_of_numpy():
+    own, built_in = (build(name, num_stages=2, num_microbatches=1) for name in (f"{__name__}:of_numpy", "gpipe"))
+    assert own.rows == built_in.rows
+    assert {type(cell.microbatch) for row in own.rows for cell in row if cell} == {int}
 
 
 def raises(stages, microbatches, chunks):
