@@ -85,17 +85,14 @@ def _of_latent(options: DecoderOptions) -> list[str]:
             f"model.value_dim: got {options.value_dim}; allowed: at most {width}, the width of queries and keys; "
             f"nearest: {width}"
         )
-    for name, allowed in {"num_kv_heads": options.num_heads, "positions": "rotary", "qk_norm": False}.items():
+    biases = dict.fromkeys(("biases", "qkv_biases", "attention_biases"), False)
+    fits = {"num_kv_heads": options.num_heads, "positions": "rotary", "qk_norm": False, **biases}
+    of_heads, of_biases = "each query head has keys of its own, made of the latent", "projections of latents have none"
+    for name, allowed in fits.items():
         if (got := getattr(options, name)) != allowed:
             problems.append(
-                f"model.{name}: got {got} with model.latent_dim = {options.latent_dim}; allowed: {allowed}, as each "
-                f"query head has keys of its own, made of the latent; nearest: model.{name}={allowed}"
-            )
-    for name in ("biases", "qkv_biases"):
-        if getattr(options, name):
-            problems.append(
-                f"model.{name}: got True with model.latent_dim = {options.latent_dim}; allowed: False, as projections "
-                f"of latents have none; nearest: model.{name}=False"
+                f"model.{name}: got {got} with model.latent_dim = {options.latent_dim}; allowed: {allowed}, as "
+                f"{of_biases if name in biases else of_heads}; nearest: model.{name}={allowed}"
             )
     return problems
 

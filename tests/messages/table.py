@@ -137,6 +137,8 @@ TABLE = {
          "model.num_kv_heads", "allowed: 4, as each query head has keys of its own"),
         ("model.latent_dim=8 model.rope_dim=2 model.qkv_biases=True",
          "model.qkv_biases", "allowed: False, as projections of latents have none"),
+        ("model.latent_dim=8 model.rope_dim=2 model.attention_biases=True",
+         "model.attention_biases", "allowed: False, as projections of latents have none"),
         ("model.num_experts=8 model.router=top",
          "model.router", "allowed: softmax, sigmoid; nearest: 'softmax', the default"),
         ("data.source=synthetic data.path=tokens/*.bin", "data.path", "allowed: ''; nearest: data.source=tokens"),

@@ -66,6 +66,7 @@ FAMILIES = {
         dense_layers=1,
         dense_dim=12,
     ),
+    "latents, sinks": dataclasses.replace(GROUPED, num_kv_heads=4, latent_dim=6, rope_dim=2, sinks=True),
 }
 
 

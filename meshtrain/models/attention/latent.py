@@ -132,5 +132,6 @@ class LatentAttention(MultiHead):
             o, num_kv_heads=1, head_dim=q.shape[-1], scalar=o.scalar or o.head_dim, causal=False, window=0
         )
         documents = jnp.ones_like(slots.filled[:, :1]), slots.filled
-        heads = dot_product.attend(q, keys, keys, documents, among, how="xla")[..., : latent.width]
+        sinks = self._sinks(q)
+        heads = dot_product.attend(q, keys, keys, documents, among, sinks, how="xla")[..., : latent.width]
         return jnp.einsum("btnr,rnw->btnw", heads, of_values)
