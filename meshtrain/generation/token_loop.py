@@ -136,7 +136,7 @@ class Generator:
         for entry in self.decode.cache(shards, prompt_length, num_steps).values():
             shape = self._sharding(entry.shape, entry.axes).shard_shape(entry.shape)
             num_bytes += math.prod(shape) * jnp.dtype(entry.dtype).itemsize
-        most = max(min(MOST_ROWS // shards, MOST_CACHE_BYTES // num_bytes), 1)
+        most = max(min(MOST_ROWS // shards, MOST_CACHE_BYTES // max(num_bytes, 1)), 1)
         return shards * min(-(-num_requests // shards), most)
 
     def _handed(self, take: Take, request: int, drawn: np.ndarray, is_last: bool) -> bool:

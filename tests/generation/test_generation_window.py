@@ -12,7 +12,7 @@ from meshtrain.generation import token_loop
 from meshtrain.generation.sampling import Sampling, choose, row_keys
 from meshtrain.generation.token_loop import Generator, Request
 from meshtrain.generation.window import batch_of, by_window
-from meshtrain.models.task import token_batch
+from meshtrain.models.task import Decode, token_batch
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 from tests.quick import QUICK
@@ -70,6 +70,22 @@ def test_each_end_token_ends_a_text():
     decode = by_window(counting, token_batch(2, 4))
     generator = Generator(decode, jnp.int32(0), mesh, default_rules(LayoutOptions()), (-1, 6, 3), QUICK)
     assert drawn(generator, [Request([3]), Request([1])], 8) == [[4, 5], [2]]
+
+
+def test_a_cache_may_be_empty():
+    """The next token is one more than the last: nothing else has to be kept."""
+
+    def following(tokens):
+        return jax.nn.one_hot(tokens + 1, VOCABULARY)
+
+    decode = Decode(
+        prefill=lambda params, tokens, lengths, cache: (following(tokens[jnp.arange(len(tokens)), lengths - 1]), cache),
+        step=lambda params, tokens, cache: (following(tokens), cache),
+        cache=lambda num_rows, prompt_length, num_steps: {},
+    )
+    mesh = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
+    generator = Generator(decode, jnp.int32(0), mesh, default_rules(LayoutOptions()), (6,), QUICK)
+    assert drawn(generator, [Request([3]), Request([9, 1])], 3) == [[4, 5], [2, 3, 4]]
 
 
 @pytest.mark.parametrize("most_bytes", [token_loop.MOST_CACHE_BYTES, 1], ids=["one batch", "a batch for each"])
