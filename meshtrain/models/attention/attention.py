@@ -9,6 +9,8 @@ An implementation is a function `attend(q, k, v, documents, attention, sinks, ..
     sinks      float32 [b, T, N], the same for each query, see `kernel.py`; None: there are none
     first      int32 scalar, the place of the first query among the keys, where a device has a part of the queries;
                None: queries and keys are those of the same tokens, or not causal
+    name       marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies
+    interpret  whether to run a kernel as plain JAX, slowly, on a device of another kind
 
 Scores, softmax and sums are float32. With causal attention S is T but for parts of the queries.
 

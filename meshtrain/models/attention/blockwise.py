@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.models.attention import kernel
-from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
+from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents, same_document
 from meshtrain.sharding.trees import Arrays
 
 # Scores of a block take b N 512 512 numbers; larger blocks compute more of the diagonal than is visible.
@@ -90,20 +90,10 @@ def attend(
     largest_block: int = LARGEST_BLOCK,
     first: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns heads [b, T, N, H], see `attention.py`. Blocks of keys outside of the window are not computed.
+    """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
 
-    A query that sees no key at all gets zeros; implementations that write all scores give it the mean of all values.
-
-    Args:
-      q: [b, T, N, H].
-      k: [b, S, G, H].
-      v: as `k`.
-      documents: of queries and keys, or None.
-      attention: what is computed.
-      sinks: float32 [b, T, N], or None.
-      name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
-      largest_block: tokens of a block at most.
-      first: the place of the first query among the keys, or None.
+    Blocks of keys outside of the window are not computed. A query that sees no key at all gets zeros; implementations
+    that write all scores give it the mean of all values. A block has at most `largest_block` tokens.
     """
     (num_sequences, length, num_heads, head_dim), (num_tokens, num_groups), dtype = q.shape, k.shape[1:3], q.dtype
     causal = attention.causal
@@ -183,14 +173,9 @@ def blockwise_backward(
     """Returns the cotangents of q, k and v, for that of the heads.
 
     Args:
-      blocks: which of them are computed.
-      q: [b, T, G, R, H].
-      k: [b, S, G, H].
-      v: as `k`.
-      documents: see `attend`.
-      first: see `attend`.
-      heads: [b, T, G, R, H].
-      log_sums: float32 [b, G, T, R].
+      blocks: see `blockwise_forward`, for the next five as well.
+      q: as there.
+      heads: what it returned.
       cotangent: of the heads.
     """
     # Of a row of probabilities p with cotangents c: the softmax's backward is p (c - sum(p c)); that sum is this one.
@@ -255,7 +240,7 @@ def _scores(
         visible = visible[None, None, :, None]
     if documents is not None:
         mine, theirs = _cut(documents[0], i, blocks.queries), _cut(documents[1], j, blocks.keys)
-        same = (mine[:, :, None] == theirs[:, None, :])[:, None, :, None]
+        same = same_document(mine, theirs)[..., None, :]
         visible = same if visible is None else visible & same
     return scores if visible is None else jnp.where(visible, scores, LOWEST), slope, visible
 

@@ -24,18 +24,9 @@ def attend(
     first: jax.Array | None = None,
     is_global: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns heads [b, T, N, H], see `attention.py`.
+    """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
 
-    Args:
-      q: [b, T, N, H].
-      k: [b, S, G, H].
-      v: as `k`.
-      documents: of queries and keys, or None.
-      attention: what is computed.
-      sinks: float32 [b, T, N], or None.
-      how: the implementation.
-      first: the place of the first query among the keys, or None.
-      is_global: bool scalar, whether there is no window after all; None: there is.
+    With `is_global`, a bool scalar that is true, there is no window after all.
     """
     dtype, causal, cap, window = q.dtype, attention.causal, attention.cap, attention.window
     if how == "xla" and dtype == jnp.float16:

@@ -29,7 +29,7 @@ class Kernel(NamedTuple):
         `heads.swapaxes(1, 2)[..., 0]`.
       backward: also takes heads, logarithms and the cotangent of the heads; it returns the cotangents of q, k and v.
       static: arguments that are no arrays.
-      name: marks heads and logarithms for `jax.checkpoint` policies.
+      name: see `attention.py`.
       unit: of the logarithms, such as ln 2 for those to base 2.
     """
 

@@ -47,12 +47,9 @@ class LatentAttention(MultiHead):
         """Applies attention, see `MultiHead`; the collections NEW and CACHE have `latents` [b, T or C, R + P].
 
         Args:
-          x: [b, T, D].
+          x: [b, T, D]; for others see `MultiHead`.
           angles: rotary angles float32 [b, T, P / 2].
-          documents: see `MultiHead`.
-          memory: None: a latent is one of the sequence itself.
-          slots: see `MultiHead`.
-          is_global: see `MultiHead`.
+          memory: None.
           stretch: what whole queries and keys are multiplied by; None: nothing.
         """
         assert memory is None, "a latent is one of the sequence itself"

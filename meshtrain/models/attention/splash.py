@@ -39,17 +39,9 @@ def attend(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """Returns heads [b, T, N, H], see `attention.py`. Blocks of keys outside of the window are skipped.
+    """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
 
-    Args:
-      q: [b, T, N, H].
-      k: [b, S, G, H].
-      v: as `k`.
-      documents: of queries and keys, or None.
-      attention: what is computed.
-      sinks: float32 [b, T, N], or None; the kernel's own, one for all queries.
-      name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
-      interpret: whether to run the kernel as plain JAX, slowly, on a device that is no TPU.
+    Blocks of keys outside of the window are skipped. Sinks are the kernel's own, one for all queries.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

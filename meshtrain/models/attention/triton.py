@@ -54,17 +54,9 @@ def attend(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """Returns heads [b, T, N, H], see `attention.py`; the kernel has neither windows nor capped scores, and S is T.
+    """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
 
-    Args:
-      q: [b, T, N, H].
-      k: [b, T, G, H].
-      v: as `k`.
-      documents: of queries, and the same of keys, or None.
-      attention: what is computed.
-      sinks: float32 [b, T, N], or None.
-      name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
-      interpret: whether to run the kernel as plain JAX, slowly, on a device that is no GPU.
+    The kernel has neither windows nor capped scores. S is T, and queries and keys have the same documents.
 
     Raises:
       UserError: this version of JAX has another kernel, or none.
