@@ -65,13 +65,18 @@ class ConvNet(nnx.Module):
         """
         of, filters = options, options.filters
         self.options, self.placement = options, placement
-        window = (WINDOW, WINDOW)
-        conv = functools.partial(nnx.Conv, kernel_size=window, use_bias=False, dtype=dtype, rngs=rngs)
+        conv = functools.partial(nnx.Conv, kernel_size=(WINDOW, WINDOW), use_bias=False, dtype=dtype, rngs=rngs)
         dense = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
+        ones = nnx.with_metadata(nnx.initializers.ones, axes=("norm",))
+        # The fast variance, E[x^2] - E[x]^2, cancels digits.
+        norm = functools.partial(
+            nnx.GroupNorm, num_groups=of.num_groups, dtype=jnp.float32, scale_init=ones, bias_init=_zeros("norm"),
+            use_fast_variance=False, rngs=rngs,
+        )  # fmt: skip
         self.first = conv(of.channels, filters, kernel_init=_he("height", "width", "channels", "filters"))
-        self.first_norm = _norm(filters, of.num_groups, rngs)
+        self.first_norm = norm(filters)
         self.second = conv(filters, 2 * filters, kernel_init=_he("height", "width", "filters", "channels"))
-        self.second_norm = _norm(2 * filters, of.num_groups, rngs)
+        self.second_norm = norm(2 * filters)
         features = (of.height // 2) * (of.width // 2) * 2 * filters
         self.hidden = dense(features, of.hidden, kernel_init=_he("embed", "mlp"), bias_init=_zeros("mlp"))
         # Small at first, so that the first loss is that of guessing, log K.
@@ -100,21 +105,7 @@ def _he(*axes: str | None) -> Initializer:
 
 
 def _zeros(*axes: str | None) -> Initializer:
-    return nnx.with_metadata(nnx.initializers.zeros_init(), axes=axes)
-
-
-def _norm(num_channels: int, num_groups: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
-    ones = nnx.with_metadata(nnx.initializers.ones_init(), axes=("norm",))
-    # The fast variance, E[x^2] - E[x]^2, cancels digits.
-    return nnx.GroupNorm(
-        num_channels,
-        num_groups,
-        dtype=jnp.float32,
-        scale_init=ones,
-        bias_init=_zeros("norm"),
-        use_fast_variance=False,
-        rngs=rngs,
-    )
+    return nnx.with_metadata(nnx.initializers.zeros, axes=axes)
 
 
 def convnet(
