@@ -14,7 +14,7 @@ Post-norm has no "end", and tied embeddings have no "head".
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +59,13 @@ from meshtrain.models.task import (
 )
 from meshtrain.models.transformer import cache as caches
 from meshtrain.models.transformer.decoder import Given, layer_stack, run_layers
+from meshtrain.models.transformer.task import NOTHING_AGAIN, computing
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import default_rules
 from meshtrain.sharding.stored import named_params
 from meshtrain.sharding.trees import Arrays, leaves_with_paths
 from meshtrain.step.precision import compute_name
 
-NOTHING_AGAIN = RematOptions("none")
 PAIRS = ("numbers",)  # sources of pairs of a source and a target
 
 
@@ -175,7 +175,7 @@ class Seq2Seq:
           remat: what the backward pass recomputes.
         """
         layers, place, dtype = params["layers"], self.placement, self.dtype
-        layers = self.cast(layers) if train and casts_first(remat, place) else layers
+        layers = computing(layers, dtype) if train and casts_first(remat, place) else layers
         indices = jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         x, sums = run_layers(self.options, layers, x, indices, given, place, dtype, train, remat, Layer)
         assert sums is None, "layers of an encoder-decoder add nothing to the loss"
@@ -223,7 +223,7 @@ class Seq2Seq:
             unsharded.prefill,
             unsharded.step,
             self.cache,
-            self.cast,
+            functools.partial(computing, dtype=self.dtype),
             continues=False,
             max_prompt=self.source_length - 1 if is_learned else 0,
             max_positions=self.target_length if is_learned else 0,
@@ -319,15 +319,6 @@ class Seq2Seq:
     def _no_keys(self, num_rows: int) -> jax.Array:
         """Returns the keys of dropout, which is off."""
         return sequence_keys(jax.random.key(0), {SEQUENCE_INDEX: jnp.arange(num_rows)})
-
-    def cast(self, params: Params) -> Params:
-        """Returns the parameters in the dtypes in which they compute: norms in float32, the rest in `dtype`."""
-
-        def cast_one(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:
-            is_norm = any(key.key.endswith("norm") for key in path)
-            return leaf if is_norm else leaf.astype(self.dtype)
-
-        return jax.tree.map_with_path(cast_one, params)
 
 
 def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: jax.Array) -> Params:

@@ -384,13 +384,17 @@ def with_layer_sums(loss: Loss, sums: LayerSums) -> Loss:
     return total + addend, weight, {**metrics, **of_layers, **both}
 
 
-def staged_loss(stages: Stages) -> Callable[[Params, Batch, jax.Array, bool], Loss]:
-    """Returns `Task.loss` from the functions of `Stages`: all layers run in one call, with None for `axis`."""
+def staged_loss(stages: Stages, casts_first: bool = False) -> Callable[[Params, Batch, jax.Array, bool], Loss]:
+    """Returns `Task.loss` from the functions of `Stages`: all layers run in one call, with None for `axis`.
+
+    With `casts_first` and `Stages.cast`, training casts all layers before they run.
+    """
 
     def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
-        outer = {name: value for name, value in params.items() if name != "layers"}
+        outer = {name: value for name, value in params.items() if name != LAYERS}
         x = stages.first(outer, batch, rng, train, None)
-        y, sums = stages.repeated(params["layers"], x, batch, rng, 0, train)
+        layers = stages.cast(params[LAYERS]) if stages.cast and casts_first and train else params[LAYERS]
+        y, sums = stages.repeated(layers, x, batch, rng, 0, train)
         return with_layer_sums(stages.last(outer, y, batch, None), sums)
 
     return loss

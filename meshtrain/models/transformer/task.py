@@ -35,8 +35,8 @@ from meshtrain.models.task import (
     Task,
     num_parameters,
     sequence_keys,
+    staged_loss,
     token_batch,
-    with_layer_sums,
 )
 from meshtrain.models.transformer import cache as caches
 from meshtrain.models.transformer.decoder import (
@@ -92,21 +92,22 @@ def decoder(
     num_parameters = count_parameters(options, num_positions)
     num_active = num_parameters - num_idle_parameters(options)
     has_biases = options.num_experts > 0 and options.router == "sigmoid"
+    stages = Stages(
+        options.num_repeated,
+        functools.partial(model.first, remat=remat),
+        functools.partial(model.repeated, remat=remat),
+        model.last,
+        model.logits,
+        model.cast,
+        num_together=1 if remat.policy == "none" else remat.every,
+        with_stack=with_stacks if options.num_experts else None,
+    )
     return Task(
         init=initializer(options, num_positions),
-        loss=functools.partial(model.loss, remat=remat),
+        loss=staged_loss(stages, casts_first(remat, place)),
         batch=token_batch(batch_size, sequence_length),
         logits=model.all_logits,
-        stages=Stages(
-            options.num_repeated,
-            functools.partial(model.first, remat=remat),
-            functools.partial(model.repeated, remat=remat),
-            model.last,
-            model.logits,
-            model.cast,
-            num_together=1 if remat.policy == "none" else remat.every,
-            with_stack=with_stacks if options.num_experts else None,
-        ),
+        stages=stages,
         decode=model.decode(sequence_length),
         flops_per_token=flops_per_token(options, num_active, num_positions, sequence_length),
         attention_flops_per_token=attention_flops_per_token(options, sequence_length),
@@ -123,7 +124,7 @@ def decoder(
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The functions of a decoder: `loss` and `all_logits` are whole, the others are its pipeline stages (`Stages`)."""
+    """The functions of a decoder: `all_logits` is whole, the others are its pipeline stages (`Stages`)."""
 
     options: DecoderOptions
     num_positions: int
@@ -197,15 +198,9 @@ class Decoder:
         layer = Watched if train and self.watches else Layer
         return run_layers(options, layers, x, indices, given, self.placement, self.dtype, train, remat, layer)
 
-    def cast(self, layers: Params) -> Params:
-        """Returns the layers in the dtypes in which they compute: norms and routers in float32, the rest in `dtype`."""
-
-        def cast_one(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:
-            # Some norms stand inside of attention.
-            is_norm = any(part.key.endswith("norm") for part in path)
-            return leaf if is_norm or path[-1].key in IN_FLOAT32 else leaf.astype(self.dtype)
-
-        return jax.tree.map_with_path(cast_one, layers)
+    def cast(self, params: Params) -> Params:
+        """Returns parameters in the dtypes in which they compute, see `computing`."""
+        return computing(params, self.dtype)
 
     def columns(
         self, params: Params, x: jax.Array, axis: vocabulary.Axis = None, loss: vocabulary.Loss = vocabulary.logits
@@ -227,13 +222,6 @@ class Decoder:
         loss = functools.partial(cross_entropy, targets=batch["targets"], weights=batch["weights"])
         return self.columns(params, x, axis, loss), jnp.sum(batch["weights"]), {}
 
-    def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
-        """Returns (sum of cross-entropies over targets, number of targets, no metrics), with the layers' sums added."""
-        x = self.first(params, batch, rng, train, remat=remat)
-        layers = self.cast(params["layers"]) if train and casts_first(remat, self.placement) else params["layers"]
-        y, sums = self.repeated(layers, x, batch, rng, 0, train, remat=remat)
-        return with_layer_sums(self.last(params, y, batch), sums)
-
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V] of a batch without dropout, padding at minus infinity."""
         rng = jax.random.key(0)
@@ -249,7 +237,7 @@ class Decoder:
             unsharded.prefill,
             unsharded.step,
             self.cache,
-            self.cast_all,
+            self.cast,
             max_positions=self.num_positions if self.options.positions == "learned" else 0,
             trained_positions=sequence_length,
         )
@@ -299,9 +287,16 @@ class Decoder:
             parts.append(new[NEW]["attention"])
         return x, parts[0] if len(parts) == 1 else jax.tree.map(lambda *all: jnp.concatenate(all), *parts)
 
-    def cast_all(self, params: Params) -> Params:
-        """Returns all parameters in the dtypes in which they compute; see `cast`."""
-        return {name: self.cast(part) for name, part in params.items()}
+
+def computing(params: Params, dtype: DTypeLike) -> Params:
+    """Returns parameters in the dtypes in which they compute: norms and routers in float32, the rest in `dtype`."""
+
+    def cast(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:
+        # Some norms stand inside of attention.
+        is_norm = any(part.key.endswith("norm") for part in path)
+        return leaf if is_norm or path[-1].key in IN_FLOAT32 else leaf.astype(dtype)
+
+    return jax.tree.map_with_path(cast, params)
 
 
 def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
@@ -319,8 +314,7 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     arguments = (sequence, angles_of(options, ints), None, None, None)
     layers = {}
     for own, start, stop, name in stacks(options):
-        by = "layers" if name == "layers" else FIRST
-        stack = layer_stack(own, stop - start, nowhere, jnp.float32, False, "none", stacked_by=by)
+        stack = layer_stack(own, stop - start, nowhere, jnp.float32, False, "none", stacked_by=name)
         key = keys[1] if name == "layers" else jax.random.fold_in(keys[1], 1)
         layers[name] = stack.init(key, x, jnp.arange(start, stop), *arguments)["params"]
     return {
