@@ -38,11 +38,7 @@ def product(x: jax.Array, w: jax.Array, placement: Placement) -> jax.Array:
     Returns:
       [b, T, O...].
     """
-    num_summed = x.ndim - 2
-    if not placement.in_fp8:
-        summed = (tuple(range(2, x.ndim)), tuple(range(num_summed)))
-        return jax.lax.dot_general(x, w, (summed, ((), ())))
-    return _product(x, w, placement)
+    return _product(x, w, placement) if placement.in_fp8 else jnp.tensordot(x, w, axes=x.ndim - 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -80,11 +80,8 @@ def multiplied(
     of_a, of_b = factor_axes(axes)
     a = placement.weight(module.get_variable("params", name + A).astype(dtype), of_a)
     b = placement.weight(module.get_variable("params", name + B).astype(dtype), of_b)
-    summed = tuple(range(a.ndim - 1))
-    low = jax.lax.dot_general(x, a, ((tuple(range(2, x.ndim)), summed), ((), ())))
-    low = placement.activation(low, ("batch", "sequence", None))
-    added: jax.Array = result + jax.lax.dot_general(low, b, (((2,), (0,)), ((), ())))
-    return added
+    low = placement.activation(jnp.tensordot(x, a, axes=a.ndim - 1), X)
+    return result + jnp.tensordot(low, b, axes=1)
 
 
 def with_adapter(module: nn.Module, name: str, matrix: jax.Array) -> jax.Array:
@@ -180,17 +177,16 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes each position, or each head of it."""
-        ones, zeros = nn.initializers.ones_init(), nn.initializers.zeros_init()
         dims = tuple(range(-len(self.axes), 0))
         shape, y = x.shape[dims[0] :], x.astype(jnp.float32)
         if self.kind == "layernorm":
             y = y - jnp.mean(y, axis=dims, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=dims, keepdims=True) + self.epsilon)
-        start = zeros if self.centered else ones
+        start = nn.initializers.zeros if self.centered else nn.initializers.ones
         scale = weight(self, "scale", shape, self.axes, start, self.placement, jnp.float32)
         y = y * (1.0 + scale if self.centered else scale)
         if self.bias:
-            y = y + weight(self, "bias", shape, self.axes, zeros, self.placement, jnp.float32)
+            y = y + weight(self, "bias", shape, self.axes, nn.initializers.zeros, self.placement, jnp.float32)
         return y.astype(x.dtype)
 
 
@@ -214,7 +210,7 @@ class Mlp(nn.Module):
         """Applies the layer to each position."""
         embed_dim = x.shape[-1]
         inner, outer = normal(self.init_std), normal(self.output_std)
-        zeros, place, dtype = nn.initializers.zeros_init(), self.placement, self.dtype
+        zeros, place, dtype = nn.initializers.zeros, self.placement, self.dtype
         up = weight(self, "up", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
         down = weight(self, "down", (self.mlp_dim, embed_dim), ("mlp", "embed"), outer, place, dtype)
         hidden = multiplied(self, "up", x, up, ("embed", "mlp"), place)
@@ -253,7 +249,7 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array, site: int) -> jax.Array:
     """Sets entries of `x` to zero with probability `rate` and scales the others by 1 / (1 - rate).
 
     Args:
-      x: [b, T, D].
+      x: [b, ...].
       rate: probability of zero, below 1; at 0 `x` is returned as it is.
       keys: one key for each sequence [b], with step, sequence and layer already folded in.
       site: a number that distinguishes the dropouts of one layer, folded into the keys.

@@ -64,7 +64,6 @@ Metric = jax.Array | Ratio | Count | Load | Largest | Peaks
 Metrics = Mapping[str, Metric]
 # Of a metric, or the weight of the loss: a float32 scalar, or a number or numpy scalar where it was read.
 Number: TypeAlias = Any
-_KINDS = (Ratio, Count, Load, Largest, Peaks)
 PEAK = "largest_activation"
 _BINS, _LEAST, _MOST = 8, -16, 32  # bins of an octave, from 2 ** _LEAST to 2 ** _MOST
 
@@ -146,7 +145,7 @@ def are_metrics(metrics: Tree) -> bool:
 def _is_metric(metric: Tree) -> bool:
     if isinstance(metric, Load | Largest | Peaks):
         return jnp.ndim(metric.counts) > 0
-    fields = metric if isinstance(metric, _KINDS) else (metric,)
+    fields = metric if isinstance(metric, Ratio | Count) else (metric,)
     return all(is_scalar(field) for field in fields)
 
 

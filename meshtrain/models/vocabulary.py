@@ -118,7 +118,7 @@ from_one_shard.defvjp(_one_forward, _one_backward)
 
 
 def first_column(num_columns: int, axis: Axis) -> jax.Array | int:
-    """Returns the index in the whole vocabulary of the first of this shard's `num_columns` columns."""
+    """Returns the index in the whole vocabulary of the first of this shard's `num_columns` columns or rows."""
     return 0 if axis is None else jax.lax.axis_index(axis) * num_columns
 
 
@@ -226,7 +226,7 @@ def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Arra
     wire_dtype = jnp.float32 if axes and placement.platform == "cpu" else table.dtype
 
     def look_up_local(table: jax.Array, rows: jax.Array) -> jax.Array:
-        local = rows - _index(axes) * table.shape[0]
+        local = rows - first_column(table.shape[0], axes or None)
         here = (local >= 0) & (local < table.shape[0])
         x = jnp.take(table, jnp.where(here, local, 0), axis=0, mode="clip")
         x = jnp.where(here[..., None], x, 0)
@@ -257,7 +257,7 @@ def _look_up_backward(
     num_rows = table.shape[0] // placement.size(axes)
 
     def scatter_add(rows: jax.Array, cotangent: jax.Array) -> jax.Array:
-        local = rows - _index(axes) * num_rows
+        local = rows - first_column(num_rows, axes or None)
         beyond = jnp.where((local >= 0) & (local < num_rows), local, num_rows)
         zeros = jnp.zeros((num_rows, cotangent.shape[-1]), jnp.float32)
         total = zeros.at[beyond].add(cotangent.astype(jnp.float32), mode="drop").astype(table.dtype)
@@ -282,10 +282,6 @@ def _scattered(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple
     _, already = axes_of_dims(batch, len(TOKENS))
     further = of_tokens[len(already) :]
     return further if of_tokens[: len(already)] == already and set(further) <= set(axes_in(vocabulary)) else ()
-
-
-def _index(axes: tuple[str, ...]) -> jax.Array | int:
-    return jax.lax.axis_index(axes) if axes else 0
 
 
 @dataclasses.dataclass(frozen=True)

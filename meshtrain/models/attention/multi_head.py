@@ -138,13 +138,12 @@ class MultiHead(nn.Module):
 
     def _output(self, heads: jax.Array, embed_dim: int) -> jax.Array:
         """Returns [b, T, D], the projection of heads [b, T, N, H]."""
-        outer, place, dtype = normal(self.output_std), self.placement, self.dtype
+        outer, zeros, place, dtype = normal(self.output_std), nn.initializers.zeros, self.placement, self.dtype
         shape, axes = (*heads.shape[2:], embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, place, dtype)
         result = multiplied(self, "output", heads, output, axes, place)
         result = place.cotangent(result, ("batch", "sequence", "embed"))
         if self.attention.output_bias:
-            zeros = nn.initializers.zeros_init()
             result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, place, dtype)
         return result
 
@@ -259,7 +258,7 @@ class MultiHead(nn.Module):
         kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
         heads = multiplied(self, name, x, kernel, axes, self.placement)
         if self.attention.qkv_biases:
-            zeros = nn.initializers.zeros_init()
+            zeros = nn.initializers.zeros
             heads = heads + weight(self, f"{name}_bias", shape[1:], axes[1:], zeros, self.placement, self.dtype)
         return checkpoint_name(self.placement.activation(heads, ("batch", "sequence", axis, "head_dim")), QKV)
 

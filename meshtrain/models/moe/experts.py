@@ -70,17 +70,15 @@ class Experts(nn.Module):
         Returns:
           The results, and what the router adds to the loss and to metrics, see `Stages.repeated`.
         """
-        o, place = self.options, self.placement
+        o, place, zeros = self.options, self.placement, nn.initializers.zeros
         router = weight(
             self, "router", (x.shape[-1], o.num_experts), ("embed", "router"), normal(o.init_std), place, jnp.float32
         )
         bias = None
         if o.router == "sigmoid":
-            zeros = nn.initializers.zeros_init()
             bias = weight(self, BIAS, (o.num_experts,), ("router",), zeros, place, jnp.float32)
         logits = routing.logits(x, router)
         if o.expert_biases:
-            zeros = nn.initializers.zeros_init()
             logits = logits + weight(self, ROUTER_SHIFT, (o.num_experts,), ("norm",), zeros, place, jnp.float32)
         groups = o.router_groups, min(o.groups_per_token, o.router_groups)
         to = routing.routed(logits, bias, o.experts_per_token, o.router, o.router_scale, groups)
@@ -126,15 +124,11 @@ class Experts(nn.Module):
         o = self.options
         sizes = {"experts": o.num_experts, "expert_embed": embed_dim, "expert_mlp": o.expert_dim}
         result: dict[str, tuple[jax.Array, Names]] = {}
-        for name, axes in BIASES.items() if o.expert_biases else ():
-            start = nn.with_logical_partitioning(nn.initializers.zeros_init(), axes)
-            bias: Arrays = self.param(name, start, tuple(sizes[str(axis)] for axis in axes), jnp.float32)
-            result[name] = bias.astype(self.dtype), axes
-        for name, axes in MATRICES.items():
-            start = nn.with_logical_partitioning(normal(self.output_std if name == "down" else o.init_std), axes)
+        for name, axes in {**(BIASES if o.expert_biases else {}), **MATRICES}.items():
+            std = self.output_std if name == "down" else o.init_std
+            start = nn.initializers.zeros if name in BIASES else normal(std)
             shape = tuple(sizes[str(axis)] for axis in axes)
-            value: Arrays = self.param(name, start, shape, jnp.float32)
-            result[name] = value.astype(self.dtype), axes
+            result[name] = weight(self, name, shape, axes, start, Placement.nowhere(), self.dtype), axes
             if self.has_variable("params", name + A):
                 for end, of_factor in zip((A, B), factor_axes(axes), strict=True):
                     factor: Arrays = self.get_variable("params", name + end)
