@@ -16,11 +16,12 @@ import numpy as np
 
 from meshtrain.data import chat
 from meshtrain.data.chat import Line, Tokens
+from meshtrain.data.chat_template import ASSISTANT
 from meshtrain.data.corpus import open_parts, tokenizer_for, vocabulary_of
 from meshtrain.data.loader import Examples
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream
-from meshtrain.data.sources import Asked, DataOptions, Source, check, checked_files
+from meshtrain.data.sources import Asked, DataOptions, Source, check, checked_files, fraction_problems, unread
 from meshtrain.data.text import read_rows, split
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, nearest, refuse
@@ -61,6 +62,9 @@ def _pair(fields: JsonObject, where: str) -> Pair:
     if all(isinstance(answer, list) for answer in answers):
         before = prompt if isinstance(prompt, list) else []
         turns = [chat.messages_of(before + answer) for answer in answers]
+        for name, answer in zip(ANSWERS, answers, strict=True):
+            if all(message["role"] != ASSISTANT for message in answer):
+                raise ValueError(f"got no message of the {ASSISTANT} for '{name}'; {ALLOWED}")
         return Pair(where, str(turns[0][:-1]), (Line(where, None, turns[0]), Line(where, None, turns[1])))
     for name, text in zip(("prompt", *ANSWERS), (prompt, *answers), strict=True):
         if not isinstance(text, str) or not is_utf8(text) or (not text and name in ANSWERS):
@@ -145,9 +149,15 @@ def _examples(texts: Sequence[Tokens], sequence_length: int, tokenizer: Tokenize
     return FirstFitExamples(TokenStream((ids,), tokenizer.end_id), sequence_length, starts, lengths - 1, rows, counted)
 
 
+def _check(options: DataOptions, reads_data: bool) -> list[str]:
+    if options.path:
+        return check(options, reads_data, like="chat")
+    return unread(options, ("tokenizer", "chat_template")) + fraction_problems(options)
+
+
 preferences = Source(
     open=functools.partial(open_parts, open_pairs),
-    check=lambda options, reads_data: check(options, reads_data and bool(options.path), like="chat"),
+    check=_check,
     tokenizer=tokenizer_for,
     vocab_size=vocabulary_of,
     options=PreferenceData,

@@ -143,6 +143,8 @@ TABLE = {
          "model.router", "allowed: softmax, sigmoid; nearest: 'softmax', the default"),
         ("data.source=synthetic data.path=tokens/*.bin", "data.path", "allowed: ''; nearest: data.source=tokens"),
         ("data.path=books/*.txt", "data.path", "allowed: ''; nearest: data.source=text"),
+        ("task=preferences data.source=preferences data.validation_path=pairs.jsonl",
+         "data.validation_path", "allowed: ''; nearest: leave it out"),
         ("data.source=synthetic data.tokenizer=t.json",
          "data.tokenizer", "allowed: bytes, the default; nearest: leave it out"),
         ("data.source=tokens data.tokenizer=t.json model.vocab_size=9",
