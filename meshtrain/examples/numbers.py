@@ -95,14 +95,8 @@ class NumberPairs:
 
     def lengths(self) -> np.ndarray:
         """Returns the tokens of each source and of each target, with their ends, int64 [pairs, 2]."""
-        num_digits = 1 + np.sum(self.numbers[:, None] >= 10 ** np.arange(1, 6), axis=1)
-        if self.spelling == "digits":
-            return np.stack([num_digits + 1, num_digits + 1], axis=1)
-        below = np.asarray([len(_below_thousand(number)) for number in range(1000)])
-        thousands, rest = np.divmod(self.numbers, 1000)
-        after = np.where(rest > 0, below[rest] + (rest < 100), 0)
-        num_words = np.where(thousands > 0, below[thousands] + 1 + after, below[rest])
-        return np.stack([num_digits + 1, num_words + 1], axis=1)
+        both = [(len(str(number)) + 1, len(spelled(number, self.spelling)) + 1) for number in self.numbers.tolist()]
+        return np.asarray(both, np.int64)
 
 
 def ids_of(spelling: str) -> dict[str, int]:
@@ -179,7 +173,8 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
     source_length, target_length = (asked.batch[name].shape[1] for name in SIDES)
     text, (train, validation) = tokenizer(options.spelling), split(options)
     splits = [NumberPairs(numbers, options.spelling) for numbers in (train, validation)]
-    most_source, most_target = np.max([pairs.lengths().max(axis=0) for pairs in splits], axis=0)
+    lengths = [pairs.lengths() for pairs in splits]
+    most_source, most_target = np.concatenate(lengths).max(axis=0)
     problems = [
         f"{key}: got {got}; allowed for numbers below {options.numbers_below:,} in {options.spelling}: at least "
         f"{least}, {what}; nearest: {least}"
@@ -192,8 +187,8 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
     ]
     refuse(problems)
     examples = [
-        packed(pairs, source_length=source_length, target_length=target_length, lengths=pairs.lengths())
-        for pairs in splits
+        packed(pairs, source_length=source_length, target_length=target_length, lengths=counted)
+        for pairs, counted in zip(splits, lengths, strict=True)
     ]
     pairs, rows = (" + ".join(f"{len(part):,}" for part in parts) for parts in (splits, examples))
     said = f"{options.numbers_below} {len(validation)} {options.spelling} {source_length} {target_length}"

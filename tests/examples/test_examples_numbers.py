@@ -49,7 +49,7 @@ def test_digits_are_spelled_one_by_one():
 
 
 @pytest.mark.parametrize("spelling", ["digits", "english"])
-def test_lengths_are_counted_without_spelling(spelling):
+def test_lengths_are_those_of_the_pairs_with_their_ends(spelling):
     numbers = np.concatenate([np.arange(2500), np.random.default_rng(0).integers(0, 1_000_000, 500), [999_999]])
     pairs = NumberPairs(numbers, spelling)
     counted = [(len(source) + 1, len(target) + 1) for source, target in map(pairs.__getitem__, range(len(pairs)))]
