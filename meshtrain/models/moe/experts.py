@@ -97,17 +97,15 @@ class Experts(nn.Module):
         """Returns what the experts add for each token [b, T, D], and how many turns took 0, 1, ... P parts."""
         place = self.placement
         matrices = self._matrices(x.shape[-1])
-        axes = {name: axes for name, (_, axes) in matrices.items()}
-        arrays = {name: array for name, (array, _) in matrices.items()}
         # Shapes of initial weights are computed before JAX may query devices.
         platform = "cpu" if self.is_initializing() else place.platform
-        plan = _Plan.of(place, x, arrays, axes, self.options, platform)
+        plan = _Plan.of(place, x, matrices, self.options, platform)
         stacks = self._stacks(plan)
         of_stacks = {name: Stack._make([PartitionSpec(None, *plan.stored[name]), PartitionSpec()]) for name in stacks}
         inputs = plan.x, plan.x, plan.x, dict(plan.stored), of_stacks
         of_seen = PartitionSpec(axes_in(plan.x) or None)
         run = place.on_shards(plan.on_device, inputs, (plan.result, of_seen), is_opaque=True)
-        result, seen = run(x, to.chosen, to.gates, arrays, stacks)
+        result, seen = run(x, to.chosen, to.gates, {name: array for name, (array, _) in matrices.items()}, stacks)
         return result, jnp.sum(seen, axis=0)
 
     def _stacks(self, plan: "_Plan") -> Stacks:
@@ -137,12 +135,7 @@ class Experts(nn.Module):
 
 
 def _sums(
-    options: DecoderOptions,
-    to: Routing,
-    counts: jax.Array,
-    tokens: Tokens,
-    layer: jax.Array,
-    seen: jax.Array,
+    options: DecoderOptions, to: Routing, counts: jax.Array, tokens: Tokens, layer: jax.Array, seen: jax.Array
 ) -> LayerSums:
     """Returns what one layer adds to the loss sum, and its metrics; losses are means over layers where logged.
 
@@ -229,18 +222,16 @@ class _Plan:
         cls,
         place: Placement,
         x: jax.Array,
-        matrices: Mapping[str, jax.Array],
-        axes: Mapping[str, Names],
+        matrices: Mapping[str, tuple[jax.Array, Names]],
         o: DecoderOptions,
         platform: str,
     ) -> "_Plan":
         """Returns the plan for these tokens and matrices, without the axes that are manual here."""
         of_x = place.activation_spec(x.shape, X)
-        shapes = {name: array.shape for name, array in matrices.items()}
-        whole = {name: place.weight_spec(shape, axes[name]) for name, shape in shapes.items()}
+        whole = {name: place.weight_spec(array.shape, axes) for name, (array, axes) in matrices.items()}
         experts, _, inner = axes_of_dims(whole["up"], len(UP))
         assert set(experts) <= set(axes_in(of_x)), "experts are split over axes that split the batch"
-        stored = {name: place.stored_spec(shape, axes[name]) for name, shape in shapes.items()}
+        stored = {name: place.stored_spec(array.shape, axes) for name, (array, axes) in matrices.items()}
         return cls(of_x, sums_spec(place, x.shape, inner), stored, whole, experts, inner, o, platform)
 
     def on_device(

@@ -218,13 +218,7 @@ def _with_further(
 
 
 def _of_part(
-    how: How,
-    index: Index,
-    stacks: Stacks,
-    number: int | jax.Array,
-    x: jax.Array,
-    gates: jax.Array,
-    matrices: Matrices,
+    how: How, index: Index, stacks: Stacks, number: int | jax.Array, x: jax.Array, gates: jax.Array, matrices: Matrices
 ) -> jax.Array:
     """Returns what the rows of one part add for each token, [t, D]."""
     cut = how.cut

@@ -18,12 +18,7 @@ Stored = Mapping[str, jax.Array]
 
 
 def stack_entries(
-    attention: Attention,
-    num_layers: int,
-    num_rows: int,
-    num_slots: int,
-    dtype: DTypeLike,
-    latent: Latent | None = None,
+    attention: Attention, num_layers: int, num_rows: int, num_slots: int, dtype: DTypeLike, latent: Latent | None = None
 ) -> dict[str, Entry]:
     """Returns the cache of a stack of layers: `keys` and `values` [K, R, C, G, H], or `latents` [K, R, C, L]."""
     if latent:
