@@ -82,13 +82,10 @@ def seq2seq(
     """Returns the task of an encoder-decoder. It has no stages: it does not run in a pipeline.
 
     Args:
-      options: the model's shape.
+      options: the model's shape; for others see `transformer.task.decoder`.
       batch_size: B, sequences in the global batch.
       sequence_length: T, tokens of targets.
-      dtype: of activations, and of weights when they are multiplied with them; parameters are float32.
-      output_dtype: of the head's logits; None: `dtype`.
       remat: what the backward pass recomputes; `every` divides both stacks.
-      placement: the shardings of activations and of gathered weights; None: one device, without shardings.
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the data"
     lengths = (options.source_length or sequence_length, sequence_length)

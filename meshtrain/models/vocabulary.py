@@ -476,13 +476,7 @@ def _looped(
 ) -> Computed:
     """Returns the loss of one device's tokens, and where they are wanted its gradients of x and of the weight.
 
-    Args:
-      loss: which loss.
-      product: makes the logits.
-      shards: the axes that split the columns.
-      local: x, weight, targets and weights, this device's shards.
-      of_x: whether the gradient of x is wanted.
-      of_weight: whether that of the weight is.
+    Of `local`: x, weight, targets and weights, this device's shards.
     """
     x, weight, targets, weights = local
     num_tokens, dim = shards.num_tokens, product.names.index("embed")

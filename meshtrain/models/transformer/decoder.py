@@ -267,16 +267,13 @@ def run_layers(
     """Returns the activations after K layers, [b, T, D], and the sums of these layers, see `Stages.repeated`.
 
     Args:
-      options: the model's shape, for `layer`.
+      options: see `layer_stack`, for `placement`, `dtype` and `layer` as well.
       layers: parameters, each leaf [K, ...].
       x: [b, T, D].
       indices: int32 [K], of the layers in the whole model.
       given: further arguments of each layer, for the decoder's: keys, angles, documents, slots, tokens.
-      placement: where activations and gathered weights live.
-      dtype: of the activations.
       train: whether to apply dropout and `remat`.
       remat: what the backward pass recomputes. `every` has to divide K.
-      layer: the class of a layer, with the fields and arguments of `Layer`.
     """
     policy, every = (remat.policy, remat.every) if train else ("none", 1)
     unroll = train and remat.unrolls
