@@ -89,11 +89,11 @@ def seq2seq(
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the data"
     lengths = (options.source_length or sequence_length, sequence_length)
-    model = Seq2Seq(options, *lengths, dtype, output_dtype or dtype, placement or Placement.nowhere())
+    model = Seq2Seq(options, *lengths, dtype, output_dtype or dtype, placement or Placement.nowhere(), remat)
     of_init, num_layers = initializer(options, *lengths), options.num_encoder_layers + options.num_layers
     return Task(
         init=of_init,
-        loss=functools.partial(model.loss, remat=remat),
+        loss=model.loss,
         batch=pair_batch(batch_size, *lengths, options.vocab_size),
         logits=model.all_logits,
         decode=model.decoding(),
@@ -131,24 +131,23 @@ class Seq2Seq:
     dtype: DTypeLike
     output_dtype: DTypeLike
     placement: Placement
+    remat: RematOptions
 
-    def encode(self, params: Params, batch: Batch, keys: jax.Array, train: bool, remat: RematOptions) -> Memory:
+    def encode(self, params: Params, batch: Batch, keys: jax.Array, train: bool) -> Memory:
         """Returns what cross-attention reads: the encoder's output [b, S, D], and the pair of each token [b, S]."""
         tokens, positions = batch["source_tokens"], batch["source_positions"]
         segment_ids, keys = batch["source_segment_ids"], side_keys(keys, SOURCE)
         x = self.embed(params, SOURCE, tokens, positions, keys, train)
         given = (keys, angles_of(self.options, positions), segment_ids, None)
-        return Memory(self.stack(params["encoder"], x, given, train, remat), segment_ids)
+        return Memory(self.stack(params["encoder"], x, given, train), segment_ids)
 
-    def decode(
-        self, params: Params, memory: Memory, batch: Batch, keys: jax.Array, train: bool, remat: RematOptions
-    ) -> jax.Array:
+    def decode(self, params: Params, memory: Memory, batch: Batch, keys: jax.Array, train: bool) -> jax.Array:
         """Returns the decoder's output [b, T, D]."""
         tokens, positions = batch["tokens"], batch["positions"]
         keys = side_keys(keys, TARGET)
         x = self.embed(params, TARGET, tokens, positions, keys, train)
         given = (keys, angles_of(self.options, positions), batch["segment_ids"], None, memory)
-        return self.stack(params["decoder"], x, given, train, remat)
+        return self.stack(params["decoder"], x, given, train)
 
     def embed(
         self, params: Params, side: str, tokens: jax.Array, positions: jax.Array, keys: jax.Array, train: bool
@@ -159,9 +158,7 @@ class Seq2Seq:
         x: Activations = embedding.apply({"params": params["embedding"]}, side, tokens, positions, rows, keys, train)
         return x
 
-    def stack(
-        self, params: Params, x: jax.Array, given: tuple[Given, ...], train: bool, remat: RematOptions
-    ) -> jax.Array:
+    def stack(self, params: Params, x: jax.Array, given: tuple[Given, ...], train: bool) -> jax.Array:
         """Returns the activations after all layers of a stack and its last norm, [b, L, D].
 
         Args:
@@ -169,9 +166,8 @@ class Seq2Seq:
           x: [b, L, D].
           given: further arguments of each `Layer`: keys, angles, pairs, slots, and for the decoder the memory.
           train: whether to apply dropout and `remat`.
-          remat: what the backward pass recomputes.
         """
-        layers, place, dtype = params["layers"], self.placement, self.dtype
+        layers, place, dtype, remat = params["layers"], self.placement, self.dtype, self.remat
         layers = computing(layers, dtype) if train and casts_first(remat, place) else layers
         indices = jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         x, sums = run_layers(self.options, layers, x, indices, given, place, dtype, train, remat, Layer)
@@ -186,14 +182,14 @@ class Seq2Seq:
         result: Arrays = module.apply(params_of(params, "head"), x, table, loss)
         return result
 
-    def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
+    def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
         """Returns (sum of cross-entropies over targets, number of targets, metrics).
 
         Without dropout, in an evaluation, the metrics have `exact_match`, see there.
         """
         keys = sequence_keys(rng, batch)
-        memory = self.encode(params, batch, keys, train, remat)
-        x = self.decode(params, memory, batch, keys, train, remat)
+        memory = self.encode(params, batch, keys, train)
+        x = self.decode(params, memory, batch, keys, train)
         targets, weights, vocab_size = batch["targets"], batch["weights"], self.options.vocab_size
         if train:
             cross_entropy = vocabulary.CrossEntropy(vocab_size, self.options.loss_chunk)
@@ -207,8 +203,8 @@ class Seq2Seq:
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V] of a batch without dropout, padding at minus infinity."""
         keys = sequence_keys(jax.random.key(0), batch)
-        memory = self.encode(params, batch, keys, False, NOTHING_AGAIN)
-        x = self.decode(params, memory, batch, keys, False, NOTHING_AGAIN)
+        memory = self.encode(params, batch, keys, False)
+        x = self.decode(params, memory, batch, keys, False)
         return vocabulary.without_padding(self.columns(params, x), self.options.vocab_size)
 
     def decoding(self) -> Decode:
@@ -251,7 +247,7 @@ class Seq2Seq:
         tokens = jnp.where(positions == lengths[:, None], self.options.begin_id, tokens)
         filled = caches.first_slots(lengths + 1, num_sources)
         source = {"source_tokens": tokens, "source_positions": positions, "source_segment_ids": filled}
-        memory = self.encode(params, source, self._no_keys(num_rows), False, NOTHING_AGAIN)
+        memory = self.encode(params, source, self._no_keys(num_rows), False)
         ones = jnp.ones(num_rows, jnp.int32)
         begin, zeros = ones * self.options.begin_id, 0 * ones
         y, new = self._one_token(params, begin, zeros, {}, (ones[:, None], None, memory, None))

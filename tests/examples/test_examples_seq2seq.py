@@ -12,7 +12,6 @@ from flax.core import meta
 from meshtrain.examples.pairs import packed
 from meshtrain.examples.seq2seq import SOURCE, TARGET, Seq2SeqOptions, side_keys, sinusoids
 from meshtrain.examples.seq2seq_task import seq2seq
-from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.plan.target.traced_flops import traced_flops
 
@@ -81,7 +80,7 @@ def test_a_target_sees_all_of_its_source_and_the_targets_before_it(model):
 
 def test_tokens_of_a_source_see_each_other(model):
     task, params, _ = model
-    encode = functools.partial(task.loss.func.__self__.encode, train=False, remat=RematOptions("none"))
+    encode = functools.partial(task.loss.__self__.encode, train=False)
     batch = batch_of(example_of(PAIRS), example_of([*PAIRS[:1], ([8, 1], PAIRS[1][1]), *PAIRS[2:]]))
     states, _ = jax.jit(encode)(params, batch, jax.random.split(jax.random.key(0), 2))
     differs = np.abs(states[0] - states[1]).max(axis=-1) > 1e-4

@@ -88,14 +88,14 @@ def decoder(
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
     num_positions = options.max_positions or sequence_length
     place = placement or Placement.nowhere()
-    model = Decoder(options, num_positions, dtype, output_dtype or dtype, place, watches)
+    model = Decoder(options, num_positions, dtype, output_dtype or dtype, place, remat, watches)
     num_parameters = count_parameters(options, num_positions)
     num_active = num_parameters - num_idle_parameters(options)
     has_biases = options.num_experts > 0 and options.router == "sigmoid"
     stages = Stages(
         options.num_repeated,
-        functools.partial(model.first, remat=remat),
-        functools.partial(model.repeated, remat=remat),
+        model.first,
+        model.repeated,
         model.last,
         model.logits,
         model.cast,
@@ -131,17 +131,11 @@ class Decoder:
     dtype: DTypeLike
     output_dtype: DTypeLike
     placement: Placement
-    watches: bool = False
+    remat: RematOptions
+    watches: bool
 
     def first(
-        self,
-        params: Params,
-        batch: Batch,
-        rng: jax.Array,
-        train: bool,
-        axis: vocabulary.Axis = None,
-        *,
-        remat: RematOptions = NOTHING_AGAIN,
+        self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: vocabulary.Axis = None
     ) -> jax.Array:
         """Returns the activations that enter the first of the layers that are alike, [b, T, D].
 
@@ -150,7 +144,7 @@ class Decoder:
         x = self.embedded(params, batch, rng, train, axis)
         if not self.options.num_dense:
             return x
-        once = dataclasses.replace(remat, every=1)
+        once = dataclasses.replace(self.remat, every=1)
         return self._run(self.options.of_dense, params[FIRST], x, batch, rng, 0, train, once)[0]
 
     def embedded(
@@ -163,18 +157,10 @@ class Decoder:
         return x
 
     def repeated(
-        self,
-        layers: Params,
-        x: jax.Array,
-        batch: Batch,
-        rng: jax.Array,
-        start: jax.Array | int,
-        train: bool,
-        *,
-        remat: RematOptions,
+        self, layers: Params, x: jax.Array, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
     ) -> tuple[jax.Array, LayerSums]:
         """Returns the activations after K layers, and their sums; the first has the index `start` among those alike."""
-        return self._run(self.options, layers, x, batch, rng, start + self.options.num_dense, train, remat)
+        return self._run(self.options, layers, x, batch, rng, start + self.options.num_dense, train, self.remat)
 
     def _run(
         self,
@@ -226,7 +212,7 @@ class Decoder:
         """Returns float32 logits [B, T, V] of a batch without dropout, padding at minus infinity."""
         rng = jax.random.key(0)
         x = self.first(params, batch, rng, False)
-        y, _ = self.repeated(params["layers"], x, batch, rng, 0, False, remat=NOTHING_AGAIN)
+        y, _ = self.repeated(params["layers"], x, batch, rng, 0, False)
         return self.logits(params, y)
 
     def decode(self, sequence_length: int) -> Decode:
