@@ -34,8 +34,7 @@ from meshtrain.models.task import (
     Sums,
     Task,
     batch_axes,
-    checked_loss,
-    checked_stages,
+    checked,
     entries,
     refuse_weights,
 )
@@ -177,8 +176,7 @@ def assemble(
     mesh = make_mesh(shape, devices)
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     placement = Placement(rules, mesh, config.zero.keeps_gathered, in_fp8(config.precision))
-    task = made(config, placement, make_task)
-    task = dataclasses.replace(task, loss=checked_loss(task.loss), stages=task.stages and checked_stages(task.stages))
+    task = checked(made(config, placement, make_task))
     return _on_mesh(config, task, pipeline_program(config, shape), placement, rules, mesh)
 
 

@@ -39,7 +39,13 @@ AfterUpdate = Callable[[Params, Metrics], Params]
 SEQUENCE_INDEX = "sequence_index"
 LAYERS = "layers"  # the key of the stack of layers among parameters, and the logical axis along it
 _SUMMED = (jnp.dtype(jnp.float32), jnp.dtype(jnp.int32))  # over microbatches and replicas
-_TAKEN = ("step", "loss", "weight", "grad_norm", "learning_rate", "skipped_steps", "loss_scale")  # rows have them
+# Columns of a run's rows, besides the task's unit and its rate: a metric of such a name would be lost.
+TAKEN = (
+    *("step", "loss", "weight", "grad_norm", "learning_rate", "loss_scale", "mfu", "model_flops_per_second"),
+    *("skipped_steps", "skipped_in_a_row", "first_not_finite", "first_not_finite_layer", "processes", "slow_process"),
+    *("first_step_seconds", "step_seconds", "data_seconds", "host_seconds", "device_wait_seconds", "data_share"),
+    *("useful_seconds", "timed_steps", "goodput"),
+)
 
 
 class Sums(NamedTuple):
@@ -265,7 +271,7 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
     return (tuple, list) if kind is tuple else (kind,)
 
 
-def checked_loss(loss: Callable[..., Tree], where: str = "Task.loss") -> Callable[..., Loss]:
+def checked_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss") -> Callable[..., Loss]:
     """Returns a function with a check, while it is traced, that it returns (sum, weight, metrics), all scalars.
 
     The returned function raises UserError where it does not, where one is no float32 or int32, which other meshes and
@@ -273,10 +279,12 @@ def checked_loss(loss: Callable[..., Tree], where: str = "Task.loss") -> Callabl
 
     Args:
       loss: any arguments -> anything, such as `Task.loss`.
+      unit: of the task, which names two columns of a row.
       where: its name.
     """
+    own = {*TAKEN, unit, f"{unit}_per_second"}
 
-    def checked(*given: Params | Batch | jax.Array | bool | str | None) -> Loss:
+    def run(*given: Params | Batch | jax.Array | bool | str | None) -> Loss:
         returned = loss(*given)
         is_loss = isinstance(returned, tuple) and len(returned) == 3 and are_metrics(returned[2])
         is_loss = is_loss and all(map(is_scalar, returned[:2]))
@@ -288,19 +296,22 @@ def checked_loss(loss: Callable[..., Tree], where: str = "Task.loss") -> Callabl
                 "loss.astype(jnp.float32).sum(), weights.sum(), {}"
             )
         result: Loss = returned
-        if taken := [name for name in result[2] if not isinstance(name, str) or name in _TAKEN or name[:5] == "eval_"]:
+        if taken := [name for name in result[2] if not isinstance(name, str) or name in own or name[:5] == "eval_"]:
             raise UserError(
-                f"{where}: got the metric {taken[0]!r}; allowed: texts other than eval_... and those of the "
-                f"step, {', '.join(_TAKEN)}; nearest: own_{taken[0]}"
+                f"{where}: got the metric {taken[0]!r}; allowed: texts other than eval_... and the columns that each "
+                f"row has, such as loss or step_seconds; nearest: own_{taken[0]}"
             )
         return result
 
-    return checked
+    return run
 
 
-def checked_stages(stages: Stages) -> Stages:
-    """Returns stages whose last function is checked as `checked_loss` does."""
-    return dataclasses.replace(stages, last=checked_loss(stages.last, "Task.stages.last"))
+def checked(task: Task) -> Task:
+    """Returns a task whose loss, and the last function of its stages, are checked as `checked_loss` does."""
+    stages = task.stages
+    if stages:
+        stages = dataclasses.replace(stages, last=checked_loss(stages.last, task.unit, "Task.stages.last"))
+    return dataclasses.replace(task, loss=checked_loss(task.loss, task.unit), stages=stages)
 
 
 def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[str]:

@@ -55,7 +55,7 @@ def test_noam_is_refused_where_the_task_states_no_width():
 )
 def test_a_loss_that_returns_something_else_is_refused_in_one_line(returned, got):
     with pytest.raises(UserError) as caught:
-        checked_loss(lambda *_: returned)({}, {}, None, True)
+        checked_loss(lambda *_: returned, "tokens")({}, {}, None, True)
     assert str(caught.value).startswith(f"Task.loss: {got}")
     assert "; allowed: a tuple of the sum" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -85,7 +85,7 @@ def test_an_update_that_returns_other_parameters_is_refused_in_one_line(returned
 
 def test_sums_pass_as_they_are():
     sums = (jnp.float32(1), 3, {"correct": jnp.int32(2), "right": Ratio(jnp.float32(1), jnp.float32(2))})
-    assert checked_loss(lambda *_: sums)({}, {}, None, True) is sums
+    assert checked_loss(lambda *_: sums, "tokens")({}, {}, None, True) is sums
 
 
 def test_ratios_of_layers_are_added_to_those_of_the_head():

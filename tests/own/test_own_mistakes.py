@@ -183,7 +183,7 @@ def refusal_while_traced(directory, make, **values):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["loss", "step", "eval_loss", 7])
+@pytest.mark.parametrize("name", ["loss", "eval_loss", "step_seconds", "rows", 7])
 def test_a_metric_has_no_name_of_the_programs_own(tmp_path, name):
     last = lambda params, x, batch, axis: (nll(x, params["head"], batch["labels"]), jnp.float32(1), {name: x[0, 0]})  # noqa: E731
     assert refusal_while_traced(tmp_path / "run", task(last=last)).startswith(f"Task.loss: got the metric {name!r}; ")

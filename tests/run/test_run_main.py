@@ -21,6 +21,7 @@ from meshtrain.cli.flags import load
 from meshtrain.config import config as configuration
 from meshtrain.config.resume import from_json
 from meshtrain.main import main
+from meshtrain.models.task import TAKEN
 from meshtrain.plan import __main__ as plan
 from meshtrain.run import weights
 from meshtrain.sharding.rules import AXES
@@ -42,6 +43,11 @@ def test_a_run_leaves_what_outside_programs_read(straight):
     with find(straight.directory) as checkpoints:
         assert checkpoints.steps() == [10], "the last step saves, whatever the interval"
     assert list((straight.directory / "tensorboard").iterdir())
+
+
+def test_a_tasks_metric_hides_no_column(straight):
+    columns = {name for row in straight.rows if "loss" in row for name in row}
+    assert columns <= {*TAKEN, "tokens", "tokens_per_second"}
 
 
 def test_it_records_what_a_device_holds(straight):
