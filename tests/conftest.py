@@ -49,9 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     cache = getattr(config, "cache", None)
     if cache is not None:  # None under `-p no:cacheprovider`
-        # One folder a worker: JAX writes entries in place, and another worker could read half of one.
-        worker = getattr(config, "workerinput", {"workerid": "main"})["workerid"]
-        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir(f"jax-{jax.__version__}-{worker}")))
+        # For all workers: JAX writes entries in place, and where another worker reads half of one, it compiles.
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir(f"jax-{jax.__version__}")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
