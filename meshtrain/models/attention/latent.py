@@ -49,7 +49,7 @@ class LatentAttention(MultiHead):
         Args:
           x: [b, T, D]; for others see `MultiHead`.
           angles: rotary angles float32 [b, T, P / 2].
-          memory: None.
+          memory: None, as latents are those of the sequence itself.
           stretch: what whole queries and keys are multiplied by; None: nothing.
         """
         assert memory is None, "a latent is one of the sequence itself"
