@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject
-from meshtrain.hf.config_json import CONFIG_FILE, QUANTIZED, differing, in_no_table, of_json
+from meshtrain.hf.config_json import CONFIG_FILE, QUANTIZED, TIED, differing, in_no_table, of_json
 from meshtrain.hf.families import FAMILIES
 from meshtrain.hf.positions import (
     DEEPSEEK,
@@ -82,7 +82,9 @@ def as_json(
     if family in IN_HALVES:
         stated |= _ropes_in_turns(options, stated, family)
     ignored = {"meshtrain_ignored": in_no_table(original)} if in_no_table(original) else {}
-    return stated | _both_ropes(original, stated) | ignored | {"dtype": dtype, "torch_dtype": dtype}
+    # A head that the original's config.json ties although its files have a separate one.
+    untied = {} if stated[TIED] else {TIED: False}
+    return stated | _both_ropes(original, stated) | untied | ignored | {"dtype": dtype, "torch_dtype": dtype}
 
 
 def _rope(options: DecoderOptions) -> JsonObject:

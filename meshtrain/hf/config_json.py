@@ -12,7 +12,7 @@ from meshtrain import options
 from meshtrain.data.tokenizer import TOKENIZER
 from meshtrain.errors import UserError, refuse
 from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at
-from meshtrain.hf import positions
+from meshtrain.hf import names, positions, tensor_files
 from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, OF_IMAGES, ONLY, WITH_IMAGES, Family
 from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, take
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -20,6 +20,7 @@ from meshtrain.options import Options, Value, Values
 
 CONFIG_FILE = "config.json"
 QUANTIZED = "quantization_config"
+TIED = "tie_word_embeddings"
 ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapters alone
 # Options that the weights do not depend on; a user may choose them.
 _FREE = (
@@ -37,12 +38,15 @@ class Described:
       options: of the decoder.
       max_length: tokens of the longest text of training; 0: it does not say.
       dtype: of the weights, as the file names it; bfloat16 where it says but how they are packed; '': neither.
+      separate_head: name of the tensor of an output head that is no copy of the embedding table although config.json
+        ties them; `options` are then untied, as in transformers. '': there is none.
     """
 
     family: str
     options: DecoderOptions
     max_length: int
     dtype: str
+    separate_head: str = ""
 
 
 def is_described(directory: str | Path) -> bool:
@@ -63,7 +67,7 @@ def is_decoder(model: Options) -> bool:
 
 
 def described(directory: str | Path, ignore: str | None = "") -> Described:
-    """Returns what the config.json of a folder describes.
+    """Returns what the config.json of a folder describes, untied if its files have a separate output head.
 
     Args:
       directory: the folder.
@@ -74,7 +78,31 @@ def described(directory: str | Path, ignore: str | None = "") -> Described:
       UserError: one line for each key that is missing, wrong or not understood.
     """
     path = expanded(directory) / CONFIG_FILE
-    return of_json(_loaded(path), path, ignore)
+    model = of_json(_loaded(path), path, ignore)
+    if not model.options.tied_embeddings or not (head := _separate_head(path.parent, model)):
+        return model
+    return dataclasses.replace(
+        model, options=dataclasses.replace(model.options, tied_embeddings=False), separate_head=head
+    )
+
+
+def _separate_head(folder: Path, model: Described) -> str:
+    """Returns the name of an output head in a folder's files whose values differ from the embedding table's, or ''."""
+    stored, problems = tensor_files.tensors(folder)
+    table, head = names.table_and_head(model.family, model.options, stored)
+    if problems or not {table, head} <= stored.keys() or tensor_files.same_values(stored[head], stored[table]):
+        return ""
+    return head
+
+
+def head_note(directory: str | Path, model: Described) -> str:
+    """Returns the warning about a separate output head in a folder whose config.json ties it; '' without one."""
+    if not model.separate_head:
+        return ""
+    return (
+        f"{directory}: {CONFIG_FILE} has {TIED}=true, and {model.separate_head} differs from the embedding table; it "
+        "is read as a separate output head, as in transformers"
+    )
 
 
 def config_of_text(directory: str | Path) -> JsonObject:
@@ -101,7 +129,7 @@ def _text_half(given: JsonObject) -> JsonObject:
     found |= {key: value for key, value in given.items() if key not in OF_IMAGES}
     found |= {key: value for key, value in row.absent.items() if not (has_ropes and key.startswith("rope_"))} | text
     # A head of its own is one even where only the outer object says so.
-    return found | ({"tie_word_embeddings": False} if given.get("tie_word_embeddings") is False else {})
+    return found | ({TIED: False} if given.get(TIED) is False else {})
 
 
 def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Described:

@@ -12,6 +12,7 @@ The names are those of the state dicts of the package transformers (Wolf et al. 
 """
 
 import collections
+import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -260,6 +261,13 @@ def weights(family: str, options: DecoderOptions) -> list[Weight]:
     table += _MLP_BIASES if options.mlp_biases else ()
     norms = _QK_NORM_OF_ALL if options.qk_norm_of_all else _QK_NORM
     return table + [*(norms if options.qk_norm else ())]
+
+
+def table_and_head(family: str, options: DecoderOptions, names: Collection[str]) -> tuple[str, str]:
+    """Returns the names that the embedding table and a separate output head have in files with these tensor names."""
+    untied = as_in_files(weights(family, dataclasses.replace(options, tied_embeddings=False)), names)
+    name_of = {row.path: row.name for row in untied}
+    return name_of["embedding/table"], name_of[_HEAD.path]
 
 
 def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]:

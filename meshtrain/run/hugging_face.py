@@ -8,6 +8,7 @@ python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16] [-
 import argparse
 import contextlib
 import dataclasses
+import json
 import re
 import shutil
 import sys
@@ -23,11 +24,20 @@ from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import NUM_BYTES, TEMPLATE, TOKENIZER, file_tokenizer
-from meshtrain.errors import UserError, refuse, run
-from meshtrain.files import expanded, is_url, what_is_at, write_whole
+from meshtrain.errors import UserError, refuse, run, warn
+from meshtrain.files import expanded, is_url, read_json, what_is_at, write_whole
 from meshtrain.hf import adapters, export
 from meshtrain.hf.config_export import as_json, family_of
-from meshtrain.hf.config_json import config_of_text, described, differences, has_images, is_decoder, is_described
+from meshtrain.hf.config_json import (
+    TIED,
+    config_of_text,
+    described,
+    differences,
+    has_images,
+    head_note,
+    is_decoder,
+    is_described,
+)
 from meshtrain.launch import peers
 from meshtrain.models.moe.experts import MATRICES
 from meshtrain.run import weights
@@ -105,6 +115,8 @@ def _printed(arguments: argparse.Namespace) -> str:
     """Returns a configuration file for a folder, with the command line's fields, and what their data ask for."""
     given, folder, num_sequences = dict(arguments.overrides), expanded(arguments.directory).absolute(), 0
     config = of_folder(folder, given.pop("init_ignore", ""))
+    if note := head_note(folder, described(folder, ignore=None)):
+        warn(note)
     if any(folder.glob("*.safetensors")):
         config = dataclasses.replace(config, init_from=str(folder))
     checked = resolve(config, given) if given else config
@@ -131,6 +143,9 @@ def _import(arguments: argparse.Namespace) -> None:
         for name in (CONFIG_FILE, *export.COPIED):
             if (arguments.workdir / name).is_file():
                 shutil.copyfile(arguments.workdir / name, beside / name)
+        if described(arguments.workdir, ignore=None).separate_head:  # the copy has no weights that show it
+            stated = read_json((beside / CONFIG_FILE).read_text(encoding="utf-8")) | {TIED: False}
+            write_whole(beside / CONFIG_FILE, json.dumps(stated, indent=2) + "\n")
         write_whole(target / CONFIG_FILE, to_json(config))
         print(f"{assembly.task.num_parameters:,} parameters in {Path(arguments.to)}")
 

@@ -205,6 +205,8 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
         ]
     lines = hf_config.differences(config.model, opened.model.options, config.sequence_length, directory)
     lines += _other_tokenizer(config, opened.directory)
+    if (note := hf_config.head_note(directory, opened.model)) and not lines and peers.is_main_process():
+        warn(note)
     if opened.left_out and not lines and peers.is_main_process():
         warn(f"{directory}: {opened.left_out} tensors of its model of images are left out; this is its model of text")
     if 0 < opened.model.max_length < config.sequence_length and not lines and peers.is_main_process():
