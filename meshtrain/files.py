@@ -91,6 +91,21 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def identities(path: str | os.PathLike[str]) -> set[str | tuple[int, int]]:
+    """Returns a file's resolved path, and its device and inode; of an object in a bucket its URL.
+
+    Two paths lead to one file (by `..`, a link, a hard link or a mount) if they have an identity in common. The inode
+    alone does not suffice: some mounted file systems number files anew for each path.
+    """
+    if is_url(str(path)):
+        return {str(path)}
+    found: set[str | tuple[int, int]] = {os.path.realpath(path)}
+    with contextlib.suppress(OSError, ValueError):  # nothing is there, or a name that no file can have
+        about = os.stat(path)
+        found.add((about.st_dev, about.st_ino))
+    return found
+
+
 def is_url(path: str) -> bool:
     """Returns whether a path begins like a URL, which an operating system would take for a folder such as `gs:`."""
     return _SCHEME.match(path) is not None

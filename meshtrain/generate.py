@@ -13,7 +13,7 @@ from meshtrain.cli import flags
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.tokenizer import Tokenizer, end_ids
 from meshtrain.errors import Problems, UserError, refuse, run, warn
-from meshtrain.files import is_utf8, target_problems
+from meshtrain.files import expanded, identities, is_utf8, target_problems
 from meshtrain.generation.answers import Shown, Wanted, answers, fitting, room_left, trained_left
 from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
 from meshtrain.generation.sampling import Sampling
@@ -92,6 +92,9 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
     if arguments.prompt is not None and arguments.prompts is not None:
         problems.add("--prompt, --prompts: got both; allowed: one of them; nearest: drop --prompt")
     prompts = from_flags(arguments.prompt or [], problems)
+    if arguments.prompts and arguments.out and identities(expanded(arguments.prompts)) & identities(arguments.out):
+        problems.add(f"--out: got '{arguments.out}', which --prompts names too; allowed: another file; nearest: "
+                     f"--out={arguments.out}.texts.jsonl")  # fmt: skip
     if arguments.prompts is not None:
         prompts += from_file(arguments.prompts, problems, chat=arguments.chat)
     return prompts, problems.lines()

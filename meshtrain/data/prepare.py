@@ -4,7 +4,6 @@ An output that ends in / is a folder, with a token file for each file of text; t
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -12,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -21,16 +20,17 @@ import numpy as np
 from tqdm import tqdm
 
 from meshtrain.cli import flags
-from meshtrain.data.text import find_files, read_documents, tokens_as_text
-from meshtrain.data.token_files import TokenFile, make_index, read_sidecar, sidecar_path, write_index
+from meshtrain.data.text import find_files, is_table, read_documents, tokens_as_text
+from meshtrain.data.token_files import TokenFile, is_intact, make_index, read_description, sidecar_path, write_index
 from meshtrain.data.tokenizer import Tokenizer, file_problems, folder_end_token, open_tokenizer, tokenizer_file
 from meshtrain.errors import Problems, UserError, refuse, run
-from meshtrain.files import expanded, replacing, what_is_at, write_whole
-from meshtrain.store.buckets import Place
+from meshtrain.files import expanded, identities, replacing, what_is_at, write_whole
+from meshtrain.store.buckets import Place, version
 
 # Text tokenized at a time: enough for the tokenizer's threads, few enough that little memory is taken.
 _GROUP_BYTES = 1 << 20
 _NUM_GROUPS_AHEAD = 2
+_COUNTED = ("num_tokens", "num_documents", "sha256")  # fields of a description that are known once all is written
 _QUIET_SECONDS = 60.0  # between two lines of progress where standard error is no terminal
 
 
@@ -90,15 +90,21 @@ def _write_tokens(
     return num_tokens, num_documents, digest.hexdigest()
 
 
-def _progress(file_bytes: Iterable[int]) -> tqdm:
+def _progress(file_bytes: Iterable[int], what: str = "prepare") -> tqdm:
     """Returns a bar over the bytes of the files, with the rate and the time left; in a log it is a line a minute."""
     quiet = 0.1 if sys.stderr.isatty() else _QUIET_SECONDS
     options = {"unit": "B", "unit_scale": True, "mininterval": quiet, "delay": quiet, "ascii": quiet > 1}
-    return tqdm(total=sum(file_bytes), desc="prepare", **options)
+    return tqdm(total=sum(file_bytes), desc=what, **options)
 
 
-def _output_problems(targets: Sequence[Path], files: Iterable[Place], overwrite: bool) -> list[str]:
-    """Returns one line for each reason not to write `targets`, the token file first, from `files`."""
+def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool) -> list[str]:
+    """Returns one line for each reason not to write `targets`, the token file first.
+
+    Args:
+      targets: the files to write.
+      read: the identities of all files of text.
+      overwrite: whether existing files are replaced.
+    """
     problems, out_path = [], targets[0]
     stands = {target: what for target in targets if (what := what_is_at(target)) != "nothing there"}
     for target, what in stands.items():
@@ -114,8 +120,11 @@ def _output_problems(targets: Sequence[Path], files: Iterable[Place], overwrite:
             f"--output: got '{out_path}', but the folder '{out_path.parent}' does not exist; nearest: create it; "
             "allowed: a file in a folder that does"
         )
-    if what_is_at(out_path) == "a file" and any(isinstance(one, Path) and one.samefile(out_path) for one in files):
-        problems.append(f"--output: '{out_path}' is also read as text; allowed: another name; nearest: {out_path}.bin")
+    problems += [
+        f"--output: '{target}' is also read as text; allowed: another name; nearest: {out_path}.bin"
+        for target in stands
+        if read & identities(target)
+    ]
     return problems
 
 
@@ -158,11 +167,12 @@ def prepare(
     files, problems = find_files(path)
     problems = problems or Problems(tokens_as_text(files)).lines()
     problems += file_problems(tokenizer) if tokenizer != "bytes" else []
+    read = set[object]().union(*map(identities, files))
     if not is_folder:
         targets = [out_path, sidecar_path(out_path), out_path.with_name(f"{out_path.name}.tokenizer.json")]
-        problems += _output_problems(targets[: 2 if tokenizer == "bytes" else 3], files, overwrite)
+        problems += _output_problems(targets[: 2 if tokenizer == "bytes" else 3], read, overwrite)
     elif (what := what_is_at(out_path)) == "nothing there":
-        problems += _output_problems([out_path], [], overwrite)
+        problems += _output_problems([out_path], set(), overwrite)
     elif what != "a folder":
         problems.append(f"--output: got '{output}', {what}; allowed: a folder, or a new name; nearest: tokens/")
     refuse(problems)
@@ -170,12 +180,18 @@ def prepare(
     content = b"" if tokenizer == "bytes" else tokenizer_file(tokenizer).read_bytes()
     name = "" if is_folder else out_path.name
     described = _description(opened, content, name, end_token or folder_end_token(tokenizer))
-    write = functools.partial(_write, text_field=text_field, tokenizer=opened, content=content, described=described)
+    write = functools.partial(_write, text_field=text_field, tokenizer=opened, content=content)
     try:
         if is_folder:
-            return _write_each(files, out_path, described, overwrite, write)
+            described = _write_each(files, described, out_path, overwrite, text_field, write)
+            copy = out_path / described.tokenizer
+            if content and (what_is_at(copy) != "a file" or copy.read_bytes() != content):
+                write_whole(copy, content)  # of complete files, whose copy is lost
+            return described
+        if len(files) == 1:
+            described = _with_source(described, *next(iter(files.items())), text_field)
         with _progress(files.values()) as bar:
-            return write(files, out_path, bar)
+            return write(files, out_path, bar, described=described)
     except OSError as error:
         why = f"cannot be written ({error.strerror or error})"
         raise UserError(f"--output: '{output}' {why}; allowed: a file that can; nearest: tokens.bin") from error
@@ -197,6 +213,17 @@ def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str
         tokenizer=copied if content else "bytes",
         tokenizer_sha256=digest,
         end_token=end_token,  # the copy has no tokenizer_config.json beside it
+    )
+
+
+def _with_source(described: TokenFile, file: Place, num_bytes: int, text_field: str) -> TokenFile:
+    """Returns a description with the file of text, before it is read: a change during the reading is noticed later."""
+    return dataclasses.replace(
+        described,
+        text_field=text_field if is_table(file) else "",
+        source=os.path.realpath(file) if isinstance(file, Path) else str(file),
+        source_bytes=num_bytes,
+        source_version=version(file, "--path"),
     )
 
 
@@ -225,45 +252,93 @@ def _write(
 
 
 def _write_each(
-    files: Mapping[Place, int], folder: Path, described: TokenFile, overwrite: bool, write: Callable[..., TokenFile]
+    files: Mapping[Place, int],
+    described: TokenFile,
+    folder: Path,
+    overwrite: bool,
+    text_field: str,
+    write: Callable[..., TokenFile],
 ) -> TokenFile:
-    """Writes a token file for each file of text, but for those that are whole; see `prepare`."""
+    """Writes a token file for each file of text, except for those that are complete; see `prepare`."""
     parts = {folder / f"{path.name}.bin": path for path in files}
-    whole = {part: found for part in parts if not overwrite and (found := _whole(part, described))}
-    problems, left = Problems(), [part for part in parts if part not in whole]
     if len(parts) < len(files):
-        problems.add(f"--path: got {len(files) - len(parts)} files of a name that another has; allowed: a name once "
-                     "where --output is a folder; nearest: one folder after another")  # fmt: skip
+        raise UserError(f"--path: got {len(files) - len(parts)} files of a name that another has; allowed: a name once "
+                        "where --output is a folder; nearest: one folder after another")  # fmt: skip
+    wanted = {part: _with_source(described, path, files[path], text_field) for part, path in parts.items()}
+    whole, again, problems = _complete({} if overwrite else wanted)
+    left, read = [part for part in parts if part not in whole], set[object]().union(*map(identities, files))
     for part in left:
         targets, is_new = [part, sidecar_path(part)], what_is_at(sidecar_path(part)) == "nothing there"
-        if folder.exists():
-            problems.add(*_output_problems(targets, [parts[part]], overwrite or is_new))
+        if folder.exists() and not problems.count:
+            problems.add(*_output_problems(targets, read, overwrite or is_new or part in again))
     refuse(problems.lines())
     folder.mkdir(exist_ok=True)
+    for part, why in again.items():
+        print(f"{part}: {why}; it is made again", flush=True)
     if whole:
         print(f"{folder}: {len(whole):,} of {len(parts):,} files are whole", flush=True)
     with _progress(files[parts[part]] for part in left) as bar:
         for part in left:
             try:
-                whole[part] = write([parts[part]], part, bar)
+                whole[part] = write([parts[part]], part, bar, described=wanted[part])
             except UserError as error:
                 problems.add(*error.problems)
     refuse(problems.lines())
-    return dataclasses.replace(
-        described,
-        num_tokens=sum(one.num_tokens for one in whole.values()),
-        num_documents=sum(one.num_documents for one in whole.values()),
-    )
+    counts = {name: sum(getattr(part, name) for part in whole.values()) for name in ("num_tokens", "num_documents")}
+    return dataclasses.replace(described, **counts)
 
 
-def _whole(path: Path, wanted: TokenFile) -> TokenFile | None:
-    """Returns the description of a token file that was written with the same tokenizer."""
-    if what_is_at(path) != "a file" or what_is_at(sidecar_path(path)) == "nothing there":
-        return None
-    with contextlib.suppress(UserError):
-        found = read_sidecar(path)
-        return found if dataclasses.replace(found, num_tokens=0, num_documents=0, sha256="") == wanted else None
-    return None
+def _complete(wanted: Mapping[Path, TokenFile]) -> tuple[dict[Path, TokenFile], dict[Path, str], Problems]:
+    """Compares the token files of a folder with what this command would write; reads each of them to its end.
+
+    Args:
+      wanted: token file -> its description, without counts and sha256.
+
+    Returns:
+      The descriptions of the complete files; the files that are made again, with the reason; and one line for each file
+      that was prepared in another way, which only `--overwrite` replaces.
+    """
+    whole, again, problems = dict[Path, TokenFile](), dict[Path, str](), Problems()
+    sizes = {part: part.stat().st_size for part in wanted if what_is_at(part) == "a file"}
+    with _progress(sizes.values(), "compare") as bar:
+        for part, num_bytes in sizes.items():
+            bar.update(num_bytes)
+            if what_is_at(sidecar_path(part)) == "nothing there":
+                continue
+            try:
+                old, new = read_description(part), wanted[part]
+                problem, change = _difference(part, old, new)
+            except UserError as error:
+                problems.add(*(f"{line}, or --overwrite" for line in error.problems))
+                continue
+            if problem:
+                problems.add(problem)
+            elif change:
+                again[part] = change
+            else:
+                whole[part] = old
+    return whole, again, problems
+
+
+def _difference(part: Path, old: TokenFile, new: TokenFile) -> tuple[str, str]:
+    """Returns the problem of a token file that was prepared in another way, and why a token file is made again.
+
+    Both are empty for a complete file. Tokens of another text or with other options are not replaced unasked.
+    """
+    found = {
+        field.name: (getattr(old, field.name), getattr(new, field.name)) for field in dataclasses.fields(TokenFile)
+    }
+    differing = [name for name, (was, now) in found.items() if name not in _COUNTED and was != now]
+    options = [name for name in differing if name not in ("source_bytes", "source_version")]
+    allowed = "allowed: a folder for each way to prepare; nearest: another --output, or --overwrite"
+    if not old.source:
+        return f"--output: '{part}' is of an earlier version, which recorded no source of it; {allowed}", ""
+    if options:
+        was, now = found[options[0]]
+        return f"--output: '{part}' was prepared with {options[0]} {was!r}, here it is {now!r}; {allowed}", ""
+    if differing:
+        return "", f"'{new.source}' has changed since"
+    return "", "" if is_intact(part, old) else "it is damaged, its ids are not those that were written"
 
 
 def _as_flags(problem: str) -> str:

@@ -10,7 +10,7 @@ from meshtrain.data.own_source import Data
 from meshtrain.data.text import TABLES, is_table, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems
-from meshtrain.data.weighted_paths import PATH, named_parts
+from meshtrain.data.weighted_paths import PATH, named_parts, shared_files
 from meshtrain.errors import Problems, UserError, refusals, refuse
 from meshtrain.files import url_problems
 from meshtrain.options import Options, idle, option
@@ -223,8 +223,10 @@ def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list
         problems += Problems(found).lines()
         if not found:
             kind = _KINDS[like]
-            lines = ((part.key, line) for part in parts for line in kind(part.files))
-            problems += Problems(line.replace(PATH, key, 1) for key, line in lines).lines()
+            lines = [line.replace(PATH, part.key, 1) for part in parts for line in kind(part.files)]
+            if like == "tokens" and not lines:
+                lines = shared_files(parts, _text_of, "whose text {} has too")
+            problems += Problems(lines).lines()
     return problems
 
 
@@ -242,6 +244,13 @@ def checked_files(options: DataOptions, like: str = "") -> list[Place]:
             f"nearest: {','.join(part.paths for part in (first, *others))}"
         )
     return list(first.files)
+
+
+def _text_of(path: Path) -> list[tuple[str | int, ...]]:
+    """Returns the file of text that a token file was prepared from, and its field; nothing if this is not recorded."""
+    described = read_sidecar(path)
+    text = (described.source, described.source_bytes, described.source_version, described.text_field)
+    return [text] if described.source else []
 
 
 def _sidecar_problems(files: Iterable[Path]) -> list[str]:

@@ -10,7 +10,7 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -102,7 +102,8 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
       paths: files, objects of buckets, or globs (`**` for any depth), comma separated.
 
     Returns:
-      The files in order -> their bytes, and one line for each problem. Globs skip empty files.
+      The files in order -> their bytes, and one line for each problem. Globs skip empty files. A file that several
+      items name, also by a link, is returned once.
     """
     files: dict[Place, int] = {}
     problems = []
@@ -141,7 +142,19 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
         for path in files
         if isinstance(path, Path) and not _can_read(path)
     ]
-    return files, Problems(problems).lines()
+    return _each_once(files), Problems(problems).lines()
+
+
+def _each_once(files: Mapping[Place, int]) -> dict[Place, int]:
+    """Returns the files without further names of the same file; a name in a bucket is an object of its own."""
+    first: dict[Place | tuple[int, int], Place] = {}
+    for path in files:
+        key: Place | tuple[int, int] = path
+        if isinstance(path, Path):
+            about = path.stat()
+            key = (about.st_dev, about.st_ino)
+        first.setdefault(key, path)
+    return {path: files[path] for path in first.values()}
 
 
 def _find_objects(pattern: str) -> tuple[dict[Place, int], list[str]]:

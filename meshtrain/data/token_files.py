@@ -42,6 +42,11 @@ class TokenFile:
       tokenizer_sha256: of that tokenizer.json; `` for bytes.
       end_token: the value of data.end_token when it was prepared.
       sha256: hexadecimal, of the file; `` if an earlier version prepared it.
+      text_field: the field of the lines or rows that were read; `` for files of text, which have no fields.
+      source: the resolved path or the URL of the file of text; `` for several files, or if an earlier version prepared
+        it.
+      source_bytes: size of the file of text.
+      source_version: its time of change in nanoseconds; in a bucket, its CRC32C.
     """
 
     dtype: str
@@ -53,6 +58,10 @@ class TokenFile:
     tokenizer_sha256: str
     end_token: str
     sha256: str = ""
+    text_field: str = ""
+    source: str = ""
+    source_bytes: int = 0
+    source_version: str = ""
 
 
 def sidecar_path(path: Path) -> Path:
@@ -66,9 +75,33 @@ def read_sidecar(path: Path) -> TokenFile:
     Raises:
       UserError: the description is missing or malformed, or the file has another size.
     """
+    described = read_description(path)
+    num_bytes, expected_bytes = path.stat().st_size, described.num_tokens * np.dtype(described.dtype).itemsize
+    if num_bytes != expected_bytes:
+        raise UserError(
+            f"data.path: '{path}' has {num_bytes} bytes; its description says {described.num_tokens} tokens in "
+            f"{expected_bytes} bytes; {_WRITTEN}"
+        )
+    return described
+
+
+def is_intact(path: Path, described: TokenFile) -> bool:
+    """Returns whether a token file has the sha256 of its description; the file is read to its end."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == described.sha256
+
+
+def read_description(path: Path) -> TokenFile:
+    """Reads the description of the token file `path`, which need not be there.
+
+    Raises:
+      UserError: the description is missing or malformed.
+    """
     sidecar = sidecar_path(path)
     wanted = {field.name: field.type for field in dataclasses.fields(TokenFile)}
-    later = {"sha256": ""}
+    later = {
+        field.name: field.default for field in dataclasses.fields(TokenFile) if field.default != dataclasses.MISSING
+    }
     try:
         if (what := what_is_at(sidecar)) not in ("a file", "nothing there"):
             raise OSError(None, what)  # not opened: reading a pipe would block
@@ -86,7 +119,7 @@ def read_sidecar(path: Path) -> TokenFile:
     described = TokenFile(**{name: content[name] for name in wanted})
     if described.dtype not in DTYPES:
         raise UserError(unknown(f"dtype in '{sidecar}'", described.dtype, DTYPES) + "; nearest: prepare it again")
-    bounds = {"vocab_size": 1, "num_tokens": 0, "num_documents": 0, "end_id": -1}
+    bounds = {"vocab_size": 1, "num_tokens": 0, "num_documents": 0, "end_id": -1, "source_bytes": 0}
     wrong = [name for name, least in bounds.items() if getattr(described, name) < least]
     if described.end_id >= described.vocab_size:
         wrong.append("end_id")
@@ -100,12 +133,6 @@ def read_sidecar(path: Path) -> TokenFile:
     ):
         got = ", ".join(f"{name} {getattr(described, name)}" for name in wrong) or f"tokenizer '{described.tokenizer}'"
         raise UserError(f"data.path: '{sidecar}' says {got}; {_WRITTEN}")
-    expected_bytes = described.num_tokens * np.dtype(described.dtype).itemsize
-    if path.stat().st_size != expected_bytes:
-        raise UserError(
-            f"data.path: '{path}' has {path.stat().st_size} bytes; its description says {described.num_tokens} tokens "
-            f"in {expected_bytes} bytes; {_WRITTEN}"
-        )
     return described
 
 

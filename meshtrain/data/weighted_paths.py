@@ -6,12 +6,13 @@ the name of a file, or a glob that matches one, is that and nothing else.
 
 import glob
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 from meshtrain.data.text import find_files
+from meshtrain.files import identities
 from meshtrain.store.buckets import Place
 
 PATH, VALIDATION_PATH = "data.path", "data.validation_path"
@@ -50,15 +51,37 @@ def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[str]]
         files, problems = find_files(path)
         parts = [Part("", path, list(files))]
     held, found = _named(_texts(validation_path), VALIDATION_PATH)
-    trained = {file for part in parts for file in part.files}
-    found += [
-        f"{VALIDATION_PATH}: got '{file}', which {PATH} names too; allowed: files that are not trained on; nearest: "
-        "leave it out"
-        for part in held
-        for file in part.files
-        if file in trained
-    ]
-    return parts + held, problems + found
+    parts += held
+    return parts, problems + found + shared_files(parts, identities)
+
+
+def shared_files(
+    parts: Sequence[Part], identities_of: Callable[[Place], Iterable[Hashable]], why: str = "which {} names too"
+) -> list[str]:
+    """Returns one line for each file of a source or validation set that another source or set has too.
+
+    Args:
+      parts: the sources and the sets.
+      identities_of: a file -> its identities; two files are the same one if they have an identity in common.
+      why: what is wrong with a file, with a place for the option or the name of the other part.
+    """
+    if len(parts) == 1:
+        return []
+    problems, owners = list[str](), dict[Hashable, tuple[Part, Place]]()
+    for part in parts:
+        for file in part.files:
+            known = set(identities_of(file))
+            owner, path = next((owners[one] for one in known if one in owners), (part, file))
+            owners |= dict.fromkeys(known - owners.keys(), (part, file))
+            if owner is part:
+                continue
+            other = owner.key if owner.key != part.key or not owner.name else f"'{owner.name}'"
+            alias = "" if str(path) == str(file) else f" as '{path}'"
+            allowed = "files that are not trained on" if owner.key != part.key else "each file once"
+            problems.append(
+                f"{part.key}: got '{file}', {why.format(other)}{alias}; allowed: {allowed}; nearest: leave it out"
+            )
+    return problems
 
 
 def _texts(paths: str) -> list[str]:

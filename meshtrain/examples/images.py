@@ -16,8 +16,10 @@ import numpy as np
 from meshtrain.data.corpus import tokenizer_for, vocabulary_of
 from meshtrain.data.own_source import Data, opened
 from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unmounted, unread
+from meshtrain.data.weighted_paths import PATH, VALIDATION_PATH, Part, shared_files
 from meshtrain.errors import refuse
 from meshtrain.examples.idx import find_images, read_pairs
+from meshtrain.files import identities
 from meshtrain.options import option
 
 DIGITS = Path(__file__).parent / "digits" / "images-idx3-ubyte.gz"
@@ -152,9 +154,12 @@ def check(options: ImageOptions, reads_data: bool) -> list[str]:
     urls = unmounted(options) if inputs else []
     problems = unread(options, inputs, lambda path: "idx") + fraction_problems(options) + urls
     if reads_data and inputs and not urls:
-        problems += find_images(options.path, "data.path")[1]
+        files, found = find_images(options.path, PATH)
+        problems += found
         if options.validation_path:
-            problems += find_images(options.validation_path, "data.validation_path")[1]
+            held, found = find_images(options.validation_path, VALIDATION_PATH)
+            both = (Part("", options.path, files), Part("", options.validation_path, held, VALIDATION_PATH))
+            problems += found + shared_files(both, identities)
     return problems
 
 

@@ -1,6 +1,5 @@
 """Compares with checksums: `python -m meshtrain verify DIR`, or a token file; exit code 1 if something is damaged."""
 
-import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.checkpoint.manager import renamed
 from meshtrain.checkpoint.other_runs import place_of
 from meshtrain.cli import flags
-from meshtrain.data.token_files import read_sidecar
+from meshtrain.data.token_files import is_intact, read_sidecar
 from meshtrain.errors import UserError, run
 from meshtrain.files import what_is_at
 
@@ -54,12 +53,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _token_file(path: Path) -> int:
-    wanted = read_sidecar(path).sha256
-    if not wanted:
+    described = read_sidecar(path)
+    if not described.sha256:
         raise UserError(f"{path}: got no sha256 in its description; allowed: what python -m meshtrain prepare writes "
                         "now; nearest: prepare it again")  # fmt: skip
-    with path.open("rb") as file:
-        is_whole = hashlib.file_digest(file, "sha256").hexdigest() == wanted
+    is_whole = is_intact(path, described)
     print(f"{path}: {'whole' if is_whole else 'damaged: its ids are not those that were written'}")
     return int(not is_whole)
 

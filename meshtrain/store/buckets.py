@@ -145,6 +145,22 @@ def objects(pattern: str, key: str) -> dict[epath.Path, int]:
     return {epath.Path(f"gs://{name}"): num_bytes for name, num_bytes in files}
 
 
+def version(path: Place, key: str) -> str:
+    """Returns what changes with a file's content: its time of change in ns on a disk, its CRC32C in a bucket.
+
+    Args:
+      path: the file or object.
+      key: the option that names it.
+
+    Raises:
+      UserError: as in `place`.
+    """
+    if isinstance(path, Path):
+        return str(path.stat().st_mtime_ns)
+    with reached(path, key):
+        return str(_client().info(str(path))["crc32c"])
+
+
 def write(path: Place, text: str, *, is_new: bool = False) -> None:
     """Replaces a file or an object whole. Raises FileExistsError for a new object that another writer has made."""
     if isinstance(path, Path):

@@ -160,8 +160,10 @@ def test_a_folder_has_a_token_file_for_each_file_and_goes_on_where_it_was(tmp_pa
     prepare(glob, str(tmp_path / "one.bin"))
     whole = b"".join((out / f"part-{number}.jsonl.bin").read_bytes() for number in range(4))
     assert whole == (tmp_path / "one.bin").read_bytes()
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other" / "part-0.jsonl", [{"text": "other words"}])
     with pytest.raises(UserError, match="got 1 files of a name that another has"):
-        prepare(f"{glob},{tmp_path}/tokens/../part-0.jsonl", f"{out}/")
+        prepare(f"{glob},{tmp_path}/other/part-0.jsonl", f"{out}/")
 
 
 def test_killed_prepares_end_with_the_same_files(tmp_path):
