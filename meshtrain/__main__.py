@@ -9,7 +9,7 @@ from typing import NoReturn
 from meshtrain import __version__, options
 from meshtrain.cli.flags import program
 from meshtrain.cli.tables import aligned
-from meshtrain.errors import UserError, run, unknown
+from meshtrain.errors import UserError, fold, nearest, run
 
 # command -> (module whose `main(argv)` runs it, one line of text). Each module also runs by itself, with `python -m`.
 COMMANDS = {
@@ -32,6 +32,17 @@ COMMANDS = {
     "config": ("meshtrain.config.__main__", "list the fields of a configuration: type, default, meaning"),
 }
 _EXAMPLE = "train --config=3d"
+# Command or flag -> words that users type for it.
+_OTHER_WORDS = {
+    _EXAMPLE: "fit finetune run sft pretrain resume",
+    "generate": "sample infer inference predict chat",
+    "evaluate": "eval test validate score",
+    "prepare": "tokenize preprocess",
+    "hf": "import export convert",
+    "doctor": "check",
+    "--version": "version v",
+    "--help": "help usage",
+}
 _NAMED_WITH = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")  # by `--version`
 
 
@@ -66,9 +77,9 @@ def main(argv: Sequence[str]) -> int:
       argv: the words after `python -m meshtrain`.
 
     Raises:
-      UserError: no command, or an unknown one; and whatever the command raises.
+      UserError: an unknown command; and the errors of the command.
     """
-    command, *rest = argv or [""]
+    command, *rest = argv or ["--help"]
     if command in ("-h", "--help"):
         print(usage())
         return 0
@@ -76,7 +87,9 @@ def main(argv: Sequence[str]) -> int:
         print(versions())
         return 0
     if command not in COMMANDS:
-        raise UserError(unknown("command", command, list(COMMANDS), _EXAMPLE))
+        meant = [ours for ours, words in _OTHER_WORDS.items() if fold(command) in words.split()]
+        fix = f"; nearest: {meant[0]}" if meant else nearest(command, COMMANDS) or f"; nearest: {_EXAMPLE}"
+        raise UserError(f"command: got '{command}'; allowed: {', '.join(COMMANDS)}{fix}")
     module, _ = COMMANDS[command]
     room = module.split(".")[1]
     if not importlib.util.find_spec(f"meshtrain.{room}"):

@@ -131,17 +131,28 @@ def first_line(error: BaseException) -> str:
         return "a message that cannot be shown"
 
 
+def fold(word: str) -> str:
+    """Returns a word in lower case, without punctuation.
+
+    >>> fold("FULL_SHARD")
+    'fullshard'
+    """
+    return re.sub(r"[\W_]", "", word).lower()
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Returns `; did you mean 'x'?` for the closest of `allowed`, or an empty string.
 
-    Of names with numbers, those with the same number come first.
+    A name that differs in case or punctuation only comes first, then names with the same numbers.
 
     >>> nearest("fp16", ["float32", "bfloat16", "float16", "fp8"])
     "; did you mean 'float16'?"
     """
     names, numbers = list(allowed), _NUMBERS.findall(name)
+    same = [one for one in names if fold(name) and fold(one) == fold(name)]
     alike = [one for one in names if numbers and _NUMBERS.findall(one) == numbers]
     close = [found for some in (alike, names) for found in difflib.get_close_matches(name, some, n=1, cutoff=0.5)]
+    close = same + close
     return f"; did you mean '{close[0]}'?" if close else ""
 
 

@@ -20,7 +20,8 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshtrain.errors import MOST_LINES, UserError, first_line, is_finite, nearest, refuse, unknown
+from meshtrain.cli import words
+from meshtrain.errors import MOST_LINES, UserError, first_line, fold, is_finite, nearest, refuse, unknown
 from meshtrain.files import expanded, is_url, is_utf8, url_problems, what_is_at, write_whole
 from meshtrain.options import MOST, Imported, Options, Value, Values
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_OFF = ("", "false", "no", "0", "off", "none", "null")  # folded values that switch something off
 _PATHS = ("FILE", "DIR", "RUN")  # with which the metavar of an argument begins that is a path, and so no URL
 _STATED = ("text", "choices", "names", "minimum", "maximum")  # of a field, in `option`
 _MOST_LISTED = 20  # files of a folder
@@ -163,17 +165,42 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
     return rest, overrides, problems
 
 
-def unknown_arguments(words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Returns one line for each unknown flag, or for each word if none of them is a flag."""
+def unknown_arguments(arguments: Sequence[str], allowed: Sequence[str]) -> list[str]:
+    """Returns one line for each unknown flag, or for each argument if none is a flag."""
     lines = []
-    for word in [word for word in words if word.startswith("-")] or words:
-        name = word.partition("=")[0]
-        if name.startswith("--") and "." in name:
-            near = f"did you mean '--config.{word[2:]}'?"
-            lines.append(f"arguments: got '{word}'; allowed: {', '.join(allowed)}; {near}")
-        else:
-            lines.append(unknown("arguments", name, allowed, "--help"))
+    for argument in [argument for argument in arguments if argument.startswith("-")] or arguments:
+        name = argument.partition("=")[0]
+        if "--config" in allowed and _is_configuration(argument):
+            flag = f"--config={argument}"
+            lines.append(f"--config: got '{argument}' without the flag; allowed: --config=FILE; nearest: {flag}")
+            continue
+        fix = _nearest_argument(argument, allowed)
+        shown = argument if "." in name else name
+        line = f"arguments: got '{shown}'; allowed: {', '.join(allowed)}; {fix}"
+        lines.append(line if fix else unknown("arguments", name, allowed, "--help"))
     return lines
+
+
+def _nearest_argument(argument: str, allowed: Sequence[str]) -> str:
+    """Returns the end of the error line for an unknown argument of a command; '' if it resembles no known mistake."""
+    name, equals, value = argument.partition("=")
+    if len(name) == 2 and name[0] == "-":  # -c
+        flags = [flag for flag in allowed if flag.startswith(f"-{name}")]
+        return f"did you mean '{flags[0]}'?" if flags else ""
+    if "--config" not in allowed:
+        return ""
+    if name.startswith("--") and "." in name:
+        return f"did you mean '--config.{argument[2:]}'?"
+    if name.startswith("--") and fold(name) in words.OPTIONS:
+        ours = words.OPTIONS[fold(name)]
+        if " " in ours:
+            return f"nearest: {ours}"
+        return f"nearest: --config.{ours if '=' in ours else ours + equals + value}"
+    return ""
+
+
+def _is_configuration(argument: str) -> bool:
+    return argument in named() or (argument.endswith(".py") and what_is_at(argument) == "a file")
 
 
 def named() -> dict[str, pathlib.Path]:
@@ -297,10 +324,14 @@ def collect(
       text is replaced by the value of `given`, and a wrong value by the default.
     """
     values = {key: entry.default for key, entry in entries.items()}
-    words: Values = {**given, **texts}
-    problems = _unknown_keys({key: words[key] for key in words if key not in entries}, entries)
-    for key, value in words.items():
+    all_given: Values = {**given, **texts}
+    problems = _unknown_keys({key: all_given[key] for key in all_given if key not in entries}, entries)
+    for key, value in all_given.items():
         if key not in entries:
+            continue
+        if isinstance(value, str) and (key, fold(value)) in words.VALUES and value not in entries[key].choices:
+            ours = words.VALUES[key, fold(value)]
+            problems.append(f"{key}: got '{value}'; allowed: {', '.join(entries[key].choices)}; did you mean '{ours}'?")
             continue
         try:
             values[key] = typed(value, entries[key].kind, is_text=key in texts, bounds=entries[key].bounds)
@@ -375,22 +406,53 @@ def _unknown_keys(given: Mapping[str, Value], entries: Mapping[str, Entry]) -> l
 def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> str:
     groups = {name.partition(".")[0] for name in entries if "." in name}
     top, _, last = key.rpartition(".")
+    other_names = [key, *(part for part in (last, key.partition(".")[0]) if part not in groups)]
+    if any(fold(name) == fold(key) for name in entries):  # `nearest` finds it
+        other_names = []
+    ours = [words.OPTIONS[fold(name)] for name in other_names if fold(name) in words.OPTIONS]
+    fix = _assignment(ours[0], value, entries) if ours else ""
     if key in groups:
         fields = [name for name in entries if name.startswith(f"{key}.")]
-        return (
-            f"{key}: got {_shown(value)}; allowed: a value for one of its fields: {', '.join(fields)}; "
-            f"nearest: {fields[0]}={entries[fields[0]].default}"
-        )
+        fix = fix or f"; nearest: {fields[0]}={entries[fields[0]].default}"
+        return f"{key}: got {_shown(value)}; allowed: a value for one of its fields: {', '.join(fields)}{fix}"
     if top in entries:
         return f"{key}: unknown key; allowed: '{top}', which is a value and has no fields; did you mean '{top}'?"
     same_name = [name for name in entries if name.rpartition(".")[2] == last]
-    fix = f"; did you mean '{same_name[0]}'?" if len(same_name) == 1 else nearest(key, [*entries, *groups])
-    fix = fix or "; nearest: leave it out"
+    if not fix and len(same_name) == 1:
+        fix = f"; did you mean '{same_name[0]}'?"
+    fix = fix or nearest(key, [*entries, *groups]) or "; nearest: leave it out"
     if top in groups:
         allowed = ", ".join(name for name in entries if name.startswith(f"{top}."))
     else:
         allowed = f"what `{program()} config` lists"
     return f"{key}: unknown key; allowed: {allowed}{fix}"
+
+
+def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
+    """Returns `; nearest: OPTION=VALUE` for a row of `words.OPTIONS` with the value of the other program.
+
+    If the option does not take the value, the text names the option alone; '' if this configuration has no such option.
+    """
+    name, is_switch, _ = ours.partition("=")
+    text = value if isinstance(value, str) else _shown(value)
+    if " " in ours:
+        return f"; nearest: {ours}"
+    if name not in entries:
+        return ""
+    if is_switch:
+        return "; nearest: leave it out" if fold(text) in _OFF else f"; nearest: {ours}"
+    entry = entries[name]
+    same = [choice for choice in entry.choices if choice and fold(choice) == fold(text)]
+    same += [words.VALUES[name, fold(text)]] if (name, fold(text)) in words.VALUES else []
+    text = same[0] if same else text
+    if entry.choices and text not in entry.choices:
+        return f"; nearest: {name} ({', '.join(choice for choice in entry.choices if choice)})"
+    try:
+        number = typed(text, entry.kind, is_text=True)
+        is_allowed = entry.kind is str or bool(entry.bounds[0] <= number <= entry.bounds[1])
+    except ValueError:
+        is_allowed = False
+    return f"; nearest: {name}={text}" if is_allowed and len(text) < 400 else f"; nearest: {name}"
 
 
 def construct(default: Options, values: Mapping[str, Value], prefix: str = "") -> Options:

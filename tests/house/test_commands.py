@@ -65,7 +65,7 @@ def test_help_and_a_misspelt_command_are_answered_without_jax():
     assert "--restarts" in done.stdout, "the help of launch"
 
 
-@pytest.mark.parametrize("words", [[], ["--config=configs/3d.py"], ["qqqq"]])
+@pytest.mark.parametrize("words", [["--config=configs/3d.py"], ["qqqq"]])
 def test_without_a_command_the_line_shows_one(words):
     with pytest.raises(UserError, match=r"^command: got '.*'; allowed: train, .*; nearest: train --config=3d$"):
         main(words)
