@@ -1,6 +1,7 @@
 """Compiles the train step for a cluster that need not exist, and reports its memory, traffic and modelled time.
 
-python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 [--json=FILE] [--html=FILE] [--search[=mesh]]
+python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 [--json=FILE] [--html=FILE]
+python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 --search[=mesh] [--search-compiles=N]
 python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 --scaling=8,16,...,4096 [--chart=FILE.png]
 """
 
@@ -51,6 +52,7 @@ def arguments() -> argparse.ArgumentParser:
     add("links", "FILE", "latency and bandwidth that bench-collectives has measured on such a cluster (--json)")
     ways = "rank meshes, schedules, ... instead; mesh: only meshes"
     extra.add_argument("--search", nargs="?", const="all", default="", choices=("all", "mesh"), help=ways)
+    add("search-compiles", "N", f"compile at most N candidates for --search ({ranking.COMPILED})")
     add("scaling", "SIZES", "speedup and efficiency on these numbers of devices instead, such as 8,16,...,4096")
     add("programs", "N", f"compile at most N for --scaling ({scaling.MOST_PROGRAMS}; {whole})")
     add("chart", "FILE", "also draw --scaling, as .png or .svg")
@@ -73,13 +75,13 @@ def main(argv: Sequence[str]) -> int:
     # A cached program has no compiler warnings, which the report needs.
     jax.config.update("jax_enable_compilation_cache", False)
     compiled_by = None if given.search or given.scaling else scheduled_dump.started(config, given.cluster)
-    elsewhere = scheduled_dump.server(config, given.cluster) if given.scaling else None
+    elsewhere = scheduled_dump.server(config, given.cluster) if given.search or given.scaling else None
     cluster = clusters.open_cluster(given.cluster)
     if links:
         refuse_other_platform(given.links, links, cluster.devices[0].device_kind)
     assumptions = Assumptions(links=links)
     if given.search:
-        return searched(config, cluster, given, assumptions)
+        return searched(config, cluster, given, assumptions, elsewhere)
     if given.scaling:
         return scaled(config, cluster, given, assumptions, elsewhere)
     shape = planner.shape_on(config, cluster)
@@ -112,7 +114,7 @@ def problems(given: argparse.Namespace) -> list[str]:
             "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
             "leave it out"
         )
-    problems += scaling_problems(given)
+    problems += [*search_problems(given), *scaling_problems(given)]
     for name, example in (("json", "plan.json"), ("html", "plan.html"), ("chart", "scaling.png")):
         if path := getattr(given, name):
             problems += target_problems(f"--{name}", path, example, ENDINGS[name])
@@ -150,10 +152,25 @@ def scaling_problems(given: argparse.Namespace) -> list[str]:
     for name in ("search", "calibrate"):
         if getattr(given, name):
             problems.append(f"--{name}: got it together with --scaling; allowed: one of them; nearest: leave it out")
-    most = scaling.MOST_PROGRAMS
-    if given.programs and not (given.programs.isdecimal() and 1 <= int(given.programs) <= most):
-        problems.append(f"--programs: got '{given.programs}'; allowed: 1 to {most}; nearest: {most}")
-    return problems
+    return problems + count_problems("--programs", given.programs, scaling.MOST_PROGRAMS)
+
+
+def search_problems(given: argparse.Namespace) -> list[str]:
+    """Returns one line for each problem of `--search-compiles`."""
+    if given.search_compiles and not given.search:
+        return [
+            f"--search-compiles: got '{given.search_compiles}' without --search; allowed: both; "
+            f"nearest: --search --search-compiles={ranking.COMPILED}"
+        ]
+    return count_problems("--search-compiles", given.search_compiles, ranking.MOST_COMPILED)
+
+
+def count_problems(name: str, text: str, most: int) -> list[str]:
+    """Returns the line about a text that is not empty and not a number from 1 to `most`."""
+    # The length comes first: Python reads no number of thousands of digits.
+    if not text or (text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
+        return []
+    return [f"{name}: got '{text}'; allowed: 1 to {most}; nearest: {most if text.strip('0').isdecimal() else 1}"]
 
 
 def scaled(
@@ -177,9 +194,30 @@ def scaled(
     return 0
 
 
-def searched(config: Config, cluster: clusters.Cluster, given: argparse.Namespace, assumptions: Assumptions) -> int:
-    """Ranks the meshes of a cluster, and prints the table and the winner's arguments."""
-    ranked = ranking.search(config, cluster, assumptions, only_mesh=given.search == "mesh")
+def searched(
+    config: Config,
+    cluster: clusters.Cluster,
+    given: argparse.Namespace,
+    assumptions: Assumptions,
+    elsewhere: scheduled_dump.Work | None,
+) -> int:
+    """Ranks the ways to run on a cluster, and prints the table and the winner's arguments.
+
+    Args:
+      config: its mesh is ignored.
+      cluster: the target.
+      given: the arguments of `plan`.
+      assumptions: of the model of time.
+      elsewhere: see `scheduled_dump.compiled_by`.
+    """
+    ranked = ranking.search(
+        config,
+        cluster,
+        assumptions,
+        only_mesh=given.search == "mesh",
+        most=int(given.search_compiles or ranking.COMPILED),
+        compiled_by=scheduled_dump.compiled_by(elsewhere),
+    )
     print(f"\n{ranking.text(ranked)}")
     write(given, ranking.to_json(ranked), lambda: html_page.search_page(ranked))
     return 0

@@ -51,14 +51,35 @@ def started(config: Config, name: str) -> Callable[[Config, Mapping[str, int], C
     if not ends_early(config, name):
         return compile_step
     result = begun(_compiled, config, name)
+    return lambda config, shape, cluster: _assembled(result(), config, shape, cluster)
 
-    def wait(config: Config, shape: Mapping[str, int], cluster: Cluster) -> Compiled:
-        found = result()
-        with as_on_target(cluster):
-            assembly = assemble(config, shape, cluster.devices)
-        return Compiled(assembly=assembly, **found) if found else compile_step(config, shape, cluster)
 
-    return wait
+def compiled_by(elsewhere: Work | None) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
+    """Returns what compiles several steps in copies of this process, to call instead of `compile_step`.
+
+    Args:
+      elsewhere: from `server`; None compiles steps whole, in this process.
+    """
+    if elsewhere is None:
+        return compile_step
+    return lambda config, shape, cluster: _assembled(elsewhere(_compiled, config, cluster.text), config, shape, cluster)
+
+
+def _assembled(
+    found: dict[str, Pickled] | None, config: Config, shape: Mapping[str, int], cluster: Cluster
+) -> Compiled:
+    """Returns a compiled step with the assembly of this process; compiles whole what another did not bring to an end.
+
+    Args:
+      found: from `_compiled`, or None.
+      config: of the step.
+      shape: the size of each mesh axis.
+      cluster: the target.
+    """
+    if not found:
+        return compile_step(config, shape, cluster)
+    with as_on_target(cluster):
+        return Compiled(assembly=assemble(config, shape, cluster.devices), **found)
 
 
 def ends_early(config: Config, name: str) -> bool:

@@ -1,6 +1,9 @@
 """What a search compiles: legal meshes, microbatches, remat policies and ZeRO levels, by guessed bytes and time."""
 
 import dataclasses
+import itertools
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +17,7 @@ from meshtrain.plan import html_page
 from meshtrain.plan.cost import lower_bound
 from meshtrain.plan.search import candidates, changes, estimate, ranking
 from meshtrain.plan.target import clusters
+from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import AXES
@@ -81,9 +85,9 @@ def test_pipelines_with_empty_places_are_candidates_and_take_the_memory_and_time
 def test_at_most_two_of_each_mesh_are_compiled(small):
     found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
     chosen = ranking.diverse(found)
-    shapes = [tuple(one.shape.values()) for one in chosen]
+    shapes = [tuple(one.shape.values()) for one in chosen[: ranking.COMPILED]]
     assert max(map(shapes.count, shapes)) <= 2
-    assert len(chosen) <= ranking.MAX_COMPILED
+    assert sorted(map(id, chosen)) == sorted(map(id, found))  # with more compilations the others follow
 
 
 def test_a_search_with_few_programs_takes_as_many_that_surely_fit():
@@ -93,7 +97,60 @@ def test_a_search_with_few_programs_takes_as_many_that_surely_fit():
     found = [candidates.Candidate({}, {"data": at}, share * capacity, at) for at, share in enumerate(shares)]
     chosen = {most: [one.shape["data"] for one in ranking.chosen_of(found, most, cluster)] for most in (1, 2, 3, 5)}
     assert chosen == {1: [3], 2: [3, 0], 3: [3, 4, 0], 5: [0, 1, 2, 3, 4]}
-    assert [one.shape["data"] for one in ranking.chosen_of(found[:2], 1, cluster)] == [0]
+    assert [one.shape["data"] for one in ranking.chosen_of(found[:2], 1, cluster)] == [1]  # the one of least memory
+
+
+@pytest.fixture
+def search(small, monkeypatch):
+    """(share of H100s' memory -> fits, most) -> (result of a search, its candidates as compiled)."""
+    cluster, config, real = cluster_of("h100", 1, 8), small(), candidates.candidates
+    capacity = hardware.usable_bytes(cluster.accelerator)
+    ways = real(config, cluster, only_mesh=False)[:20]
+    shares = [1.1, 0.95, 0.85, 0.76, 0.7, 0.5] + [0.9] * 14  # the fastest first
+    ways = [dataclasses.replace(one, guessed_bytes=by * capacity) for one, by in zip(ways, shares, strict=True)]
+    by_change = {tuple(one.change.items()): one for one in ways}
+    monkeypatch.setattr(ranking, "candidates", lambda *_, **__: ways)
+    monkeypatch.setattr(ranking, "with_change", lambda config, change: change)
+    monkeypatch.setattr(ranking, "gathered_for_each", lambda plan: [])
+
+    def run(fits, most):
+        compiled = []
+
+        def plan(change, *_):
+            compiled.append(by_change[tuple(change.items())])
+            held = SimpleNamespace(fits=fits(compiled[-1].guessed_bytes / capacity), compiler=None, capacity_bytes=1)
+            return SimpleNamespace(memory=held, timing=None, mfu=None)
+
+        monkeypatch.setattr(ranking.planner, "plan", plan)
+        found = ranking.search(config, cluster, Assumptions(), only_mesh=False, most=most)
+        return found, [ways.index(one) for one in compiled]
+
+    return run
+
+
+def test_a_search_compiles_the_same_on_a_machine_where_each_compilation_takes_an_hour(search, monkeypatch):
+    expected = search(lambda share: share < 0.9, 12)[1]
+    hours = itertools.count(step=3600)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(hours)))
+    assert search(lambda share: share < 0.9, 12)[1] == expected
+    assert len(expected) == 12
+
+
+def test_a_search_compiles_first_what_surely_fits_and_last_what_takes_least_if_nothing_has_fitted(search):
+    assert search(lambda share: True, 1)[1] == [4]
+    assert search(lambda share: False, 1)[1] == [4]
+    assert search(lambda share: True, 2)[1] == [4, 0]
+    assert search(lambda share: False, 2)[1] == [4, 5]
+    assert search(lambda share: None, 2)[1] == [4, 0]  # too close to say
+
+
+def test_a_search_says_nothing_about_candidates_that_it_has_not_compiled(search):
+    for most in (1, 12, 19):
+        said = ranking.text(search(lambda share: False, most)[0])
+        assert f"compiled {most} of 20 candidates; --search-compiles=N compiles more" in said
+        assert said.endswith(f"none of the {most} compiled candidates fits")
+    said = ranking.text(search(lambda share: False, 1000)[0])
+    assert "compiled 20 of 20 candidates\n" in said
 
 
 def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
@@ -194,7 +251,7 @@ def test_a_search_whose_candidates_are_all_refused_says_why(small):
     result = ranking.Found(cluster, (), 1, ((one, "batch_size: got 1"),))
     said = ranking.text(result)
     assert "batch_size: got 1" in said
-    assert said.endswith("none of them fits")
+    assert said.endswith("none of the 0 compiled candidates fits")
     assert "batch_size: got 1" in html_page.search_page(result)
 
 

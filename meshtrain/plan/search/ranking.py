@@ -1,8 +1,9 @@
 """Ranks the ways to run a configuration on a cluster. Guesses prune them, and the best guesses are compiled."""
 
+import collections
 import dataclasses
 import functools
-import time
+from collections.abc import Callable, Mapping
 
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.config.config import Config
@@ -15,14 +16,16 @@ from meshtrain.plan.planner import Plan
 from meshtrain.plan.search.candidates import Candidate, candidates
 from meshtrain.plan.search.changes import arguments, with_change
 from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.target.compile import Compiled, compile_step
 from meshtrain.plan.target.compile_thread import waiting_for
 from meshtrain.plan.text_report import UNKNOWN, VERDICTS, interval, step_interval
 from meshtrain.plan.text_report import to_json as plan_json
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.rules import sizes_text
 
-MAX_COMPILED = 12
-MAX_SECONDS = 240.0
+COMPILED = 12  # candidates of a search; a number, not a time, so that every machine finds the same
+MOST_COMPILED = 1000  # that a user may ask for
+MOST_OF_A_MESH = 2  # compiled before the third of any mesh
 SURE = 0.75  # a guess below this share of the capacity is taken to fit: guesses may be too low
 
 
@@ -33,8 +36,8 @@ class Found:
     Attributes:
       cluster: the target.
       ranked: (candidate, plan), those that fit first, then by modelled time.
-      num_candidates: legal candidates that may fit, of which the best guesses were compiled.
-      refused: (candidate, why) of those that could not be assembled.
+      num_candidates: legal candidates that may fit, of which some were compiled.
+      refused: (candidate, why) of those that could not be assembled, which count as compiled.
     """
 
     cluster: Cluster
@@ -43,7 +46,15 @@ class Found:
     refused: tuple[tuple[Candidate, str], ...]
 
 
-def search(config: Config, cluster: Cluster, assumptions: Assumptions, *, only_mesh: bool) -> Found:
+def search(
+    config: Config,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    *,
+    only_mesh: bool,
+    most: int = COMPILED,
+    compiled_by: Callable[[Config, Mapping[str, int], Cluster], Compiled] = compile_step,
+) -> Found:
     """Compiles the best guesses and ranks them.
 
     Args:
@@ -51,6 +62,8 @@ def search(config: Config, cluster: Cluster, assumptions: Assumptions, *, only_m
       cluster: the target.
       assumptions: of the model of time.
       only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as configured.
+      most: at most so many candidates are compiled.
+      compiled_by: compiles a step.
 
     Raises:
       UserError: no mesh is legal on this cluster and may fit it.
@@ -61,17 +74,16 @@ def search(config: Config, cluster: Cluster, assumptions: Assumptions, *, only_m
             f"--search: got {cluster.text}; allowed: a cluster on which some mesh is legal and may fit; "
             f"nearest: more devices, or another batch_size or accumulation_steps"
         )
-    start, plans = time.perf_counter(), list[tuple[Candidate, Plan]]()
-    refused = list[tuple[Candidate, str]]()
-    chosen = diverse(found)
+    plans, refused = list[tuple[Candidate, Plan]](), list[tuple[Candidate, str]]()
+    chosen = chosen_of(found, most, cluster)
     for number, one in enumerate(chosen, 1):
-        elapsed = time.perf_counter() - start
-        if plans and elapsed * number / (number - 1) > MAX_SECONDS:  # the next would exceed the time limit
-            break
+        tried = chosen[: number - 1]
+        if tried and number == len(chosen) and all(plan.memory.fits is False for _, plan in plans):
+            one = min((other for other in found if other not in tried), key=lambda other: other.guessed_bytes)
         what = f"{number} of {len(chosen)}: {describe(one)}"
         try:
             changed = with_change(config, one.change)
-            work = functools.partial(planner.plan, changed, one.shape, cluster, assumptions)
+            work = functools.partial(planner.plan, changed, one.shape, cluster, assumptions, None, compiled_by)
             plans.append((one, waiting_for(what, work)))
         except UserError as error:
             refused.append((one, str(error)))
@@ -80,30 +92,32 @@ def search(config: Config, cluster: Cluster, assumptions: Assumptions, *, only_m
 
 
 def diverse(found: list[Candidate]) -> list[Candidate]:
-    """Returns the candidates to compile: the fastest guesses, at most two of each mesh and twelve in all."""
-    chosen, per_mesh = list[Candidate](), dict[tuple[int, ...], int]()
+    """Returns the candidates in the order in which to compile them: the fastest guesses, two of each mesh first."""
+    per_mesh = collections.Counter[tuple[int, ...]]()
+    first, others = list[Candidate](), list[Candidate]()
     for one in found:
         key = tuple(one.shape.values())
-        if per_mesh.setdefault(key, 0) < 2 and len(chosen) < MAX_COMPILED:
-            per_mesh[key] += 1
-            chosen.append(one)
-    return chosen
+        per_mesh[key] += 1
+        (first if per_mesh[key] <= MOST_OF_A_MESH else others).append(one)
+    return first + others
 
 
 def chosen_of(found: list[Candidate], most: int, cluster: Cluster) -> list[Candidate]:
-    """Returns the candidates to compile: `diverse`, or of less than those as many that surely fit as may just fit.
+    """Returns the candidates to compile: all, or of less than those as many that surely fit as may just fit.
+
+    Those that surely fit come first; where none does, the one with the lowest guess of memory.
 
     Args:
       found: the candidates, the fastest guess first.
       most: at most so many are compiled.
       cluster: the target.
     """
-    chosen = diverse(found)
-    if most >= len(chosen) or cluster.accelerator is None:
-        return chosen
+    if cluster.accelerator is None or most >= len(found):
+        return diverse(found)[:most]
     room = SURE * usable_bytes(cluster.accelerator)
-    sure = diverse([one for one in found if one.guessed_bytes <= room])[: (most + 1) // 2]
-    return [*sure, *(one for one in chosen if one not in sure)][:most]
+    sure = [one for one in found if one.guessed_bytes <= room] or [min(found, key=lambda one: one.guessed_bytes)]
+    sure = diverse(sure)[: (most + 1) // 2]
+    return [*sure, *(one for one in diverse(found) if one not in sure)][:most]
 
 
 def _rank(plan: Plan) -> tuple[int, float]:
@@ -128,6 +142,13 @@ def _memory(plan: Plan) -> str:
     return VERDICTS[plan.memory.fits] if plan.memory.capacity_bytes is not None else UNKNOWN
 
 
+def coverage(found: Found) -> str:
+    """Returns how many candidates were compiled, and the argument that compiles more if some are left."""
+    num_tried = len(found.ranked) + len(found.refused)
+    more = "" if num_tried == found.num_candidates else "; --search-compiles=N compiles more"
+    return f"compiled {len(found.ranked)} of {found.num_candidates} candidates{more}"
+
+
 def text(found: Found) -> str:
     """Returns the table, and the winner's arguments to copy."""
     rows = []
@@ -143,15 +164,10 @@ def text(found: Found) -> str:
             )
         )
     header = ("way", "memory", "peak", "step, modelled", "MFU, modelled")
-    lines = [
-        f"search       {found.cluster.text}: {found.num_candidates} legal ways may fit, "
-        f"the {len(found.ranked)} best guesses compiled",
-        "",
-        aligned(rows, header, "<<>>>"),
-    ]
+    lines = [f"search       {found.cluster.text}: {coverage(found)}", "", aligned(rows, header, "<<>>>")]
     lines += [f"refused      {describe(one)}: {why}" for one, why in found.refused]
     if not found.ranked or found.ranked[0][1].memory.fits is False:
-        lines += ["", "none of them fits"]
+        lines += ["", f"none of the {len(found.ranked)} compiled candidates fits"]
     else:
         best, plan = found.ranked[0]
         lines += ["", f"the first, memory {_memory(plan)}:", f"  {arguments(best.change)}"]
