@@ -44,15 +44,18 @@ def _lion(axes: NamesTree, *, beta1: float, beta2: float) -> optax.GradientTrans
 
 
 def _muon(
-    axes: NamesTree, *, momentum: float, beta1: float, beta2: float, epsilon: float
+    axes: NamesTree, *, momentum: float, muon_bias_correction: bool, beta1: float, beta2: float, epsilon: float
 ) -> optax.GradientTransformation:
     labels = map_axes(lambda names: "muon" if is_hidden_matrix(names) else "adam", axes)
     adam = _adam(axes, beta1=beta1, beta2=beta2, epsilon=epsilon)
-    return optax.partition({"muon": _of_matrices(momentum, axes), "adam": adam}, labels)
+    return optax.partition({"muon": _of_matrices(momentum, muon_bias_correction, axes), "adam": adam}, labels)
 
 
-def _of_matrices(momentum: float, logical_axes: NamesTree) -> optax.GradientTransformation:
+def _of_matrices(momentum: float, bias_correction: bool, logical_axes: NamesTree) -> optax.GradientTransformation:
     """Returns Muon (Jordan et al. 2024) for the hidden matrices of a tree that has a `MaskedNode` for any other weight.
+
+    With gradient g and momentum b <- g + momentum * b, the update is g + momentum * b, made orthogonal. The variant of
+    optax divides b and g by 1 - momentum^t, as Adam does, before it adds them (`bias_correction`).
 
     The dims of each matrix are passed explicitly. By default optax treats exactly the weights of two dims as matrices,
     so stacked layers would use Adam and stacked norms Muon.
@@ -68,8 +71,18 @@ def _of_matrices(momentum: float, logical_axes: NamesTree) -> optax.GradientTran
         sizes = [math.prod(update.shape[dim] for dim in part) for part in (dims.reduction_axis, dims.output_axis)]
         return update * (MUON_RMS * math.sqrt(max(sizes)))
 
+    if bias_correction:
+        directions = [scale_by_muon(beta=momentum, mu_dtype=jnp.float32, weight_dimension_numbers=dimensions)]
+    else:
+        # optax exports its orthogonalization only with a momentum. Without a decay, a new state makes no difference,
+        # and XLA removes its zeros.
+        orthogonal = scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=dimensions)
+        directions = [
+            optax.trace(momentum, nesterov=True, accumulator_dtype=jnp.float32),
+            optax.stateless(lambda updates, params: orthogonal.update(updates, orthogonal.init(updates))[0]),
+        ]
     return optax.chain(
-        scale_by_muon(beta=momentum, mu_dtype=jnp.float32, weight_dimension_numbers=dimensions),
+        *directions,
         optax.stateless(lambda updates, params: jax.tree.map(scale, updates, dimensions)),
     )
 
@@ -134,6 +147,11 @@ class OptimizerOptions:
         0.95, "decay of the momentum in sgd (0.9 is usual) and of muon's matrices", minimum=0.0,
         only_for=_readers("momentum"),
     )  # fmt: skip
+    muon_bias_correction: bool = option(
+        False,
+        "muon divides momentum and gradient by 1 - momentum^t, as optax does; Jordan 2024 and PyTorch do not",
+        only_for=_readers("muon_bias_correction"),
+    )
     moments: str = option(
         "float32",
         "how moments are stored: float32 (4 bytes each), bfloat16 (2) or 8bit (1, matrices and tables alone)",

@@ -280,6 +280,31 @@ def test_muon_makes_each_hidden_matrix_orthogonal_and_leaves_the_rest_to_adam():
     assert_close(others(updates), others(of_adam))
 
 
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_muon_has_the_momentum_of_jordan_or_of_optax(bias_correction):
+    """As in torch.optim.Muon: b <- m b + (1 - m) g, and the update is the orthogonalized (1 - m) g + m b."""
+    axes, momentum, generator = {"up": ("embed", "mlp")}, 0.9, np.random.default_rng(0)
+    gradients = [generator.normal(size=(6, 8)).astype(np.float32) for _ in range(3)]
+    muon = build("muon", axes, rate=1.0, weight_decay=0.0, momentum=momentum, muon_bias_correction=bias_correction)
+    state, buffer = muon.init({"up": gradients[0]}), np.zeros((6, 8), np.float32)
+    for step, gradient in enumerate(gradients, start=1):
+        updates, state = muon.update({"up": jnp.asarray(gradient)}, state, {"up": jnp.zeros((6, 8))})
+        buffer = momentum * buffer + (1 - momentum) * gradient
+        corrections = [1 - momentum ** (step + 1), 1 - momentum**step] if bias_correction else [1, 1]
+        mixed = momentum * buffer / corrections[0] + (1 - momentum) * gradient / corrections[1]
+        expected = -0.2 * np.sqrt(8) * newton_schulz(mixed)
+        np.testing.assert_allclose(updates["up"], expected, rtol=0, atol=2e-5)
+
+
+def newton_schulz(matrix):
+    """Returns five steps of the quintic iteration of Jordan et al. 2024; the matrix has no more rows than columns."""
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        product = x @ x.T
+        x = 3.4445 * x + (-4.7750 * product + 2.0315 * product @ product) @ x
+    return x
+
+
 def test_the_schedule_sets_the_size_of_each_update():
     params = {"bias": jnp.zeros(3)}
     transformation = optimizer(OptimizerOptions(name="lion"), lambda count: 0.5 ** (count + 1.0), {"bias": ("mlp",)})
