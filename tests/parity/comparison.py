@@ -90,6 +90,18 @@ def slices(path: str, leaf: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield path, leaf.astype(np.float64)
 
 
+def within(what: str, where: str, error: float, limit: float) -> bool:
+    """Returns whether an error is at most its limit; False for NaN. `scripts/bench margins` records every call.
+
+    Args:
+      what: the compared quantity: losses, grad_norms, gradient or change.
+      where: the step, or the path of the leaf with the layer's index.
+      error: absolute or relative difference, >= 0.
+      limit: the largest error that passes, in the same unit.
+    """
+    return bool(error <= limit)
+
+
 def is_zero_gradient(path: str) -> bool:
     """Whether a leaf is named in `ZERO_GRADIENTS`."""
     return any(re.search(pattern, path) for pattern in ZERO_GRADIENTS)
@@ -114,7 +126,7 @@ def _scalars(name: str, got: np.ndarray, expected: np.ndarray) -> list[str]:
     return [
         f"{name}: step {step + 1}: got {got[step]:.8g}, expected {expected[step]:.8g}, relative error {error:.1e}"
         for step, error in enumerate(errors)
-        if not error <= SCALAR_BOUND
+        if not within(name, f"step {step + 1}", error, SCALAR_BOUND)
     ]
 
 
@@ -144,6 +156,6 @@ def _line(what: str, where: str, got: np.ndarray, expected: np.ndarray, scale: f
     if got.shape != expected.shape:
         return f"{what}: {where}: shape {got.shape}, expected {expected.shape}"
     error = float(np.linalg.norm(got - expected))
-    if error <= bound * scale:  # false for NaN too
+    if within(what, where, error, bound * scale):
         return ""
     return f"{what}: {where}: differs by {error:.1e}, which is {error / scale if scale else np.inf:.1e} of {scale:.1e}"
