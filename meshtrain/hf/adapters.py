@@ -6,6 +6,7 @@ sum of their ranks. Its lora_A has theirs one below the other, its lora_B has th
 back, each part gets its own block; of a pair that peft has made, each part gets lora_A and its own rows of lora_B.
 """
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -18,24 +19,33 @@ from typing import NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from meshtrain.cli import flags
 from meshtrain.errors import Problems, UserError, refuse
-from meshtrain.files import JsonObject, expanded, read_json, what_is_at, write_whole
+from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at, write_whole
 from meshtrain.hf import export, names, tensor_files
 from meshtrain.hf.config_export import family_of
 from meshtrain.hf.config_json import ADAPTERS_FILE, CONFIG_FILE, described, is_described
 from meshtrain.hf.folder import array
 from meshtrain.hf.names import Weight
+from meshtrain.hf.values import shown
 from meshtrain.launch import peers
 from meshtrain.models.layers import A, B
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Params
 from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.options import MOST, Value
 from meshtrain.sharding.trees import leaves_with_paths
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # the model inside of peft's own two modules
 Factors: TypeAlias = Sequence[tuple[np.ndarray, np.ndarray]]  # of a matrix: lora_A and lora_B of each layer
-_PLAIN = (None, True, False, "gaussian", "eva")  # of init_lora_weights: others, such as pissa, change the base
+_LEGAL: Mapping[str, tuple[Json, ...]] = {
+    "init_lora_weights": (None, True, False, "gaussian", "eva"),  # others, such as pissa, change the base
+    "alora_invocation_tokens": (None, []),  # tokens that turn adapters on
+    "peft_type": (None, "LORA"),
+}
+_LEAST_ALPHA = 1e-30  # far below every alpha that is used; float32 holds alpha / rank
+_WRITTEN = f"nearest: the {ADAPTERS_FILE} that peft wrote"
 _AGAIN = "nearest: peft's merge_and_unload(), then save_pretrained(DIR)"
 
 
@@ -61,25 +71,74 @@ def opened(directory: str | Path) -> Adapters:
       UserError: it is broken, or its adapters have several scales.
     """
     at = expanded(directory).absolute()
+    file = at / ADAPTERS_FILE
     try:
-        given = read_json((at / ADAPTERS_FILE).read_text(encoding="utf-8"))
-        own = LoraOptions(int(given["r"]), float(given["lora_alpha"]), rank_stabilized=bool(given.get("use_rslora")))
-        ranks, alphas = given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}
-        each = [
-            dataclasses.replace(own, rank=(ranks if name in ranks else {name: own.rank})[name],
-                                alpha=(alphas if name in alphas else {name: own.alpha})[name]).scale
-            for name in {**ranks, **alphas}
-        ]  # fmt: skip
-        if not all(math.isclose(scale, own.scale) for scale in each):
-            raise ValueError("several scales")
-        if given.get("alora_invocation_tokens") or given.get("init_lora_weights") not in _PLAIN:
-            raise ValueError("their base is changed, or tokens turn them on")
-        base = str(given.get("base_model_name_or_path") or "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"{at / ADAPTERS_FILE}: not read ({error!r}); allowed: LoRA of one scale; {_AGAIN}") from error
-    stored, problems = tensor_files.tensors(at)
-    refuse(problems or tensor_files.unreadable(stored))
-    return Adapters(at, own, base, stored)
+        given = read_json(file.read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise ValueError(f"it holds {type(given).__name__}")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not read ({error}); allowed: a JSON object; {_WRITTEN}") from error
+    problems = Problems()
+    options, base = _stated_options(given, problems), ""
+    for key, legal in _LEGAL.items():
+        if given.get(key) not in legal:
+            allowed = ", ".join(map(str, legal))
+            problems.add(f"{key}: got {shown(given[key])}; allowed: {allowed}, which leave the base alone; {_AGAIN}")
+    if given.get("base_model_name_or_path") is not None:
+        base = _typed(given, "base_model_name_or_path", str, problems) or ""
+    stored, of_files = tensor_files.tensors(at)
+    refuse([*(f"{file}: {line}" for line in problems.lines()), *(of_files or tensor_files.unreadable(stored))])
+    if not stored:
+        raise UserError(f"{at / WEIGHTS_FILE}: got no tensors; allowed: lora_A and lora_B of matrices; {_AGAIN}")
+    assert options is not None, "without problems there are options"
+    return Adapters(at, options, base, stored)
+
+
+def _stated_options(given: JsonObject, problems: Problems) -> LoraOptions | None:
+    """Returns the options in an adapter_config.json, whose patterns must not change the scale; None with problems."""
+    rank, alpha = _number(given, "r", int, problems), _number(given, "lora_alpha", float, problems)
+    is_stabilized = _typed(given, "use_rslora", bool, problems) if given.get("use_rslora") is not None else False
+    patterns = []
+    for key, kind in (("rank_pattern", int), ("alpha_pattern", float)):
+        values = given[key] if given.get(key) is not None else {}
+        if not isinstance(values, dict):
+            problems.add(f"{key}: got {shown(values)}; allowed: an object, module -> number; {_WRITTEN}")
+            values = {}
+        patterns.append({name: _number(values, name, kind, problems, f"{key}.") for name in values})
+    if problems.lines():
+        return None
+    options = LoraOptions(rank, alpha, rank_stabilized=is_stabilized)
+    ranks, alphas = patterns
+    for name in {**ranks, **alphas}:
+        own = dataclasses.replace(options, rank={name: rank, **ranks}[name], alpha={name: alpha, **alphas}[name])
+        if not math.isclose(own.scale, options.scale):
+            problems.add(
+                f"{name}: got the scale {own.scale:g} by its patterns, and {options.scale:g} by r and lora_alpha; "
+                f"allowed: several scales in no folder; {_AGAIN}"
+            )
+    return options
+
+
+def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
+    """Returns a number above 0 that float32 holds; None, and adds a problem, if it is another one or no number."""
+    value, least = _typed(given, key, kind, problems, prefix), 1 if kind is int else _LEAST_ALPHA
+    if value is not None and not least <= value <= MOST[kind]:
+        allowed = f"{least:g} to {MOST[kind]:.10g}"
+        problems.add(f"{prefix}{key}: got {value:.10g}; allowed: {allowed}; {_WRITTEN}")
+        return None
+    return value
+
+
+def _typed(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
+    """Returns a value of a type; None, and adds a problem, if it is missing or of another type."""
+    if given.get(key) is None:
+        problems.add(f"{prefix}{key}: got nothing; allowed: {kind.__name__}; {_WRITTEN}")
+        return None
+    try:
+        return flags.typed(given[key], kind)
+    except ValueError as error:
+        problems.add(f"{prefix}{key}: {str(error).partition('; nearest: ')[0]}; {_WRITTEN}")
+        return None
 
 
 def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOptions, dict[str, Factors]]:
@@ -132,6 +191,14 @@ def _apart(rows: Sequence[Weight], widths: Sequence[int], pairs: Factors, rank: 
     if covered != [np.count_nonzero(b) for b in of_b] or of_b[0].shape[1] < rank:
         return {}
     return {path: [(a[ranks], b[out, ranks]) for a, b in pairs] for path, out, ranks in cuts}
+
+
+def split_factors(given: Mapping[str, Factors]) -> list[list[str]]:
+    """Returns the paths of matrices that have one lora_A in the files, and of which each gets a copy, in groups."""
+    groups = collections.defaultdict[int, list[str]](list)
+    for path, pairs in given.items():
+        groups[pairs[0][0].__array_interface__["data"][0]].append(path)
+    return [paths for paths in groups.values() if len(paths) > 1]
 
 
 def read(given: Mapping[str, Factors], like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

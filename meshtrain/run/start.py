@@ -140,6 +140,11 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
         fix = " ".join(shlex.quote(f"--config.lora.{key}={value}") for key, value in wanted.items())
         raise UserError("init_from: got adapters unlike those of lora; allowed: equal ones, or lora.rank=0, which "
                         f"merges them; nearest: {fix}")  # fmt: skip
+    if config.lora.rank and peers.is_main_process():
+        for paths in adapters.split_factors(factors):
+            together = f"{', '.join(paths)} have one lora_A together"
+            effect = "its losses differ from peft's after the first step; lora.rank=0 merges the adapters"
+            warn(f"{config.init_from}: {together}, and this run trains a copy each, another parametrization: {effect}")
 
 
 def _taken(assembly: Assembly, base: str, found: adapters.Adapters | None) -> tuple[Params, list[str]]:

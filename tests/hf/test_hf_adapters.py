@@ -222,9 +222,10 @@ WRONG = {
              "allowed: the model beneath them, or a run with it; nearest: --config.init_base=DIR"),
     "no base": ({"base_model_name_or_path": None}, {}, "got adapters of '', which is no folder"),
     "another base": ({}, {"init_base": str(FIXTURES / "llama")}, "model.mlp_dim: got 128, and the model in"),
-    "scales": ({"alpha_pattern": {"c_attn": 9}}, {}, "not read (ValueError('several scales'))"),
-    "start": ({"init_lora_weights": "pissa"}, {}, "not read (ValueError('their base is changed"),
-    "kind": ({"r": None}, {}, "adapter_config.json: not read (TypeError("),
+    "scales": ({"alpha_pattern": {"c_attn": 9}}, {}, "adapter_config.json: c_attn: got the scale 4.5 by its patterns, "
+               "and 1.5 by r and lora_alpha; allowed: "),
+    "start": ({"init_lora_weights": "pissa"}, {}, "adapter_config.json: init_lora_weights: got 'pissa'; allowed: "),
+    "kind": ({"r": None}, {}, "adapter_config.json: r: got nothing; allowed: int; nearest: "),
     "task": ({}, {"model": Seq2SeqOptions(), "task": "seq2seq"}, "got adapters of peft with task=seq2seq"),
 }  # fmt: skip
 
@@ -242,6 +243,62 @@ def test_what_does_not_fit_is_one_line(case, tmp_path):
     assert len(lines) == 1 or case == "another base"
     assert lines[0].startswith("init_from: ")
     assert said in lines[0]
+
+
+HOSTILE = (
+    "0", "-1", "-0.0", "1e999", "-1e999", "NaN", "9" * 400, "1e-320", "1e308", "true", '"2"', '"\\ud800"', "[]", "[1]",
+    '{"c_attn": 0}', '{"c_attn": 1e999}', '{"c_attn": "x"}',
+)  # fmt: skip
+LEGAL = {("use_rslora", "true"), ("init_lora_weights", "0"), ("init_lora_weights", "-0.0"),
+         ("init_lora_weights", "true"), ("alora_invocation_tokens", "[]")}  # fmt: skip
+KEYS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path", "peft_type",
+        "init_lora_weights", "alora_invocation_tokens")  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_value_of_another_kind_names_the_file_and_the_key(key, tmp_path):
+    foreign(tmp_path / "peft", OF_GPT2)
+    file = tmp_path / "peft" / "adapter_config.json"
+    plain = json.loads(file.read_text())
+    for text in HOSTILE:
+        file.write_text(json.dumps(plain | {key: "HERE"}).replace('"HERE"', text))
+        if (key, text) in LEGAL or (key == "base_model_name_or_path" and text == '"2"'):
+            adapters.opened(tmp_path / "peft")
+            continue
+        with pytest.raises(UserError) as caught:
+            adapters.opened(tmp_path / "peft")
+        [line] = caught.value.problems
+        assert line.startswith(f"{file}: {key}"), (text, line)
+        assert "; allowed: " in line
+        assert "; nearest: " in line
+
+
+def test_a_folder_without_tensors_is_refused_before_a_model_is_made(tmp_path):
+    foreign(tmp_path / "peft", {})
+    config = config_of("gpt2", init_from=str(tmp_path / "peft"))
+    [line] = start.check(config, tmp_path / "run", 0)
+    file = tmp_path / "peft" / "adapter_model.safetensors"
+    assert line.startswith(f"init_from: {file}: got no tensors; allowed: lora_A and lora_B of matrices; nearest: ")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3"])
+def test_a_run_states_that_one_lora_a_of_several_matrices_becomes_several(name, tmp_path, capsys):
+    """peft adapts the one matrix of queries, keys and values; this run trains three pairs."""
+    shapes = OF_GPT2
+    if name == "phi3":
+        size = names.sizes(folder.opened(FIXTURES / name).model.options)
+        module, num_outputs = "model.layers.{}.self_attn.qkv_proj.lora_{}", size["J"] * size["H"]
+        pair = {"A": (2, size["D"]), "B": (num_outputs, 2)}
+        shapes = {module.format(layer, end): pair[end] for layer in range(size["L"]) for end in "AB"}
+    foreign(tmp_path / "peft", shapes, base_model_name_or_path=str(FIXTURES / name))
+    targets = "^layers/attention/query$|^layers/attention/key$|^layers/attention/value$"
+    for lora in (LoraOptions(rank=2, alpha=3.0, targets=targets), LoraOptions()):
+        config = config_of(name, init_from=str(tmp_path / "peft"), lora=lora)
+        assert start.check(config, tmp_path / "run", 0) == []
+        start.refuse_other_weights(assemble(config, dict.fromkeys(AXES, 1), jax.devices()), tmp_path / "run")
+        said = capsys.readouterr().err
+        one = "layers/attention/query, layers/attention/key, layers/attention/value have one lora_A together, and this"
+        assert said.count(one) == bool(lora.rank)
 
 
 def test_tensors_that_no_matrix_takes_are_named(tmp_path):
