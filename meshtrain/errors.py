@@ -5,6 +5,7 @@ Programs start through `run`.
 
 import difflib
 import errno
+import json
 import math
 import numbers
 import os
@@ -41,6 +42,7 @@ EXIT_CODES = {
 _LAST_WORDS_SECONDS = 1.0
 MOST_LINES = 10  # of problems that many inputs share
 _ENOUGH = 1000  # such problems: the rest of the input is not read
+_MOST_SHOWN = 40  # characters of a value of foreign data
 _NUMBERS = re.compile(r"\d+")
 _LONG = re.compile(r"\S{400,}")  # the content of a file rather than a path or a name
 
@@ -71,13 +73,34 @@ class Problems:
     def __init__(self, lines: Iterable[str] = ()) -> None:
         """Starts with a line for each of these problems."""
         self.count = 0
-        self._first: list[str] = []
+        self._num_told = 0  # problems that the stored lines state
+        self._first = list[str | tuple[str, str | None]]()  # a line, or the key of `_places`
+        self._places = dict[tuple[str, str | None], list[str]]()
         self.add(*lines)
 
     def add(self, *lines: str) -> None:
         """Counts problems, and stores their lines as long as they are among the first ten."""
-        self._first += lines[: MOST_LINES - len(self._first)]
+        first = lines[: MOST_LINES - len(self._first)]
+        self._first += first
+        self._num_told += len(first)
         self.count += len(lines)
+
+    def add_at(self, where: str, line: str, fix: str | None = "") -> None:
+        """Counts a problem of a line of a file; equal problems of several lines share one line.
+
+        Args:
+          where: the place, such as `a.jsonl, line 3`.
+          line: the problem's line, in which `{where}` becomes the first place.
+          fix: the nearest legal input; `` is to leave that line out; None if `line` has a fix.
+        """
+        self.count += 1
+        if (line, fix) not in self._places:
+            if len(self._first) >= MOST_LINES:
+                return
+            self._first.append((line, fix))
+            self._places[line, fix] = []
+        self._places[line, fix].append(where)
+        self._num_told += 1
 
     def is_enough(self) -> bool:
         """Returns whether to stop reading: 1,000 problems have been found."""
@@ -85,11 +108,19 @@ class Problems:
 
     def lines(self) -> list[str]:
         """Returns a line for each stored problem, and one with the number of the others."""
-        num_more = self.count - len(self._first)
+        lines = [one if isinstance(one, str) else self._line(*one) for one in self._first]
+        num_more = self.count - self._num_told
         if not num_more:
-            return list(self._first)
+            return lines
         more = f"at least {num_more}" if self.is_enough() else f"{num_more}"
-        return [*self._first, f"... and {more} more like these"]
+        return [*lines, f"... and {more} more like these"]
+
+    def _line(self, line: str, fix: str | None) -> str:
+        first, *others = self._places[line, fix]
+        line = line.replace("{where}", f"{first} and others" if others else first, 1)
+        if fix is None or (not fix and "; nearest: " in line):
+            return line
+        return f"{line}; nearest: {fix or ('leave them out, or rewrite them' if others else 'leave out that line')}"
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -165,6 +196,16 @@ def unknown(what: str, got: str, allowed: Sequence[str], near: str = "") -> str:
     names = ", ".join(name or "''" for name in allowed) or "none"
     fix = nearest(got, allowed) or (near and f"; nearest: {near}")
     return f"{what}: got '{got}'; allowed: {names}{fix}"
+
+
+def shown(value: Any) -> str:
+    """Returns a value of foreign data as JSON, shortened; a column of a table may hold what JSON has not.
+
+    >>> shown({"a": [1, 2]}), shown("x" * 100)
+    ('{"a": [1, 2]}', '"xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...')
+    """
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def one_line(problem: str) -> str:

@@ -1,7 +1,6 @@
 """Fine-tuning data: lines or rows of files -> texts with their answers -> examples, packed by first fit.
 
-A line has `prompt` and `completion`, or `messages`; lines of Alpaca (`instruction`, `input`, `output`) and ShareGPT
-(`conversations` of `from` and `value`) are messages. Lines stay whole, and tokens of answers alone count as targets.
+Lines stay whole, and tokens of answers alone count as targets. `chat_lines.py` has the formats of lines.
 
 Shapes: T sequence_length, N tokens of a line.
 """
@@ -9,41 +8,23 @@ Shapes: T sequence_length, N tokens of a line.
 import codecs
 import dataclasses
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data.chat_template import ASSISTANT, BEGIN, END, ChatTemplate, Message, Spans, open_template
+from meshtrain.data.chat_lines import Line, line_of
+from meshtrain.data.chat_template import ASSISTANT, ChatTemplate, Spans, open_template
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
 from meshtrain.data.sources import LAST_ANSWER, Asked, DataOptions, checked_files
 from meshtrain.data.text import read_rows, split
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
-from meshtrain.errors import Problems, UserError, nearest, refuse, warn
-from meshtrain.files import Json, JsonObject, is_utf8
+from meshtrain.errors import Problems, UserError, refuse, warn
 from meshtrain.launch import peers
 from meshtrain.store.buckets import Place
 
-PAIR = ("prompt", "completion")
-ALPACA = ("instruction", "output")
-MESSAGES, SHAREGPT = "messages", "conversations"
-ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT}  # of ShareGPT
-# Fields beside messages and in them that no text says.
-_BESIDE = ("tools", "functions", "documents", "images", "history")
-_INSIDE = ("tool_calls", "function_call")
-_ALLOWED = "allowed: a JSON object with 'prompt' and 'completion', or with 'messages', or as Alpaca or ShareGPT have it"
-_A_MESSAGE = '{"role": "user", "content": "..."}'
 _GROUP_LINES = 1024  # tokenized at a time
-
-
-class Line(NamedTuple):
-    """A line of a file: a prompt and its completion, or messages; and where it is from."""
-
-    where: str
-    pair: tuple[str, str] | None
-    messages: Sequence[Message] = ()
 
 
 class Written(NamedTuple):
@@ -68,7 +49,7 @@ def read_lines(path: Place, problems: Problems) -> list[Line]:
       problems: gets a line for each kind of broken ones, or where the file cannot be read; reading ends once they are
         enough.
     """
-    result, wrong, num_marks = list[Line](), dict[str, list[str]](), 0
+    result, num_marks = list[Line](), 0
     try:
         for where, row, _ in read_rows(path):
             if isinstance(row, bytes) and row.startswith(codecs.BOM_UTF8):
@@ -77,119 +58,29 @@ def read_lines(path: Place, problems: Problems) -> list[Line]:
                 if not row.strip():
                     continue
             try:
-                result.append(_line(row, where))
+                result.append(line_of(row, where))
             except ValueError as error:
-                wrong.setdefault(str(error), []).append(where)
-                if sum(map(len, wrong.values())) >= 1000:
+                problems.add_at(where, f"data.path: {{where}}: {error}")
+                if problems.is_enough():
                     break
     except UserError as error:
         problems.add(str(error))
     if num_marks and peers.is_main_process():
         warn(f"{path}: got {num_marks} byte order mark(s), which are left out")
-    _add(wrong, problems)
     return result
 
 
-def _add(wrong: Mapping[str, Sequence[str]], problems: Problems) -> None:
-    """Adds a line for each kind of problem: what is wrong -> the lines of files where it is."""
-    for error, places in wrong.items():
-        where, fix = f"{places[0]} and others", "leave them out, or rewrite them"
-        if len(places) == 1:
-            where, fix = places[0], "leave out that line"
-        problems.add(f"data.path: {where}: {error}; nearest: {fix}")
-
-
-def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
-    """Returns the fields of a line or row. Raises ValueError: what it got, and what is allowed."""
-    try:
-        fields = json.loads(row) if isinstance(row, bytes) else row
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"got no JSON in UTF-8 ({error}); allowed: one JSON object a line") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"got {type(fields).__name__}; {allowed}")
-    return fields
-
-
-def _line(row: bytes | JsonObject, where: str) -> Line:
-    """Returns what a line or row holds. Raises ValueError: what it got, and what is allowed."""
-    fields = fields_of(row, _ALLOWED)
-    messages = None if set(PAIR) <= fields.keys() else _messages(fields)
-    if messages is not None:
-        if beside := [name for name in _BESIDE if fields.get(name)]:
-            raise ValueError(f"got '{beside[0]}' beside the messages; allowed: conversations without")
-        return Line(where, None, messages_of(messages))
-    if MESSAGES in fields or not set(PAIR) <= fields.keys():
-        known = (*PAIR, MESSAGES, SHAREGPT, *ALPACA)
-        fix = next(filter(None, (nearest(name, known) for name in fields if name not in PAIR)), "")
-        raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {_ALLOWED}{fix}")
-    for name in PAIR:
-        if not isinstance(fields[name], str) or not is_utf8(fields[name]):
-            raise ValueError(f"got {shown(fields[name])} for '{name}'; allowed: a text in whole characters")
-    return Line(where, (fields["prompt"], fields["completion"]))
-
-
-def _messages(fields: Mapping[str, Json]) -> Json:
-    """Returns the messages of a line, as OpenAI, ShareGPT or Alpaca have them, not checked; None: it has none."""
-    if MESSAGES in fields:
-        return None if fields.keys() & set(PAIR) else fields[MESSAGES]
-    turns: list[Json] = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
-    if set(ALPACA) <= fields.keys():
-        asked = [fields[name] for name in ("instruction", "input") if fields.get(name)]
-        strange = [one for one in asked if not isinstance(one, str)]
-        turns.append({"role": "user", "content": strange[0] if strange else "\n\n".join(asked)})
-        return [*turns, {"role": ASSISTANT, "content": fields["output"]}]
-    if not isinstance(given := fields.get(SHAREGPT), list):
-        return given
-    for one in given:
-        if isinstance(one, dict) and "from" in one:
-            if (role := ROLES.get(str(one["from"]))) is None:
-                raise ValueError(f"got {shown(one['from'])} for 'from'; allowed: {', '.join(ROLES)}")
-            one = {"role": role, "content": one.get("value")}
-        turns.append(one)
-    return turns
-
-
-def messages_of(given: Json) -> Sequence[Message]:
-    """Returns the messages of a conversation, those in parts of text as one text each.
-
-    Raises:
-      ValueError: `given` is no list of them: what it got, and what is allowed.
-    """
-    if not isinstance(given, list) or not given:
-        raise ValueError(f"got {shown(given)} for 'messages'; allowed: a list like [{_A_MESSAGE}]")
-    for number, message in enumerate(given, start=1):
-        if not isinstance(message, dict):
-            raise ValueError(f"got {shown(message)} as message {number}; allowed: {_A_MESSAGE}")
-        if calls := [name for name in _INSIDE if message.get(name)]:
-            raise ValueError(f"got '{calls[0]}' in a message; allowed: messages of text alone")
-        for part in parts if isinstance(parts := message.get("content"), list) else ():
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"got a part of type {shown(kind)} in a message; allowed: parts of type text")
-        if isinstance(parts, list):
-            message["content"] = "".join(part["text"] for part in parts)
-        for name in ("role", "content"):
-            value = message[name] if name in message else None
-            if not isinstance(value, str) or not is_utf8(value) or BEGIN in value or END in value:
-                fix = nearest(name, message) if name not in message else ""
-                raise ValueError(f"got {shown(value)} for '{name}' of message {number}; allowed: a text{fix}")
-    return given
-
-
-def shown(value: Json) -> str:
-    """Returns a value as JSON, shortened; a column of a table may hold what JSON has not."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 40 else f"{text[:40]}..."
-
-
-def written(lines: Sequence[Line], tokenizer: str, template_file: str, problems: Problems) -> list[Written]:
-    """Returns the text of each line.
+def written(
+    lines: Sequence[Line], tokenizer: str, template_file: str, problems: Problems, *, last_only: bool = False
+) -> list[Written]:
+    """Returns the text of each line, with the answers that are trained.
 
     Args:
       lines: of all files.
       tokenizer: `data.tokenizer`, whose folder may bring the chat template.
       template_file: `data.chat_template`; `` takes the folder's.
       problems: gets a line for each conversation that the template does not take, and one where there is no template.
+      last_only: whether only the last answer of a conversation is trained.
     """
     template: ChatTemplate | None = None
     try:
@@ -197,18 +88,28 @@ def written(lines: Sequence[Line], tokenizer: str, template_file: str, problems:
             template = open_template(tokenizer, template_file)
     except UserError as error:
         problems.add(*error.problems)
-    result, wrong = [], dict[str, list[str]]()
-    for where, pair, messages in lines:
-        if pair is not None:
-            text = "".join(pair)
-            result.append(Written(text, ((len(pair[0]), len(text)),) if pair[1] else (), ends=True))
+    result = []
+    for line in lines:
+        if line.pair is not None:
+            text = "".join(line.pair)
+            result.append(Written(text, ((len(line.pair[0]), len(text)),) if line.pair[1] else (), ends=True))
         elif template is not None:
             try:
-                result.append(Written(*template.written(messages), ends=False))
+                text, answers = template.written(line.messages, line.learned)
+                if last_only:
+                    answers = answers[-1:] if last_answer_counts(line) else ()
+                result.append(Written(text, answers, ends=False))
             except ValueError as error:
-                wrong.setdefault(str(error), []).append(where)
-    _add(wrong, problems)
+                problems.add_at(line.where, f"data.path: {{where}}: {error}")
     return result
+
+
+def last_answer_counts(line: Line) -> bool:
+    """Returns whether the last answer of a conversation is trained."""
+    answers = [
+        counts for message, counts in zip(line.messages, line.learned, strict=True) if message["role"] == ASSISTANT
+    ]
+    return bool(answers and answers[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,10 +214,9 @@ def lines_of(options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer,
         lines += read_lines(path, problems)
         if problems.is_enough():
             break
-    result = written(lines, options.tokenizer, options.chat_template, problems)
+    last_only = options.loss_on == LAST_ANSWER
+    result = written(lines, options.tokenizer, options.chat_template, problems, last_only=last_only)
     refuse(problems.lines())
-    if options.loss_on == LAST_ANSWER:
-        return [line._replace(answers=line.answers[-1:]) for line in result]
     return result
 
 

@@ -48,20 +48,32 @@ class ChatTemplate:
         """
         return _cut(self.render(messages, True))[0]
 
-    def written(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+    def written(self, messages: Sequence[Message], learned: Sequence[bool] | None = None) -> tuple[str, Spans]:
         """Returns the text of a conversation, and where each answer begins and ends in it, in characters.
 
         Without the tag, an answer is what its message adds to the text of a prompt with the messages before it.
+
+        Args:
+          messages: of the conversation.
+          learned: for each message, whether its answer is returned; None returns all answers.
 
         Raises:
           ValueError: the template does not take these messages, or there is no telling its answers.
         """
         text, spans = _cut(self.render(messages, False))
-        if self.marks_answers:
+        counts = [learned is None or learned[index] for index, one in enumerate(messages) if one["role"] == ASSISTANT]
+        if self.marks_answers and all(counts):
             return text, spans
+        if self.marks_answers:
+            if len(spans) != len(counts):
+                raise ValueError(
+                    f"got an answer that is not trained, and {self.name} marks {len(spans)} spans in {len(counts)} "
+                    "answers; allowed: one {% generation %} for each answer"
+                )
+            return text, tuple(span for span, is_learned in zip(spans, counts, strict=True) if is_learned)
         found = []
         for index, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
+            if message["role"] == ASSISTANT and (learned is None or learned[index]):
                 before, after = self.render(messages[:index], True), self.render(messages[: index + 1], False)
                 if not (text.startswith(after) and after.startswith(before)):
                     raise ValueError(

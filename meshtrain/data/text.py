@@ -308,29 +308,26 @@ def _present(value: Json) -> Json:
     return [_present(one) for one in value] if isinstance(value, list) else value
 
 
-def _row_text(row: bytes | JsonObject, where: str, text_field: str) -> str:
+def _row_text(row: bytes | JsonObject, text_field: str) -> str:
+    """Returns the document of a line or row. Raises ValueError: the line of `Problems.add_at`."""
     try:
         fields = json.loads(row) if isinstance(row, bytes) else row
     # JSONDecodeError and UnicodeDecodeError are both ValueErrors; brackets may be nested deeper than Python can follow.
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"data.path: {where} is no JSON in UTF-8 ({error}); allowed: one JSON object a line; "
-            "nearest: leave out that line"
+        raise ValueError(
+            f"data.path: {{where}} is no JSON in UTF-8 ({error}); allowed: one JSON object a line"
         ) from error
     if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
         texts = [name for name, value in fields.items() if isinstance(value, str)] if isinstance(fields, dict) else []
         fix = f"; nearest: data.text_field={texts[0]}" if texts else '; nearest: lines like {"text": "..."}'
-        raise UserError(
-            f"data.text_field: got '{text_field}', which holds no text in {where}; "
+        raise ValueError(
+            f"data.text_field: got '{text_field}', which holds no text in {{where}}; "
             f"allowed there: {', '.join(texts) or 'nothing'}{nearest(text_field, texts) or fix}"
         )
     text = str(fields[text_field])
     # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
     if not text.isascii() and not is_utf8(text):
-        raise UserError(
-            f"data.path: {where} escapes half of a surrogate pair; allowed: whole characters; "
-            "nearest: leave out that line"
-        )
+        raise ValueError("data.path: {where} escapes half of a surrogate pair; allowed: whole characters")
     return text
 
 
@@ -350,11 +347,14 @@ def read_documents(path: Place, text_field: str, problems: Problems) -> Iterator
         if is_table(path):
             for where, row, num_bytes in read_rows(path, text_field):
                 try:
-                    yield _row_text(row, where, text_field), num_bytes
-                except UserError as error:
-                    problems.add(str(error))
+                    text = _row_text(row, text_field)
+                except ValueError as error:
+                    line = str(error)
+                    problems.add_at(where, line, None if line.startswith("data.text_field") else "")
                     if problems.is_enough():
                         return
+                    continue
+                yield text, num_bytes
             return
         with opened(path) as (file, stored):
             content, num_bytes = file.read(), stored.tell()

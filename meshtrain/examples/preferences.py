@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain.data import chat
-from meshtrain.data.chat import Line, Tokens
+from meshtrain.data.chat import Tokens
+from meshtrain.data.chat_lines import Line, fields_of, messages_of, refuse_ignored
 from meshtrain.data.chat_template import ASSISTANT
 from meshtrain.data.corpus import open_parts, tokenizer_for, vocabulary_of
 from meshtrain.data.loader import Examples
@@ -24,7 +25,7 @@ from meshtrain.data.packing import FirstFitExamples, TokenStream
 from meshtrain.data.sources import Asked, DataOptions, Source, check, checked_files, fraction_problems, unread
 from meshtrain.data.text import read_rows, split
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
-from meshtrain.errors import Problems, nearest, refuse
+from meshtrain.errors import Problems, nearest, refuse, shown
 from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.options import option
 from meshtrain.store.buckets import Place
@@ -57,18 +58,21 @@ def _pair(fields: JsonObject, where: str) -> Pair:
     if missing := [name for name in ANSWERS if name not in fields]:
         fix = nearest(missing[0], fields)
         raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {ALLOWED}{fix}")
+    refuse_ignored(fields)
     values: list[Json] = [fields[name] if name in fields else None for name in ("prompt", *ANSWERS)]
     prompt, *answers = values
     if all(isinstance(answer, list) for answer in answers):
         before = prompt if isinstance(prompt, list) else []
-        turns = [chat.messages_of(before + answer) for answer in answers]
-        for name, answer in zip(ANSWERS, answers, strict=True):
+        texts = [Line(where, None, *messages_of(before + answer)) for answer in answers]
+        for name, answer, text in zip(ANSWERS, answers, texts, strict=True):
             if all(message["role"] != ASSISTANT for message in answer):
                 raise ValueError(f"got no message of the {ASSISTANT} for '{name}'; {ALLOWED}")
-        return Pair(where, str(turns[0][:-1]), (Line(where, None, turns[0]), Line(where, None, turns[1])))
+            if not chat.last_answer_counts(text):
+                raise ValueError(f"got an answer that is not trained for '{name}'; {ALLOWED}")
+        return Pair(where, str(texts[0].messages[:-1]), (texts[0], texts[1]))
     for name, text in zip(("prompt", *ANSWERS), (prompt, *answers), strict=True):
         if not isinstance(text, str) or not is_utf8(text) or (not text and name in ANSWERS):
-            raise ValueError(f"got {chat.shown(text)} for '{name}'; {ALLOWED}")
+            raise ValueError(f"got {shown(text)} for '{name}'; {ALLOWED}")
     return Pair(where, prompt, (Line(where, (prompt, answers[0])), Line(where, (prompt, answers[1]))))
 
 
@@ -88,9 +92,9 @@ def read_pairs(files: Iterable[Place], problems: Problems) -> Iterator[Pair]:
     """Yields the pairs of files; `problems` gets a line for each line of a file that holds none."""
     for where, row, _ in itertools.chain.from_iterable(map(read_rows, files)):
         try:
-            yield _pair(chat.fields_of(row, ALLOWED), where)
+            yield _pair(fields_of(row, ALLOWED), where)
         except ValueError as error:
-            problems.add(f"data.path: {where}: {error}; nearest: leave out that line")
+            problems.add_at(where, f"data.path: {{where}}: {error}")
         if problems.is_enough():
             return
 
@@ -107,19 +111,19 @@ def open_pairs(options: DataOptions, asked: Asked) -> Data:
     problems = Problems(vocabulary_problems(tokenizer, asked.ids_below))
     pairs = list(read_pairs(files, problems) if files else made())
     lines = [line for pair in pairs for line in pair.texts]
-    written = chat.written(lines, options.tokenizer, options.chat_template, problems)
+    written = chat.written(lines, options.tokenizer, options.chat_template, problems, last_only=True)
     refuse(problems.lines())
-    tokens = chat.tokenized(tokenizer, [line._replace(answers=line.answers[-1:]) for line in written])
+    tokens = chat.tokenized(tokenizer, written)
     both = list(zip(tokens[::2], tokens[1::2], strict=True))
     lengths, most = [len(one.ids) + len(other.ids) - 2 for one, other in both], asked.sequence_length
-    for pair, texts, length in zip(pairs, both, lengths, strict=True):
+    for pair, texts in zip(pairs, both, strict=True):
         if np.array_equal(texts[0].ids, texts[1].ids):
-            problems.add(f"data.path: {pair.where}: got equal answers; allowed: two; nearest: leave out that line")
-        elif length > most:
-            problems.add(
-                f"data.path: {pair.where}: got {length} tokens of both answers with their prompt; allowed: at most "
-                f"sequence_length={most}; nearest: sequence_length={max(lengths)}, or leave out that line"
-            )
+            problems.add_at(pair.where, "data.path: {where}: got equal answers; allowed: two")
+    long = [pair.where for pair, length in zip(pairs, lengths, strict=True) if length > most]
+    for where in long:
+        up_to, fix = "up to " if len(long) > 1 else "", f"sequence_length={max(lengths)}, or leave out that line"
+        got = f"data.path: {{where}}: got {up_to}{max(lengths)} tokens of both answers with their prompt"
+        problems.add_at(where, f"{got}; allowed: at most sequence_length={most}", fix=fix)
     refuse(problems.lines())
     splits = split(both, [pair.prompt for pair in pairs], options.validation_fraction)
     train, validation = ([text for texts in part for text in texts] for part in splits)

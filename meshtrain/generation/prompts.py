@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from meshtrain.data.chat import messages_of
+from meshtrain.data.chat_lines import messages_of
 from meshtrain.data.chat_template import ChatTemplate, Message
-from meshtrain.errors import Problems, UserError, refuse
+from meshtrain.errors import Problems, UserError, refuse, shown
 from meshtrain.files import expanded, is_utf8, what_is_at
 from meshtrain.generation.answers import room_left
 from meshtrain.models.task import Decode
@@ -53,7 +53,7 @@ def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "
                 try:
                     prompts.append(_of_line(line, f"{path}, line {number}", chat))
                 except ValueError as error:
-                    problems.add(f"{key}: {path}, line {number}: {error}; nearest: {_LINE}")
+                    problems.add_at(f"{path}, line {number}", f"{key}: {{where}}: {error}", _LINE)
                 if problems.is_enough():
                     break
     except OSError as error:
@@ -73,14 +73,14 @@ def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"got no JSON in UTF-8 ({error}); {wanted}") from error
     if chat and isinstance(fields, dict) and "messages" in fields and "prompt" not in fields:
-        messages = messages_of(fields["messages"])
+        messages, _ = messages_of(fields["messages"])
         return Prompt(messages[-1]["content"], where, messages)
     if not isinstance(fields, dict) or "prompt" not in fields:
         got = ", ".join(fields) or "no field" if isinstance(fields, dict) else type(fields).__name__
         raise ValueError(f"got {got}; {wanted}{', or with messages' if chat else ''}")
     text = fields["prompt"]
     if not isinstance(text, str) or not text or not is_utf8(text):
-        raise ValueError(f"got {text!r} for 'prompt'; {wanted}")
+        raise ValueError(f"got {shown(text)} for 'prompt'; {wanted}")
     return Prompt(text, where)
 
 
@@ -100,7 +100,7 @@ def in_chat(prompts: Sequence[Prompt], template: ChatTemplate) -> list[Prompt]:
         try:
             found.append(Prompt(template.prompt(messages), prompt.where))
         except ValueError as error:
-            problems.add(f"{prompt.where}: {error}; nearest: leave it out")
+            problems.add_at(prompt.where, f"{{where}}: {error}", "leave it out")
     refuse(problems.lines())
     return found
 

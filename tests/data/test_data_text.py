@@ -6,6 +6,7 @@ import pytest
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import Asked, DataOptions, check
+from meshtrain.data.text import read_documents
 from meshtrain.errors import Problems, UserError, refusals, refuse, unknown
 
 
@@ -39,7 +40,7 @@ def test_all_bad_lines_and_files_are_reported_at_once(mixed):
 
 def test_many_are_counted_and_reading_stops_where_more_would_tell_nothing_new(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("no\n" * 50 + '{"text": "good"}\n')
+    path.write_text("".join(f"{' ' * number}no\n" for number in range(50)) + '{"text": "good"}\n')
     with pytest.raises(UserError) as caught:
         opened(path)
     assert len(caught.value.problems) == 11
@@ -82,3 +83,22 @@ def test_lines_become_an_error_and_an_error_its_lines():
     assert caught.value.problems == (*map(str, range(10)), "... and 2 more like these")
     assert refusals(refuse, ["a", "b"]) == ["a", "b"]
     assert refusals(refuse, []) == []
+
+
+def test_what_is_wrong_with_every_line_is_said_once(tmp_path):
+    no_text = "data.text_field: got 'text', which holds no text in {}; allowed there: "
+    for row, said in (
+        ('{"texts": "a"}', f"{no_text}texts; did you mean 'texts'?"),
+        ('{"a": 1}', f"{no_text}nothing; nearest: lines like"),
+        ("[1]", f"{no_text}nothing; nearest: lines like"),
+        ('{"text": "\\ud800"}', "data.path: {} escapes half of a surrogate pair; allowed: whole characters; nearest: "),
+        ("no", "data.path: {} is no JSON in UTF-8 (Expecting value: line 1 column 1 (char 0)); allowed: one JSON "),
+    ):
+        path = tmp_path / "a.jsonl"
+        for num, places in ((1, f"{path}, line 2"), (30, f"{path}, line 2 and others")):
+            path.write_text('{"text": "good"}\n' + f"{row}\n" * num)
+            problems = Problems()
+            assert [text for text, _ in read_documents(path, "text", problems)] == ["good"]
+            [line] = problems.lines()
+            assert line.startswith(said.format(places))
+            assert problems.count == num

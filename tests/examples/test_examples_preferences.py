@@ -89,7 +89,7 @@ def test_a_line_that_is_no_pair_is_one_line_with_its_number(tmp_path, line, said
 
 def test_ten_lines_are_said_and_the_others_counted(tmp_path):
     with pytest.raises(UserError) as error:
-        opened(options(tmp_path, *[PAIR | {"chosen": 1}] * 13))
+        opened(options(tmp_path, *[PAIR | {"chosen": number} for number in range(13)]))
     assert len(error.value.problems) == 11
     assert error.value.problems[-1] == "... and 3 more like these"
 

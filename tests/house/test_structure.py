@@ -6,7 +6,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "meshtrain").rglob("*.py"))
-MOST_MODULES = 12  # of a folder
+MOST_MODULES = 16  # of a folder
 SMALL = 60  # lines
 NAMES_OF_EVERY_ROOM = {"__init__", "__main__", "options", "task"}
 DOORS = {"meshtrain.main", "meshtrain.run.verify"}  # commands, which no module needs to import
@@ -29,7 +29,7 @@ def imported(path: pathlib.Path) -> set[str]:
     return names
 
 
-def test_a_folder_has_at_most_twelve_modules():
+def test_a_folder_has_at_most_sixteen_modules():
     held = collections.Counter(path.parent for path in PACKAGE if path.stem != "__init__")
     crowded = {folder.relative_to(ROOT).as_posix(): number for folder, number in held.items() if number > MOST_MODULES}
     assert not crowded, crowded

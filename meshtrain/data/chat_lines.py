@@ -1,0 +1,238 @@
+"""Rows of fine-tuning data: the fields of one line -> a prompt and its completion, or the messages of a conversation.
+
+A row has `messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `completion` (two texts, or TRL's two lists of
+messages), or `instruction` and `output` (Alpaca). Other fields are ignored, except for those that change what is
+trained in a format that people use: these take effect, or they are errors that name the field.
+"""
+
+import json
+from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
+
+from meshtrain.data.chat_template import ASSISTANT, BEGIN, END, Message
+from meshtrain.errors import nearest, shown
+from meshtrain.files import Json, JsonObject, is_utf8
+
+PAIR = ("prompt", "completion")
+ALPACA = ("instruction", "output")
+MESSAGES, SHAREGPT = "messages", "conversations"
+ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT}  # of ShareGPT
+
+# Of a message: whether it is trained, 0 or 1. OpenAI, Mistral, Together; Axolotl; ms-swift.
+SWITCHES = ("weight", "train", "training", "loss_weight", "loss", "loss_scale")
+INVERSE_SWITCHES = ("masked",)  # of torchtune: 1 is not trained
+
+# Of a message, in formats whose meaning differs from program to program.
+_OTHER_SWITCHES = ("mask", "loss_mask", "train_detail", "training_detail")
+# Fields of a row that rate answers -> their type, in formats of DPO, OpenAI, ms-swift, KTO and stepwise supervision.
+_RATINGS: Mapping[str, type] = {
+    **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), object),
+    **dict.fromkeys(("rejected_response", "rejected_messages"), object),
+    "label": bool,
+    "kto_tag": bool,
+    "labels": list,
+}
+# Fields of a row that would change what is trained -> the values that describe what is trained here.
+_ROW_SWITCHES: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("weight", "loss_weight", "sample_weight", "example_weight", "train"), (1,)),
+    **dict.fromkeys(("train_on_input", "train_on_inputs", "train_on_prompt"), (0,)),
+    **dict.fromkeys(("mask", "loss_mask", "completion_mask", "assistant_mask", "assistant_masks"), ()),
+    "chat_template_kwargs": (),
+}
+# Fields with content that no text has: beside the messages, and in a message.
+_BESIDE = ("tools", "functions", "documents", "images", "videos", "audios", "image", "video", "audio", "history")
+_INSIDE = ("tool_calls", "function_call", "images", "videos", "audios", "image", "video", "audio")
+
+ALLOWED = "allowed: a JSON object with 'prompt' and 'completion', or with 'messages', or as Alpaca or ShareGPT have it"
+_A_MESSAGE = '{"role": "user", "content": "..."}'
+_A_PART = '{"type": "text", "text": "..."}'
+
+
+class Line(NamedTuple):
+    """A line of a file.
+
+    Attributes:
+      where: the file and the line, for errors.
+      pair: a prompt and its completion, which are texts; None for messages.
+      messages: of a conversation, with `role` and `content`.
+      learned: for each message, whether it is an answer that is trained.
+    """
+
+    where: str
+    pair: tuple[str, str] | None
+    messages: Sequence[Message] = ()
+    learned: Sequence[bool] = ()
+
+
+def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
+    """Returns the fields of a line or row. Raises ValueError: what it got, and what is allowed."""
+    try:
+        fields = json.loads(row) if isinstance(row, bytes) else row
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"got no JSON in UTF-8 ({error}); allowed: one JSON object a line") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"got {type(fields).__name__}; {allowed}")
+    return fields
+
+
+def line_of(row: bytes | JsonObject, where: str) -> Line:
+    """Returns the content of a line or row. Raises ValueError: what it got, and what is allowed."""
+    fields = fields_of(row, ALLOWED)
+    _refuse_ratings(fields)
+    given, num_before = _turns(fields)
+    refuse_ignored(fields)
+    if given is not None:
+        messages, learned = messages_of(given)
+        learned = [one and number >= num_before for number, one in enumerate(learned)]
+        if num_before and not any(message["role"] == ASSISTANT for message in messages[num_before:]):
+            raise ValueError(f"got no message of the {ASSISTANT} for 'completion'; {ALLOWED}")
+        return Line(where, None, messages, learned)
+    for name in PAIR:
+        if not isinstance(fields[name], str) or not is_utf8(fields[name]):
+            other = fields[PAIR[1 - PAIR.index(name)]]
+            both = ", as the other field has" if isinstance(fields[name], list) and isinstance(other, str) else ""
+            raise ValueError(f"got {shown(fields[name])} for '{name}'; allowed: a text in whole characters{both}")
+    if fields.get("system"):
+        raise ValueError("got 'system' beside a prompt, which is a text; allowed: the system's text in 'prompt'")
+    return Line(where, (fields["prompt"], fields["completion"]))
+
+
+def _turns(fields: JsonObject) -> tuple[Json, int]:
+    """Returns the messages of a row, not checked, and how many of them are a prompt; None for a pair of texts.
+
+    Raises:
+      ValueError: the row has no known form.
+    """
+    if set(PAIR) <= fields.keys() and MESSAGES not in fields:
+        prompt, completion = (fields[name] for name in PAIR)
+        if not isinstance(prompt, list) or not isinstance(completion, list):
+            return None, 0
+        if not prompt:
+            raise ValueError("got [] for 'prompt'; allowed: at least one message")
+        return _behind_system(fields, [*prompt, *completion]), len(prompt) + bool(fields.get("system"))
+    if MESSAGES in fields and not fields.keys() & set(PAIR):
+        return _behind_system(fields, fields[MESSAGES]), 0
+    if MESSAGES not in fields and set(ALPACA) <= fields.keys():
+        asked = [fields[name] for name in ("instruction", "input") if fields.get(name)]
+        strange = [one for one in asked if not isinstance(one, str)]
+        user: Json = {"role": "user", "content": strange[0] if strange else "\n\n".join(asked)}
+        return [*_system(fields), user, {"role": ASSISTANT, "content": fields["output"]}], 0
+    if MESSAGES not in fields and fields.get(SHAREGPT) is not None:
+        given = fields[SHAREGPT]
+        return [*_system(fields), *map(_of_sharegpt, given)] if isinstance(given, list) else given, 0
+    known = (*PAIR, MESSAGES, SHAREGPT, *ALPACA)
+    fix = next(filter(None, (nearest(name, known) for name in fields if name not in PAIR)), "")
+    raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {ALLOWED}{fix}")
+
+
+def _system(fields: JsonObject) -> list[Json]:
+    return [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
+
+
+def _behind_system(fields: JsonObject, given: Json) -> Json:
+    """Returns messages behind the row's field `system`, if it has one."""
+    system = _system(fields)
+    if (
+        system
+        and isinstance(given, list)
+        and any(isinstance(one, dict) and one.get("role") == "system" for one in given)
+    ):
+        raise ValueError("got 'system' beside messages that have a system message; allowed: one of them")
+    return [*system, *given] if system and isinstance(given, list) else given
+
+
+def _of_sharegpt(turn: Json) -> Json:
+    """Returns a turn of `from` and `value` as a message; any other turn as it is."""
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn
+    if (role := ROLES.get(str(turn["from"]))) is None:
+        raise ValueError(f"got {shown(turn['from'])} for 'from'; allowed: {', '.join(ROLES)}")
+    read = (*SWITCHES, *INVERSE_SWITCHES, *_OTHER_SWITCHES, *_INSIDE)
+    kept = {name: turn[name] for name in read if name in turn}
+    return {"role": role, "content": turn.get("value"), **kept}
+
+
+def refuse_ignored(fields: JsonObject) -> None:
+    """Raises ValueError for a field of a row that would change what is trained, and that nothing reads."""
+    for name, values in _ROW_SWITCHES.items():
+        value = fields.get(name)
+        if value is not None and value not in ("", [], {}) and not _is_in(value, values):
+            allowed = f"{values[0]}, or 'weight' in a message" if values else "'weight' in a message, 0 or 1"
+            raise ValueError(f"got {shown(value)} for '{name}', which has no effect here; allowed: {allowed}")
+    if beside := [name for name in _BESIDE if fields.get(name)]:
+        raise ValueError(f"got '{beside[0]}' beside the messages; allowed: conversations without")
+
+
+def _refuse_ratings(fields: JsonObject) -> None:
+    for name, kind in _RATINGS.items():
+        if fields.get(name) is not None and isinstance(fields[name], kind):
+            raise ValueError(
+                f"got '{name}', which rates answers; allowed here: answers that are all trained; nearest: the good "
+                f"answers without '{name}', or data.source=preferences for pairs of 'chosen' and 'rejected'"
+            )
+
+
+def _is_in(value: Json, values: Container[Json]) -> bool:
+    return isinstance(value, int | float) and value in values
+
+
+def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
+    """Returns the messages of a conversation, and for each whether it is an answer that is trained.
+
+    Contents in parts of text become one text. The switches of a message decide whether it is trained, and are not
+    handed to the template.
+
+    Raises:
+      ValueError: `given` is no list of messages, or a field would have no effect: what it got, and what is allowed.
+    """
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"got {shown(given)} for 'messages'; allowed: a list like [{_A_MESSAGE}]")
+    messages, learned = list[Message](), list[bool]()
+    for number, message in enumerate(given, start=1):
+        if not isinstance(message, dict):
+            raise ValueError(f"got {shown(message)} as message {number}; allowed: {_A_MESSAGE}")
+        if inside := [name for name in _INSIDE if message.get(name)]:
+            raise ValueError(f"got '{inside[0]}' in a message; allowed: messages of text alone")
+        is_off = _is_switched_off(message, number)
+        message = {name: value for name, value in message.items() if name not in (*SWITCHES, *INVERSE_SWITCHES)}
+        if isinstance(message.get("content"), list):
+            message["content"] = "".join(_text_of_part(part) for part in message["content"])
+        for name in ("role", "content"):
+            value = message[name] if name in message else None
+            if not isinstance(value, str) or not is_utf8(value) or BEGIN in value or END in value:
+                fix = nearest(name, message) if name not in message else ""
+                raise ValueError(f"got {shown(value)} for '{name}' of message {number}; allowed: a text{fix}")
+        messages.append(message)
+        learned.append(message["role"] == ASSISTANT and not is_off)
+    return messages, learned
+
+
+def _is_switched_off(message: JsonObject, number: int) -> bool:
+    """Returns whether a switch of a message excludes it from training.
+
+    Raises:
+      ValueError: a switch is not 0 or 1, or asks for the training of a message that is no answer.
+    """
+    if other := [name for name in _OTHER_SWITCHES if message.get(name) is not None]:
+        raise ValueError(f"got '{other[0]}' in message {number}; allowed: 'weight', 0 or 1, for a complete message")
+    given = {name: message[name] for name in (*SWITCHES, *INVERSE_SWITCHES) if message.get(name) is not None}
+    for name, value in given.items():
+        if not _is_in(value, (0, 1)):
+            raise ValueError(f"got {shown(value)} for '{name}' of message {number}; allowed: 0 or 1, true or false")
+        if message.get("role") != ASSISTANT and bool(value) != (name in INVERSE_SWITCHES):
+            raise ValueError(f"got {shown(value)} for '{name}' of message {number}, of the {message.get('role')}; "
+                             f"allowed: messages of the {ASSISTANT} alone are trained")  # fmt: skip
+    return any(bool(value) == (name in INVERSE_SWITCHES) for name, value in given.items())
+
+
+def _text_of_part(part: Json) -> str:
+    """Returns the text of a part of a message. Raises ValueError: what it got, and what is allowed."""
+    kind = part.get("type") if isinstance(part, dict) else part
+    if not isinstance(part, dict) or kind != "text":
+        raise ValueError(f"got a part of type {shown(kind)} in a message; allowed: parts of type text")
+    if isinstance(text := part.get("text"), str):
+        return text
+    got = f"{shown(text)} for 'text'" if "text" in part else "no 'text'"
+    others = [name for name in part if name != "type"]
+    beside = f" but '{others[0]}'" if others and "text" not in part else ""
+    raise ValueError(f"got {got}{beside} in a part of type text in a message; allowed: {_A_PART}")
