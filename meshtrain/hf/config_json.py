@@ -3,12 +3,14 @@
 The families and their keys stand in `families.py`, the rules for rotary positions and windows in `positions.py`.
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshtrain import options
+from meshtrain.cli import flags
 from meshtrain.data.tokenizer import TOKENIZER
 from meshtrain.errors import UserError, refuse
 from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at
@@ -21,6 +23,8 @@ from meshtrain.options import Options, Value, Values
 CONFIG_FILE = "config.json"
 QUANTIZED = "quantization_config"
 TIED = "tie_word_embeddings"
+# Sizes of which 0 means none in a decoder, and that a family with such a key cannot do without.
+_NEEDED = ("vocab_size", "num_experts", "latent_dim")
 ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapters alone
 # Options that the weights do not depend on; a user may choose them.
 _FREE = (
@@ -146,6 +150,8 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
     given, found = _renamed(given, FAMILIES[kind])
     fields, problems = _fields(given, FAMILIES[kind])
     found += problems + _refused(given, kind) + ([] if ignore is None else _strange(given, ignore))
+    length, wrong = _length(given, FAMILIES[kind].length)
+    found += wrong
     for part in (positions.rotary(given, kind), positions.windows(given, kind)):
         fields |= part[0]
         found += part[1]
@@ -154,11 +160,21 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
         keys = positions.KEYS | {name: key for key, name in FAMILIES[kind].fields.items()}
         for name, _, text in (line.partition(":") for line in options.problems(shape, "")):
             found.append(f"{keys.get(name) or name}:{text.partition('; nearest: ')[0]}; {PUBLISHED}")
-        found += _contradictions(shape)
+        found = found or _contradictions(shape, FAMILIES[kind])  # which divide by numbers that are not 0
     refuse(f"{path}: {line}" for line in found)
     dtype = given.get("dtype") or given.get("torch_dtype") or ("bfloat16" if given.get(QUANTIZED) else None)
-    length = given.get(FAMILIES[kind].length)
-    return Described(kind, shape, length if isinstance(length, int) else 0, dtype if isinstance(dtype, str) else "")
+    return Described(kind, shape, length, dtype if isinstance(dtype, str) else "")
+
+
+def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[str]]:
+    """Returns the number of tokens that a key states, 0 if it is absent, and one line if it states no such number."""
+    if given.get(key) is None:
+        return 0, []
+    with contextlib.suppress(ValueError):
+        length = int(flags.typed(given[key], int))
+        if 1 <= length <= options.MOST[int]:
+            return length, []
+    return 0, [refusal(key, given[key], f"a whole number, 1 to {options.MOST[int]}", PUBLISHED)]
 
 
 def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int, directory: str | Path) -> list[str]:
@@ -290,9 +306,13 @@ def _strange(given: Mapping[str, Json], ignore: str) -> list[str]:
     return problems
 
 
-def _contradictions(shape: DecoderOptions) -> list[str]:
-    """Returns one line for each pair of values that no model can have together."""
-    found = []
+def _contradictions(shape: DecoderOptions, family: Family) -> list[str]:
+    """Returns one line for each size of 0 that a family needs, and for values that no model can have together."""
+    needed = {key: name for key, name in family.fields.items() if name in _NEEDED and not getattr(shape, name)}
+    found = [f"{key}: got 0; allowed: at least 1; {PUBLISHED}" for key in needed]
+    if shape.num_dense >= shape.num_layers:
+        found.append(f"first_k_dense_replace: got {shape.num_dense}; allowed: fewer than the {shape.num_layers} "
+                     f"layers; {PUBLISHED}")  # fmt: skip
     if shape.num_heads % shape.num_kv_heads:
         found.append(
             f"num_key_value_heads: got {shape.num_kv_heads}; allowed: a divisor of the {shape.num_heads} heads; "
@@ -304,12 +324,11 @@ def _contradictions(shape: DecoderOptions) -> list[str]:
     if shape.positions == "rotary" and shape.width_of_head % 2:
         found.append(f"head_dim: got {shape.width_of_head}; allowed: an even number; {PUBLISHED}")
     scaling = shape.scaling
-    if scaling and scaling.kind != "linear" and not scaling.high > scaling.low:
+    if scaling and scaling.kind != "linear" and not scaling.high > scaling.low > 0:
         low, high = (key for key, name in positions.SCALINGS[scaling.kind].items() if name in ("rope_low", "rope_high"))
-        found.append(f"rope_parameters.{high}: got {scaling.high}; allowed: above {low}={scaling.low}; {PUBLISHED}")
+        found.append(f"rope_parameters.{high}: got {scaling.high}; allowed: above {low}={scaling.low}, which is above "
+                     f"0; {PUBLISHED}")  # fmt: skip
     if shape.experts_per_token > shape.num_experts > 0:
         found.append(f"num_experts_per_tok: got {shape.experts_per_token}; allowed: at most the {shape.num_experts} "
                      f"experts; {PUBLISHED}")  # fmt: skip
-    if shape.vocab_size == 0:
-        found.append(f"vocab_size: got 0; allowed: at least 1; {PUBLISHED}")
     return found

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from meshtrain.hf.names import Weight
 from meshtrain.launch import peers
 from meshtrain.models.task import Params
 from meshtrain.sharding.trees import leaves_with_paths
+
+_MOST_LISTED = 1_000_000  # tensors of a model; DeepSeek-V3 has 46,000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,10 @@ def _mismatches(
 ) -> list[str]:
     """Returns one line for each tensor that is missing, left over, or of another shape or dtype than the table's."""
     size, problems = names.sizes(model.options), Problems()
+    num_wanted = sum(math.prod(names.stack(rows[0], size)) for rows in names.by_tensor(table))
+    if num_wanted > max(_MOST_LISTED, 2 * len(stored)):  # of a foreign number, no list is made
+        return [f"{folder}: got {len(stored)} tensors in the files; allowed: the {num_wanted} of the model in "
+                "config.json; nearest: the files that belong to it"]  # fmt: skip
     wanted, packed = dict[str, tuple[int, ...]](), set[str]()
     for weight in table:
         shapes = names.tensor_shapes(weight, size)

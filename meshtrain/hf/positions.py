@@ -124,9 +124,14 @@ def _unrotated(given: Mapping[str, Json]) -> tuple[Values, list[str]]:
         return fields, problems
     every = layers.index(0) + 1 if isinstance(layers, list) and 0 in layers else 0
     num_layers = given.get("num_hidden_layers")
-    if isinstance(num_layers, int) and layers != rotated(num_layers, every):
+    # Lengths first: of a foreign number of layers no list is made.
+    if isinstance(num_layers, int) and (not _has_length(layers, num_layers) or layers != rotated(num_layers, every)):
         return {}, [refusal(UNROTATED[0], layers, f"{num_layers} layers, of which every nth is 0 and the others are 1")]
     return {"unrotated_every": every}, []
+
+
+def _has_length(layers: Json, num_layers: int) -> bool:
+    return isinstance(layers, list) and len(layers) == num_layers
 
 
 def rotated(num_layers: int, every: int) -> list[Json]:
@@ -194,7 +199,7 @@ def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     fields, problems = _alike(given, kind) if own else ({}, [])
     types = None if "layer_types" in own else given.get("layer_types")
     # Of families whose layers are alike, transformers reads `sliding_window` alone.
-    kinds = {*map(str, types)} if isinstance(types, list) else {types}
+    kinds = {*map(str, types)} if isinstance(types, list) else {str(types)}
     if types is not None and kinds not in ({FULL}, {WINDOWED if fields else FULL}):
         problems.append(refusal("layer_types", types, f"{FULL} in all layers"))
     return fields, problems
@@ -216,7 +221,7 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
         return {}, [refusal(key, every, f"one whole number, at least 1, in each of {', '.join(patterns)}")]
     if not isinstance(num_layers, int):
         return {}, []  # another line names it
-    if types is not None and types != turns(num_layers, every):
+    if types is not None and (not _has_length(types, num_layers) or types != turns(num_layers, every)):
         return {}, [refusal("layer_types", types, f"{num_layers} layers, of which every nth is {FULL}")]
     if every == 1:
         return {}, []

@@ -1,11 +1,15 @@
 """config.json as options: both spellings, what an absent key means, and every key that is not understood by name."""
 
 import json
+import shutil
 
 import pytest
 
 from meshtrain.errors import UserError
-from meshtrain.hf.config_json import described, differences, is_described
+from meshtrain.files import read_json
+from meshtrain.hf import folder, names
+from meshtrain.hf.config_json import config_of_text, described, differences, is_described, of_json
+from meshtrain.hf.families import HARMLESS as HARMLESS_KEYS
 from meshtrain.models.transformer.decoder import DecoderOptions
 from tests.hf.models import FIXTURES, NAMES
 
@@ -399,6 +403,11 @@ def test_a_model_type_in_another_spelling_is_named(tmp_path):
 
 BOUNDS = {
     "num_hidden_layers": ("llama", 0),
+    "num_attention_heads": ("llama", 0),
+    "num_key_value_heads": ("llama", 0),
+    "num_local_experts": ("mixtral", 0),
+    "kv_lora_rank": ("deepseek-v3", 0),
+    "vocab_size": ("llama", 0),
     "intermediate_size": ("llama", -1),
     "n_head": ("gpt2", -1),
     "sliding_window": ("mistral-window", -1),
@@ -412,6 +421,67 @@ def test_a_number_out_of_bounds_is_named_as_in_the_file_with_one_way_out(key, tm
     line = next(line for line in refused(tmp_path, given(name) | {key: value}) if line.startswith(f"{key}: "))
     assert line.startswith(f"{key}: got {value}; allowed: at least ")
     assert line.count("nearest: ") == 1
+
+
+WRONG_NUMBERS = {
+    "a length below 0": ("llama", {"max_position_embeddings": -5}, "max_position_embeddings: got -5; allowed: a whole"),
+    "no positions": ("gpt2", {"n_positions": 0}, "n_positions: got 0; allowed: a whole number, 1 to"),
+    "no number": ("llama", {"max_position_embeddings": "x"}, "max_position_embeddings: got 'x'; allowed: a whole numb"),
+    "layers without end": ("gemma2", {"num_hidden_layers": 10**9}, "layer_types: got ["),
+    "rotated without end": ("smollm3", {"num_hidden_layers": 10**9, "no_rope_layers": [1, 0]}, "no_rope_layers: got"),
+    "dense layers alone": ("deepseek-v3", {"first_k_dense_replace": 7}, "first_k_dense_replace: got 7; allowed: fewer"),
+    "kinds of layers": ("llama", {"layer_types": {}}, "layer_types: got {}; allowed: full_attention in all layers"),
+    "turns below 0": (
+        "llama3-rope-scaled",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": -1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 16}},
+        "rope_parameters.high_freq_factor: got 4.0; allowed: above low_freq_factor=-1.0, which is above 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_NUMBERS)
+def test_a_number_is_checked_before_it_is_used(case, tmp_path):
+    name, changes, start = WRONG_NUMBERS[case]
+    lines = refused(tmp_path, {key: value for key, value in (given(name) | changes).items() if value is not None})
+    assert any(line.startswith(start) for line in lines), lines
+
+
+HOSTILE = ("0", "-1", "1e999", "NaN", "9" * 400, "1e30", "2147483648", "0.5", "-0.0", "true", '"x"', "[]", "{}", "null")
+
+
+def mutated(values, key, text, inner=None):
+    """Returns the text of a config.json in which the value of a key, or of a key inside it, is another text."""
+    changed = {**values, key: {**values[key], inner: "HERE"} if inner else "HERE"}
+    return json.dumps(changed).replace('"HERE"', text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_value_of_a_key_raises_more_than_lines_that_name_the_file(name, tmp_path):
+    """Three values of each key of each family, others for the next key; 1,000 cases and more in all."""
+    values = config_of_text(FIXTURES / name)
+    keys = [(key, None) for key in values if key not in HARMLESS_KEYS or key == "max_position_embeddings"]
+    keys += [(key, inner) for key, value in values.items() if isinstance(value, dict) for inner in value]
+    lines = []
+    for number, (key, inner) in enumerate(keys):
+        for text in (HOSTILE[(3 * number + more) % len(HOSTILE)] for more in range(3)):
+            try:
+                found = of_json(read_json(mutated(values, key, text, inner)), tmp_path / "config.json", None)
+            except UserError as error:
+                lines += error.problems
+                continue
+            size = names.sizes(found.options)
+            assert all(one >= 0 for one in size.values()), (key, text, size)
+    assert all(line.startswith(f"{tmp_path / 'config.json'}: ") for line in lines)
+
+
+def test_a_model_of_more_tensors_than_the_files_can_have_is_one_line(tmp_path):
+    shutil.copytree(FIXTURES / "mixtral", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(given("mixtral") | {"num_local_experts": 2**20}))
+    with pytest.raises(UserError) as error:
+        folder.opened(tmp_path)
+    [line] = error.value.problems
+    assert " tensors in the files; allowed: the 6291473 of the model in config.json; nearest: " in line
 
 
 def test_experts_in_the_decoders_words(tmp_path):
