@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from meshtrain.data.tokenizer import SETTINGS, TEMPLATE, TOKENIZER
+from meshtrain.data.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, settings
 from meshtrain.files import Json, JsonObject, replacing, write_whole
 from meshtrain.hf import names, tensor_files
 from meshtrain.hf.config_json import CONFIG_FILE
@@ -22,9 +22,12 @@ from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.trees import leaves_with_paths
 
 GENERATION_FILE = "generation_config.json"
+_TOKENS_MAP = "special_tokens_map.json"
+# Without its class named, readers take the model's own, which adds tokens.
+_PLAIN_SETTINGS: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 # Files beside the weights that are copied as they are; all but the first belong to text.
 COPIED = (
-    GENERATION_FILE, TOKENIZER, SETTINGS, TEMPLATE, "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    GENERATION_FILE, TOKENIZER, SETTINGS, TEMPLATE, _TOKENS_MAP, "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
 END_TOKEN = "<|endoftext|>"  # of the byte tokenizer
@@ -117,12 +120,36 @@ def write_rest(
         write_whole(folder / GENERATION_FILE, json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
 
 
+def special_token_files(
+    ids: Mapping[str, Json], end_token: str, original: Path | None, of_text: Path | None
+) -> dict[str, str]:
+    """Returns name -> content of the files that record the special tokens of a run in place of the copied ones.
+
+    Args:
+      ids: `eos_token_id` and other ids of special tokens, as in config.json; empty: those of `original`.
+      end_token: that becomes the tokenizer's `eos_token`; '': it keeps its own.
+      original: the folder that the model came from; None: there is none.
+      of_text: the folder whose tokenizer is copied; None: only its file is.
+    """
+    files = dict[str, JsonObject]()
+    if ids:
+        files[GENERATION_FILE] = {} if original is None else settings(str(original), GENERATION_FILE)
+        files[GENERATION_FILE] = (files[GENERATION_FILE] or {"_from_model_config": True}) | dict(ids)
+    if end_token:
+        for name in (SETTINGS, _TOKENS_MAP):
+            given = _PLAIN_SETTINGS if of_text is None else settings(str(of_text), name)
+            if given and (of_text or name == SETTINGS):
+                files[name] = given | {"eos_token": end_token}
+    return {
+        name: json.dumps({key: value for key, value in content.items() if value is not None}, indent=2) + "\n"
+        for name, content in files.items()
+    }
+
+
 def byte_files() -> dict[str, str]:
     """Returns name -> content of the files of the byte tokenizer's folder."""
-    # Without its class named, readers take the model's own, which adds tokens.
-    settings: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN}
-    settings["clean_up_tokenization_spaces"] = False
-    return {TOKENIZER: byte_tokenizer(), SETTINGS: json.dumps(settings, indent=2) + "\n"}
+    content = _PLAIN_SETTINGS | {"eos_token": END_TOKEN}
+    return {TOKENIZER: byte_tokenizer(), SETTINGS: json.dumps(content, indent=2) + "\n"}
 
 
 def byte_tokenizer() -> str:

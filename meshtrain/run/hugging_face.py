@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -23,9 +23,18 @@ from meshtrain.config.config import CONFIG_FILE, Config, built, resolve, to_json
 from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.sources import reads_documents
-from meshtrain.data.tokenizer import NUM_BYTES, TEMPLATE, TOKENIZER, file_tokenizer
+from meshtrain.data.tokenizer import (
+    NUM_BYTES,
+    TEMPLATE,
+    TOKENIZER,
+    end_ids,
+    file_tokenizer,
+    open_tokenizer,
+    settings,
+    special_tokens,
+)
 from meshtrain.errors import UserError, refuse, run, warn
-from meshtrain.files import expanded, is_url, read_json, what_is_at, write_whole
+from meshtrain.files import JsonObject, expanded, is_url, read_json, what_is_at, write_whole
 from meshtrain.hf import adapters, export
 from meshtrain.hf.config_export import as_json, family_of
 from meshtrain.hf.config_json import (
@@ -179,7 +188,10 @@ def _export(arguments: argparse.Namespace) -> None:
         return
     dtype = arguments.dtype or (came.dtype if came is not None and came.dtype in export.DTYPES else "float32")
     of_text, written, end_id = _text_files(config, original)
-    stated = as_json(options, family, dtype, config.sequence_length, end_id, given)
+    ids = _special_ids(config, original, end_id)
+    stated = as_json(options, family, dtype, config.sequence_length, end_id, given) | ids
+    end_token = _new_end_token(config, of_text, written, end_id)
+    written |= export.special_token_files(ids, end_token, original, of_text)
     with _whole(arguments.to) as target:
         num_bytes = export.write_weights(target, family, options, params, dtype, config.lora)
         export.write_rest(target, stated, original, of_text, written)
@@ -261,6 +273,50 @@ def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dic
     content = Path(data.tokenizer).read_text(encoding="utf-8")
     beside = Path(data.tokenizer).parent
     return beside if beside == original else None, {TOKENIZER: content, **written}, end_id
+
+
+def _special_ids(config: Config, original: Path | None, end_id: int) -> JsonObject:
+    """Returns `eos_token_id`, a list if several end texts, and ids of other special tokens; empty: the original's.
+
+    Args:
+      config: of the run.
+      original: the folder that its model came from; None: there is none.
+      end_id: from `_text_files`; -1: the run read no text, and the original's ids are its own.
+    """
+    used, size = config.data.tokenizer, config.model.vocab_size
+    if end_id < 0:
+        return {}
+    ends = [one for one in dict.fromkeys((end_id, *end_ids(used))) if one < size]
+    file = None if original is None else original / TOKENIZER
+    is_same = file is not None and (what_is_at(file) != "a file" or weights.has_same_vocabulary(used, file))
+    if is_same and {*ends} == {*end_ids(str(original))}:
+        return {}
+    ids: JsonObject = {"eos_token_id": ends if len(ends) > 1 else end_id}
+    if is_same:
+        return ids
+    tokenizer, named = open_tokenizer(used, config.data.end_token), special_tokens(settings(used))
+    for name in ("bos_token", "pad_token"):
+        encoded = tokenizer.encode(named[name]) if name in named else []
+        ids[f"{name}_id"] = encoded[0] if len(encoded) == 1 else None
+    return ids
+
+
+def _new_end_token(config: Config, of_text: Path | None, written: Mapping[str, str], end_id: int) -> str:
+    """Returns the `eos_token` that an export gets in place of its tokenizer's, '' if it keeps that one.
+
+    It is the end token of the data. If the chat template writes `eos_token`, the tokenizer keeps the token with which
+    the run was trained. For the arguments see `_text_files`.
+    """
+    if end_id < 0 or config.data.tokenizer == "bytes":
+        return ""
+    if TEMPLATE in written:
+        template = written[TEMPLATE]
+    elif of_text is not None and what_is_at(of_text / TEMPLATE) == "a file":
+        template = (of_text / TEMPLATE).read_text(encoding="utf-8")
+    else:
+        content = {} if of_text is None else settings(str(of_text))
+        template = json.dumps(content["chat_template"]) if "chat_template" in content else ""
+    return "" if "eos_token" in template else str(config.data.end_token)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -220,13 +220,18 @@ def _other_tokenizer(config: Config, folder: Path) -> list[str]:
     used, own = config.data.tokenizer, folder / TOKENIZER
     if not reads_documents(config.data) or TOKENIZER in config.init_ignore or what_is_at(own) != "a file":
         return []
-    other = json.loads(byte_tokenizer()) if used == "bytes" else settings("", str(tokenizer_file(used)))
-    models = [one.get("model") for one in (other, settings("", str(own)))]
-    ours, theirs = (model.get("vocab") if isinstance(model, dict) else None for model in models)
-    if ours == theirs:
+    if has_same_vocabulary(used, own):
         return []
     return [f"data.tokenizer: got '{used}', and the model has learned the tokens of {own}; allowed: these, or another "
             f"with --config.init_ignore={TOKENIZER}; nearest: --config.data.tokenizer={folder}"]  # fmt: skip
+
+
+def has_same_vocabulary(used: str, file: Path) -> bool:
+    """Returns whether `data.tokenizer` has the vocabulary of a tokenizer.json, but for added tokens."""
+    other = json.loads(byte_tokenizer()) if used == "bytes" else settings("", str(tokenizer_file(used)))
+    models = [one.get("model") for one in (other, settings("", str(file)))]
+    ours, theirs = (model.get("vocab") if isinstance(model, dict) else None for model in models)
+    return bool(ours == theirs)
 
 
 def paths(directory: str | Path) -> list[str]:

@@ -160,6 +160,88 @@ def test_the_tokenizer_of_the_data_goes_out_with_its_template(data, size, names,
         assert asked.startswith("<|im_start|>user\nhello")
 
 
+def ends(folder_or_data, end_token=""):
+    """The ids that end a generated text."""
+    tokenizer = file_tokenizer(str(folder_or_data), end_token)
+    return {tokenizer.end_id, *tokenizer.also_end}
+
+
+def chat_folder(target, eos=2, template=None, **stated):
+    """A model with a tokenizer of 1,000 ids, of which 2 is <|im_end|> and 0 is <|endoftext|>."""
+    target = shutil.copytree(FIXTURES / "llama", target)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(CHAT / name, target)
+    if template is not None:
+        (target / "chat_template.jinja").write_text(template)
+    given = json.loads((target / "config.json").read_text())
+    given |= {"vocab_size": 1000, "eos_token_id": eos, "bos_token_id": 1, "pad_token_id": 3}
+    (target / "config.json").write_text(json.dumps(given))
+    if stated:
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, **stated}))
+    return target
+
+
+# What a run chose -> options of its data, and what the files of its export record.
+CHOICES = {
+    "nothing": ({}, {"config.json": 2, "tokenizer_config.json": "<|im_end|>"}),
+    "an end token": (
+        {"end_token": "<|endoftext|>"},
+        {"config.json": [0, 2], "generation_config.json": [0, 2], "tokenizer_config.json": "<|endoftext|>"},
+    ),
+    "an end token with a template's file": (
+        {"end_token": "<|endoftext|>", "chat_template": f"{CHAT}/chat_template.jinja"},
+        {"config.json": [0, 2], "generation_config.json": [0, 2], "tokenizer_config.json": "<|endoftext|>"},
+    ),
+    "a tokenizer's file": (
+        {"tokenizer": f"{CHAT}/tokenizer.json", "end_token": "<|endoftext|>"},
+        {"config.json": 0, "generation_config.json": 0, "tokenizer_config.json": "<|endoftext|>"},
+    ),
+    "other tokens": (
+        {"source": "text", "tokenizer": "bytes"},
+        {"config.json": 256, "generation_config.json": 256, "tokenizer_config.json": "<|endoftext|>"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_what_ends_a_text_of_the_run_ends_it_in_the_export(case, tmp_path):
+    given, recorded = CHOICES[case]
+    came, out = chat_folder(tmp_path / "came", top_k=3, eos=2), tmp_path / "out"
+    data = DataOptions(**{"source": "chat", "tokenizer": str(came), **given})
+    config = Config(model=described(came).options, data=data)
+    of_text, written, end_id = hugging_face._text_files(config, came)
+    ids = hugging_face._special_ids(config, came, end_id)
+    stated = json.loads((came / "config.json").read_text()) | ids
+    end_token = hugging_face._new_end_token(config, of_text, written, end_id)
+    out.mkdir()
+    export.write_rest(out, stated, came, of_text, written | export.special_token_files(ids, end_token, came, of_text))
+    files = {path.name: json.loads(path.read_text()) for path in out.glob("*.json")}
+    assert files["generation_config.json"]["top_k"] == 3
+    for name, value in recorded.items():
+        assert files[name]["eos_token" if name == "tokenizer_config.json" else "eos_token_id"] == value
+    if data.tokenizer == "bytes":
+        assert ends(out) == {256}
+        assert {files["config.json"][key] for key in ("bos_token_id", "pad_token_id")} == {None}
+    else:
+        assert ends(out) == ends(data.tokenizer, data.end_token)
+        assert files["config.json"]["pad_token_id"] == 3
+    if case == "nothing":
+        assert (came / "generation_config.json").read_bytes() == (out / "generation_config.json").read_bytes()
+
+
+def test_a_template_that_writes_the_end_token_keeps_the_value_of_training(tmp_path):
+    """Only the ids then say what ends a text."""
+    came = chat_folder(tmp_path / "came", template="{{ messages[0]['content'] + eos_token }}")
+    run, out = tmp_path / "run", tmp_path / "out"
+    data = {"source": "chat", "path": "x.jsonl", "end_token": "<|endoftext|>", "tokenizer": came}
+    words = [f"--config.data.{key}={value}" for key, value in data.items()]
+    hugging_face.main(["import", str(FIXTURES / "llama"), f"--to={run}"])
+    hugging_face.main(["export", f"--workdir={run}", f"--to={out}", "--config.init_ignore=tokenizer.json", *words])
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == "<|im_end|>"
+    assert ends(tmp_path / "out") >= {0, 2}
+
+
 def test_a_folder_goes_in_and_out(tmp_path, capsys):
     """With the files of a tokenizer, which are copied as they are."""
     came = shutil.copytree(FIXTURES / "llama-bf16-sharded", tmp_path / "came")
