@@ -26,10 +26,11 @@ EXIT_NOT_SAVED = 74  # EX_IOERR of sysexits.h
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141  # as a shell reports SIGPIPE
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the message of XLA's exception
 EXIT_CODES = {
     EXIT_FINISHED: "finished",
     EXIT_BUG: "a bug, with its traceback; `verify`: a checkpoint is damaged; `bench-collectives`: a value is wrong",
-    EXIT_USER_ERROR: "a mistake in the input; `doctor`: a job would fail",
+    EXIT_USER_ERROR: "a mistake in the input, or more than the memory has; `doctor`: a job would fail",
     EXIT_STOPPED_ITSELF: "training stopped itself: too many steps in a row were skipped, or the last was not finite",
     EXIT_LOST_PEER: "a hang, or a lost process",
     EXIT_TOO_FEW: "the run does not fit the processes that are left: start fewer, or wait for the others",
@@ -136,6 +137,11 @@ def refusals(work: Callable[..., object], *given: object) -> list[str]:
     except UserError as error:
         return list(error.problems)
     return []
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an exception says that memory has run out: XLA's or Python's."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY in str(error))
 
 
 class TrainingStopped(Exception):
@@ -261,6 +267,13 @@ def _code_of(entry: Callable[[], int | None]) -> int:
         code = EXIT_NOT_SAVED
     except LostPeer as error:
         leave_at_once(EXIT_LOST_PEER, f"meshtrain: lost: {error}")
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fix = "more devices, or a machine with more memory"
+        line = f"memory: got '{first_line(error)}'; allowed: what the device has; nearest: {fix}"
+        print(f"meshtrain: error: {one_line(line)}", file=sys.stderr)
+        code = EXIT_USER_ERROR
     except KeyboardInterrupt:
         leave_at_once(EXIT_INTERRUPTED)
     except SystemExit as end:  # argparse ends `--help` so, before what it printed has left the buffer

@@ -8,11 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
+from typing import TypeAlias
 
 import jax
 
 from meshtrain import loop, options
-from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, num_trained, throughput_of, traced_steps
+from meshtrain.assemble import (
+    Assembly,
+    OuterStep,
+    array_rows,
+    assemble,
+    compiled_steps,
+    num_trained,
+    throughput_of,
+    traced_steps,
+)
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.config import fewer
 from meshtrain.config.config import Config, Given, resolve
@@ -29,7 +39,7 @@ from meshtrain.observe.process_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
-from meshtrain.run import saving, start, summary, workdir
+from meshtrain.run import memory_check, saving, start, summary, workdir
 from meshtrain.run.evaluation import evaluate_with_texts
 from meshtrain.run.generating import continuations
 from meshtrain.run.opened import drawn, open_data, warn_of_repeats, with_steps
@@ -37,6 +47,8 @@ from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
 from meshtrain.step.state import TrainState
+
+Show: TypeAlias = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +141,7 @@ def train_resolved(
                 config, line = fewer.spread(config, shape, peers.count(), full, rules)
                 notes.append(line)
             assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
+            memory_check.refuse_too_large(assembly, make_task, rules)
             num_machines = peers.num_machines()
             say("; ".join([describe(assembly.mesh, num_machines), *assembly.cost.exchanges, *notes]))
         for what, change in advice(assembly.mesh, num_machines) if is_main else ():
@@ -143,7 +156,7 @@ def train_resolved(
         continued = continuations(assembly, corpus, make_task, rules)
         with workdir.locked(run), saving.owning(config, run), saving.checkpoints_of(assembly, run) as checkpoints:
             state, values = run_steps(assembly, corpus, continued, checkpoints, run, watchdog, show, begun_seconds)
-        with watchdog.patient():
+        with watchdog.patient(), memory_check.explained(assembly):
             summary.show(assembly, corpus, state, values, run, make_task, rules)
     return Result(state, values, run, assembly)
 
@@ -173,10 +186,10 @@ def run_steps(
     checkpoints: Checkpoints,
     run: Path,
     watchdog: Watchdog,
-    show: Callable[[str], AbstractContextManager[Callable[[str], None]]],
+    show: Show,
     begun_seconds: float,
 ) -> tuple[TrainState, Mapping[str, float | None]]:
-    """Makes or restores the state, compiles the step, and runs the loop; see `loop.run` for what comes back.
+    """Begins a run, and runs the loop; see `loop.run` for what comes back.
 
     Args:
       assembly: mesh, task, shardings and functions of the run.
@@ -185,24 +198,13 @@ def run_steps(
       checkpoints: its checkpoints.
       run: its folder.
       watchdog: ends the process if no step completes in time.
-      show: name -> context manager of a phase of the start; it yields a function that takes the phase's result as text.
+      show: see `begun`.
       begun_seconds: when the program began, by `time.monotonic`.
     """
     config, is_main, n = assembly.config, peers.is_main_process(), peers.count()
-    with ThreadPoolExecutor(1) as thread:
-        with show("restore" if start.saved_step(run, config.checkpoint.directory) else "init") as say:
-            # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
-            compiling = thread.submit(compiled_steps, traced_steps(assembly))
-            state, start_step, restored = start.starting_state(assembly, checkpoints)
-            say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
-        if is_main and start_step:
-            start.warn_of_another_rate(assembly, run, state)
-        workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)))
-        with show("compile") as say:
-            train_step, outer_step = compiling.result()
-            workdir.record_device(run, assembly, train_step)
-            say(parameters_text(assembly))
+    state, start_step, restored, train_step, outer_step = begun(assembly, corpus, checkpoints, run, show)
     with (
+        memory_check.explained(assembly, train_step),
         closing(Trackers(config.observe, run, start_step, is_main=is_main)) as trackers,
         closing(Progress(config.num_steps, start_step, is_main=is_main, show_bar=config.observe.progress)) as progress,
         closing(Profiler(config.profile, run)) as profiler,
@@ -226,6 +228,36 @@ def run_steps(
         with watchdog.patient():
             trackers.close()  # one may send what is left over the network
         return last
+
+
+def begun(
+    assembly: Assembly, corpus: Data, checkpoints: Checkpoints, run: Path, show: Show
+) -> tuple[TrainState, int, dict[str, float], jax.stages.Compiled, OuterStep]:
+    """Makes or restores the state while the step compiles; returns both, with the state's step and values to log.
+
+    Args:
+      assembly: mesh, task, shardings and functions of the run.
+      corpus: its data.
+      checkpoints: its checkpoints.
+      run: its folder.
+      show: name -> context manager of a phase of the start; it yields a function that takes the phase's result as text.
+    """
+    config, is_main = assembly.config, peers.is_main_process()
+    with memory_check.explained(assembly), ThreadPoolExecutor(1) as thread:
+        with show("restore" if start.saved_step(run, config.checkpoint.directory) else "init") as say:
+            # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
+            compiling = thread.submit(compiled_steps, traced_steps(assembly))
+            state, start_step, restored = start.starting_state(assembly, checkpoints)
+            say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
+        if is_main and start_step:
+            start.warn_of_another_rate(assembly, run, state)
+        workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)))
+        with show("compile") as say:
+            train_step, outer_step = compiling.result()
+            workdir.record_device(run, assembly, train_step)
+            memory_check.warn_of_large_step(assembly, train_step)
+            say(parameters_text(assembly))
+    return state, start_step, restored, train_step, outer_step
 
 
 def _batches(assembly: Assembly, corpus: Data, start_step: int) -> Iterator[dict[str, jax.Array]]:

@@ -30,6 +30,7 @@ from meshtrain.hf.export import byte_tokenizer
 from meshtrain.launch import distributed, peers
 from meshtrain.models.task import Params
 from meshtrain.run.generating import without_pipeline
+from meshtrain.run.memory_check import refuse_large_weights
 from meshtrain.sharding.mesh import mesh_shape, num_needed
 
 LAST, AVERAGE = WEIGHTS = ("last", "average")
@@ -142,7 +143,9 @@ def assembled(config: Config, workdir: str | Path, step: int | None, *, folds_pi
         config, shape, line = without_pipeline(config, shape)
         if line and peers.is_main_process():
             print(f"meshtrain: {line}", file=sys.stderr, flush=True)
-    return assemble(config, shape, devices, also=also)
+    assembly = assemble(config, shape, devices, also=also)
+    refuse_large_weights(assembly)
+    return assembly
 
 
 def restored(assembly: Assembly, workdir: str | Path, step: int | None, which: str = LAST) -> tuple[Params, int]:

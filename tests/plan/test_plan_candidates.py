@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from meshtrain.config import smaller
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import hardware
@@ -15,7 +16,7 @@ from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import html_page
 from meshtrain.plan.cost import lower_bound
-from meshtrain.plan.search import candidates, changes, estimate, ranking
+from meshtrain.plan.search import candidates, estimate, ranking
 from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.mesh import MeshOptions
@@ -235,7 +236,7 @@ def test_the_first_level_within_the_capacity_is_taken_and_else_the_first_near_it
 
 def test_a_level_takes_the_place_of_a_strategy(small):
     config = small({"data": 8}, zero=ZeroOptions(strategy="no_shard"))
-    changed = changes.with_change(config, changes.with_level(config, 2))
+    changed = smaller.with_change(config, smaller.with_level(config, 2))
     assert (changed.zero.effective_level, changed.zero.strategy) == (2, "")
 
 

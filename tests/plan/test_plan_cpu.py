@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from meshtrain.config import smaller
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.errors import UserError
 from meshtrain.launch.links import Link, Links, to_json
@@ -272,8 +273,8 @@ GIVEN_UP = Memory(Held(0, 0, 0, 0), 0, None, 0, None, 80 * GIB, 73 * GIB, 0, (),
 def test_changes_are_words_to_copy(small):
     change = {"layout.sequence_parallel": True, "mesh.fsdp": 4, "remat.policy": "full"}
     words = "--config.layout.sequence_parallel=true --config.mesh.fsdp=4 --config.remat.policy=full"
-    assert changes.arguments(change) == words
-    changed = changes.with_change(small(), change)
+    assert smaller.arguments(change) == words
+    changed = smaller.with_change(small(), change)
     assert (changed.layout.sequence_parallel, changed.mesh.fsdp, changed.remat.policy) == (True, 4, "full")
 
 

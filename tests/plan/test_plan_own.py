@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from docs.guide import own_images, own_model
-from meshtrain.config import resolve
+from meshtrain.config import resolve, smaller
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import text_report
 from meshtrain.plan.findings import _attention
-from meshtrain.plan.search import candidates, changes, estimate, ranking
+from meshtrain.plan.search import candidates, estimate, ranking
 from meshtrain.sharding.mesh import MeshOptions
 from tests.plan.test_plan_candidates import cluster_of, shapes
 
@@ -74,7 +74,7 @@ def test_a_search_has_the_meshes_that_its_own_weights_fit(own):
     assert {"fsdp": 8} in shapes(found)
     assert {"data": 2, "fsdp": 2, "tensor": 2} in shapes(found)
     assert not any("pipeline" in shape for shape in shapes(found))  # it has no stages
-    assert {type(changes.with_change(own, one.change).model) for one in found} == {own_model.Options}
+    assert {type(smaller.with_change(own, one.change).model) for one in found} == {own_model.Options}
     assert all(ranking.describe(one) for one in found)
     odd = dataclasses.replace(own, model=own_model.Options(width=60))
     assert {"fsdp": 8} not in shapes(candidates.candidates(odd, cluster_of("h100", 1, 8), only_mesh=False))

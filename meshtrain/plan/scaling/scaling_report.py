@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.config.smaller import arguments, to_mesh
 from meshtrain.files import JsonObject
 from meshtrain.plan.scaling.efficiency import Curve, Row
 from meshtrain.plan.scaling.scaling import Scaling
 from meshtrain.plan.scaling.strategies import STRONG, Point
-from meshtrain.plan.search.changes import arguments, to_mesh
 from meshtrain.plan.text_report import VERDICTS
 from meshtrain.sharding.rules import sizes_text
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config.config import Config, num_microbatches
+from meshtrain.config.smaller import Change, problems_of, to_mesh, with_change
 from meshtrain.errors import divisors
 from meshtrain.plan.search.candidates import MODEST, Candidate
-from meshtrain.plan.search.changes import Change, problems_of, to_mesh, with_change
 from meshtrain.plan.search.estimate import Weights, guessed_bytes, placement_problems
 from meshtrain.sharding.rules import AXES, DATA, PIPELINE, default_rules
 from meshtrain.sharding.stored import num_parts

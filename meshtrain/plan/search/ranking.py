@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.config.config import Config
+from meshtrain.config.smaller import arguments, with_change
 from meshtrain.errors import UserError
 from meshtrain.files import JsonObject
 from meshtrain.launch.hardware import usable_bytes
@@ -14,7 +15,6 @@ from meshtrain.plan import planner
 from meshtrain.plan.findings import gathered_for_each
 from meshtrain.plan.planner import Plan
 from meshtrain.plan.search.candidates import Candidate, candidates
-from meshtrain.plan.search.changes import arguments, with_change
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import Compiled, compile_step
 from meshtrain.plan.target.compile_thread import waiting_for

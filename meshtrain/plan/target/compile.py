@@ -11,6 +11,7 @@ from jax.errors import JaxRuntimeError
 
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
+from meshtrain.errors import is_out_of_memory
 from meshtrain.launch.compiler import CompilerOptions, XlaValue, captured
 from meshtrain.models import fp8, layers
 from meshtrain.plan.hlo.parse import Program, read
@@ -20,7 +21,6 @@ from meshtrain.plan.target.traced_flops import attention_kernel, traced_flops
 from meshtrain.sharding import jaxprs, placement
 from meshtrain.step.device_memory import Statistics, statistics
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 # Without a GPU nothing tunes the tiles of Triton's products, and for some products XLA then finds none at all.
 NO_TILES = "Couldn't find output tile sizes"
 WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
@@ -92,7 +92,7 @@ def compile_step(
                     joining = assembly.outer_step.trace(assembly.state)
                     outer = joining.lower(lowering_platforms=(cluster.platform,)).compile()
             except JaxRuntimeError as error:
-                if OUT_OF_MEMORY not in str(error):
+                if not is_out_of_memory(error):
                     raise
                 compiled, refusal = None, str(error)
             text, outer_text = (one.as_text() if one else None for one in (compiled, outer))

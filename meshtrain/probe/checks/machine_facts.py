@@ -22,6 +22,7 @@ from meshtrain.cli import flags
 from meshtrain.files import expanded, is_url
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.compiler import CACHE
+from meshtrain.launch.host_memory import memory
 from meshtrain.launch.rendezvous import tried
 from meshtrain.probe.checks import one_machine
 from meshtrain.probe.checks.verdicts import Finding, error
@@ -31,7 +32,6 @@ _WRITTEN_BYTES = 2**24
 _LOOK_SECONDS, _POLL_SECONDS = 5.0, 0.05
 _NET = Path("/sys/class/net")
 _UP, _LOOPBACK = 0x1, 0x8  # of an interface's flags, linux/if.h
-_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 _ALSO_INSTALLED = ("jax-cuda", "libtpu", "nvidia-nccl", "nvidia-cudnn")  # beginnings of distributions' names
 _T = TypeVar("_T")
 
@@ -203,18 +203,6 @@ def write(path: Path) -> tuple[float, str]:
         return time.perf_counter() - start, ""
     except OSError as failure:
         return 0.0, failure.strerror or str(failure)
-
-
-def memory(proc: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Returns the available and all bytes of main memory, within the limit of the container."""
-    kilobytes = {key: int(number) for key, number in re.findall(r"^(\w+):\s+(\d+) kB", _text(proc), re.MULTILINE)}
-    available, total = kilobytes["MemAvailable"] * 1024, kilobytes["MemTotal"] * 1024
-    for limit_file, used_file in _CGROUPS:
-        limit, used = _text(cgroups / limit_file).strip(), _text(cgroups / used_file).strip()
-        if limit.isdecimal() and used.isdecimal() and int(limit) < total:
-            total = int(limit)
-            available = min(available, max(0, total - int(used)))
-    return available, total
 
 
 def _folder(what: str, path: Path) -> list[Finding]:
