@@ -203,11 +203,13 @@ def split_factors(given: Mapping[str, Factors]) -> list[list[str]]:
 
 def read(given: Mapping[str, Factors], like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Returns path of a factor -> its array, with the shape, dtype and sharding that it has in `like`."""
-    arrays = dict[str, jax.Array]()
+    arrays, not_finite = dict[str, jax.Array](), dict[str, None]()
     for path, place in itertools.product(given, (0, 1)):
         leaf = like[name := f"{path}{(A, B)[place]}"]
         views = [pair[place].T.reshape(leaf.shape[1:]) for pair in given[path]]
-        arrays[name] = array(views, leaf, stack=(len(views),))
+        own = [name] * len(views)
+        arrays[name] = array(views, leaf, stack=(len(views),), names=own, not_finite=not_finite)
+    tensor_files.warn_not_finite(WEIGHTS_FILE, not_finite)
     return arrays
 
 

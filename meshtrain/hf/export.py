@@ -202,10 +202,16 @@ def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable
         header[name] = {"dtype": stated, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNED)
+    not_finite = []
     with replacing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for array in arrays:
-            file.write(np.ascontiguousarray(array.astype(wanted)).tobytes())
+        for name, array in zip(shapes, arrays, strict=True):
+            with np.errstate(over="ignore"):  # the warning below names the tensor
+                rounded = np.ascontiguousarray(array.astype(wanted))
+            if not tensor_files.has_only_finite(rounded):
+                not_finite.append(name)
+            file.write(rounded.tobytes())
+    tensor_files.warn_not_finite(f"{path.name} in {dtype}", not_finite)
     return end
 
 

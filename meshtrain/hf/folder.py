@@ -145,18 +145,20 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
     leaves = leaves_with_paths(abstract_params)
     tensors = tensor_files.opened(folder.stored)
     total = sum(_bytes_here(leaf) for _, leaf in leaves)
-    arrays = []
+    arrays, not_finite = [], dict[str, None]()
     disable = None if shows_bar else True
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=disable, file=sys.stderr) as bar:
         for path, leaf in leaves:
             weight = table[path]
             stored, stack = names.tensor_names(weight, size), names.stack(weight, size)
+            views: list[np.ndarray | mxfp4.Packed] = []
             if weight.is_packed:
-                experts = [one for name in stored for one in names.packed_as_ours(tensors, name, weight, size)]
-                arrays.append(array(experts, leaf, bar.update, stack=(*stack, size["E"])))
+                views += [one for name in stored for one in names.packed_as_ours(tensors, name, weight, size)]
+                stored, stack = [name for name in stored for _ in range(size["E"])], (*stack, size["E"])
             else:
-                views = [names.as_ours(tensors[name], weight, size) for name in stored]
-                arrays.append(array(views, leaf, bar.update, stack=stack))
+                views += [names.as_ours(tensors[name], weight, size) for name in stored]
+            arrays.append(array(views, leaf, bar.update, stack=stack, names=stored, not_finite=not_finite))
+    tensor_files.warn_not_finite(folder.directory, not_finite)
     return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays)
 
 
@@ -184,9 +186,11 @@ def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tens
 def read_by_name(directory: str | Path, abstract_params: Params) -> Params:
     """Reads a task's own weights onto shardings, see `by_name`; dtypes are converted."""
     tensors = tensor_files.opened(by_name(directory, abstract_params))
-    leaves = [
-        array([tensors[path.replace("/", ".")]], leaf, stack=()) for path, leaf in leaves_with_paths(abstract_params)
-    ]
+    not_finite, leaves = dict[str, None](), []
+    for path, leaf in leaves_with_paths(abstract_params):
+        views = [tensors[path.replace("/", ".")]]
+        leaves.append(array(views, leaf, stack=(), names=[path], not_finite=not_finite))
+    tensor_files.warn_not_finite(directory, not_finite)
     return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves)
 
 
@@ -238,10 +242,13 @@ def array(
     advance: Callable[[int], object] = lambda num_bytes: None,
     *,
     stack: tuple[int, ...],
+    names: Sequence[str] = (),
+    not_finite: dict[str, None] | None = None,
 ) -> jax.Array:
     """Returns a leaf; its leading dims are those of `stack`, and `views` has the tensor of each place in them.
 
-    `advance` gets the bytes of each shard as it is read.
+    `advance` gets the bytes of each shard as it is read. `names` are those of the views; `not_finite` gets the names of
+    views with NaN or infinity in this leaf's dtype as keys; None: they are not looked for.
     """
     shards = []
     for spans, devices in _by_index(leaf).items():
@@ -249,7 +256,11 @@ def array(
         outer, inner = spans[: len(stack)], tuple(slice(*span) for span in spans[len(stack) :])
         for slot in np.ndindex(*[end - begin for begin, end in outer]):
             place = [begin + number for (begin, _), number in zip(outer, slot, strict=True)]
-            _fill(buffer[slot], views[int(np.ravel_multi_index(place, stack)) if stack else 0][inner])
+            number = int(np.ravel_multi_index(place, stack)) if stack else 0
+            target = buffer[(*slot, ...)]  # a view, also of a buffer without dims
+            _fill(target, views[number][inner])
+            if not_finite is not None and not tensor_files.has_only_finite(target):
+                not_finite[names[number]] = None
         # A copy: on CPUs an array could otherwise share the buffer with one on another device.
         shards += [jax.device_put(buffer, device, may_alias=False) for device in devices]
         jax.block_until_ready(shards[-len(devices) :])  # the buffer is free before the next one is made

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from meshtrain.errors import Problems
+from meshtrain.errors import Problems, warn
 from meshtrain.files import Json, JsonObject, is_utf8, what_is_at
 from meshtrain.hf import mxfp4
 
@@ -31,6 +31,8 @@ _PICKLES = re.compile(r".*\.(bin|pth|pt|ckpt)")
 _AGAIN = "nearest: download it again"
 _LENGTH_BYTES = 8
 _COMPARED_ROWS = 4096  # of two tensors at a time
+_CHECKED = 1 << 18  # numbers of a tensor at a time
+_NAMED = 3  # tensors in a warning
 
 
 class Stored(NamedTuple):
@@ -113,6 +115,27 @@ def _same_values(one: Stored, other: Stored, *mtimes_ns: int) -> bool:
         if not has_equal_bytes and not np.array_equal(left.astype("<f4"), right.astype("<f4"), equal_nan=True):
             return False
     return True
+
+
+def has_only_finite(numbers: np.ndarray) -> bool:
+    """Returns whether a contiguous array has neither NaN nor infinity, the only numbers with the largest exponent.
+
+    It looks at the bits of a part at a time, so it needs no memory for the whole array.
+    """
+    if not jnp.issubdtype(numbers.dtype, jnp.floating):
+        return True
+    kind = jnp.finfo(numbers.dtype)
+    exponent = ((1 << kind.nexp) - 1) << kind.nmant
+    bits = numbers.reshape(-1).view(f"u{numbers.itemsize}")
+    parts = (bits[begin : begin + _CHECKED] for begin in range(0, len(bits), _CHECKED))
+    return all((part & exponent).max() != exponent for part in parts)
+
+
+def warn_not_finite(place: str | Path, tensors: Collection[str]) -> None:
+    """Prints one warning that names the first tensors with NaN or infinity, if there are any."""
+    if tensors:
+        more = f" and {len(tensors) - _NAMED} more tensors" if len(tensors) > _NAMED else ""
+        warn(f"{place}: NaN or infinity in {', '.join([*tensors][:_NAMED])}{more}; what the model computes may be NaN")
 
 
 def unreadable(stored: Mapping[str, Stored], readable: Collection[str] = READABLE) -> list[str]:
