@@ -9,12 +9,13 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtrain.data.long_texts import batches, cuts_of
 from meshtrain.data.packing import Examples
 from meshtrain.errors import UserError, nearest, refuse, unknown
 from meshtrain.files import Json, JsonObject, read_json, what_is_at
@@ -191,25 +192,37 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
     vocab_size = max(vocab.values(), default=-1) + 1
     end_id = _end_id(path, end_token, vocab)
 
+    cuts = functools.cache(lambda: cuts_of(loaded))  # takes seconds for a large vocabulary, and few texts need it
+
     def encoded(
         encode_batch: Callable[..., list["tokenizers.Encoding"]], texts: Sequence[str]
-    ) -> list["tokenizers.Encoding"]:
-        try:
-            return encode_batch(list(texts), add_special_tokens=False)
-        except Exception as error:  # as above; for example, a tokenizer without a token for unknown text
-            raise UserError(
-                f"data.tokenizer: got '{path}', which cannot encode the data ({error}); allowed: one that has a token "
-                "for every text; nearest: bytes"
-            ) from error
+    ) -> Iterator[tuple[int, int, "tokenizers.Encoding"]]:
+        """Yields the number of a text, where a piece of it begins, and the piece's encoding: about a MiB at a time."""
+        for batch in batches(texts, lambda text: cuts().pieces(text, path)):
+            pieces = [texts[number][start:end] for number, start, end in batch]
+            try:
+                encodings = encode_batch(pieces, add_special_tokens=False)
+            except Exception as error:  # as above; for example, a tokenizer without a token for unknown text
+                raise UserError(
+                    f"data.tokenizer: got '{path}', which cannot encode the data ({error}); allowed: one that has a "
+                    "token for every text; nearest: bytes"
+                ) from error
+            yield from ((number, start, one) for (number, start, _), one in zip(batch, encodings, strict=True))
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
-        # Five times as fast as from a list, and with many threads the list would be what takes the time.
-        return [np.asarray(array.array("I", one.ids)) for one in encoded(loaded.encode_batch_fast, texts)]
+        ids = [list[np.ndarray]() for _ in texts]
+        for number, _, one in encoded(loaded.encode_batch_fast, texts):
+            # Five times as fast as from a list, and with many threads the list would be what takes the time.
+            ids[number].append(np.asarray(array.array("I", one.ids)))
+        return [pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in ids]
 
     def with_places(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        found = [list[tuple[np.ndarray, np.ndarray]]() for _ in texts]
+        for number, start, one in encoded(loaded.encode_batch, texts):
+            places = np.asarray(one.offsets, np.int64).reshape(-1, 2) + start
+            found[number].append((np.asarray(one.ids, np.uint32), places))
         return [
-            (np.asarray(one.ids, np.uint32), np.asarray(one.offsets, np.int64).reshape(-1, 2))
-            for one in encoded(loaded.encode_batch, texts)
+            (np.concatenate([ids for ids, _ in one]), np.concatenate([places for _, places in one])) for one in found
         ]
 
     def decode(ids: Iterable[int]) -> str:

@@ -1,0 +1,182 @@
+r"""Which characters a regular expression of a tokenizer.json can match side by side, from its structure.
+
+If no match contains x directly before y, every match that meets a boundary between x and y ends or begins there. Then
+the matches on either side do not depend on the other side, as long as the expression looks at nothing else: no anchor,
+no reference, and no lookaround except `(?!\S)`, the end of a run of blanks.
+"""
+
+import functools
+import re
+import unicodedata
+import warnings
+from collections.abc import Sequence
+from re import _constants as ops  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any, NamedTuple
+
+_PROPERTY = re.compile(r"\\([pP])\{(\^?)([A-Z][a-z]?)\}|\\p([LMNPSZC])")
+_FIRST_PLACEHOLDER = 0xF0000  # private characters stand for properties while the expression is parsed
+_UNSUPPORTED = re.compile(r"\\[hHRXGKkgyYzbB]|&&|\[\[|\(\?[<=P#]|\\[pP]\{(?!\^?[A-Z][a-z]?\})")
+_REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT, ops.POSSESSIVE_REPEAT)
+
+
+class Unknown(Exception):
+    """The structure of the expression allows no conclusion."""
+
+
+class Facts(NamedTuple):
+    """Facts about an expression and two characters x and y, which may stand side by side in a text.
+
+    Attributes:
+      joins: a match may contain x directly before y, or depends on the character behind x.
+      matches_y: y alone is a match, whatever follows it.
+      meets: some part of the expression matches x or y.
+    """
+
+    joins: bool
+    matches_y: bool
+    meets: bool
+
+
+class _Node(NamedTuple):
+    """Facts about a part: may match nothing, also without lookaround; may end with x, begin with y."""
+
+    empty: bool
+    plainly_empty: bool
+    ends: bool
+    begins: bool
+    joins: bool
+    alone: bool
+    meets: bool
+
+
+_NOTHING = _Node(True, True, False, False, False, False, False)
+
+
+@functools.cache
+def _parsed(pattern: str) -> tuple[Any, tuple[str, ...]]:
+    """Returns the parts of an expression, and the properties for which the placeholders in it stand."""
+    if _UNSUPPORTED.search(pattern):
+        raise Unknown
+    properties: list[str] = []
+
+    def placeholder(match: re.Match[str]) -> str:
+        is_negated = (match[1] == "P") != bool(match[2])
+        properties.append(f"{'^' if is_negated else ''}{match[3] or match[4]}")
+        return chr(_FIRST_PLACEHOLDER + len(properties) - 1)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parts = parser.parse(_PROPERTY.sub(placeholder, pattern))
+    except (re.error, Warning, RecursionError, OverflowError) as error:
+        raise Unknown from error
+    if parts.state.flags & ~ops.SRE_FLAG_UNICODE:
+        raise Unknown
+    return parts, tuple(properties)
+
+
+def facts(pattern: str, left: str, right: str) -> Facts:
+    """Returns facts about an expression and the characters x = `left` and y = `right`.
+
+    Raises:
+      Unknown: it has parts whose matches depend on more than the characters that they match.
+    """
+    parts, properties = _parsed(pattern)
+    node = _sequence(parts, left, right, properties, False)
+    return Facts(node.joins, node.alone, node.meets)
+
+
+def _sequence(parts: Sequence[Any], x: str, y: str, properties: Sequence[str], ignores_case: bool) -> _Node:
+    total = _NOTHING
+    for part in parts:
+        node = _part(part, x, y, properties, ignores_case)
+        total = _Node(
+            empty=total.empty and node.empty,
+            plainly_empty=total.plainly_empty and node.plainly_empty,
+            ends=node.ends or (node.empty and total.ends),
+            begins=total.begins or (total.empty and node.begins),
+            joins=total.joins or node.joins or (total.ends and node.begins),
+            alone=(total.alone and node.plainly_empty) or (total.plainly_empty and node.alone),
+            meets=total.meets or node.meets,
+        )
+    return total
+
+
+def _part(part: Any, x: str, y: str, properties: Sequence[str], ignores_case: bool) -> _Node:
+    kind, value = part
+    if kind is ops.BRANCH:
+        nodes = [_sequence(one, x, y, properties, ignores_case) for one in value[1]]
+        return _Node(*(any(flags) for flags in zip(*nodes, strict=True)))
+    if kind is ops.SUBPATTERN:
+        _, added, removed, inner = value
+        if (added | removed) & ~ops.SRE_FLAG_IGNORECASE:
+            raise Unknown
+        ignores_case = (ignores_case or bool(added)) and not removed
+        return _sequence(inner, x, y, properties, ignores_case)
+    if kind is ops.ATOMIC_GROUP:
+        return _sequence(value, x, y, properties, ignores_case)
+    if kind in _REPEATS:
+        least, most, inner = value
+        node = _sequence(inner, x, y, properties, ignores_case)
+        return node._replace(
+            empty=node.empty or least == 0,
+            plainly_empty=node.plainly_empty or least == 0,
+            joins=node.joins or (most > 1 and node.ends and node.begins),
+            alone=node.alone and (least <= 1 or node.plainly_empty),
+        )
+    if kind is ops.ASSERT_NOT and _is_not_blank(value):
+        # Behind x it sees y, or the end of a piece that ends with x: the same only if y is blank.
+        return _NOTHING._replace(plainly_empty=False, begins=not y.isspace())
+    if kind not in (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.ANY):
+        raise Unknown
+    ends, begins = (_matches(part, one, properties, ignores_case) for one in (x, y))
+    return _Node(False, False, ends, begins, False, begins, ends or begins)
+
+
+def _is_not_blank(value: Any) -> bool:
+    direction, inner = value
+    return direction == 1 and list(inner) == [(ops.IN, [(ops.CATEGORY, ops.CATEGORY_NOT_SPACE)])]
+
+
+def _matches(part: Any, one: str, properties: Sequence[str], ignores_case: bool) -> bool:
+    """Returns whether a part that matches one character matches `one`."""
+    kind, value = part
+    forms = {one, one.lower(), one.upper()} if ignores_case else {one}
+    if kind is ops.ANY:
+        return one != "\n"
+    if kind is ops.NOT_LITERAL:
+        return not any(_is_literal(value, form, properties) for form in forms)
+    items = [(ops.LITERAL, value)] if kind is ops.LITERAL else list(value)
+    is_negated = bool(items) and items[0][0] is ops.NEGATE
+    return is_negated != any(_is_item(item, form, properties) for item in items[is_negated:] for form in forms)
+
+
+def _is_item(item: Any, one: str, properties: Sequence[str]) -> bool:
+    kind, value = item
+    if kind is ops.LITERAL:
+        return _is_literal(value, one, properties)
+    if kind is ops.RANGE:
+        if value[1] >= _FIRST_PLACEHOLDER:
+            raise Unknown
+        return len(one) == 1 and bool(value[0] <= ord(one) <= value[1])
+    if value in (ops.CATEGORY_WORD, ops.CATEGORY_NOT_WORD) and not one.isascii() and not one.isalpha():
+        raise Unknown  # programs differ in what a word is
+    is_of = {
+        ops.CATEGORY_SPACE: one.isspace(),
+        ops.CATEGORY_DIGIT: one.isdecimal(),
+        ops.CATEGORY_WORD: one.isalnum() or one == "_",
+        ops.CATEGORY_NOT_SPACE: not one.isspace(),
+        ops.CATEGORY_NOT_DIGIT: not one.isdecimal(),
+        ops.CATEGORY_NOT_WORD: not (one.isalnum() or one == "_"),
+    }
+    if kind is not ops.CATEGORY or value not in is_of:
+        raise Unknown
+    return is_of[value]
+
+
+def _is_literal(code: int, one: str, properties: Sequence[str]) -> bool:
+    if code < _FIRST_PLACEHOLDER or len(one) != 1:
+        return one == chr(code)
+    name = properties[code - _FIRST_PLACEHOLDER]
+    return unicodedata.category(one).startswith(name.removeprefix("^")) != name.startswith("^")

@@ -1,0 +1,277 @@
+"""Places where a long text can be cut so that the ids of its pieces, one after another, are the ids of the text.
+
+The package tokenizers needs about 170 bytes of memory for each byte of a text. A place between two characters is safe
+if no step of the tokenizer.json (added tokens, normalizer, pre-tokenizer, model) looks across it. This follows from the
+steps' definitions; a step that is not known here makes no place safe.
+"""
+
+import json
+import string
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshtrain.data import adjacent
+from meshtrain.errors import UserError
+from meshtrain.files import Json, JsonObject
+
+if TYPE_CHECKING:
+    import tokenizers
+
+PIECE_CHARACTERS = 1 << 16
+BATCH_CHARACTERS = 1 << 20
+MOST_CHARACTERS = 1 << 24  # of a piece, if there is no safe place before: 3 GB of memory
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel
+_WORDS = r"\w+|[^\w\s]+"  # of Whitespace
+_ASCII = frozenset(string.printable[:95])
+_JAMO = range(0x1160, 0x1200)  # compose with the syllable before them
+
+
+class _Place(NamedTuple):
+    """The characters beside a place, as a step of the tokenizer leaves them; and whether a word ends there."""
+
+    left: str
+    right: str
+    is_split: bool = False
+    prepended: str = ""  # by the normalizer, to each text
+
+
+class _Unsafe(Exception):
+    """A step may look across the place."""
+
+
+def batches(
+    texts: Sequence[str], pieces_of: Callable[[str], Iterable[tuple[int, int]]]
+) -> Iterator[list[tuple[int, int, int]]]:
+    """Yields pieces of texts, about `BATCH_CHARACTERS` at a time: the text's number, begin and end of the piece.
+
+    Args:
+      texts: any number.
+      pieces_of: a long text -> where its pieces begin and end.
+    """
+    batch, size = list[tuple[int, int, int]](), 0
+    for number, text in enumerate(texts):
+        pieces = pieces_of(text) if len(text) > 2 * PIECE_CHARACTERS else ((0, len(text)),)
+        for start, end in pieces:
+            batch.append((number, start, end))
+            size += end - start
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class Cuts:
+    """Safe places of one tokenizer.json.
+
+    Args:
+      description: the content of the tokenizer.json.
+      normalize: a text -> what the normalizer makes of it.
+    """
+
+    def __init__(self, description: JsonObject, normalize: Callable[[str], str]) -> None:
+        """Reads the steps; their facts about pairs of characters are computed when a text has them."""
+        self._description, self._normalize = description, normalize
+        self._skips = dict[str, int | None]()  # two characters -> how many are left out at a place between them
+        self._vocabulary_pairs: frozenset[str] | None = None
+
+    def pieces(self, text: str, name: str) -> list[tuple[int, int]]:
+        """Returns where the pieces of a text begin and end; short texts are one piece.
+
+        Args:
+          text: a document.
+          name: of the tokenizer, for the error.
+
+        Raises:
+          UserError: a piece would be longer than `MOST_CHARACTERS`.
+        """
+        pieces, start = list[tuple[int, int]](), 0
+        while len(text) - start > 2 * PIECE_CHARACTERS:
+            stop = min(len(text) - PIECE_CHARACTERS, start + MOST_CHARACTERS)
+            place = next((one for one in range(start + PIECE_CHARACTERS, stop) if self._is_safe(text, one)), None)
+            if place is None:
+                break
+            pieces.append((start, place))
+            start = place + (self._skips[text[place - 1 : place + 1]] or 0)
+        if len(text) - start > MOST_CHARACTERS:
+            raise UserError(
+                f"data.tokenizer: got '{name}' and a document with {len(text) - start:,} characters in which no place "
+                f"is known where it can be cut; allowed: at most {MOST_CHARACTERS:,}; nearest: shorter documents"
+            )
+        return [*pieces, (start, len(text))]
+
+    def _is_safe(self, text: str, place: int) -> bool:
+        pair = text[place - 1 : place + 1]
+        if pair not in self._skips:
+            self._skips[pair] = self._skipped(*pair)
+        return self._skips[pair] is not None and not self._meets_added_token(text, place)
+
+    def _meets_added_token(self, text: str, place: int) -> bool:
+        """Returns whether an added token may lie across or beside a place, in the text or in the normalized text."""
+        for token in self._description["added_tokens"] or ():
+            content = token["content"]
+            around = text[max(place - len(content) - 1, 0) : place + len(content) + 2]
+            if content in around:
+                return True
+            if token["normalized"] and self._normalize(content) in self._normalize(around):
+                return True
+        return False
+
+    def _skipped(self, left: str, right: str) -> int | None:
+        """Returns how many characters the tokens leave out at a place between two characters; None: it is not safe."""
+        if any(not _is_simple(one) for one in (left, right)) or (left.isspace() and right.isspace()):
+            return None  # an added token may take a run of blanks beside it
+        try:
+            place = _Place(left, right)
+            for step in _steps(self._description["normalizer"], "normalizers"):
+                place = _normalized(step, place)
+            for step in _steps(self._description["pre_tokenizer"], "pretokenizers"):
+                place = _pre_tokenized(step, place)
+        except (_Unsafe, adjacent.Unknown, KeyError):
+            return None
+        if not place.is_split and not self._is_apart(place):
+            return None
+        if place.prepended:
+            return 1 if place.right == place.prepended else None
+        return 0
+
+    def _is_apart(self, place: _Place) -> bool:
+        """Returns whether no token of a BPE contains both characters side by side: then no merge crosses the place."""
+        model = self._description["model"]
+        is_plain = not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
+        if model["type"] != "BPE" or not is_plain or not {place.left, place.right} <= model["vocab"].keys():
+            return False
+        if self._vocabulary_pairs is None:
+            pairs = (token[i : i + 2] for token in model["vocab"] for i in range(len(token) - 1))
+            self._vocabulary_pairs = frozenset(pairs)
+        return place.left + place.right not in self._vocabulary_pairs
+
+
+def cuts_of(loaded: "tokenizers.Tokenizer") -> Cuts:
+    """Returns the safe places of a `tokenizers.Tokenizer`."""
+    return Cuts(json.loads(loaded.to_str()), loaded.normalizer.normalize_str if loaded.normalizer else str)
+
+
+def _is_simple(one: str) -> bool:
+    """Returns whether a character is assigned, and neither a mark nor a control character besides line breaks."""
+    category = unicodedata.category(one)
+    return one in "\n\r\t" or not (category[0] in "MC" or unicodedata.combining(one) or ord(one) in _JAMO)
+
+
+def _steps(step: Json, names: str) -> Iterable[JsonObject]:
+    if not step:
+        return ()
+    return [inner for one in step[names] for inner in _steps(one, names)] if step["type"] == "Sequence" else [step]
+
+
+def _normalized(step: JsonObject, place: _Place) -> _Place:
+    """Returns a place behind a step of the normalizer. Raises _Unsafe: the step may look across it."""
+    kind, both = step["type"], (place.left, place.right)
+    if kind in ("NFC", "NFD", "NFKC", "NFKD"):
+        if unicodedata.normalize(kind, place.left + place.right) != place.left + place.right:
+            raise _Unsafe
+        return place
+    if kind == "StripAccents":
+        return place
+    if kind == "Lowercase":
+        return place._replace(left=_single(place.left.lower()), right=_single(place.right.lower()))
+    if kind == "Prepend":
+        return place._replace(prepended=step["prepend"])
+    if kind == "Replace":
+        pattern, content = step["pattern"], step["content"]
+        if "Regex" in pattern:
+            if adjacent.facts(pattern["Regex"], *both).meets:
+                raise _Unsafe
+            return place
+        if pattern["String"] in both:
+            left, right = (content if one == pattern["String"] else one for one in both)
+            return place._replace(left=_single(left), right=_single(right))
+        if any(one in pattern["String"] for one in both):
+            raise _Unsafe
+        return place
+    if kind in ("Nmt", "Precompiled") and _ASCII.issuperset(both):
+        return place
+    if kind == "BertNormalizer" and _ASCII.issuperset(both):
+        left, right = (one.lower() if step["lowercase"] else one for one in both)
+        return place._replace(left=left, right=right)
+    raise _Unsafe
+
+
+def _single(text: str) -> str:
+    if len(text) != 1:
+        raise _Unsafe
+    return text
+
+
+def _pre_tokenized(step: JsonObject, place: _Place) -> _Place:
+    """Returns a place behind a step of the pre-tokenizer. Raises _Unsafe: the step may look across it."""
+    kind, both = step["type"], (place.left, place.right)
+    is_blank, is_sign = any(one.isspace() for one in both), any(_is_punctuation(one) for one in both)
+    if kind == "ByteLevel":
+        if step["add_prefix_space"] and place.right != " " and not place.is_split:
+            raise _Unsafe
+        if step["use_regex"]:
+            place = _matched(_GPT2, "Isolated", place)
+        return place._replace(left=_BYTES[place.left.encode()[-1]], right=_BYTES[place.right.encode()[0]])
+    if kind == "Metaspace":
+        return _at_blank(step, place)
+    if kind == "Split":
+        pattern = step["pattern"]
+        if "Regex" in pattern:
+            return _matched(pattern["Regex"], step["behavior"], place)
+        if not any(one in pattern["String"] for one in both):
+            return place
+        if pattern["String"] not in both or step["behavior"] not in ("Isolated", "Removed"):
+            raise _Unsafe
+        return place._replace(is_split=True)
+    if kind == "Whitespace":
+        return _matched(_WORDS, "Removed", place)
+    if kind == "Punctuation" and is_sign and step["behavior"] not in ("Isolated", "Removed"):
+        raise _Unsafe
+    numeric = [unicodedata.category(one).startswith("N") for one in both]
+    splits: Mapping[str, Callable[[], bool]] = {
+        "WhitespaceSplit": lambda: is_blank,
+        "BertPreTokenizer": lambda: is_blank or is_sign,
+        "Punctuation": lambda: is_sign,
+        "Digits": lambda: any(numeric) and (step["individual_digits"] or not all(numeric)),
+        "CharDelimiterSplit": lambda: step["delimiter"] in both,
+    }
+    if kind not in splits:
+        raise _Unsafe
+    return place._replace(is_split=place.is_split or splits[kind]())
+
+
+def _at_blank(step: JsonObject, place: _Place) -> _Place:
+    """Returns a place behind Metaspace, which writes blanks as `▁` and begins a word with each of them."""
+    mark = step["replacement"]
+    left, right = (mark if one == " " else one for one in (place.left, place.right))
+    if right != mark and step["prepend_scheme"] != "never":
+        raise _Unsafe
+    return place._replace(
+        left=left, right=right, is_split=place.is_split or (step["split"] and right == mark)
+    )
+
+
+def _matched(pattern: str, behavior: str, place: _Place) -> _Place:
+    """Returns a place behind a step that splits at the matches of a regular expression."""
+    found = adjacent.facts(pattern, place.left, place.right)
+    if not found.meets:
+        return place
+    if found.joins or behavior not in ("Isolated", "Removed"):
+        raise _Unsafe
+    return place._replace(is_split=place.is_split or found.matches_y)
+
+
+def _is_punctuation(one: str) -> bool:
+    return one in string.punctuation or unicodedata.category(one).startswith("P")
+
+
+def _byte_characters() -> Sequence[str]:
+    """Returns the character as which ByteLevel writes each byte; source: GPT-2's encoder.py, bytes_to_unicode."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+_BYTES = _byte_characters()
