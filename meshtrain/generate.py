@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.cli import flags
+from meshtrain.config.fields import MAX_TEXT_TOKENS
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.tokenizer import Tokenizer, end_ids
 from meshtrain.errors import Problems, UserError, refuse, run, warn
@@ -24,7 +25,7 @@ from meshtrain.run.opened import text_of
 from meshtrain.run.weights import add_weights_flag, assembled, choice_problems, configuration, restored
 
 MAX_TEMPERATURE = 1_000_000  # at which all tokens are equally probable
-MAX_TOKENS, MAX_SAMPLES, MAX_SEED, MAX_STEP = 1_000_000, 100_000, 2**32 - 1, 10**12
+MAX_SAMPLES, MAX_SEED, MAX_STEP = 100_000, 2**32 - 1, 10**12
 _SHOWN = 60  # characters of a prompt in a title
 DEFAULT_PROMPT, DEFAULT_TOKENS, DEFAULT_TEMPERATURE = "def ", 200, 0.8
 
@@ -64,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
 def _number_problems(arguments: argparse.Namespace) -> list[str]:
     """Returns one line for each number outside its bounds."""
     bounds = (
-        ("--num-tokens", arguments.num_tokens, 1, MAX_TOKENS),
+        ("--num-tokens", arguments.num_tokens, 1, MAX_TEXT_TOKENS),
         ("--temperature", arguments.temperature, 0, MAX_TEMPERATURE),
-        ("--top-k", arguments.top_k, 0, MAX_TOKENS),
+        ("--top-k", arguments.top_k, 0, MAX_TEXT_TOKENS),
         ("--num-samples", arguments.num_samples, 1, MAX_SAMPLES),
         ("--seed", arguments.seed, 0, MAX_SEED),
         ("--step", arguments.step, 0, MAX_STEP),

@@ -24,6 +24,7 @@ from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions
 
+MAX_TEXT_TOKENS = 1_000_000  # of a text that is drawn: by evaluations, at a run's end, by `generate`
 _IN_GROUPS = {"period": AllBut(0)}
 
 
@@ -67,11 +68,13 @@ class Config:
         names="path",
     )  # fmt: skip
     eval_tokens: int = option(
-        40, "most probable tokens after each of these prompts", minimum=1, only_for={"eval_prompts": AllBut("")}
-    )
+        40, "most probable tokens after each of these prompts", minimum=1, maximum=MAX_TEXT_TOKENS,
+        only_for={"eval_prompts": AllBut("")},
+    )  # fmt: skip
     sample_tokens: int = option(
-        -1, "tokens of text that a run draws at its end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1
-    )
+        -1, "tokens of text that a run draws at its end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1,
+        maximum=MAX_TEXT_TOKENS,
+    )  # fmt: skip
     watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
     init_from: str = option(
         "", "workdir or checkpoints of another run, Hugging Face folder, or adapters of peft, to start from; '': none",

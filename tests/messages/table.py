@@ -305,6 +305,8 @@ TABLE = {
          "profile.steps", "allowed: FIRST,LAST with 1 <= FIRST <= LAST, or one step; nearest: 10,13"),
         ("model.vocab_size=2147483647", "model.vocab_size", "nearest: 2147483520"),
         ("model.num_experts=2147483647", "model.num_experts", "allowed: at most 1048576; nearest: 1048576"),
+        ("eval_prompts=good.txt eval_tokens=1e9", "eval_tokens", "allowed: at most 1000000; nearest: 1000000"),
+        ("sample_tokens=1e9", "sample_tokens", "allowed: at most 1000000; nearest: 1000000"),
         ("learning_rate.decay_steps=5 learning_rate.warmup_steps=10", "learning_rate.decay_steps", "nearest: 11"),
     ],
     "train": [
