@@ -16,6 +16,8 @@ RUN pip install --constraint constraints.txt ".[${DEVICES},kubernetes]"
 
 # By number: Kubernetes' runAsNonRoot knows no names. /runs is where a volume is mounted.
 RUN useradd --uid 1000 --create-home meshtrain && install --directory --owner=meshtrain /runs
+# The share of a GPU's memory that plans assume; JAX takes 0.75 otherwise.
+ENV XLA_PYTHON_CLIENT_MEM_FRACTION=0.94
 USER 1000
 WORKDIR /home/meshtrain
 ENTRYPOINT ["meshtrain"]

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from meshtrain.errors import UserError
 from meshtrain.files import is_url
 from meshtrain.launch import cluster, peers
 from meshtrain.launch.compiler import CACHE, captured
+from meshtrain.launch.hardware import FRACTION_VARIABLE, FRACTION_VARIABLES, POOL_FRACTION, find
 from meshtrain.launch.local_processes import MAX_SIMULATED
 from meshtrain.launch.rendezvous import meet
 
+NVIDIA = Path("/proc/driver/nvidia")  # of the kernel's driver
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
 # JAX keeps only what took a second to compile; small programs are most of the start-up time on a CPU.
 _CACHE_EVERYTHING = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
@@ -48,6 +50,7 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
     """
     _refuse_flags(os.environ.get("XLA_FLAGS") or "")
     _choose_platform()
+    take_memory(_setting("jax_platforms") or "", os.environ)
     how = cluster.processes(os.environ, _setting("jax_platforms") or "")
     if how is not None and "num_processes" not in how:
         _meet(how)  # only the cluster knows the number of processes
@@ -180,11 +183,29 @@ def _choose_platform() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+def take_memory(platforms: str, environ: MutableMapping[str, str], proc: Path = NVIDIA) -> None:
+    """Has JAX take the share of each GPU's memory that plans assume, unless the user has set one.
+
+    It does so on cards that plans know. On others, which may be small and also draw a screen, JAX's default stays.
+
+    Args:
+      platforms: JAX's platforms, separated by commas; empty if it chooses.
+      environ: of this process, before JAX has started.
+      proc: the folder of NVIDIA's driver.
+    """
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return
+    told = [path.read_text(errors="replace") for path in sorted(proc.glob("gpus/*/information"))]
+    models = [match[1] for text in told if (match := re.search(r"^Model:\s*(.*?)\s*$", text, re.MULTILINE))]
+    if models and all(map(find, models)) and not any(environ.get(name) for name in FRACTION_VARIABLES):
+        environ[FRACTION_VARIABLE] = str(POOL_FRACTION)
+
+
 def nvidia_answers(environ: Mapping[str, str]) -> bool:
     """Returns whether this machine has an NVIDIA driver with visible GPUs, without loading the driver."""
     if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    if Path("/proc/driver/nvidia/version").exists():
+    if (NVIDIA / "version").exists():
         return True
     # WSL has no such file; its driver is reached through this program only.
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))

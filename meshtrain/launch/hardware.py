@@ -207,9 +207,13 @@ def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
 # allocator's fragmentation. An estimate, not a measurement.
 GPU_RUNTIME_BYTES = 2 * 2**30
 GPU_MEMORY_FRACTION = 0.95
-# The share of a GPU's memory that JAX takes by default, XLA_PYTHON_CLIENT_MEM_FRACTION (docs.jax.dev, GPU memory
-# allocation).
+# The share of a GPU's memory that JAX takes is set by this variable (docs.jax.dev, GPU memory allocation). By default
+# it is three quarters. `POOL_FRACTION` holds `usable_bytes` on each of the cards above; runs start with it.
+FRACTION_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# JAX refuses both names together.
+FRACTION_VARIABLES = (FRACTION_VARIABLE, "XLA_CLIENT_MEM_FRACTION")
 DEFAULT_MEMORY_FRACTION = 0.75
+POOL_FRACTION = 0.94
 # libtpu keeps this of each chip: it offers 15.75 of v5e's 16 GiB.
 TPU_RUNTIME_BYTES = 2**28
 
@@ -217,7 +221,7 @@ TPU_RUNTIME_BYTES = 2**28
 def usable_bytes(accelerator: Accelerator) -> int:
     """Returns the memory that a program can have: all of it less what runtime and allocator keep.
 
-    On a GPU this needs XLA_PYTHON_CLIENT_MEM_FRACTION: by default JAX takes three quarters of the memory only.
+    On a GPU this needs `POOL_FRACTION`, with which runs start.
     """
     if accelerator.device_kinds[0].startswith("TPU"):
         return accelerator.memory_bytes - TPU_RUNTIME_BYTES

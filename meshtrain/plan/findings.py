@@ -12,7 +12,7 @@ from meshtrain.cli.tables import format_bytes
 from meshtrain.config import effects, tasks
 from meshtrain.config.config import num_microbatches
 from meshtrain.errors import divisors
-from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
+from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION, FRACTION_VARIABLE, POOL_FRACTION
 from meshtrain.models.cost import ATTENTION, EXPERTS, LOOP, Kernel
 from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
 from meshtrain.plan.cost.lower_bound import FSDP, idle_share, reduced_and_scattered
@@ -90,7 +90,8 @@ def _memory(plan: Plan) -> list[Finding]:
         default = DEFAULT_MEMORY_FRACTION * device
         if stats.peak_bytes + memory.uncertainty_bytes > default:
             taken = f"JAX by default takes {format_bytes(int(default))} of the GPU's memory, and the step needs more"
-            results.append(Finding(taken, "start with XLA_PYTHON_CLIENT_MEM_FRACTION=0.93"))
+            setting = f"{FRACTION_VARIABLE}={POOL_FRACTION}"
+            results.append(Finding(taken, f"{setting}, which train sets where it is not set"))
     return results
 
 

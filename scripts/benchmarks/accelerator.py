@@ -24,6 +24,7 @@ from typing import Any
 
 from meshtrain.errors import UserError, run
 from meshtrain.files import JsonObject, target_problems, write_whole
+from meshtrain.launch.hardware import FRACTION_VARIABLE, POOL_FRACTION
 from scripts.benchmarks import accelerator_rates
 from scripts.benchmarks import accelerator_steps as steps
 
@@ -95,7 +96,7 @@ def performed(name: str, out: Path, tiny: bool, seconds: float) -> JsonObject:
         words = [f"--out={out}", f"--step={name}", f"--to={target}", *(["--tiny"] if tiny else [])]
         command = [sys.executable, "-m", "scripts.benchmarks.accelerator", *words]
         # The fraction is the one for which the plan says whether a step fits.
-        settings = {"JAX_TRACEBACK_FILTERING": "off", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
+        settings = {"JAX_TRACEBACK_FILTERING": "off", FRACTION_VARIABLE: str(POOL_FRACTION)}
         settings |= {"JAX_PLATFORMS": "cpu"} if tiny else {}
         process = subprocess.Popen(
             command, cwd=ROOT, env=os.environ | settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,

@@ -13,6 +13,7 @@ import pytest
 from meshtrain.cli.flags import load
 from meshtrain.errors import UserError
 from meshtrain.launch import cluster, distributed, peers
+from meshtrain.launch.hardware import FRACTION_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "node[1-4]", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
@@ -291,3 +292,34 @@ def test_of_two_processes_with_one_number_each_says_so_in_a_line_and_no_stack():
         "allowed: each number once; nearest: start each process once, with its own JAX_PROCESS_ID"
     )
     assert {line.split(": ")[1] for lines in ended for line in lines} <= {"error", "lost", "waiting"}, ended
+
+
+@pytest.mark.parametrize(
+    "models, platforms, environ, expected",
+    [
+        (["NVIDIA H100 80GB HBM3"] * 2, "", {}, "0.94"),
+        (["NVIDIA H200"], "cuda,cpu", {"PATH": "/bin"}, "0.94"),
+        (["NVIDIA H200"], "cpu", {}, None),
+        (["NVIDIA H200"], "", {FRACTION_VARIABLE: "0.5"}, "0.5"),
+        (["NVIDIA H200"], "", {"XLA_CLIENT_MEM_FRACTION": "0.5"}, None),  # JAX refuses both
+        (["NVIDIA H200", "NVIDIA GeForce RTX 2060"], "", {}, None),  # which may draw a screen
+        ([], "", {}, None),
+    ],
+)
+def test_jax_takes_of_known_gpus_what_plans_assume_unless_the_user_says_otherwise(
+    tmp_path, models, platforms, environ, expected
+):
+    for number, model in enumerate(models):
+        folder = tmp_path / "gpus" / f"0000:{number}"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 16\n")
+    distributed.take_memory(platforms, environ, tmp_path)
+    assert (environ[FRACTION_VARIABLE] if FRACTION_VARIABLE in environ else None) == expected
+
+
+def test_jax_has_not_started_when_its_share_of_a_gpu_is_set(monkeypatch):
+    asked = []
+    monkeypatch.setattr(distributed, "take_memory", lambda platforms, environ: asked.append(environ))
+    monkeypatch.setattr(distributed.cluster, "processes", lambda *_: pytest.fail("in time") if not asked else None)
+    assert distributed.start(2)[0]
+    assert asked == [os.environ]

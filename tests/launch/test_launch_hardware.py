@@ -1,5 +1,8 @@
 """The table of accelerators: found by JAX's names and by nothing that resembles them."""
 
+import pathlib
+import re
+
 import pytest
 
 from meshtrain.launch import compiler, hardware
@@ -77,3 +80,21 @@ def test_units_agree():
 def test_only_cpus_compile_the_initial_weights_with_less_optimization():
     assert compiler.init_compiler_options("cpu") == {"xla_backend_optimization_level": 1}
     assert compiler.init_compiler_options("NVIDIA H200") == compiler.init_compiler_options("TPU v5") == {}
+
+
+def test_the_fraction_with_which_runs_start_holds_what_plans_assume_on_each_gpu():
+    for one in hardware.ACCELERATORS:
+        if one.device_kinds[0].startswith("NVIDIA"):
+            assert hardware.usable_bytes(one) <= hardware.POOL_FRACTION * one.memory_bytes
+            assert one.memory_bytes * (1 - hardware.POOL_FRACTION) > hardware.GPU_RUNTIME_BYTES
+
+
+@pytest.mark.parametrize(
+    "name", ["Dockerfile", "scripts/slurm.sbatch", "scripts/kubernetes.yaml", "scripts/jobset.yaml"]
+)
+def test_jobs_and_the_image_set_the_fraction_that_plans_assume(name):
+    text = (pathlib.Path(__file__).parents[2] / name).read_text()
+    values = re.findall(rf"{hardware.FRACTION_VARIABLE}\b[^\n]*?(?:=|:-|\n\s+value: \")([\d.]+)\b", text)
+    assert values
+    assert set(values) == {str(hardware.POOL_FRACTION)}
+    assert text.count("- name: " + hardware.FRACTION_VARIABLE) == text.count("image: registry")  # in each container

@@ -16,6 +16,7 @@ GPUS = [f"GPU-{i}" for i in range(8)]
 NETS = {"lo": (True, True), "eth0": (True, False), "ib0": (False, False), "docker0": (True, False)}
 LOOP_ONLY = {"lo": (True, True), "eth0": (False, False)}
 
+OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 FAULTS = [
     # what, the finding, verdict, what is seen, what to do
     (
@@ -114,6 +115,28 @@ FAULTS = [
         "JAX_COMPILATION_",
     ),
     ("memory", one_machine.memory(GIB - 1, 64 * GIB), ERROR, "1.00 GiB of 64 GiB available", "end other programs"),
+    (
+        "fraction",
+        one_machine.memory_fraction({OLD: "0.75"}, 8),
+        WARNING,
+        f"{OLD}=0.75: plan assumes 0.94",
+        f"{OLD}=0.94",
+    ),
+    (
+        "fraction of the other name",
+        one_machine.memory_fraction({NEW: "0.5"}, 8),
+        WARNING,
+        "plan assumes",
+        f"{NEW}=0.94",
+    ),
+    ("no fraction", one_machine.memory_fraction({OLD: "94%"}, 8), ERROR, "94%, which JAX refuses", f"{OLD}=0.94"),
+    (
+        "two fractions",
+        one_machine.memory_fraction({OLD: "0.94", NEW: "0.94"}, 1),
+        ERROR,
+        "together",
+        f"leave {OLD} out",
+    ),
     ("shared memory", one_machine.shared_memory(2**26, 8), WARNING, "/dev/shm has 64 MiB, for 8 GPUs", "--shm-size"),
     ("locked memory", one_machine.locked_memory(2**23, True), WARNING, "at most 8 MiB", "ulimit -l unlimited"),
 ]
@@ -160,6 +183,9 @@ def test_a_planted_fault_is_one_line_with_what_to_do(finding, verdict, seen, fix
         one_machine.disk("/s", GIB, -1),
         one_machine.folder("cache", "/c", 0.1),
         one_machine.memory(GIB, GIB),
+        one_machine.memory_fraction({}, 8),
+        one_machine.memory_fraction({OLD: "0.940"}, 8),
+        one_machine.memory_fraction({OLD: "0.75"}, 0),
         one_machine.shared_memory(2**26, 1),
         one_machine.shared_memory(2**30, 8),
         one_machine.locked_memory(None, True),

@@ -97,6 +97,7 @@ def findings(
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     results += [
         one_machine.memory(*memory()),
+        one_machine.memory_fraction(environ, len(listed)),
         one_machine.shared_memory(_size_of(Path("/dev/shm")), len(listed)),
         one_machine.locked_memory(
             None if locked == resource.RLIM_INFINITY else locked, any(Path("/sys/class/infiniband").glob("*"))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.cli.tables import format_bytes
 from meshtrain.launch.cluster import Meeting
+from meshtrain.launch.hardware import FRACTION_VARIABLES, POOL_FRACTION
 from meshtrain.probe.checks.verdicts import Finding, error, ok, warning
 
 LEAST_BYTES = 2**30  # of disk and of memory: less cannot hold one small checkpoint, or the program
@@ -186,6 +187,24 @@ def memory(available_bytes: int, total_bytes: int) -> Finding:
     if available_bytes < LEAST_BYTES:
         return error("memory", seen, "end other programs on this machine, or ask for more memory")
     return ok("memory", seen)
+
+
+def memory_fraction(environ: Mapping[str, str], num_gpus: int) -> Finding:
+    """Checks that JAX takes the share of a GPU's memory that plans assume, if a variable sets the share."""
+    name = next((name for name in FRACTION_VARIABLES if environ.get(name)), "")
+    if not num_gpus or not name:
+        return ok("memory fraction", "train sets it" if num_gpus else "not needed without GPUs")
+    seen, fix = f"{name}={environ[name]}", f"{name}={POOL_FRACTION}, or leave it out: train sets it"
+    others = [other for other in FRACTION_VARIABLES if other != name and environ.get(other)]
+    try:
+        share = float(environ[name])
+    except ValueError:
+        return error("memory fraction", f"{seen}, which JAX refuses: it is no number", fix)
+    if others:
+        return error("memory fraction", f"{seen} and {others[0]}, which JAX refuses together", f"leave {name} out")
+    if share != POOL_FRACTION:
+        return warning("memory fraction", f"{seen}: plan assumes {POOL_FRACTION} where it says what fits", fix)
+    return ok("memory fraction", seen)
 
 
 def shared_memory(total_bytes: int, num_gpus: int) -> Finding:
