@@ -31,6 +31,7 @@ from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.errors import UserError, nearest_multiple
 from meshtrain.models.metrics import Metrics, all_logged
 from meshtrain.models.task import Batch, Params, Sums
+from meshtrain.optim.moments import ANCHOR_SEED, round_weights
 from meshtrain.optim.states import state_axes
 from meshtrain.sharding.gradients import Compute, Replicas
 from meshtrain.sharding.placement import Placement, on_shards
@@ -238,8 +239,10 @@ class Groups(Replicas):
     def _shares(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         """Returns one device's part of the batch, [n B / G, ...], as shares [n, B / G, ...] of consecutive examples.
 
-        Each share is split over the axes that split a batch inside a group, by the logical axes of its dims.
+        Each share is split over the axes that split a batch inside a group, by the logical axes of its dims. A pipeline
+        has a dim of microbatches after the first.
         """
+        axes = (axes[0], *[None] * (x.ndim - len(axes)), *axes[1:])
         shares = x.reshape(self.num_here, x.shape[0] // self.num_here, *x.shape[1:])
         return self.placement.activation(shares, (None, *axes)) if self.num_here > 1 else shares
 
@@ -385,7 +388,7 @@ def outer_step(
         gone, residual = mean_of_groups(each, state.residual)
         updates, outer_state = transformation.update(gone, state.local.outer_state, float32_anchor)
         moved = optax.apply_updates(float32_anchor, updates)
-        moved = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, anchor)
+        moved = round_weights(moved, anchor, state.step, ANCHOR_SEED)
         local = Local(state.local.params, outer_state)
         joined = dataclasses.replace(state, params=merged(moved, frozen), residual=residual, local=local)
         return restarted(joined, mask)

@@ -1,6 +1,6 @@
 """Moments in fewer bytes: any optimizer's, as bfloat16 or as 8-bit codes, decoded before an update and stored after it.
 
-Numbers in bfloat16, and second moments in 8 bits, are rounded stochastically. A second moment with beta2 = 0.999
+Numbers in bfloat16, weights too, and second moments in 8 bits are rounded stochastically. A moment with beta2 = 0.999
 changes by a thousandth of itself in a step without gradient, a quarter of the distance between two bfloat16 numbers:
 rounded to the nearest, it would never fall again after the largest gradient of the run. The random bits depend on the
 number of updates, the array and the element, not on the mesh.
@@ -22,7 +22,7 @@ from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 FLOAT32, BFLOAT16, EIGHT_BITS = KINDS = ("float32", "bfloat16", "8bit")
 # The field of an optax state whose arrays are never negative.
 SECOND_MOMENT = "nu"
-SEED = 0
+SEED, WEIGHTS_SEED, ANCHOR_SEED = 0, 1, 2  # of the random bits for moments, weights, and the anchor of local steps
 
 
 class StoredMoments(NamedTuple):
@@ -111,7 +111,7 @@ def stored(
 
     def packed(state: Arrays, params: Arrays, num_updates: jax.Array) -> StoredMoments:
         shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-        key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), num_updates)
+        key = _key(SEED, num_updates)
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
         arrays, scales = list[jax.Array](), list[jax.Array | optax.MaskedNode]()
         for index, ((path, leaf), owner) in enumerate(zip(leaves, owners(state, params), strict=True)):
@@ -155,6 +155,31 @@ def _unpacked(state: StoredMoments) -> Arrays:
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
     return jax.tree_util.tree_map_with_path(one, state.inner)
+
+
+def round_weights(weights: Arrays, stored: Arrays, num_updates: jax.Array, seed: int = WEIGHTS_SEED) -> Arrays:
+    """Returns updated weights in the dtypes of the stored ones; to bfloat16 they are rounded stochastically.
+
+    Rounded to nearest, a weight of 1 would ignore each update below 2^-9, its distance to half of the next number.
+
+    Args:
+      weights: float32, after the update.
+      stored: before the update.
+      num_updates: int32 scalar; random bits depend on it.
+      seed: random bits of different programs differ by it.
+    """
+    key = _key(seed, num_updates)
+    leaves, structure = jax.tree.flatten(weights)
+    rounded = []
+    for index, (new, old) in enumerate(zip(leaves, jax.tree.leaves(stored), strict=True)):
+        in_bfloat16 = old.dtype == jnp.bfloat16
+        random = _random(jax.random.fold_in(key, index), new) if in_bfloat16 else None
+        rounded.append(new.astype(old.dtype) if random is None else to_bfloat16(new, random))
+    return jax.tree.unflatten(structure, rounded)
+
+
+def _key(seed: int, num_updates: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), num_updates)
 
 
 def _random(key: jax.Array, like: jax.Array) -> jax.Array:

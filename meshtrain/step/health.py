@@ -54,7 +54,10 @@ def totals(found: Squares) -> jax.Array:
 
 
 def metrics(layers: Layers, of_gradients: Squares, weights: Arrays, moved: Arrays) -> Metrics:
-    """Returns `norms` of gradients, of weights before the step, and of what they moved by, all float32."""
+    """Returns `norms` of gradients, of weights before the step, and of the change of weights, all float32.
+
+    The change is that of the stored weights: after rounding, and zero in a step that the guard skips.
+    """
     # A difference, because XLA would store the optimizer's updates for their norms and pass over memory once more.
     of_updates = squares(layers, jax.tree.map(jnp.subtract, moved, weights))
     of_all = {"weight": squares(layers, weights), "update": of_updates, "grad": of_gradients}

@@ -13,6 +13,7 @@ import optax
 from meshtrain.models.metrics import Metrics, all_logged, divisor
 from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
 from meshtrain.optim.average import followed
+from meshtrain.optim.moments import round_weights
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merged, select
@@ -147,7 +148,7 @@ class WeightUpdate:
         good = guard.is_good(self.guard_options, state.skipped, loss, norm) & can_move
         new_scale, is_excused = loss_scale.after(self.scaling, state.loss_scale, loss, norm)
         skipped = guard.after(state.skipped, good, is_excused, norm)
-        updated = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, trained)
+        updated = guard.where_good(good, round_weights(moved, trained, num_updates(state)), trained)
         metrics = all_logged(sums.metrics, weight)
         metrics |= {
             "loss": loss,
@@ -160,11 +161,11 @@ class WeightUpdate:
         }
         if self.layers:
             by_layer = by_layer or health.squares(self.layers, mean_gradients)
-            metrics |= health.metrics(self.layers, by_layer, weights, moved)
+            metrics |= health.metrics(self.layers, by_layer, weights, cast(updated, jnp.float32))
             metrics[guard.ITS_LAYER] = health.last_not_finite(by_layer, metrics[guard.FIRST_NOT_FINITE])
         if self.scaling is not None:
             metrics["loss_scale"] = state.loss_scale.scale
-        params = merged(guard.where_good(good, updated, trained), frozen)
+        params = merged(updated, frozen)
         opt_state = guard.where_good(good, opt_state, before)
         residual = guard.where_good(good, residual, state.residual)
         return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale, residual), metrics

@@ -32,6 +32,7 @@ from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.state import init_state
 from meshtrain.step.step import WeightUpdate
+from tests.parity import runs
 
 B, T, D, V, G = 16, 4, 8, 32, 4
 NUM_STEPS = 4
@@ -120,6 +121,20 @@ def test_the_same_groups_give_the_same_numbers_on_any_mesh():
     assert [spread > 1e-3 for spread in apart] == [False, True, False, True, False], "they meet every second step"
     anchors = [state.params["up"] for state in reference]
     assert [np.array_equal(a, b) for a, b in itertools.pairwise(anchors)] == [True, False, True, False]
+
+
+def test_a_device_computes_several_groups_on_a_pipeline():
+    losses = []
+    for size in (1, 2):
+        config = dataclasses.replace(runs.CONFIG, num_steps=2, local_steps=LocalStepsOptions(period=2, groups=2))
+        assembly = assemble(config, runs.sizes(pipeline=size), jax.devices()[:size])
+        state, rows = assembly.init(jax.random.key_data(jax.random.key(0))), []
+        for examples in runs.example_batches(config.num_steps):
+            placed = {name: jax.device_put(examples[name], like.sharding) for name, like in assembly.batch.items()}
+            state, metrics = assembly.train_step(state, placed)
+            rows.append([metrics["loss"], metrics["grad_norm"]])
+        losses.append(np.asarray(rows))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 def test_joined_after_each_step_sgd_is_synchronous_sgd():

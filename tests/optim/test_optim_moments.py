@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshtrain.optim.eight_bits import decoded, extents
-from meshtrain.optim.moments import StoredMoments, to_bfloat16
+from meshtrain.optim.moments import StoredMoments, round_weights, to_bfloat16
 from meshtrain.optim.optimizers import OptimizerOptions, check, optimizer
 from meshtrain.optim.states import state_axes
 from meshtrain.sharding.stored import is_names
@@ -147,6 +147,30 @@ def test_each_array_is_rounded_with_random_bits_of_its_own(kind):
     [stored] = [part for part in state if isinstance(part, StoredMoments)]
     differing = np.mean(np.asarray(stored.inner.nu["one"]) != np.asarray(stored.inner.nu["other"]))
     assert 0.1 < differing < 0.9
+
+
+def test_weights_in_bfloat16_move_by_the_mean_of_small_updates():
+    """The distance of bfloat16 numbers below 1 is 2^-8: rounded to nearest, no update of 1e-4 would happen."""
+    stored = {"scale": jnp.ones(4096, jnp.bfloat16), "bias": jnp.ones(4096), "other": jnp.ones(4096, jnp.bfloat16)}
+    for num_updates in range(100):
+        moved = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) - 1e-4, stored)
+        stored = round_weights(moved, stored, jnp.int32(num_updates))
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(stored)] == ["float32", "bfloat16", "bfloat16"]
+    means = {name: float(jnp.mean(leaf.astype(jnp.float32))) for name, leaf in stored.items()}
+    # The standard deviation of a mean is below sqrt(100 * 4e-3 * 1e-4 / 4096) = 1e-4.
+    assert all(mean == pytest.approx(0.99, abs=4e-4) for mean in means.values())
+    assert not np.array_equal(stored["scale"], stored["other"])
+
+
+def test_a_mesh_changes_no_bit_of_rounded_weights(exact_bits):
+    shape = (4, 6, 8)
+    weights, stored = {"up": np.random.default_rng(0).normal(size=shape).astype(np.float32)}, {"up": jnp.bfloat16(0)}
+    expected = jax.jit(lambda weights: round_weights(weights, stored, jnp.int32(7)))(weights)["up"]
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    for spec in (PartitionSpec("fsdp"), PartitionSpec(None, "tensor", "fsdp")):
+        placed = jax.device_put(weights, NamedSharding(mesh, spec))
+        found = jax.jit(lambda weights: round_weights(weights, stored, jnp.int32(7)))(placed)["up"]
+        np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
 
 
 def test_the_block_of_another_size_is_a_power_of_two():
