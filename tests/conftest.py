@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signals.handled_instead_of_ignored()
     config.stash[COST] = collections.Counter()
     config.addinivalue_line("markers", "xdist_group(name): one worker runs the group")  # known without xdist, too
+    # What runs record outside of their folders ends with the session.
+    state = tempfile.TemporaryDirectory(prefix="meshtrain-state-")
+    config.add_cleanup(state.cleanup)
+    os.environ["XDG_STATE_HOME"] = state.name
     # In the environment too, so that programs which tests start see no accelerator either.
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Compiling is most of what the tests do. Programs that they start get the same, unless the caller says otherwise.

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 
@@ -9,12 +10,16 @@ from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.integrity import is_sealed
 from meshtrain.checkpoint.manager import EXTRA, STATE
 from meshtrain.checkpoint.retention import saved_steps
+from meshtrain.cli import foreign
 from meshtrain.errors import UserError, warn
 from meshtrain.files import JsonObject, expanded, is_url, read_json, what_is_at
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays
 from meshtrain.store import buckets
 from meshtrain.store.buckets import Place, reached
+
+_CONFIG_FILE = "config.json"
+_PLACE = {"checkpoint.directory": foreign.FIELDS["checkpoint.directory"]}
 
 
 def restore_params(
@@ -66,22 +71,37 @@ def recorded(directory: str | Path) -> JsonObject:
     return {}
 
 
-def place_of(directory: str | Path) -> Place:
-    """Returns where the checkpoints of a workdir are, by its config.json; any other folder or bucket as it is."""
+def place_of(directory: str | Path, command: str = "--config.init_from=") -> Place:
+    """Returns where the checkpoints of a workdir are, by its config.json; any other folder or bucket as it is.
+
+    Args:
+      directory: a workdir, the directory `checkpoints` inside one, or gs://bucket/prefix.
+      command: what the place stands behind where the user names it.
+
+    Raises:
+      UserError: only a config.json that this user's run did not write names the place; or see `buckets.place`.
+    """
     if is_url(str(directory)):
         return buckets.place(directory)
-    given = expanded(directory).absolute()
+    given, elsewhere = expanded(directory).absolute(), ""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if elsewhere := read_json((given / "config.json").read_text(encoding="utf-8"))["checkpoint"]["directory"]:
-            return buckets.place(elsewhere)
+        content = read_json((given / _CONFIG_FILE).read_text(encoding="utf-8"))
+        elsewhere = content["checkpoint"]["directory"]
+    if elsewhere and isinstance(elsewhere, str):
+        foreign.refuse(
+            foreign.outside(content, given / _CONFIG_FILE, (foreign.WEIGHTS,), _PLACE), given / _CONFIG_FILE,
+            f"{command}{shlex.quote(elsewhere)}",
+        )  # fmt: skip
+        return buckets.place(elsewhere)
     return given / CHECKPOINTS if what_is_at(given / CHECKPOINTS) == "a folder" else given
 
 
-def find(directory: str | Path) -> Checkpoints:
+def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
     """Opens another run's checkpoints for reading.
 
     Args:
       directory: a workdir, the directory `checkpoints` inside one, or gs://bucket/prefix.
+      is_place: whether it is the folder of the checkpoints itself, whose config.json would not be read.
 
     Returns:
       Checkpoints with at least one complete step; the caller closes it.
@@ -95,7 +115,7 @@ def find(directory: str | Path) -> Checkpoints:
             f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}'; nearest: "
             "the --workdir of a run that has saved"
         )
-    inner = place_of(directory)
+    inner = buckets.place(directory) if is_place else place_of(directory)
     try:
         if isinstance(inner, Path):
             os.scandir(inner).close()

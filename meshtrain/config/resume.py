@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from meshtrain.cli import flags
+from meshtrain.cli import flags, foreign
 from meshtrain.config import former, tasks
 from meshtrain.config.config import CONFIG_FILE, Config, built, defaults_of
 from meshtrain.config.effects import without_effect
@@ -80,12 +80,14 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[str]:
     then, after = flags.flatten(old), flags.flatten(new)
     defaults = _defaults(new)
     after = defaults | after
-    # A function that the old run alone names is not imported; the two differ anyway.
     today = dict(then)
     renamed = former.rename(today, {}, after).items()
     before = defaults | today
     alike = {key: before[key] == after[key] for key in ("task", "reduction.name")}
-    idle = _idle(new) | (_idle(then) if all(alike.values()) else set())
+    # A function that the old run alone names is not imported; the two differ anyway.
+    named = foreign.outside(dict(old), CONFIG_FILE, ())
+    is_built = all(alike.values()) and all(after.get(key) == name for key, name in named.items())
+    idle = _idle(new) | (_idle(then) if is_built else set())
     if not alike["reduction.name"]:  # its name says it: the options of one are not those of the other
         idle |= {key for key in before | after if key.startswith("reduction.") and key != "reduction.name"}
     result = [line for key, line in renamed if not is_free(key) and key not in idle]

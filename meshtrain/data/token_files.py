@@ -128,6 +128,7 @@ def read_description(path: Path) -> TokenFile:
     if (
         wrong
         or not described.tokenizer
+        or described.tokenizer == ".."
         or Path(described.tokenizer).name != described.tokenizer
         or "\0" in described.tokenizer
     ):

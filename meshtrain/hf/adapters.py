@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from meshtrain.cli import flags
+from meshtrain.cli import flags, foreign
 from meshtrain.errors import Problems, UserError, refuse
 from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at, write_whole
 from meshtrain.hf import export, names, tensor_files
@@ -245,6 +245,7 @@ def write(
     num_bytes = export.write_file(folder / WEIGHTS_FILE, shapes, arrays, dtype)
     stated = _config(modules, adapters, leaves, base)
     write_whole(folder / ADAPTERS_FILE, json.dumps(stated, indent=2) + "\n")
+    foreign.record_written(stated)
     return num_bytes
 
 

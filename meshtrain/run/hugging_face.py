@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.cli import flags
+from meshtrain.cli import flags, foreign
 from meshtrain.config.config import CONFIG_FILE, Config, built, resolve, to_json
 from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
 from meshtrain.config.tasks import abstract_task
@@ -146,6 +146,7 @@ def _import(arguments: argparse.Namespace) -> None:
     with Checkpoints(target / CHECKPOINTS, config.checkpoint) as checkpoints:
         checkpoints.save(0, {"params": params}, extra)
         checkpoints.wait()
+    foreign.record_written(dataclasses.asdict(config))
     if peers.is_main_process():
         beside = target / ORIGINAL
         beside.mkdir()
@@ -162,7 +163,7 @@ def _import(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     """Writes a run's weights as a Hugging Face folder, or its adapters as one of the package peft."""
     also = weights.choice_problems(arguments.weights, arguments.workdir)
-    config = configuration(arguments, also, reads_data=False)
+    config = configuration(arguments, also, reads_data=False, reads_origin=True)
     refuse(_unlike_export(config, is_of_adapters=arguments.adapters))
     options = config.model
     if options.positions == "learned":
@@ -175,7 +176,8 @@ def _export(arguments: argparse.Namespace) -> None:
     if peers.count() > 1:
         raise UserError(f"hf export: got {peers.count()} processes; allowed: 1; nearest: start one of them")
     like, averaged = assembly.kept_state.params, arguments.weights == weights.AVERAGE
-    params, _ = weights.restore_params(arguments.workdir, arguments.step, like, averaged=averaged)
+    place = weights.checkpoints_of(config, arguments.workdir)
+    params, _ = weights.restore_params(place, arguments.step, like, averaged=averaged)
     if arguments.adapters:
         dtype = arguments.dtype or "float32"
         # A copy that `hf import` made has no weights, and a folder with images has other names of modules.

@@ -49,7 +49,7 @@ _RATE_TOLERANCE = 0.01  # relative: a smaller change of the learning rate gives 
 def saved_step(run: Path, directory: str = "") -> int:
     """Returns the step of a run's newest complete checkpoint, in its folder or `checkpoint.directory`; 0 for none."""
     try:
-        with find(directory or run / CHECKPOINTS) as checkpoints:
+        with find(directory or run / CHECKPOINTS, is_place=True) as checkpoints:
             return checkpoints.latest_step() or 0
     except Unreached:
         raise
@@ -89,7 +89,7 @@ def _has_weights_alone(run: Path) -> bool:
     if what_is_at(run / CHECKPOINTS / "0") != "a folder":
         return False
     try:
-        with find(run / CHECKPOINTS) as checkpoints:
+        with find(run / CHECKPOINTS, is_place=True) as checkpoints:
             return checkpoints.latest_step() == 0 and all(path.startswith("params/") for path in checkpoints.shapes(0))
     except UserError:
         return False
@@ -241,7 +241,8 @@ def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> No
     now = assembly.config
     given = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
     # Alone: the run's other options may be of a task that is not here, or of a former version.
-    was = from_json(json.dumps({key: given[key] for key in ("num_steps", "learning_rate") if key in given}))
+    name = {"learning_rate.name": now.learning_rate.name}  # a function that its file alone names is not imported
+    was = from_json(json.dumps({key: given[key] for key in ("num_steps", "learning_rate") if key in given}), name)
     options = dataclasses.replace(now.learning_rate, decay_steps=was.learning_rate.decay_steps)
     before = dataclasses.replace(now, num_steps=was.num_steps, learning_rate=options)
     # Of groups that train apart, each with its own count, the one that skipped least.

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "directory", metavar="DIR", help="a workdir, its checkpoints or their bucket, or one of them; or a token file"
     )
-    given = place_of(parser.parse_args(argv).directory)
+    given = place_of(parser.parse_args(argv).directory, f"{flags.program()} verify ")
     what = what_is_at(given) if isinstance(given, Path) else "a folder"
     if isinstance(given, Path) and what == "a file" and given.suffix == ".bin":
         return _token_file(given)

@@ -4,16 +4,18 @@ A workdir or a Hugging Face folder, of this user or a stranger.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from meshtrain.assemble import Assembly, assemble, stored_params
 from meshtrain.checkpoint import other_runs
-from meshtrain.cli import flags
+from meshtrain.checkpoint.checkpoint import CHECKPOINTS
+from meshtrain.cli import flags, foreign
 from meshtrain.config.config import CONFIG_FILE, Config, built, configure, file_content, resolve
 from meshtrain.config.former import FORMER
 from meshtrain.config.from_hugging_face import of_folder
@@ -21,7 +23,7 @@ from meshtrain.config.resume import from_json
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
 from meshtrain.errors import UserError, warn
-from meshtrain.files import expanded, is_url, read_json, what_is_at
+from meshtrain.files import JsonObject, expanded, is_url, read_json, what_is_at
 from meshtrain.hf import adapters, tensor_files
 from meshtrain.hf import config_json as hf_config
 from meshtrain.hf import folder as hf_folder
@@ -54,22 +56,26 @@ def choice_problems(which: str, directory: str | Path) -> list[str]:
     return []
 
 
-def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_data: bool) -> Config:
+def configuration(
+    arguments: argparse.Namespace, also: Sequence[str], *, reads_data: bool, reads_origin: bool = False
+) -> Config:
     """Returns the configuration of the run in the workdir, changed by the command line's overrides.
 
     The base is the run's own config.json, so options of its command line need not be repeated. `--config` is read only
     if the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir. Of a Hugging
-    Face folder in place of a workdir, it is what `of_folder` makes of its config.json. Either may be a stranger's: no
-    function is imported that only its config.json names.
+    Face folder in place of a workdir, it is what `of_folder` makes of its config.json. Either may be a stranger's:
+    `foreign` says what only its config.json may name.
 
     Args:
       arguments: from `flags.arguments`.
       also: problems of other flags, to be reported with those of the arguments and the configuration.
       reads_data: see `resolve`.
+      reads_origin: whether the command also reads the folder that the run's weights came from.
 
     Raises:
       UserError: all problems, one line each.
     """
+    uses = {foreign.WEIGHTS, foreign.TEXT, *([foreign.DATA] * reads_data), *([foreign.ORIGIN] * reads_origin)}
     if hf_config.is_described(arguments.workdir):
         ignore = arguments.overrides.get("init_ignore") or ""
         hf_folder.opened(arguments.workdir, ignore)  # problems of config.json and of the files together
@@ -79,7 +85,7 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
         own, was = arguments.workdir, other_runs.recorded(arguments.workdir)
         if "config" not in was:
             raise UserError(f"{own}: got no complete checkpoint; allowed: where a run has saved; nearest: another")
-        return _changed(json.dumps(was["config"]), own, arguments, also, reads_data=reads_data)
+        return _changed(json.dumps(was["config"]), own, arguments, also, uses)
     own = arguments.workdir / CONFIG_FILE
     if what_is_at(own) != "a file":
         return configure(arguments, also, reads_data=reads_data)
@@ -89,39 +95,62 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
         text = own.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{own}: not UTF-8 ({error}); allowed: what a run wrote; nearest: another --workdir") from error
-    return _changed(text, own, arguments, also, reads_data=reads_data)
+    return _changed(text, own, arguments, also, uses)
 
 
 def _changed(
-    text: str, place: str | Path, arguments: argparse.Namespace, also: Sequence[str], *, reads_data: bool
+    text: str, place: str | Path, arguments: argparse.Namespace, also: Sequence[str], uses: Collection[str]
 ) -> Config:
-    instead = {key: value for key, value in arguments.overrides.items() if key in FORMER}
-    given = from_json(text, instead | _refuse_functions(text, place, arguments))
-    return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
-
-
-def _refuse_functions(text: str, place: str | Path, arguments: argparse.Namespace) -> dict[str, str]:
-    """Returns dotted key -> the command line's value, of the options that may name a function.
+    """Returns the configuration in a text of JSON, changed by the command line.
 
     Raises:
-      UserError: config.json names one that neither the command line nor the file of `--config` names; one line.
+      UserError: it is none, or reaches outside of its folder; see `foreign`.
     """
-    keys = [key for key, entry in flags.schema(Config()).items() if entry.names.startswith("function")]
-    chosen = {key: arguments.overrides[key] for key in keys if key in arguments.overrides}
-    try:
-        values = flags.flatten(read_json(text))
-    except (ValueError, TypeError):
-        return chosen  # `from_json` says what is wrong
-    foreign = {key: str(values[key]) for key in keys if key in values and ":" in str(values[key]) and key not in chosen}
-    if foreign and arguments.config is not None:
+    overrides = arguments.overrides
+    instead = {key: value for key, value in overrides.items() if key in FORMER}
+    instead |= {key: value for key, value in overrides.items() if _names_function(key)}
+    content = JsonObject()
+    with contextlib.suppress(ValueError, TypeError):  # `from_json` says what is wrong
+        content = dict(read_json(text))
+    _refuse_foreign(content, place, arguments, uses, foreign.FIELDS)
+    given = from_json(text, instead)
+    # A task's own options are known once its function is, which the user names.
+    own = {key: foreign.Field(foreign.PATH) for key, entry in flags.schema(given).items() if entry.names == "path"}
+    _refuse_foreign(content, place, arguments, uses, {**own, **foreign.FIELDS})
+    return resolve(given, overrides, [*arguments.problems, *also], reads_data=foreign.DATA in uses)
+
+
+def _names_function(key: str) -> bool:
+    return key in foreign.FIELDS and foreign.FIELDS[key].kind == foreign.FUNCTION
+
+
+def _refuse_foreign(
+    content: JsonObject,
+    place: str | Path,
+    arguments: argparse.Namespace,
+    uses: Collection[str],
+    fields: Mapping[str, foreign.Field],
+) -> None:
+    """Raises UserError if a run names what is outside of its folder, and neither command line nor --config does."""
+    values, overrides = flags.flatten(content), arguments.overrides
+    source = overrides["data.source"] if "data.source" in overrides else values.get("data.source")
+    if source == "tokens":  # whose tokenizer is beside the data
+        uses = {*uses, foreign.DATA}
+    found = foreign.outside(content, place, uses, fields)
+    found = {key: value for key, value in found.items() if key not in overrides}
+    if found and arguments.config is not None:
         of_user = flags.flatten(built(file_content(arguments.config), {})[0])
-        foreign = {key: name for key, name in foreign.items() if of_user[key] != name}
-    if not foreign:
-        return chosen
-    got = ", ".join(f"{key}: got '{name}'" for key, name in foreign.items())
-    fix = shlex.join([*arguments.command, *(f"--config.{key}={name}" for key, name in foreign.items())])
-    allowed = "a function that the command line or the file of --config names too, because it would run here"
-    raise UserError(f"{place}: {got}; allowed: {allowed}; nearest: {fix}")
+        found = {key: value for key, value in found.items() if key not in of_user or of_user[key] != value}
+    again = [f"--config.{key}={value}" for key, value in found.items()]
+    foreign.refuse(found, place, shlex.join([*arguments.command, *again]), fields)
+
+
+def checkpoints_of(config: Config, workdir: str | Path) -> str | Path:
+    """Returns where a workdir's checkpoints are, by its configuration as the command line has changed it."""
+    if is_url(str(workdir)) or what_is_at(Path(workdir) / CONFIG_FILE) != "a file" or hf_config.is_described(workdir):
+        return workdir
+    inner = Path(workdir) / CHECKPOINTS
+    return config.checkpoint.directory or (inner if what_is_at(inner) == "a folder" else workdir)
 
 
 def assembled(config: Config, workdir: str | Path, step: int | None, *, folds_pipeline: bool = False) -> Assembly:
@@ -138,7 +167,7 @@ def assembled(config: Config, workdir: str | Path, step: int | None, *, folds_pi
     """
     devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-    also = weights_problems(config, workdir, step)
+    also = weights_problems(config, checkpoints_of(config, workdir), step)
     if folds_pipeline and not also:
         config, shape, line = without_pipeline(config, shape)
         if line and peers.is_main_process():
@@ -154,7 +183,8 @@ def restored(assembly: Assembly, workdir: str | Path, step: int | None, which: s
     Raises:
       UserError: the checkpoint is damaged, of another model, or without averages where `which` asks for them.
     """
-    kept, found = restore_params(workdir, step, assembly.kept_state.params, averaged=which == AVERAGE)
+    place = checkpoints_of(assembly.config, workdir)
+    kept, found = restore_params(place, step, assembly.kept_state.params, averaged=which == AVERAGE)
     return stored_params(assembly, kept), found
 
 
@@ -170,9 +200,13 @@ def beneath(config: Config) -> tuple[str, Adapters | None]:
     base = config.init_from if found is None else config.init_base or found.base
     if found and not hf_config.is_decoder(config.model):
         raise UserError(f"got adapters of peft with task={config.task}; allowed: decoder; nearest: task=decoder")
-    if found and not is_url(base) and (not base or what_is_at(expanded(base)) != "a folder"):
+    if found and (is_url(base) or not base or what_is_at(expanded(base)) != "a folder"):
         raise UserError(f"got adapters of '{base}', which is no folder here; allowed: the model beneath them, or a run "
                         "with it; nearest: --config.init_base=DIR")  # fmt: skip
+    if found and not config.init_base:
+        file = found.directory / hf_config.ADAPTERS_FILE
+        named = foreign.outside(read_json(file.read_text(encoding="utf-8")), file, (foreign.WEIGHTS,))
+        foreign.refuse(named, file, f"--config.init_base={shlex.quote(base)}")
     return base, found
 
 

@@ -22,7 +22,7 @@ import jax
 from meshtrain.assemble import Assembly
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.checkpoint.other_runs import recorded
-from meshtrain.cli import flags
+from meshtrain.cli import flags, foreign
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.resume import difference
 from meshtrain.errors import UserError, is_finite, refuse, warn
@@ -189,6 +189,7 @@ def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
     Raises:
       UserError: the folder cannot be written.
     """
+    foreign.record_written(dataclasses.asdict(config))  # on each machine of the run
     if not peers.is_main_process():
         return
     try:

@@ -198,7 +198,8 @@ OF_GPT2 = {ATTENTION.format(layer, end): shape for layer in (0, 1) for end, shap
 def test_one_pair_for_queries_keys_and_values_is_merged_into_each(tmp_path):
     """As peft itself adapts GPT-2: here the product is made by its formula."""
     pairs = foreign(tmp_path / "peft", OF_GPT2, use_rslora=True)
-    config = config_of("gpt2", init_from=str(tmp_path / "peft"), lora=LoraOptions(rank=0))
+    named = {"init_from": str(tmp_path / "peft"), "init_base": str(FIXTURES / "gpt2")}  # not by peft's folder alone
+    config = config_of("gpt2", **named, lora=LoraOptions(rank=0))
     assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices())
     assert start.check(config, tmp_path / "run", 0) == []
     start.refuse_other_weights(assembly, tmp_path / "run")
@@ -211,11 +212,13 @@ def test_one_pair_for_queries_keys_and_values_is_merged_into_each(tmp_path):
     np.testing.assert_array_equal(got["layers"]["mlp"]["up"], base["layers"]["mlp"]["up"])
 
 
+GPT2 = str(FIXTURES / "gpt2")
 WRONG = {
-    "rank": ({}, {"lora": LoraOptions(rank=4, alpha=3.0, targets="query|key|value")},
+    "rank": ({}, {"init_base": GPT2, "lora": LoraOptions(rank=4, alpha=3.0, targets="query|key|value")},
              "got adapters unlike those of lora; allowed: equal ones, or lora.rank=0, which merges them; nearest: "
              "--config.lora.rank=2"),
-    "all": ({"use_rslora": True}, {"lora": LoraOptions(rank=2)}, "--config.lora.alpha=3.0 '--config.lora.targets="
+    "all": ({"use_rslora": True}, {"init_base": GPT2, "lora": LoraOptions(rank=2)}, "--config.lora.alpha=3.0 "
+            "'--config.lora.targets="
             "^layers/attention/query$|^layers/attention/key$|^layers/attention/value$' "
             "--config.lora.rank_stabilized=True"),
     "base": ({"base_model_name_or_path": "openai/gpt2"}, {}, "got adapters of 'openai/gpt2', which is no folder here; "

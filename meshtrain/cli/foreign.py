@@ -1,0 +1,157 @@
+"""Functions, paths and addresses that a folder of anybody's names, and the rule that keeps them from being reached.
+
+A run's config.json, the metadata of a checkpoint and adapter_config.json may come from a stranger. `FIELDS` lists their
+fields that can import, read or contact something. Commands call `outside` before they build anything from such a file:
+
+- A function is imported if the user names it too: on the command line, or in the file of `--config`.
+- A path is read, and an address is contacted, if it lies in the folder itself, if the user names it too, or if this
+  user's own run wrote the file. Each run records the hash of the file that it writes, outside of the run's folder.
+
+A field that a command does not read is no problem there. `train` takes its configuration from the user alone.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from meshtrain.cli import flags
+from meshtrain.errors import UserError
+from meshtrain.files import Json, JsonObject, expanded, is_url
+
+FUNCTION, PATH = "function", "path"
+# Uses of a folder: its weights; its tokenizer and template; its data; the folder that its weights came from.
+WEIGHTS, TEXT, DATA, ORIGIN = USES = ("weights", "text", "data", "origin")
+BASE = "base_model_name_or_path"  # of adapter_config.json
+_ALLOWED = {
+    FUNCTION: "a function that the command line or the file of --config names too, because it would run here",
+    PATH: "a path in that folder, or one that the command line or the file of --config names too, because it would be "
+    "read here",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field of a foreign file that reaches outside of the file's folder.
+
+    Attributes:
+      kind: FUNCTION, which is imported; or PATH: a path that is read, or an address that is contacted.
+      read_for: the uses that read it; none: only training does.
+      default: the value that names nothing.
+    """
+
+    kind: str
+    read_for: Collection[str] = USES
+    default: str = ""
+
+
+# By the dotted key of config.json, but for BASE. A tracker may send rows over the network; only training starts one.
+FIELDS: Mapping[str, Field] = {
+    "task": Field(FUNCTION),
+    "reduction.name": Field(FUNCTION),
+    "pipeline.schedule": Field(FUNCTION),
+    "optimizer.name": Field(FUNCTION),
+    "learning_rate.name": Field(FUNCTION),
+    "data.source": Field(FUNCTION),
+    "observe.tracker": Field(FUNCTION),
+    "data.path": Field(PATH, (DATA,)),
+    "data.validation_path": Field(PATH, (DATA,)),
+    "data.tokenizer": Field(PATH, (DATA, TEXT), "bytes"),
+    "data.chat_template": Field(PATH, (DATA, TEXT)),
+    "checkpoint.directory": Field(PATH, (WEIGHTS,)),
+    "init_from": Field(PATH, (ORIGIN,)),
+    "init_base": Field(PATH, (ORIGIN,)),
+    "eval_prompts": Field(PATH, ()),
+    BASE: Field(PATH, (WEIGHTS,)),
+}
+
+
+def outside(
+    content: JsonObject, file: str | Path, uses: Collection[str], fields: Mapping[str, Field] = FIELDS
+) -> dict[str, str]:
+    """Returns dotted key -> value for the fields of a file that reach outside of its folder; reads nothing there.
+
+    Args:
+      content: of the file, nested.
+      file: the file, or the bucket with the checkpoints whose metadata it is.
+      uses: for which the folder is opened. Functions are returned whatever the use is.
+      fields: the table, or a part of it.
+    """
+    values, is_own = flags.flatten(content), is_written(content)
+    named = {key: str(values[key]) for key in fields if isinstance(values.get(key), str)}
+    folder = str(file) if is_url(str(file)) else os.path.realpath(Path(file).parent)
+    found = {}
+    for key, value in named.items():
+        field = fields[key]
+        if field.kind == FUNCTION:
+            reaches = ":" in value
+        else:
+            is_read = not is_own and value != field.default and bool(set(uses) & set(field.read_for))
+            reaches = is_read and not all(_is_inside(path, folder) for path in _paths(value))
+        if reaches:
+            found[key] = value
+    return found
+
+
+def refuse(found: Mapping[str, str], file: str | Path, command: str, fields: Mapping[str, Field] = FIELDS) -> None:
+    """Raises UserError, one line, if fields of a file reach outside of its folder.
+
+    Args:
+      found: of `outside`, without the values that the user names too.
+      file: the file.
+      command: what the user may type to allow them.
+      fields: the table that has them.
+    """
+    if found:
+        got = ", ".join(f"{key}: got '{value}'" for key, value in found.items())
+        allowed = ", ".join(_ALLOWED[kind] for kind in dict.fromkeys(fields[key].kind for key in found))
+        raise UserError(f"{file}: {got}; allowed: {allowed}; nearest: {command}")
+
+
+def _paths(value: str) -> set[str]:
+    """Returns each text of a value that an option may take for a path: FILE, NAME=FILE, FILE:WEIGHT, with commas."""
+    paths = {value, *(piece.strip() for piece in value.split(","))}
+    for piece in list(paths):
+        parts = piece.split("=")
+        paths |= {"=".join(parts[start:]) for start in range(len(parts))}
+    weighted = [path.rpartition(":") for path in paths]
+    return (paths | {path for path, _, weight in weighted if "/" not in weight}) - {""}
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    """Returns whether a path lies in a folder, or an address below that of a bucket."""
+    if is_url(folder) or is_url(path):
+        below = f"{folder.rstrip('/')}/"
+        return f"{path.rstrip('/')}/".startswith(below) and ".." not in path.split("/")
+    try:
+        return Path(os.path.realpath(expanded(path))).is_relative_to(folder)
+    except ValueError:  # a name that no file can have, which is refused where its type is checked
+        return True
+
+
+def record_written(content: JsonObject) -> None:
+    """Records that this user wrote a file with a content. Without a writable home, its paths have to be named again."""
+    with contextlib.suppress(OSError):
+        (place := _record()).mkdir(parents=True, exist_ok=True)
+        (place / _digest(content)).touch()
+
+
+def is_written(content: Json) -> bool:
+    """Returns whether this user wrote a file with a content."""
+    return os.path.exists(_record() / _digest(content))
+
+
+def _record() -> Path:
+    """Returns the folder of the records: an empty file each, whose name is the hash of a content."""
+    return expanded(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "meshtrain" / "written"
+
+
+def _digest(content: Json) -> str:
+    try:
+        text = json.dumps(content, sort_keys=True)
+    except RecursionError:  # nested deeper than any file of ours
+        text = ""
+    return hashlib.sha256(text.encode()).hexdigest()
