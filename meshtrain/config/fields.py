@@ -81,7 +81,7 @@ class Config:
         names="path",
     )  # fmt: skip
     init_base: str = option(
-        "", "folder of the model beneath the adapters of init_from; '': what adapter_config.json names", names="path"
+        "", "folder of the model beneath the adapters of init_from; '': what `hf export` named here", names="path"
     )
     init_ignore: str = option("", "keys of a Hugging Face folder's config.json that are read over, comma separated")
     task: str = option(
