@@ -296,7 +296,7 @@ def test_a_run_states_that_one_lora_a_of_several_matrices_becomes_several(name, 
     foreign(tmp_path / "peft", shapes, base_model_name_or_path=str(FIXTURES / name))
     targets = "^layers/attention/query$|^layers/attention/key$|^layers/attention/value$"
     for lora in (LoraOptions(rank=2, alpha=3.0, targets=targets), LoraOptions()):
-        config = config_of(name, init_from=str(tmp_path / "peft"), lora=lora)
+        config = config_of(name, init_from=str(tmp_path / "peft"), init_base=str(FIXTURES / name), lora=lora)
         assert start.check(config, tmp_path / "run", 0) == []
         start.refuse_other_weights(assemble(config, dict.fromkeys(AXES, 1), jax.devices()), tmp_path / "run")
         said = capsys.readouterr().err

@@ -113,8 +113,8 @@ def test_a_run_and_adapters_on_such_a_folder_take_the_separate_head(tmp_path, ca
     export.write_file(peft / adapters.WEIGHTS_FILE, shapes, map(np.ones, shapes.values()), "float32")
     given = {"model": of_folder(base).model, "batch_size": 2, "sequence_length": 24, "data": DATA}
     assembly = assemble(Config(init_from=str(base), **given), ONE, jax.devices())
-    for init_from in (base, peft):
-        config = Config(init_from=str(init_from), lora=LoraOptions(), **given)
+    for init_from, beneath in ((base, ""), (peft, str(base))):
+        config = Config(init_from=str(init_from), init_base=beneath, lora=LoraOptions(), **given)
         assert start.check(config, tmp_path / "run", 0) == []
         assert capsys.readouterr().err.count(WARNING.format(head)) == 1
         start.refuse_other_weights(dataclasses.replace(assembly, config=config), tmp_path / "run")
