@@ -276,9 +276,11 @@ def _batches(assembly: Assembly, corpus: Data, start_step: int) -> Iterator[dict
 
 
 def parameters_text(assembly: Assembly) -> str:
-    """Returns the number of parameters in words, and how many of them are trained if some are frozen."""
+    """Returns the number of parameters as text, the number of trained ones if some are frozen, and a narrow dtype."""
     trained, frozen = num_trained(assembly)
     beside = f", {trained:,} of them trained" if frozen else ""
+    if assembly.config.precision.param_dtype == "bfloat16":
+        beside += "; weights are bfloat16 without a float32 copy, rounded at random (precision.param_dtype)"
     return f"{assembly.task.parameters_text}{beside}"
 
 

@@ -131,6 +131,7 @@ def resolve(
         *data_sources.check(mended.data, reads_data=reads_data),
         *optimizers.check(mended.optimizer),
         *_length_problems(mended),
+        *_base_problems(mended),
         *profiler.check(mended.profile),
         *loss_scale.check(mended.loss_scale, computes_in_float16=compute_name(mended.precision) == "float16"),
     ]
@@ -178,6 +179,14 @@ def _length_problems(config: Config) -> list[str]:
         return found
     return [*found, f"num_epochs: got {config.num_epochs:g} with num_steps={config.num_steps}; allowed: one of both; "
             f"nearest: num_epochs=0, or num_steps={Config.num_steps}, the default"]  # fmt: skip
+
+
+def _base_problems(config: Config) -> list[str]:
+    """Returns one line if `init_base` would not be read, because nothing is loaded."""
+    if config.init_from or not config.init_base:
+        return []
+    return [f"init_base: got '{config.init_base}' without init_from; allowed: '', or the folder of the model that the "
+            "adapters of init_from belong to; nearest: ''"]  # fmt: skip
 
 
 def check(

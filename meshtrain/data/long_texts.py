@@ -248,9 +248,7 @@ def _at_blank(step: JsonObject, place: _Place) -> _Place:
     left, right = (mark if one == " " else one for one in (place.left, place.right))
     if right != mark and step["prepend_scheme"] != "never":
         raise _Unsafe
-    return place._replace(
-        left=left, right=right, is_split=place.is_split or (step["split"] and right == mark)
-    )
+    return place._replace(left=left, right=right, is_split=place.is_split or (step["split"] and right == mark))
 
 
 def _matched(pattern: str, behavior: str, place: _Place) -> _Place:

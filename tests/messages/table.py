@@ -37,6 +37,8 @@ TABLE = {
         ("data.source=tokens", "model.vocab_size", "allowed: a number, or data that are here; nearest: 50257"),
         ("profile.steps=13,10",
          "profile.steps", "allowed: FIRST,LAST with 1 <= FIRST <= LAST, or one step; nearest: 10,13"),
+        ("init_base=models/llama", "init_base",
+         "allowed: '', or the folder of the model that the adapters of init_from belong to; nearest: ''"),
         ("optimizer.beta1=1", "optimizer.beta1", "allowed: at least 0 and below 1; nearest: 0.999"),
         ("learning_rate.final_fraction=2", "learning_rate.final_fraction", "allowed: 0 to 1, a share; nearest: 1.0"),
         ("model.num_heads=6 model.embed_dim=192",

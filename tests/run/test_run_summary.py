@@ -1,10 +1,17 @@
 """What a run says at its end, piece by piece."""
 
+import dataclasses
+
+import jax
 import pytest
 
+from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.run import summary
 from meshtrain.run.summary import sample_tokens
+from meshtrain.step.precision import PrecisionOptions
+from meshtrain.training import parameters_text
+from tests.parity import runs
 
 
 @pytest.mark.parametrize(
@@ -30,3 +37,10 @@ def test_the_speed_is_that_of_all_timed_steps():
 def test_metrics_of_the_last_evaluation_are_shown():
     values = {"loss": 1.0, "accuracy": 0.5, "eval_loss": 2.0, "eval_accuracy": 0.75, "eval_lost": None}
     assert summary.metrics_of_evaluation(values) == {"accuracy": 0.75}
+
+
+def test_the_start_states_that_weights_are_bfloat16():
+    for dtype, is_stated in (("bfloat16", True), ("auto", False)):
+        config = dataclasses.replace(runs.CONFIG, precision=PrecisionOptions(param_dtype=dtype))
+        text = parameters_text(assemble(config, runs.sizes(), jax.devices()[:1]))
+        assert ("weights are bfloat16 without a float32 copy" in text) == is_stated
