@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import stat
 import sys
 import tempfile
@@ -84,6 +85,47 @@ READ: Mapping[str, Sequence[str]] = dict.fromkeys(
 _MOUNTS = {"s3": "s3fs BUCKET /mnt/BUCKET, and the path below it"}  # what gives the files of a scheme a path
 
 _SCHEME = re.compile(r"\s*([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+
+
+_LFS = b"version https://git-lfs"
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
+_OWN_FOLDERS = ("runs", "models", "configs", "data")  # of a user who has not made them yet
+
+
+def download_command(name: str) -> str:
+    """Returns how to get `OWNER/NAME` from Hugging Face, as the end of an error; '' for a path that is no name there.
+
+    A path in a folder that exists here is a mistyped path.
+
+    >>> download_command("Qwen/Qwen3-0.6B")
+    '`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`, then models/Qwen3-0.6B'
+    """
+    match = _HUB_NAME.fullmatch(name)
+    if not match or match[1] in _OWN_FOLDERS or what_is_at(match[1]) != "nothing there":
+        return ""
+    return f"`hf download {name} --local-dir models/{match[2]}`, then models/{match[2]}"
+
+
+def snapshot_of(folder: str | os.PathLike[str]) -> str:
+    """Returns the newest snapshot in a folder `models--OWNER--NAME` of the cache of huggingface_hub; '' without one."""
+    at = expanded(folder) / "snapshots"
+    if what_is_at(at) != "a folder":
+        return ""
+    with contextlib.suppress(OSError):
+        found = [path for path in at.iterdir() if what_is_at(path / "config.json") == "a file"]
+        return str(max(found, key=lambda path: path.stat().st_mtime_ns, default=""))
+    return ""
+
+
+def pointer_problem(path: str | os.PathLike[str]) -> str:
+    """Returns the line about a file that is a pointer of Git LFS in place of its content; '' for any other file."""
+    if what_is_at(path) != "a file":
+        return ""
+    with contextlib.suppress(OSError), Path(path).open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            folder = shlex.quote(str(Path(path).parent))
+            return f"{path}: got a pointer of Git LFS; allowed: the file's content; nearest: git -C {folder} lfs pull"
+    return ""
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:

@@ -12,7 +12,7 @@ from meshtrain.checkpoint.manager import EXTRA, STATE
 from meshtrain.checkpoint.retention import saved_steps
 from meshtrain.cli import foreign
 from meshtrain.errors import UserError, warn
-from meshtrain.files import JsonObject, expanded, is_url, read_json, what_is_at
+from meshtrain.files import JsonObject, download_command, expanded, is_url, read_json, snapshot_of, what_is_at
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays
 from meshtrain.store import buckets
@@ -112,8 +112,8 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
     given = expanded(directory).absolute()
     if not is_url(str(directory)) and (what := what_is_at(given)) != "a folder":
         raise UserError(
-            f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}'; nearest: "
-            "the --workdir of a run that has saved"
+            f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}', or a Hugging "
+            f"Face folder; nearest: {download_command(str(directory)) or 'the --workdir of a run that has saved'}"
         )
     inner = buckets.place(directory) if is_place else place_of(directory)
     try:
@@ -138,5 +138,7 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
 
 def _nearest_workdir(given: Path) -> str:
     """Returns `; nearest: DIR`: the parent if the directory of a step was given."""
+    if snapshot := snapshot_of(given):
+        return f", or a Hugging Face folder; nearest: {snapshot}"
     is_step = given.name.isdecimal() and (given / STATE).is_dir()
     return f"; nearest: {given.parent if is_step else 'the --workdir of a run that has saved'}"

@@ -18,7 +18,7 @@ import numpy as np
 from meshtrain.data.long_texts import batches, cuts_of
 from meshtrain.data.packing import Examples
 from meshtrain.errors import UserError, nearest, refuse, unknown
-from meshtrain.files import Json, JsonObject, read_json, what_is_at
+from meshtrain.files import Json, JsonObject, download_command, pointer_problem, read_json, snapshot_of, what_is_at
 
 if TYPE_CHECKING:
     import tokenizers
@@ -122,7 +122,8 @@ def file_problems(path: str) -> list[str]:
         state = f"a folder that holds no {file.name}" if what == "nothing there" else f"whose {file.name} is {what}"
     else:
         state = "which does not exist" if what == "nothing there" else what
-    fix = nearest(path, ["bytes"]) or "; nearest: bytes"
+    download = download_command(path) or snapshot_of(path)
+    fix = f"; nearest: {download}" if download else nearest(path, ["bytes"]) or "; nearest: bytes"
     return [
         f"data.tokenizer: got '{path}', {state}; allowed: bytes, or the path of a tokenizer.json or of its folder{fix}"
     ]
@@ -147,6 +148,8 @@ def _loaded(path: str) -> "tokenizers.Tokenizer":
     try:
         loaded = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises nothing narrower
+        if line := pointer_problem(tokenizer_file(path)):
+            raise UserError(f"data.tokenizer: {line}") from error
         raise UserError(
             f"data.tokenizer: got '{path}', which is no tokenizer.json ({error}); allowed: what Tokenizer.save writes; "
             "nearest: bytes"

@@ -5,6 +5,7 @@ The families and their keys stand in `families.py`, the rules for rotary positio
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from meshtrain import options
 from meshtrain.cli import flags
 from meshtrain.data.tokenizer import TOKENIZER
 from meshtrain.errors import UserError, refuse
-from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at
+from meshtrain.files import Json, JsonObject, expanded, pointer_problem, read_json, what_is_at
 from meshtrain.hf import names, positions, tensor_files
 from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, OF_IMAGES, ONLY, WITH_IMAGES, Family
 from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, take
@@ -44,6 +45,8 @@ class Described:
       dtype: of the weights, as the file names it; bfloat16 where it says but how they are packed; '': neither.
       separate_head: name of the tensor of an output head that is no copy of the embedding table although config.json
         ties them; `options` are then untied, as in transformers. '': there is none.
+      is_unquantized: whether the files have the tensors of the model in float dtypes although config.json states how
+        they are quantized.
     """
 
     family: str
@@ -51,6 +54,7 @@ class Described:
     max_length: int
     dtype: str
     separate_head: str = ""
+    is_unquantized: bool = False
 
 
 def is_described(directory: str | Path) -> bool:
@@ -82,8 +86,32 @@ def described(directory: str | Path, ignore: str | None = "") -> Described:
       UserError: one line for each key that is missing, wrong or not understood.
     """
     path = expanded(directory) / CONFIG_FILE
-    model = of_json(_loaded(path), path, ignore)
-    if not model.options.tied_embeddings or not (head := _separate_head(path.parent, model)):
+    given = _loaded(path)
+    plain = {key: value for key, value in given.items() if key != QUANTIZED}
+    if given.get(QUANTIZED) and _has_plain_tensors(path.parent, plain):
+        return dataclasses.replace(_untied(path.parent, of_json(plain, path, ignore)), is_unquantized=True)
+    return _untied(path.parent, of_json(given, path, ignore))
+
+
+def _has_plain_tensors(folder: Path, given: Mapping[str, Json]) -> bool:
+    """Returns whether the files of a folder have all tensors of a model, and no others, in float dtypes."""
+    try:
+        model = of_json(given, folder / CONFIG_FILE, None)
+    except UserError:
+        return False  # other lines state what is wrong
+    stored, problems = tensor_files.tensors(folder)
+    size, table = names.sizes(model.options), names.as_in_files(names.weights(model.family, model.options), stored)
+    used = {name for name in stored if not names.is_ignored(name, model.options)}
+    num_wanted = sum(math.prod(names.stack(rows[0], size)) for rows in names.by_tensor(table))
+    if problems or num_wanted != len(used) or any(weight.is_packed for weight in table):
+        return False
+    wanted = {name for weight in table for name in names.tensor_shapes(weight, size)}
+    return wanted == used and not tensor_files.unreadable({name: stored[name] for name in used})
+
+
+def _untied(folder: Path, model: Described) -> Described:
+    """Returns the model without ties if the folder's files have a separate output head."""
+    if not model.options.tied_embeddings or not (head := _separate_head(folder, model)):
         return model
     return dataclasses.replace(
         model, options=dataclasses.replace(model.options, tied_embeddings=False), separate_head=head
@@ -99,14 +127,17 @@ def _separate_head(folder: Path, model: Described) -> str:
     return head
 
 
-def head_note(directory: str | Path, model: Described) -> str:
-    """Returns the warning about a separate output head in a folder whose config.json ties it; '' without one."""
-    if not model.separate_head:
-        return ""
-    return (
-        f"{directory}: {CONFIG_FILE} has {TIED}=true, and {model.separate_head} differs from the embedding table; it "
-        "is read as a separate output head, as in transformers"
-    )
+def notes(directory: str | Path, model: Described) -> list[str]:
+    """Returns a warning for each statement of a config.json that the files of its folder contradict."""
+    lines = []
+    if model.separate_head:
+        lines.append(
+            f"{directory}: {CONFIG_FILE} has {TIED}=true, and {model.separate_head} differs from the embedding table; "
+            "it is read as a separate output head, as in transformers"
+        )
+    if model.is_unquantized:
+        lines.append(f"{directory}: {CONFIG_FILE} has {QUANTIZED}, and no tensor is quantized; it is ignored")
+    return lines
 
 
 def config_of_text(directory: str | Path) -> JsonObject:
@@ -234,6 +265,8 @@ def _loaded(path: Path) -> JsonObject:
             return given
         raise ValueError(f"it holds {type(given).__name__}")
     except (OSError, ValueError) as error:
+        if line := pointer_problem(path):
+            raise UserError(line) from error
         raise UserError(f"{path}: not read ({error}); allowed: a JSON object; {PUBLISHED}") from error
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from meshtrain.errors import Problems, warn
-from meshtrain.files import Json, JsonObject, is_utf8, what_is_at
+from meshtrain.files import Json, JsonObject, is_utf8, pointer_problem, what_is_at
 from meshtrain.hf import mxfp4
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -31,6 +31,8 @@ _PICKLES = re.compile(r".*\.(bin|pth|pt|ckpt)")
 _AGAIN = "nearest: download it again"
 _LENGTH_BYTES = 8
 _COMPARED_ROWS = 4096  # of two tensors at a time
+_SHARD = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.safetensors")
+_MOST_SHARDS = 10_000
 _CHECKED = 1 << 18  # numbers of a tensor at a time
 _NAMED = 3  # tensors in a warning
 
@@ -69,6 +71,7 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
         files = sorted(path.name for path in folder.glob("*.safetensors"))
         if not files:
             problems.add(_no_files(folder))
+        problems.add(*_missing_shards(folder, files))
     found: dict[str, Stored] = {}
     for file in files:
         for name, stored in _header(folder / file, problems).items():
@@ -156,6 +159,21 @@ def _no_files(folder: Path) -> str:
     return f"{folder}: got {got}; allowed: safetensors; nearest: {fix}"
 
 
+def _missing_shards(folder: Path, files: Collection[str]) -> list[str]:
+    """Returns one line if files are missing, by names such as model-00001-of-00002.safetensors."""
+    parts = [match for match in map(_SHARD.fullmatch, files) if match]
+    if not parts or not int(parts[0][2]) <= int(parts[0][3]) <= _MOST_SHARDS:
+        return []
+    prefix, number, total = parts[0].groups()
+    named = [f"{prefix}{index:0{len(number)}}-of-{total}.safetensors" for index in range(1, int(total) + 1)]
+    missing = [name for name in named if name not in files]
+    if not missing:
+        return []
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    fix = f"download {', '.join(missing[:_NAMED])}{more}"
+    return [f"{folder}: got {len(named) - len(missing)} of {len(named)} files; allowed: all of them; nearest: {fix}"]
+
+
 def _index(folder: Path, problems: Problems) -> dict[str, str]:
     """Returns name -> file of the index; '' where the entry is a problem."""
     path = folder / INDEX_FILE
@@ -167,7 +185,10 @@ def _index(folder: Path, problems: Problems) -> dict[str, str]:
         if not isinstance(listed, dict) or not listed:
             raise TypeError(f"weight_map is {type(listed).__name__} without entries")
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        problems.add(f"{path}: not an index ({error}); allowed: a JSON object with weight_map, name -> file; {_AGAIN}")
+        pointer = pointer_problem(path)
+        problems.add(
+            pointer or f"{path}: not an index ({error}); allowed: a JSON object with weight_map, name -> file; {_AGAIN}"
+        )
         return {}
     placed, missing = dict.fromkeys(listed, ""), set[str]()
     for name, file in listed.items():
@@ -204,7 +225,8 @@ def _header(path: Path, problems: Problems) -> dict[str, Stored]:
     except OSError as error:
         problems.add(f"{path}: got {error.strerror or error}; allowed: a file that can be read; nearest: chmod a+r")
     except SafetensorError as error:
-        problems.add(f"{path}: not safetensors ({error}); allowed: a whole file of that format; {_AGAIN}")
+        pointer = pointer_problem(path)
+        problems.add(pointer or f"{path}: not safetensors ({error}); allowed: a whole file of that format; {_AGAIN}")
     return result
 
 

@@ -34,18 +34,28 @@ from meshtrain.data.tokenizer import (
     special_tokens,
 )
 from meshtrain.errors import UserError, refuse, run, warn
-from meshtrain.files import JsonObject, expanded, is_url, read_json, what_is_at, write_whole
+from meshtrain.files import (
+    JsonObject,
+    download_command,
+    expanded,
+    is_url,
+    read_json,
+    snapshot_of,
+    what_is_at,
+    write_whole,
+)
 from meshtrain.hf import adapters, export
 from meshtrain.hf.config_export import as_json, family_of
 from meshtrain.hf.config_json import (
+    QUANTIZED,
     TIED,
     config_of_text,
     described,
     differences,
     has_images,
-    head_note,
     is_decoder,
     is_described,
+    notes,
 )
 from meshtrain.launch import peers
 from meshtrain.models.moe.experts import MATRICES
@@ -91,7 +101,12 @@ def _problems(arguments: argparse.Namespace) -> list[str]:
         what = "nothing" if given is None else what_is_at(expanded(given))
         got = "a folder without config.json of a model" if what == "a folder" else what
         is_run = given is not None and what_is_at(expanded(given) / CHECKPOINTS) == "a folder"
-        fix = f"`hf export --workdir={given} --to=DIR` makes one" if is_run else "download one"
+        fix = (
+            f"`hf export --workdir={given} --to=DIR` makes one"
+            if is_run
+            else download_command(given or "") or snapshot_of(given or "")
+        )
+        fix = fix or "download one"
         problems.append(f"{given or 'hf'}: got {got}; allowed: a Hugging Face folder; nearest: {fix}")
     if action == "config" and arguments.to is not None:
         problems.append(
@@ -124,10 +139,13 @@ def _printed(arguments: argparse.Namespace) -> str:
     """Returns a configuration file for a folder, with the command line's fields, and what their data ask for."""
     given, folder, num_sequences = dict(arguments.overrides), expanded(arguments.directory).absolute(), 0
     config = of_folder(folder, given.pop("init_ignore", ""))
-    if note := head_note(folder, described(folder, ignore=None)):
+    for note in notes(folder, described(folder, ignore=None)):
         warn(note)
     if any(folder.glob("*.safetensors")):
         config = dataclasses.replace(config, init_from=str(folder))
+    else:
+        warn(f"{folder}: got no safetensors file, so a run begins with random weights; nearest: download the files, "
+             f"and --config.init_from={folder}")  # fmt: skip
     checked = resolve(config, given) if given else config
     if checked.data.path:
         num_sequences = len(open_data(checked, abstract_task(checked)).train)
@@ -153,8 +171,11 @@ def _import(arguments: argparse.Namespace) -> None:
         for name in (CONFIG_FILE, *export.COPIED):
             if (arguments.workdir / name).is_file():
                 shutil.copyfile(arguments.workdir / name, beside / name)
-        if described(arguments.workdir, ignore=None).separate_head:  # the copy has no weights that show it
-            stated = read_json((beside / CONFIG_FILE).read_text(encoding="utf-8")) | {TIED: False}
+        model = described(arguments.workdir, ignore=None)
+        if notes(arguments.workdir, model):  # the copy has no weights that show what config.json has wrong
+            stated = read_json((beside / CONFIG_FILE).read_text(encoding="utf-8"))
+            stated |= {TIED: False} if model.separate_head else {}
+            stated = {key: value for key, value in stated.items() if key != QUANTIZED or not model.is_unquantized}
             write_whole(beside / CONFIG_FILE, json.dumps(stated, indent=2) + "\n")
         write_whole(target / CONFIG_FILE, to_json(config))
         print(f"{assembly.task.num_parameters:,} parameters in {Path(arguments.to)}")

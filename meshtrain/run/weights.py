@@ -23,7 +23,7 @@ from meshtrain.config.resume import from_json
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
 from meshtrain.errors import UserError, warn
-from meshtrain.files import JsonObject, expanded, is_url, read_json, what_is_at
+from meshtrain.files import JsonObject, download_command, expanded, is_url, read_json, what_is_at
 from meshtrain.hf import adapters, tensor_files
 from meshtrain.hf import config_json as hf_config
 from meshtrain.hf import folder as hf_folder
@@ -201,8 +201,10 @@ def beneath(config: Config) -> tuple[str, Adapters | None]:
     if found and not hf_config.is_decoder(config.model):
         raise UserError(f"got adapters of peft with task={config.task}; allowed: decoder; nearest: task=decoder")
     if found and (is_url(base) or not base or what_is_at(expanded(base)) != "a folder"):
+        download = download_command(base)
+        fix = f"--config.init_base=DIR{f', after {download}' if download else ''}"
         raise UserError(f"got adapters of '{base}', which is no folder here; allowed: the model beneath them, or a run "
-                        "with it; nearest: --config.init_base=DIR")  # fmt: skip
+                        f"with it; nearest: {fix}")  # fmt: skip
     if found and not config.init_base:
         file = found.directory / hf_config.ADAPTERS_FILE
         named = foreign.outside(read_json(file.read_text(encoding="utf-8")), file, (foreign.WEIGHTS,))
@@ -242,8 +244,9 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
         ]
     lines = hf_config.differences(config.model, opened.model.options, config.sequence_length, directory)
     lines += _other_tokenizer(config, opened.directory)
-    if (note := hf_config.head_note(directory, opened.model)) and not lines and peers.is_main_process():
-        warn(note)
+    if not lines and peers.is_main_process():
+        for note in hf_config.notes(directory, opened.model):
+            warn(note)
     if opened.left_out and not lines and peers.is_main_process():
         warn(f"{directory}: {opened.left_out} tensors of its model of images are left out; this is its model of text")
     if 0 < opened.model.max_length < config.sequence_length and not lines and peers.is_main_process():
