@@ -1,8 +1,14 @@
 """One command line: `python -m meshtrain COMMAND ...`, and `meshtrain COMMAND ...` once the package is installed."""
 
+import sys
+
+from meshtrain.cli import first_signals
+
+if __name__ == "__main__":
+    first_signals.begin(is_training=sys.argv[1:2] == ["train"])  # before the other imports, which take time
+
 import importlib.metadata
 import importlib.util
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -98,7 +104,10 @@ def main(argv: Sequence[str]) -> int:
             "nearest: install the package again"
         )
     # Only this module is imported: others may load JAX, which takes longer than `--help` should take.
-    return options.imported_modules(module)[0].main(rest) or 0
+    imported = options.imported_modules(module)[0]
+    if command != "train":  # it handles signals in its own way from its first line on
+        first_signals.over()
+    return imported.main(rest) or 0
 
 
 def console() -> NoReturn:

@@ -134,7 +134,7 @@ class Assembly:
     layer_bytes: int
     gathers_early: bool
     options: tuple[CompilerOption, ...]
-    init: Callable[[jax.Array], TrainState]
+    init: jax.stages.Wrapped
     train_step: jax.stages.Wrapped
     outer_step: OuterStep
     eval_step: jax.stages.Wrapped
@@ -515,14 +515,19 @@ def compiled_steps(traced: TracedSteps) -> tuple[jax.stages.Compiled, OuterStep]
       UserError: other processes traced a different program.
     """
     step, outer = traced
-    return _compiled("step", step), outer and _compiled("outer step", outer)
+    return compiled("step", step), outer and compiled("outer step", outer)
 
 
-def _compiled(name: str, traced: jax.stages.Traced) -> jax.stages.Compiled:
+def compiled(name: str, traced: jax.stages.Traced) -> jax.stages.Compiled:
+    """Returns a compiled program after all processes have compared it; `name` is used once.
+
+    Raises:
+      UserError: other processes traced a different program.
+    """
     lowered = traced.lower()
     if peers.count() > 1:
         program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-        peers.refuse_differences("program", {f"hash of the {name}": program})
+        peers.refuse_differences(f"the program of the {name}", {"hash": program})
     return lowered.compile()
 
 

@@ -3,6 +3,8 @@
 Programs start through `run`.
 """
 
+import atexit
+import contextlib
 import difflib
 import errno
 import json
@@ -10,8 +12,9 @@ import math
 import numbers
 import os
 import re
+import signal
 import sys
-import time
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -40,7 +43,9 @@ EXIT_CODES = {
     EXIT_CLOSED_PIPE: "nobody reads standard output any more, as after `| head`",
 }
 
-_LAST_WORDS_SECONDS = 1.0
+_before_leaving: list[Callable[[int, str], None]] = []
+_is_leaving = threading.RLock()  # never released: the first thread that ends the process decides its code and lines
+terminals: list[int] = []  # file descriptors of standard error, while descriptor 2 is captured
 MOST_LINES = 10  # of problems that many inputs share
 _ENOUGH = 1000  # such problems: the rest of the input is not read
 _MOST_SHOWN = 40  # characters of a value of foreign data
@@ -228,43 +233,63 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
     Args:
       entry: the program, without arguments; it returns its exit code or None for 0.
     """
-    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # `>&-`: there is none
+    open_closed_streams()
     code = EXIT_FINISHED
     try:
-        code = _code_of(entry)
+        result, lines = _code_of(entry)
+        if result not in (EXIT_FINISHED, EXIT_START_AGAIN) and _others_may_wait():
+            leave_at_once(result, lines)
+        if lines:
+            print(lines, file=sys.stderr, flush=True)
+        code = result
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        leave_at_once(code or EXIT_INTERRUPTED)
     except Exception as error:
         lost = lost_output() if isinstance(error, OSError) else EXIT_FINISHED
         code = code or lost
-        if not code and _others_may_wait():
-            leave_at_once(EXIT_BUG, traceback.format_exc().rstrip())
+        if code != EXIT_START_AGAIN and _others_may_wait():
+            leave_at_once(code or EXIT_BUG, "" if code else traceback.format_exc().rstrip())
         if not code:
             raise
-    if code not in (EXIT_FINISHED, EXIT_START_AGAIN) and _others_may_wait():
-        sys.stderr.flush()
-        # When process 0 exits, JAX aborts the others. Waiting gives them time to print the same error.
-        time.sleep(_LAST_WORDS_SECONDS)
-        leave_at_once(code)
+    atexit.register(_end_at_signals, code)
     sys.exit(code)
 
 
-def _code_of(entry: Callable[[], int | None]) -> int:
-    """Runs a program and returns its exit code, after the lines that say why it is not 0."""
+def open_closed_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed, as by `2>&-`.
+
+    Otherwise the next file that is opened gets its descriptor, and C++ code would log into that file.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)  # `open` returns the lowest free descriptor: this one
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
+
+
+def _end_at_signals(code: int) -> None:
+    """Makes a signal end the process with its own exit code while Python ends: a handler would print a traceback."""
+    with contextlib.suppress(ValueError):  # not in the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os._exit(code))
+
+
+def _code_of(entry: Callable[[], int | None]) -> tuple[int, str]:
+    """Runs a program and returns its exit code, and the lines for standard error that explain a code other than 0."""
     try:
-        return entry() or EXIT_FINISHED
+        return entry() or EXIT_FINISHED, ""
     except UserError as error:
-        for problem in error.problems:
-            print(f"meshtrain: error: {one_line(problem)}", file=sys.stderr)
-        code = error.code
+        return error.code, error_lines(error)
     except TrainingStopped as error:
-        print(f"meshtrain: stopped: {error}", file=sys.stderr)
-        code = EXIT_STOPPED_ITSELF
+        return EXIT_STOPPED_ITSELF, f"meshtrain: stopped: {error}"
     except Interrupted as error:
-        print(f"meshtrain: interrupted: {error}", file=sys.stderr)
-        code = EXIT_START_AGAIN
+        return EXIT_START_AGAIN, f"meshtrain: interrupted: {error}"
     except SaveFailed as error:
-        print(f"meshtrain: not saved: {one_line(str(error))}", file=sys.stderr)
-        code = EXIT_NOT_SAVED
+        return EXIT_NOT_SAVED, f"meshtrain: not saved: {one_line(str(error))}"
     except LostPeer as error:
         leave_at_once(EXIT_LOST_PEER, f"meshtrain: lost: {error}")
     except (RuntimeError, MemoryError) as error:
@@ -279,8 +304,12 @@ def _code_of(entry: Callable[[], int | None]) -> int:
     except SystemExit as end:  # argparse ends `--help` so, before what it printed has left the buffer
         if end.code:
             raise
-        return EXIT_FINISHED
-    return code
+        return EXIT_FINISHED, ""
+
+
+def error_lines(error: UserError) -> str:
+    """Returns the printed lines of a user error, one for each problem."""
+    return "\n".join(f"meshtrain: error: {one_line(problem)}" for problem in error.problems)
 
 
 def lost_output() -> int:
@@ -312,15 +341,31 @@ def warn(line: str) -> None:
     print(f"meshtrain: WARNING: {line}", file=sys.stderr, flush=True)
 
 
+def before_leaving(tell: Callable[[int, str], None]) -> None:
+    """Makes `leave_at_once` call `tell(code, message)` after it has printed the message."""
+    if tell not in _before_leaving:
+        _before_leaving.append(tell)
+
+
 def leave_at_once(code: int, message: str = "") -> NoReturn:
-    """Ends the process without exit handlers, which would wait for threads and for processes that do not answer."""
+    """Ends the process without exit handlers, which would wait for threads and for processes that do not answer.
+
+    The first caller wins: a call from another thread waits for the end. Functions of `before_leaving` are called.
+    """
+    _is_leaving.acquire()
+    if terminals:
+        os.dup2(terminals[0], 2)
     try:
         if message:
             print(message, file=sys.stderr)
-        sys.stdout.flush()
         sys.stderr.flush()
+        sys.stdout.flush()
+    except RuntimeError:
+        pass  # the thread was interrupted inside a write to this stream
     except OSError:
         code = code or lost_output()
+    for tell in _before_leaving:
+        tell(code, message)
     os._exit(code)
 
 

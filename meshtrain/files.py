@@ -5,6 +5,7 @@ and open no pipe, which would block.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -226,6 +227,14 @@ def target_problems(flag: str, path: str, example: str, endings: Sequence[str] =
         allowed = "allowed: a file that can be written"
         return [f"{flag}: got '{path}', which this user may not write; {allowed}; nearest: {example}"]
     return []
+
+
+def hash_of_sources(folder: Path) -> str:
+    """Returns a hash of all Python files below a folder and of their names: 12 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def is_utf8(text: str) -> bool:

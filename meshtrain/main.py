@@ -1,7 +1,13 @@
 """Flags -> train: `python -m meshtrain train --config=configs/3d.py [--workdir=DIR] [--config.mesh.tensor=4 ...]`."""
 
-import argparse
 import sys
+
+from meshtrain.cli import first_signals
+
+if __name__ == "__main__":
+    first_signals.begin(is_training=True)  # before the other imports, which take time
+
+import argparse
 import time
 from collections.abc import Sequence
 

@@ -32,6 +32,7 @@ from meshtrain.data.own_source import Data, MakeData
 from meshtrain.errors import refuse, warn
 from meshtrain.files import expanded, url_problems
 from meshtrain.launch import cluster, distributed, peers
+from meshtrain.launch.endings import telling_errors
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.models.task import Params, limits
 from meshtrain.observe.goodput import Goodput
@@ -42,7 +43,7 @@ from meshtrain.observe.trackers import Trackers
 from meshtrain.run import memory_check, saving, start, summary, workdir
 from meshtrain.run.evaluation import evaluate_with_texts
 from meshtrain.run.generating import continuations
-from meshtrain.run.opened import drawn, open_data, warn_of_repeats, with_steps
+from meshtrain.run.opened import drawn, open_data, refuse_unequal_data, warn_of_repeats, with_steps
 from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
@@ -126,7 +127,7 @@ def train_resolved(
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = peers.is_main_process()
     show = functools.partial(phase, is_main=is_main)
-    with Watchdog(config.watchdog_seconds) as watchdog:
+    with telling_errors(), Watchdog(config.watchdog_seconds) as watchdog:
         corpus, epochs = None, ""
         if config.num_epochs:
             corpus = open_data(config, abstract_task(config, make_task), make_data)
@@ -149,6 +150,7 @@ def train_resolved(
         with show("data") as say:
             corpus = corpus or open_data(config, assembly.task, make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint, there)
+            refuse_unequal_data(config, corpus, start.saved_step(run, there))
             say("; ".join(filter(None, (corpus.summary, epochs))))
         warn_of_repeats(config, assembly.task, corpus)
         start.refuse_other_weights(assembly, run)

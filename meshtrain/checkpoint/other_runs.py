@@ -1,22 +1,23 @@
 """Restores another run's weights onto this run's shardings, after a comparison with their checksums."""
 
 import contextlib
+import hashlib
 import os
 import shlex
 from collections.abc import Collection
 from pathlib import Path
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.checkpoint.integrity import is_sealed
+from meshtrain.checkpoint.integrity import MANIFEST, is_sealed
 from meshtrain.checkpoint.manager import EXTRA, STATE
 from meshtrain.checkpoint.retention import saved_steps
 from meshtrain.cli import foreign
 from meshtrain.errors import UserError, warn
-from meshtrain.files import JsonObject, download_command, expanded, is_url, read_json, snapshot_of, what_is_at
+from meshtrain.files import Json, JsonObject, download_command, expanded, is_url, read_json, snapshot_of, what_is_at
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays
 from meshtrain.store import buckets
-from meshtrain.store.buckets import Place, reached
+from meshtrain.store.buckets import Place, Unreached, reached
 
 _CONFIG_FILE = "config.json"
 _PLACE = {"checkpoint.directory": foreign.FIELDS["checkpoint.directory"]}
@@ -69,6 +70,19 @@ def recorded(directory: str | Path) -> JsonObject:
                 if is_sealed(place / str(step)):
                     return dict(read_json((place / str(step) / EXTRA / "metadata").read_text(encoding="utf-8")))
     return {}
+
+
+def newest(directory: str | Path) -> list[Json]:
+    """Returns the step of the newest checkpoint in a place and the hash of its manifest; an empty list for none."""
+    try:
+        with find(directory) as checkpoints:
+            step = checkpoints.latest_step()
+            with reached(place := checkpoints.directory / str(step) / MANIFEST):
+                return [step, hashlib.sha256(place.read_bytes()).hexdigest()]
+    except Unreached:
+        raise
+    except (UserError, FileNotFoundError):
+        return []
 
 
 def place_of(directory: str | Path, command: str = "--config.init_from=") -> Place:

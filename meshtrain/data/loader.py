@@ -9,6 +9,7 @@ resumed run replays no data.
 """
 
 import functools
+import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from jax.typing import DTypeLike
 from meshtrain.data.packing import Parts
 from meshtrain.errors import nearest, refuse
 
+_NUM_HASHED_SAMPLES, _LEAST_HASHED_SAMPLES = 1024, 64
 FromUser: TypeAlias = Any  # what a user's function returns, or a part of it, before it is checked
 # The abstract global batch: name -> shape [B, ...], dtype and sharding.
 Batch = Mapping[str, jax.ShapeDtypeStruct]
@@ -113,6 +115,41 @@ def mixed_order(mixture: Parts, *, seed: int) -> grain.MapDataset[int]:
         return int(mixture.starts[source]) + orders[source][period * mixture.weights[source] + int(before[place])]
 
     return grain.MapDataset.range(sys.maxsize).map(example)
+
+
+def order_of(
+    examples: Examples, *, seed: int, shuffle: bool = True, num_epochs: int | None = None
+) -> grain.MapDataset[int]:
+    """Returns which example each sample of a run is, by the sample's index; for the arguments see `batches`."""
+    if isinstance(examples, Parts) and examples.weights:
+        return mixed_order(examples, seed=seed)
+    return sample_order(len(examples), seed=seed, shuffle=shuffle, num_epochs=num_epochs)
+
+
+def order_hash(examples: Examples, *, seed: int, first_sample: int) -> str:
+    """Returns a hash of which examples up to 1,024 samples are, hexadecimal."""
+    order = order_of(examples, seed=seed)
+    # Grain takes a millisecond for a sample of a small data set, whose epochs are short.
+    count = min(_NUM_HASHED_SAMPLES, _LEAST_HASHED_SAMPLES + len(examples))
+    numbers = [int(order[sample]) for sample in range(first_sample, first_sample + count)]
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()
+
+
+def content_hash(examples: Examples) -> str:
+    """Returns a hash of the first, the middle and the last example, hexadecimal; `` if two reads of one differ."""
+    digest = hashlib.sha256()
+    for number in sorted({0, len(examples) // 2, len(examples) - 1} if len(examples) else ()):
+        first, second = ([*map(_hashed, sorted(examples[number].items()))] for _ in range(2))
+        if first != second:  # a source may add noise to its examples
+            return ""
+        digest.update(repr(first).encode())
+    return digest.hexdigest()
+
+
+def _hashed(entry: tuple[str, np.ndarray]) -> tuple[str, str, str]:
+    name, array = entry[0], np.ascontiguousarray(entry[1])
+    content = b"" if array.dtype == object else array.tobytes()
+    return name, f"{array.dtype}{array.shape}", hashlib.sha256(content).hexdigest()
 
 
 def example_problems(
@@ -240,10 +277,7 @@ def batches(
     """
     if not len(examples):
         return iter(())
-    if isinstance(examples, Parts) and examples.weights:
-        order = mixed_order(examples, seed=seed)
-    else:
-        order = sample_order(len(examples), seed=seed, shuffle=shuffle, num_epochs=num_epochs)
+    order = order_of(examples, seed=seed, shuffle=shuffle, num_epochs=num_epochs)
     first = next(iter(batch.values()))
     batch_size, rows = first.shape[0], _local_rows(first.sharding, first.shape)
     steps = grain.MapDataset.range(min(-(-len(order) // batch_size), end_step or sys.maxsize))

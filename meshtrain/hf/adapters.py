@@ -152,7 +152,9 @@ def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOp
     Raises:
       UserError: a line for each tensor that is no factor of a matrix of layers, or has another shape or rank.
     """
-    peers.refuse_differences("the folder of adapters", {"options": found.options, "tensors": sorted(found.stored)})
+    facts: dict[str, Json] = {"options": repr(found.options), "tensors": sorted(found.stored)}
+    facts["content"] = tensor_files.content_hash(found.stored)
+    peers.refuse_differences("the folder of adapters", facts, peers.SAME_FILES)
     family = described(base, ignore=None).family if is_described(base) else family_of(options)
     size, result, known, rank = names.sizes(options), dict[str, Factors](), set[str](), found.options.rank
     tensors = tensor_files.opened(found.stored)

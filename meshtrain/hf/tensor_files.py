@@ -7,12 +7,14 @@ views of the mapped file take no memory.
 """
 
 import collections
+import contextlib
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,7 @@ _VIEWED = {**READABLE, mxfp4.DTYPE: np.dtype(np.uint8)}  # from which `mxfp4` ma
 _PICKLES = re.compile(r".*\.(bin|pth|pt|ckpt)")
 _AGAIN = "nearest: download it again"
 _LENGTH_BYTES = 8
+_HASHED_BYTES = 4096  # of each tensor, to compare two copies of a folder
 _COMPARED_ROWS = 4096  # of two tensors at a time
 _SHARD = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.safetensors")
 _MOST_SHARDS = 10_000
@@ -139,6 +142,18 @@ def warn_not_finite(place: str | Path, tensors: Collection[str]) -> None:
     if tensors:
         more = f" and {len(tensors) - _NAMED} more tensors" if len(tensors) > _NAMED else ""
         warn(f"{place}: NaN or infinity in {', '.join([*tensors][:_NAMED])}{more}; what the model computes may be NaN")
+
+
+def content_hash(stored: Mapping[str, Stored]) -> str:
+    """Returns a hash of names, dtypes, shapes, and up to 4 KiB at the beginning of each tensor, hexadecimal."""
+    digest, files = hashlib.sha256(), dict[Path, BinaryIO]()
+    with contextlib.ExitStack() as opened_files:
+        for name, one in sorted(stored.items()):
+            if one.file not in files:
+                files[one.file] = opened_files.enter_context(one.file.open("rb"))
+            files[one.file].seek(one.begin)
+            digest.update(f"{name} {one.dtype} {one.shape}".encode() + files[one.file].read(_HASHED_BYTES))
+    return digest.hexdigest()
 
 
 def unreadable(stored: Mapping[str, Stored], readable: Collection[str] = READABLE) -> list[str]:

@@ -8,14 +8,17 @@
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import re
 import socket
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, unknown
 
+PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
+_OWN_PLUGINS = ("xla_cuda", "xla_rocm")  # entry points of JAX's own packages begin so
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 FULL = "MESHTRAIN_FULL_PROCESSES"
 WITHOUT_JAX = ("deactivate", "slurm", "ompi")  # ways to meet whose address the environment says
@@ -26,6 +29,19 @@ _FIRST_PORT = 65535 - _NUM_PORTS + 1
 _KUBERNETES_PORT = 55527
 _RANGES = re.compile(r"|\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")  # between the brackets of Slurm's lists
 _MOST = 2**32  # of the numbers that schedulers count with
+
+
+def platform_problems(environ: Mapping[str, str]) -> list[str]:
+    """Returns one line for each unknown name in JAX_PLATFORMS; none if a package adds platforms to JAX.
+
+    Args:
+      environ: of this process.
+    """
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    if any(not plugin.name.startswith(_OWN_PLUGINS) for plugin in plugins):
+        return []
+    names = [name for name in (environ.get("JAX_PLATFORMS") or "").split(",") if name]
+    return [unknown("JAX_PLATFORMS", name, PLATFORMS, "JAX_PLATFORMS=cpu") for name in names if name not in PLATFORMS]
 
 
 @dataclasses.dataclass(frozen=True)

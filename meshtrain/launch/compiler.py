@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from meshtrain.errors import terminals
+
 # The line with which a compiler announces that it aborts the process: it has to reach the terminal before that.
 FATAL = re.compile(r"[FE]\d{4} .*Check fail|F\d{4} ")
 
@@ -213,6 +215,7 @@ def captured() -> Iterator[list[str]]:
     lines: list[str] = []
     sys.stderr.flush()
     kept = os.dup(2)
+    terminals.append(kept)
     reading, writing = os.pipe()
     os.dup2(writing, 2)
     os.close(writing)
@@ -224,6 +227,7 @@ def captured() -> Iterator[list[str]]:
         sys.stderr.flush()
         os.dup2(kept, 2)  # closes the last end for writing, so that the reader sees the end of the file
         reader.join()
+        terminals.remove(kept)
         os.close(kept)
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, refuse
 from meshtrain.files import is_url
-from meshtrain.launch import cluster, peers
+from meshtrain.launch import cluster, endings, peers
 from meshtrain.launch.compiler import CACHE, captured
 from meshtrain.launch.hardware import FRACTION_VARIABLE, FRACTION_VARIABLES, POOL_FRACTION, find
 from meshtrain.launch.local_processes import MAX_SIMULATED
@@ -49,6 +49,7 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
         connect, or an incomplete description of them.
     """
     _refuse_flags(os.environ.get("XLA_FLAGS") or "")
+    refuse(cluster.platform_problems({"JAX_PLATFORMS": _setting("jax_platforms") or ""}))
     _choose_platform()
     take_memory(_setting("jax_platforms") or "", os.environ)
     how = cluster.processes(os.environ, _setting("jax_platforms") or "")
@@ -249,6 +250,7 @@ def _meet(how: cluster.Arguments) -> None:
             f"processes: cannot meet: {error}; "
             f"allowed: start them before anything uses JAX, each with its {', '.join(cluster.EXPLICIT)}"
         ) from error
+    endings.end_together()
 
 
 def _simulate(num_devices: int) -> None:

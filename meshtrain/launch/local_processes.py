@@ -36,7 +36,7 @@ NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
 MAX_PROCESSES = 256  # each takes a third of a GB and two pipes: more than any machine has GPUs
 MAX_SIMULATED = 8192  # devices of a process: this many take JAX about four seconds and 1 GB
 LOST_SECONDS = "15"  # between two heartbeats: less than on a cluster, since no network can delay them here
-_GRACE_SECONDS = 2.0  # after one process has failed: time for the others to print their own reason
+_GRACE_SECONDS = 5.0  # after one process has failed: time for the others to print their own reason
 _SAVING_SECONDS = 60.0  # after one process has saved and ended: time for the others to do the same
 _POLL_SECONDS = 0.05
 _NUM_LAST_WORDS = 5
@@ -105,7 +105,9 @@ class Workers:
             time.sleep(_POLL_SECONDS)
         first = first or self._first_failure()
         if first is not None:
-            self._end(_SAVING_SECONDS if first[1] == EXIT_START_AGAIN else _GRACE_SECONDS)
+            known = self._end(_SAVING_SECONDS if first[1] == EXIT_START_AGAIN else _GRACE_SECONDS)
+            # Process 0 ends last, also if its error is the one that has ended the others.
+            first = known or first if first[1] == EXIT_LOST_PEER else first
         for thread in self._threads:
             thread.join(timeout=_GRACE_SECONDS)
         return first or (0, EXIT_FINISHED)
@@ -117,14 +119,17 @@ class Workers:
         # A process that ends because it lost another one is not the first that failed.
         return min(failed, key=lambda pair: pair[1] == EXIT_LOST_PEER, default=None)
 
-    def _end(self, patience_seconds: float) -> None:
+    def _end(self, patience_seconds: float) -> tuple[int, int] | None:
+        """Ends all processes after this patience; returns the first failure among those that ended on their own."""
         deadline = time.monotonic() + patience_seconds
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
             time.sleep(_POLL_SECONDS)
+        failure = self._first_failure()
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        return failure
 
 
 def run(job: Job, num_restarts: int = 0) -> int:

@@ -24,6 +24,8 @@ from meshtrain.files import Json
 _PATIENCE_SECONDS = 600  # wait for the slowest process: it may be reading a large file
 _LAST_SECONDS = 5.0  # for reports that are not yet published at the end
 _ROOM = "meshtrain"
+SAME_START = "start them by the same command on the same installation"
+SAME_FILES = "the same files on every machine, as in one shared folder"
 FINISHED = "finished"  # instead of a heartbeat
 _num_calls: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
@@ -96,25 +98,27 @@ def num_machines() -> int:
     return len(set(gathered("machine", socket.gethostname())))
 
 
-def refuse_differences(what: str, facts: Mapping[str, Json]) -> None:
+def refuse_differences(what: str, facts: Mapping[str, Json], fix: str = SAME_START) -> None:
     """Compares values that have to be equal in all processes. All processes call it.
 
     Args:
       what: what the values describe; it names the message and starts the lines.
       facts: name -> anything that JSON holds.
+      fix: how the user makes them equal.
 
     Raises:
       UserError: a process differs from process 0; every process raises the same lines.
     """
-    refuse(differences(what, gathered(what, dict(facts))))
+    refuse(differences(what, gathered(what, dict(facts)), fix))
 
 
-def differences(what: str, facts: Sequence[Mapping[str, Json]]) -> list[str]:
+def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_START) -> list[str]:
     """Returns one line for each fact in which a process differs from process 0.
 
     Args:
       what: what the facts describe.
       facts: of each process.
+      fix: how the user makes them equal.
     """
     problems = []
     for process, own in enumerate(facts):
@@ -123,7 +127,7 @@ def differences(what: str, facts: Sequence[Mapping[str, Json]]) -> list[str]:
             if here != there:
                 problems.append(
                     f"processes: {what} differs: {name} is {here} in process {process} and {there} in process 0; "
-                    "allowed: the same in all; nearest: start them by the same command on the same installation"
+                    f"allowed: the same in all; nearest: {fix}"
                 )
     return problems
 
@@ -157,6 +161,27 @@ def beat(step: int) -> None:
 def say_finished() -> None:
     """Tells the other processes that this one ends normally: they no longer expect a heartbeat from it."""
     _service().key_value_set(f"{_ROOM}/beat/{index()}", FINISHED, allow_overwrite=True)
+
+
+def say_ending(message: Json) -> None:
+    """Publishes why this process ends, as JSON holds it, before it ends."""
+    _service().key_value_set(f"{_ROOM}/ending/{own_number()}", json.dumps(message), allow_overwrite=True)
+
+
+def endings() -> dict[int, Json]:
+    """Returns {process: why it ends} for the processes that have published it."""
+    entries = _service().key_value_dir_get(f"{_ROOM}/ending/")
+    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries}
+
+
+def own_number() -> int:
+    """Returns the number of this process at the coordination service, without starting JAX's backends."""
+    return int(distributed.global_state.process_id)
+
+
+def is_connected() -> bool:
+    """Returns whether this process is connected with others at this moment."""
+    return distributed.global_state.client is not None
 
 
 def signs_of_life() -> dict[int, str]:

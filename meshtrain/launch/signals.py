@@ -1,27 +1,28 @@
 """SIGTERM, SIGINT and SIGHUP: before the first step they end the program at once, between steps a run saves first.
 
-Before the first step there is nothing to save yet. Python runs a signal's handler between two lines of the main thread,
-which may be minutes inside a compiler. A thread learns of the signal at once, through the file descriptor that Python's
-C handler writes to (`signal.set_wakeup_fd`). This module imports no JAX, because it is used before JAX is imported.
+Before the first step there is nothing to save yet, and after the last one everything is saved. Python runs a signal's
+handler between two lines of the main thread, which may be minutes inside a compiler. A thread learns of the signal at
+once, through the file descriptor that Python's C handler writes to (`signal.set_wakeup_fd`). This module imports no
+JAX, because it is used before JAX is imported.
 """
 
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
-from meshtrain.errors import EXIT_START_AGAIN
+from meshtrain import errors
+from meshtrain.cli import first_signals
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SAID = b"meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again\n"
+_AFTER = "meshtrain: interrupted: after the last step, whose state is saved; the same command completes the run"
 _undo: list[Callable[[], None]] = []
 _former: dict[int, Any] = {}  # signal -> the handler that one of this module stands in place of
 _forking = threading.local()
-_end: list[Callable[[Collection[int]], None]] = []  # ends the open block of `stops_at_signals`, at most one
+_end: list[Callable[[], None]] = []  # ends the thread of `stops_at_signals`, at most one
 
 
 def heeded() -> list[signal.Signals]:
@@ -31,31 +32,8 @@ def heeded() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def stops_at_signals() -> Iterator[None]:
-    """Makes SIGINT, SIGTERM and SIGHUP end the process with code 75, until the block ends or `over` is called."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python allows handlers in the main thread only
-        return
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    terminal = os.dup(2)  # stderr itself may be captured
-    # A handler in Python, though it has nothing to do: without one, nothing is written to the file descriptor.
-    handlers: dict[int, Any] = {number: signal.signal(number, lambda *_: None) for number in heeded()}
-    _former.update(handlers)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    thread = threading.Thread(target=_wait, args=(reading, terminal, frozenset(handlers)), daemon=True, name="starting")
-    thread.start()
-
-    def end(taken: Collection[int]) -> None:
-        signal.set_wakeup_fd(before)
-        for number in handlers.keys() - set(taken):
-            signal.signal(number, handlers[number])
-        _former.clear()
-        os.write(writing, b"\0")  # no signal has this number: the thread ends
-        thread.join()
-        for descriptor in (reading, writing, terminal):
-            os.close(descriptor)
-
-    _end.append(end)
+    """Makes SIGINT, SIGTERM and SIGHUP end the process with code 75; between steps `interruptions` handles them."""
+    _start_thread(first_signals.SAID)
     try:
         yield
     finally:
@@ -63,13 +41,51 @@ def stops_at_signals() -> Iterator[None]:
 
 
 def over(taken: Collection[int] = ()) -> None:
-    """Restores the handlers before the steps begin, whose progress has to be saved. It may be called again.
+    """Restores the handlers before `stops_at_signals` and ends its thread. It may be called again.
 
     Args:
       taken: signals for which C code has installed a handler meanwhile; Python does not know it, and leaves it.
     """
+    _end_thread()
+    for number in _former.keys() - set(taken):
+        signal.signal(number, _former[number])
+    _former.clear()
+
+
+def _handle(numbers: Collection[int], handler: Callable[[int, FrameType | None], object]) -> None:
+    for number in numbers:
+        _former.setdefault(number, signal.signal(number, handler))
+    _former.update(first_signals.taken())
+
+
+def _start_thread(line: str) -> None:
+    """Starts a thread that ends the process at a signal, with this line; Python allows it in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before, numbers = signal.set_wakeup_fd(writing, warn_on_full_buffer=False), frozenset(heeded())
+    # A handler in Python, though it has nothing to do: without one, nothing is written to the file descriptor.
+    _handle(numbers, lambda *_: None)
+    thread = threading.Thread(target=_wait, args=(reading, numbers, line), daemon=True, name="signals")
+    thread.start()
+
+    def end() -> None:
+        signal.set_wakeup_fd(before)
+        os.write(writing, b"\0")  # no signal has this number: the thread ends
+        thread.join()
+        for descriptor in (reading, writing):
+            os.close(descriptor)
+
+    _end.append(end)
+
+
+def _end_thread() -> bool:
+    """Ends the thread of `_start_thread`; returns whether it ran."""
+    had_thread = bool(_end)
     while _end:
-        _end.pop()(taken)
+        _end.pop()()
+    return had_thread
 
 
 @contextlib.contextmanager
@@ -85,17 +101,18 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
         _undo.remove(undo)
 
 
-def _wait(reading: int, terminal: int, heeded: frozenset[int]) -> None:
+def undo() -> None:
+    """Calls the functions of the open blocks of `undone`, the last one first, before the process ends at once."""
+    for step_back in reversed(_undo):
+        with contextlib.suppress(OSError):
+            step_back()
+
+
+def _wait(reading: int, heeded: frozenset[int], said: str) -> None:
     while number := os.read(reading, 1)[0]:
         if number in heeded:
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(terminal, _SAID)
-            for undo in reversed(_undo):
-                with contextlib.suppress(OSError):
-                    undo()
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-            os._exit(EXIT_START_AGAIN)
+            undo()
+            errors.leave_at_once(errors.EXIT_START_AGAIN, said)
 
 
 @contextlib.contextmanager
@@ -109,12 +126,12 @@ def interruptions(agreed: Callable[[int], bool] | None = None) -> Iterator[Calla
       agreed: step -> whether all processes stop after it; None for a single process.
     """
     arrived: list[int] = []
-    # With several processes JAX handles SIGTERM: it tells the others, and they agree on a step that none has passed.
-    over((signal.SIGTERM,) if agreed else ())
-    descriptors = on_terminal()
+    descriptors, is_program = on_terminal(), bool(_end)
 
     def note(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and number in arrived:
+            if is_program:  # an exception could be raised inside a callback of a library, which ignores it
+                errors.leave_at_once(errors.EXIT_INTERRUPTED)
             raise KeyboardInterrupt
         if number == signal.SIGHUP:
             drop_output(descriptors)
@@ -122,19 +139,21 @@ def interruptions(agreed: Callable[[int], bool] | None = None) -> Iterator[Calla
         if agreed:
             signal.raise_signal(signal.SIGTERM)
 
-    numbers = [number for number in heeded() if not (agreed and number == signal.SIGTERM)]
+    # With several processes JAX handles SIGTERM: it tells the others, and they agree on a step that none has passed.
+    taken = (signal.SIGTERM,) if agreed else ()
     try:
-        before: dict[int, Any] = {number: signal.signal(number, note) for number in numbers}
+        _handle([number for number in heeded() if number not in taken], note)
     except ValueError:  # not the main thread, as in some notebooks: Python allows no handlers here
         yield agreed or (lambda step: False)
         return
-    _former.update(before)
+    _end_thread()
     try:
         yield agreed or (lambda step: bool(arrived))
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        _former.clear()
+        if is_program:
+            _start_thread(_AFTER)
+        else:
+            over(taken)
 
 
 def _block() -> None:

@@ -67,10 +67,12 @@ def main(argv: Sequence[str]) -> int:
     meeting = cluster.meeting(os.environ, arguments.processes)
     if arguments.processes and arguments.processes != (count := meeting.num_processes if meeting else 1):
         raise UserError(f"--processes: got {arguments.processes}; allowed: the job's {count}; nearest: {count}")
+    before = threading.enumerate()
     code = diagnosed(arguments, meeting, os.environ)
-    if meeting is None:
+    if meeting is None and not set(threading.enumerate()) - set(before):
         return code
-    # JAX's own farewell waits for all processes, of which one may be stuck.
+    # JAX's own farewell waits for all processes, of which one may be stuck. A thread of this process that is stuck, as
+    # in an import, would abort the process while Python ends.
     leave_at_once(code)
 
 
@@ -173,7 +175,7 @@ def _as_job(
     Before it stands `shared`, what was found about the workdirs, unless the processes meet in a bucket.
     """
     limit = arguments.limit
-    own = _within_limit(limit, "the import of JAX", lambda _: _job().compared(arguments))
+    own = _within_limit(limit, all_processes.IMPORT, lambda _: _job().compared(arguments))
     answers = exchange("configuration", own, 2 * limit)
     fix = "start all processes by the same command, with the same files"
     results = all_processes.held_up(answers, num_processes, limit) or all_processes.same("configuration", answers, fix)

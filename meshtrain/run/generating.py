@@ -4,6 +4,7 @@ Generation has one token of each row at a time, and no microbatches that a pipel
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,6 +22,7 @@ from meshtrain.generation.prompts import encoded, from_file, in_chat
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Generator
 from meshtrain.generation.window import by_window
+from meshtrain.launch import peers
 from meshtrain.launch.compiler import CompilerOptions
 from meshtrain.models.task import Decode, Params, token_batch
 from meshtrain.sharding.rules import PIPELINE, Rules, default_rules, partitioned_axes, sizes_text
@@ -112,6 +114,8 @@ def continuations(
         template = open_template(config.data.tokenizer, config.data.chat_template)
         given = [in_chat([one], template)[0] if one.messages else one for one in given]
     ids = encoded(given, text.encode, assembly.task.vocab_size, decode_of(assembly))
+    of_prompts = hashlib.sha256(repr([list(map(int, one)) for one in ids]).encode()).hexdigest()
+    peers.refuse_differences("eval_prompts", {"hash of the tokens": of_prompts}, peers.SAME_FILES)
     other, move, _ = folded(assembly, make_task, rules)
     length = fitting(decode_of(other), max(map(len, ids)), config.eval_tokens, within_training=False)
     draws = generator(other, None, [text.end_id, *text.also_end])

@@ -8,17 +8,19 @@ from meshtrain import options
 from meshtrain.config import data_sources
 from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus, tokenizer_for
-from meshtrain.data.loader import Examples, drawn_of, example_problems, next_sample
+from meshtrain.data.loader import Examples, content_hash, drawn_of, example_problems, next_sample, order_hash
 from meshtrain.data.own_source import Data, MakeData, opened
 from meshtrain.data.packing import Parts
 from meshtrain.data.sources import Asked, is_own
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import UserError, refuse, warn
+from meshtrain.files import Json
 from meshtrain.launch import peers
 from meshtrain.models.task import Task, entries, limits
 from meshtrain.observe.run_files import EPOCHS
 
 MOST_EPOCHS = 4
+_SHOWN = 16  # digits of a hash
 
 
 def asked(config: Config, task: Task) -> Asked:
@@ -50,6 +52,37 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     where = f"data.source={config.data.source}, an example"
     refuse(example_problems(result.train[0], wanted.batch, wanted.limits, where))
     return result
+
+
+def refuse_unequal_data(config: Config, corpus: Data, start_step: int) -> None:
+    """Compares data and their order in all processes, each of which reads its own files; all processes call it.
+
+    Args:
+      config: of the run.
+      corpus: its data.
+      start_step: the step of the newest checkpoint.
+
+    Raises:
+      UserError: a process has other data, or another order; one line, the same in all processes.
+    """
+    if peers.count() == 1:
+        return
+    answers = peers.gathered("data", data_facts(config, corpus, start_step))
+    # Another file changes most of the facts: the first line suffices.
+    refuse(peers.differences("data", answers, peers.SAME_FILES)[:1])
+
+
+def data_facts(config: Config, corpus: Data, start_step: int) -> dict[str, Json]:
+    """Returns name -> number or hash of content and order of a run's data; see `refuse_unequal_data`."""
+    first_sample = next_sample(start_step, config.batch_size)
+    order = order_hash(corpus.train, seed=config.seed, first_sample=first_sample)
+    facts: dict[str, Json] = {"fingerprint": corpus.fingerprint[:_SHOWN], "hash of the order": order[:_SHOWN]}
+    for split, examples in (("training", corpus.train), ("validation", corpus.validation)):
+        facts[f"number of {split} examples"] = len(examples)
+        facts[f"hash of some {split} examples"] = content_hash(examples)[:_SHOWN]
+    if corpus.text is not None:
+        facts["ids of the tokenizer"] = [corpus.text.vocab_size, corpus.text.end_id, *corpus.text.also_end]
+    return {**facts, "prompts": list(corpus.prompts)}
 
 
 def with_steps(config: Config, corpus: Data) -> tuple[Config, str]:

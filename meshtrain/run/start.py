@@ -17,14 +17,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.assemble import Assembly, kept_params, learning_rates, stored_params
+from meshtrain.assemble import Assembly, compiled, kept_params, learning_rates, stored_params
 from meshtrain.checkpoint.checkpoint import AVERAGES, CHECKPOINTS, Checkpoints
-from meshtrain.checkpoint.other_runs import find
+from meshtrain.checkpoint.other_runs import find, newest
 from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config
 from meshtrain.config.resume import from_json
 from meshtrain.errors import UserError, warn
-from meshtrain.files import is_url, what_is_at
+from meshtrain.files import hash_of_sources, is_url, what_is_at
 from meshtrain.hf import adapters
 from meshtrain.hf.folder import by_name, read_by_name
 from meshtrain.launch import peers
@@ -43,6 +43,7 @@ from meshtrain.step.shardings import shardings
 from meshtrain.step.state import RESIDUAL, TrainState
 from meshtrain.store.buckets import Unreached
 
+_PACKAGE = Path(__file__).parents[1]
 _RATE_TOLERANCE = 0.01  # relative: a smaller change of the learning rate gives no warning
 
 
@@ -101,9 +102,15 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
     Raises:
       UserError: all differences of the versions, else those of the configuration; the same lines in all processes.
     """
+    if peers.count() == 1:
+        return
     versions = {name: importlib.metadata.version(name) for name in ("meshtrain", "jax", "jaxlib", "flax", "optax")}
-    peers.refuse_differences("versions", {"python": platform.python_version(), **versions})
+    # Two commits of one version have other sources.
+    versions |= {"python": platform.python_version(), "meshtrain's source": hash_of_sources(_PACKAGE)}
+    peers.refuse_differences("versions", versions)
     peers.refuse_differences("configuration", compared(config, run))
+    saved = {"newest checkpoint": newest(config.checkpoint.directory or run / CHECKPOINTS)}
+    peers.refuse_differences("workdir", saved, peers.SAME_FILES)
 
 
 def compared(config: Config, run: Path) -> Values:
@@ -126,6 +133,8 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
         return
     base, found = weights.beneath(config)
     params, rounded = _taken(assembly, base, found)
+    if peers.count() > 1:  # each reads its own copy
+        peers.refuse_differences("init_from", weights.content(config), peers.SAME_FILES)
     if weights.is_by_name(config, base):
         by_name(base, params)
     else:
@@ -272,7 +281,9 @@ def beginning(assembly: Assembly) -> TrainState:
         is_by_name = weights.is_by_name(config, base)
         kept = read_by_name(base, params) if is_by_name else weights.restore_params(base, None, params, rounded)[0]
         kept = kept if found is None else _with_adapters(assembly, base, found, kept)
-    state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
+    key = jax.random.key_data(jax.random.key(config.seed))
+    init = compiled("initial state", assembly.init.trace(key)) if peers.count() > 1 else assembly.init
+    state = init(key)
     if kept is None:
         return state
     if config.lora.rank or assembly.task.begin is not None:

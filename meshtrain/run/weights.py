@@ -23,7 +23,7 @@ from meshtrain.config.resume import from_json
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
 from meshtrain.errors import UserError, warn
-from meshtrain.files import JsonObject, download_command, expanded, is_url, read_json, what_is_at
+from meshtrain.files import Json, JsonObject, download_command, expanded, is_url, read_json, what_is_at
 from meshtrain.hf import adapters, tensor_files
 from meshtrain.hf import config_json as hf_config
 from meshtrain.hf import folder as hf_folder
@@ -210,6 +210,14 @@ def beneath(config: Config) -> tuple[str, Adapters | None]:
         named = foreign.outside(read_json(file.read_text(encoding="utf-8")), file, (foreign.WEIGHTS,))
         foreign.refuse(named, file, f"--config.init_base={shlex.quote(base)}")
     return base, found
+
+
+def content(config: Config) -> dict[str, Json]:
+    """Returns a hash of the weights that a run begins with, to compare the copies of several machines."""
+    base, _ = beneath(config)
+    if hf_config.is_described(base):
+        return {"tensors": tensor_files.content_hash(tensor_files.tensors(expanded(base))[0])}
+    return {"newest checkpoint": other_runs.newest(base)}
 
 
 def is_by_name(config: Config, base: str | Path) -> bool:

@@ -174,6 +174,9 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
     return results or [ok("devices", f"{most} x {kind} in each process")]
 
 
+IMPORT = "the import of JAX"  # in which a process waits for no other
+
+
 def held_up(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: float) -> list[Finding]:
     """Names the processes that hold up the others: those that refuse, fail or have ended, else those furthest behind.
 
@@ -198,6 +201,8 @@ def held_up(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: f
         if number == first:
             others = "; others wait for it" if any(other > first for other, _ in waiting.values()) else ""
             fix = "NCCL_DEBUG=INFO shows whom it cannot reach; open the ports between all machines"
+            if what == IMPORT:
+                fix = f"--limit={2 * limit:g} or more, or a faster disk for Python's packages"
             results.append(error("collectives", f"{what} has not ended in {limit:.0f} s{others}", fix, process))
     return results
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshtrain.cli import flags
-from meshtrain.files import expanded, is_url
+from meshtrain.files import expanded, hash_of_sources, is_url
+from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.compiler import CACHE
 from meshtrain.launch.host_memory import memory
@@ -45,12 +45,9 @@ def installed() -> dict[str, str | None]:
 
 def software() -> dict[str, str]:
     """Returns name -> version of all that has to be the same in every process, meshtrain's own source included."""
-    own = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        own.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     return {
         "python": platform.python_version(),
-        "meshtrain's source": own.hexdigest()[:12],
+        "meshtrain's source": hash_of_sources(_PACKAGE),
         **{name: version for name, version in installed().items() if version},
     }
 
@@ -82,6 +79,7 @@ def findings(
         addresses, failure = within(limit, lambda: resolved(meeting, limit / 2), silent)
         results += [one_machine.coordinator(meeting, addresses, failure), one_machine.proxy(meeting, environ)]
         num_hosts = meeting.num_hosts or (1 if one_machine.is_loopback(addresses) else meeting.num_processes)
+    results += [error("platform", problem, "") for problem in cluster.platform_problems(environ)]
     listed, failure = gpus(environ, limit)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     expected = _expected_gpus(environ) if num_gpus is None else num_gpus

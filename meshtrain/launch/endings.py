@@ -1,0 +1,121 @@
+"""How the processes of a job end: all print the error of one process and have its exit code; process 0 ends last.
+
+A process that ends with an error publishes exit code and lines in the key-value store. A thread in each process reads
+the store once a second: it reaches a process in every wait, also in a collective or in the compiler. The store is in
+process 0, whose end makes JAX abort the others (SIGABRT). So process 0 waits until the others have printed their lines.
+"""
+
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from meshtrain import errors
+from meshtrain.errors import UserError
+from meshtrain.files import JsonObject
+from meshtrain.launch import peers, signals
+
+POLL_SECONDS = 1.0
+_OWN_SECONDS = 0.5  # in which this process may find the same error
+_PRINTED_SECONDS = 10.0  # process 0 waits for the last lines of the others; a process that was killed has none
+_KNOWN_SECONDS = 4.0  # another process waits until all know that it ends
+_WAIT_SECONDS = 0.1
+_LAST_SECONDS = 0.5  # between the last line of a process and its end, or between two ends
+_CODE, _LINES, _HAS_PRINTED = "code", "lines", "has_printed"
+# Exit codes that a process shares: the others end with the same lines and the same code.
+_SHARED = (
+    errors.EXIT_USER_ERROR,
+    errors.EXIT_LOST_PEER,
+    errors.EXIT_TOO_FEW,
+    errors.EXIT_NOT_SAVED,
+    errors.EXIT_START_AGAIN,
+)
+# All processes find these on their own, and may still have rows to write.
+_FOUND_BY_ALL = (errors.EXIT_FINISHED, errors.EXIT_STOPPED_ITSELF)
+
+
+def end_together() -> None:
+    """Makes this process end with the error of another one, and publish its own. Call it once they are connected."""
+    if peers.num_connected() == 1:
+        return
+    errors.before_leaving(_say_farewell)
+    ends = threading.Event()
+    listener = threading.Thread(target=_listen, args=(ends,), daemon=True, name="endings")
+    listener.start()
+
+    def stop() -> None:
+        # A thread inside JAX's client while Python ends would abort the process.
+        ends.set()
+        listener.join(_KNOWN_SECONDS)
+
+    atexit.register(stop)
+
+
+@contextlib.contextmanager
+def telling_errors() -> Iterator[None]:
+    """Publishes a UserError of the block at once, before blocks around it wait for other processes or threads."""
+    try:
+        yield
+    except UserError as error:
+        with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 is gone
+            if peers.is_connected() and peers.num_connected() > 1:
+                peers.say_ending({_CODE: error.code, _LINES: errors.error_lines(error), _HAS_PRINTED: False})
+        raise
+
+
+def ending_of_others(endings: dict[int, JsonObject], own_number: int) -> tuple[int, str] | None:
+    """Returns the exit code and the lines with which this process has to end, or None to continue.
+
+    Args:
+      endings: process -> what it has published.
+      own_number: the number of this process.
+    """
+    for process, ending in sorted(endings.items()):
+        if process == own_number or ending[_CODE] in _FOUND_BY_ALL:
+            continue
+        if ending[_CODE] in _SHARED:
+            return ending[_CODE], ending[_LINES]
+        last = ending[_LINES].splitlines()[-1:] or ["no message"]
+        line = f"process {process} has ended with code {ending[_CODE]}: {errors.one_line(last[0])}"
+        return errors.EXIT_LOST_PEER, f"meshtrain: lost: {line}"
+    return None
+
+
+def _listen(ends: threading.Event) -> None:
+    while not ends.wait(POLL_SECONDS):
+        with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 is gone
+            if ending_of_others(peers.endings(), peers.own_number()) is None or ends.wait(_OWN_SECONDS):
+                continue
+            if ending := ending_of_others(peers.endings(), peers.own_number()):
+                signals.undo()
+                errors.before_leaving(_end_later)
+                errors.leave_at_once(*ending)
+
+
+def _end_later(code: int, lines: str) -> None:
+    """Waits, so that the process with the error ends first: a launcher may leave out the first."""
+    time.sleep(_LAST_SECONDS)
+
+
+def _say_farewell(code: int, lines: str) -> None:
+    """Publishes the end of this process, whose lines are printed; waits until the others know it.
+
+    The end of a process breaks the collectives of the others, and the end of process 0 aborts them.
+    """
+    if not peers.is_connected():
+        return
+    number = peers.own_number()
+    with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 is gone
+        peers.say_ending({_CODE: code, _LINES: lines, _HAS_PRINTED: True})
+        deadline = time.monotonic() + (_KNOWN_SECONDS if number else _PRINTED_SECONDS)
+        while not _all_have(peers.endings(), needs_lines=number == 0) and time.monotonic() < deadline:
+            time.sleep(_WAIT_SECONDS)
+        if number == 0:
+            time.sleep(_LAST_SECONDS)
+
+
+def _all_have(endings: dict[int, JsonObject], *, needs_lines: bool) -> bool:
+    """Returns whether all processes have published an ending; if asked, whether they have printed their lines too."""
+    have = [ending[_HAS_PRINTED] or not needs_lines for ending in endings.values()]
+    return sum(have) == peers.num_connected()
