@@ -8,10 +8,14 @@ config.mesh.data = 2
 meshtrain.train(config, "runs/mine")
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+import importlib
+
+TYPE_CHECKING = False  # the import of `typing` takes time, in which a signal would be a traceback
 if TYPE_CHECKING:
+    from typing import Any
+
     from meshtrain.config import default as default
     from meshtrain.config import resolve as resolve
     from meshtrain.launch.distributed import simulate as simulate
