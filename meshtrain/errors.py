@@ -297,8 +297,7 @@ def _code_of(entry: Callable[[], int | None]) -> tuple[int, str]:
             raise
         fix = "more devices, or a machine with more memory"
         line = f"memory: got '{first_line(error)}'; allowed: what the device has; nearest: {fix}"
-        print(f"meshtrain: error: {one_line(line)}", file=sys.stderr)
-        code = EXIT_USER_ERROR
+        return EXIT_USER_ERROR, error_lines(UserError(line))
     except KeyboardInterrupt:
         leave_at_once(EXIT_INTERRUPTED)
     except SystemExit as end:  # argparse ends `--help` so, before what it printed has left the buffer

@@ -245,7 +245,7 @@ def begun(
       show: name -> context manager of a phase of the start; it yields a function that takes the phase's result as text.
     """
     config, is_main = assembly.config, peers.is_main_process()
-    with memory_check.explained(assembly), ThreadPoolExecutor(1) as thread:
+    with memory_check.explained(assembly), ThreadPoolExecutor(1) as thread, telling_errors():
         with show("restore" if start.saved_step(run, config.checkpoint.directory) else "init") as say:
             # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
             compiling = thread.submit(compiled_steps, traced_steps(assembly))
