@@ -5,6 +5,7 @@ The families and their keys stand in `families.py`, the rules for rotary positio
 
 import contextlib
 import dataclasses
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from meshtrain.options import Options, Value, Values
 CONFIG_FILE = "config.json"
 QUANTIZED = "quantization_config"
 TIED = "tie_word_embeddings"
+_MOST_DIFFERING, _LONGEST_KIND = 6, 100  # keys in a line, characters of a model_type
 # Sizes of which 0 means none in a decoder, and that a family with such a key cannot do without.
 _NEEDED = ("vocab_size", "num_experts", "latent_dim")
 ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapters alone
@@ -175,9 +177,9 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
         # A program writes it, so another spelling than of case and marks is another model.
         letters = re.sub(r"[\W_]", "", str(kind)).lower()
         fix = next((f"did you mean '{name}'?" for name in FAMILIES if name.replace("_", "") == letters), NO_WAY)
-        raise UserError(
-            f"{path}: model_type: got {shown(str(kind))}; allowed: {', '.join((*FAMILIES, *WITH_IMAGES))}; {fix}"
-        )
+        alike = "" if fix != NO_WAY else f" ({_most_alike(given, str(kind))})"
+        allowed = ", ".join((*FAMILIES, *WITH_IMAGES))
+        raise UserError(f"{path}: model_type: got {shown(str(kind))}; allowed: {allowed}{alike}; {fix}")
     given, found = _renamed(given, FAMILIES[kind])
     fields, problems = _fields(given, FAMILIES[kind])
     found += problems + _refused(given, kind) + ([] if ignore is None else _strange(given, ignore))
@@ -195,6 +197,34 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
     refuse(f"{path}: {line}" for line in found)
     dtype = given.get("dtype") or given.get("torch_dtype") or ("bfloat16" if given.get(QUANTIZED) else None)
     return Described(kind, shape, length, dtype if isinstance(dtype, str) else "")
+
+
+def _most_alike(given: Mapping[str, Json], kind: str) -> str:
+    """Returns the two families that have most of a config.json's keys and values, and what differs from the first."""
+    differing = {family: _differing_keys(given, family) for family in FAMILIES}
+
+    def order(family: str) -> tuple[int, float]:
+        return len(differing[family]), -difflib.SequenceMatcher(None, family, kind[:_LONGEST_KIND]).ratio()
+
+    first, second = sorted(FAMILIES, key=order)[:2]
+    texts = [f"{key} ({what})" for key, what in differing[first].items()]
+    more = f" and {len(texts) - _MOST_DIFFERING} more" if len(texts) > _MOST_DIFFERING else ""
+    differences = f"; from {first} differ {', '.join(texts[:_MOST_DIFFERING])}{more}" if texts else ""
+    return f"most alike are {first} and {second}{differences}"
+
+
+def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
+    """Returns key -> what would differ if a config.json of another `model_type` were read as one of a family."""
+    if given.keys() <= {"model_type", *OF_IMAGES}:
+        return {}  # nothing to compare
+    renamed, _ = _renamed(given, FAMILIES[kind])
+    lines = [*positions.rotary(renamed, kind)[1], *positions.windows(renamed, kind)[1], *_refused(renamed, kind)]
+    lines += [line for line in _fields(renamed, FAMILIES[kind])[1] if ": got nothing" in line]
+    keys = [
+        key for line in lines if (key := line.partition(":")[0].partition(".")[0]) not in ("architectures", "auto_map")
+    ]
+    known = {key: DIFFERENT[key] if key in DIFFERENT else "attention" for key in keys}
+    return known | dict.fromkeys(in_no_table(given), "unknown")
 
 
 def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[str]]:

@@ -377,6 +377,47 @@ def test_another_model_type_is_not_guessed(kind, tmp_path):
     assert line.endswith("; nearest: none, this model cannot be imported")
 
 
+# Another model_type -> the folder whose config.json it has, its changes, and what the line states.
+ALIKE = {
+    "glm4": (
+        "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "(most alike are llama and ", "from llama differ rope_parameters (attention))",
+    ),
+    "granite": (
+        "llama", {"residual_multiplier": 0.2, "attention_multiplier": 0.1}, "(most alike are ",
+        "differ residual_multiplier (activations), attention_multiplier (attention))",
+    ),
+    "qwen2_moe": (
+        "qwen3-moe", {"shared_expert_intermediate_size": 8, "norm_topk_prob": False}, "(most alike are qwen3_moe and ",
+        "from qwen3_moe differ norm_topk_prob (activations), shared_expert_intermediate_size (unknown))",
+    ),
+    "gptj": ("gpt2", {"rotary_dim": 8}, "(most alike are gpt2 and ", "from gpt2 differ rotary_dim (unknown))"),
+    "arcee": ("llama", {"hidden_act": "relu2"}, "(most alike are ", " differ hidden_act (activations))"),
+    "mamba": (
+        "llama", {f"mamba_{number}": 1 for number in range(9)}, "differ mamba_0 (unknown), ",
+        "mamba_5 (unknown) and 3 more)",
+    ),
+    "vaultgemma": ("gemma2", {}, "(most alike are gemma2 and ", ")"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_another_model_type_states_what_differs_from_the_nearest_family(kind, tmp_path):
+    name, changes, start, end = ALIKE[kind]
+    [line] = refused(tmp_path, given(name) | changes | {"model_type": kind})
+    assert start in line
+    assert line.endswith(f"{end}; nearest: none, this model cannot be imported")
+
+
+def test_no_value_of_another_model_type_raises_more_than_a_line(tmp_path):
+    values = given("gemma3") | given("smollm3") | given("deepseek-v3") | {"model_type": "x"}
+    for number, key in enumerate(key for key in values if key != "model_type"):
+        text = mutated(values, key, HOSTILE[number % len(HOSTILE)])
+        with pytest.raises(UserError) as error:
+            of_json(read_json(text), tmp_path / "config.json", "")
+        assert len(error.value.problems) == 1
+
+
 def test_the_text_beside_images_may_leave_out_what_transformers_knows(tmp_path):
     """As the published files of Gemma 3 4B and Mistral Small 3.1 do."""
     shape = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
