@@ -40,11 +40,13 @@ class Scored:
     Attributes:
       parts: name of a row -> its examples: one for each file, or the validation split.
       byte_lengths: bytes of the text that each id stands for, int [vocabulary]; None: the targets are no text.
+      tokenizer: of the examples; None: they are no text.
       num_batches: how many batches of each part; 0: all.
     """
 
     parts: Mapping[str, Examples]
     byte_lengths: np.ndarray | None
+    tokenizer: Tokenizer | None
     num_batches: int
 
 
@@ -64,7 +66,7 @@ def opened(assembly: Assembly, overrides: Mapping[str, str]) -> Scored:
     names_files = bool(NAMED & overrides.keys())
     files = open_files(config, task) if names_files else None
     parts, tokenizer = (files, text_of(config, task)) if files is not None else _validation(config, task)
-    return Scored(parts, _byte_lengths(assembly, tokenizer), num_batches)
+    return Scored(parts, _byte_lengths(assembly, tokenizer), tokenizer, num_batches)
 
 
 def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tokenizer | None]:
@@ -106,7 +108,7 @@ def evaluated(assembly: Assembly, params: Params, scored: Scored) -> tuple[dict[
         sums = summed(assembly, params, examples, scored.num_batches)
         if scored.byte_lengths is not None:
             indices = first_examples(assembly.config, len(examples), scored.num_batches)
-            sums["bytes"] = bytes_of_targets(examples, indices, scored.byte_lengths)
+            sums["bytes"] = bytes_of_targets(examples, indices, scored.byte_lengths, scored.tokenizer)
         values[name], parts[name] = _values(sums, assembly.task.unit), sums
     return values, _values(together(parts), assembly.task.unit)
 

@@ -154,8 +154,8 @@ def main(argv: Sequence[str]) -> int:
     tokenizer: Tokenizer = text_of(config, assembly.task)
     asked = prompts
     if arguments.chat:
-        asked = in_chat(prompts, open_template(config.data.tokenizer, config.data.chat_template))
-    ids = encoded(asked, tokenizer.encode, assembly.task.vocab_size, decode)
+        asked = in_chat(prompts, open_template(config.data.tokenizer, config.data.chat_template), tokenizer.special)
+    ids = encoded(asked, tokenizer, assembly.task.vocab_size, decode)
     num_tokens = _num_tokens(arguments.num_tokens, decode, max(len(one) for one in ids))
     params, _ = restored(assembly, arguments.workdir, arguments.step, arguments.weights)
     default_temperature = DEFAULT_TEMPERATURE if continues else 0.0

@@ -82,8 +82,9 @@ class Requests:
     Attributes:
       assembly: of a task without `likelihoods.problems_of_task`, on a mesh without a pipeline.
       params: the weights, with the shapes and shardings of `assembly.state.params`.
-      tokenizer: of the run. Its end of document stands before a text without a context. Training predicts no first
-        token of a document, so that the first token of such a text is less probable than it might be.
+      tokenizer: of the run. A text starts with its `begin` ids. Without these the end of a document is before a text
+        without a context; training predicts no first token of a document then, so that the first token of such a text
+        is less probable than it might be.
       score: `likelihoods.scorer` of the assembly; it compiles once.
     """
 
@@ -98,7 +99,8 @@ class Requests:
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
         """Returns the log probability of each whole text, in nats: every token once, after as many as fit before it."""
-        pairs = [([self.tokenizer.end_id], self.tokenizer.encode(text)) for text in texts]
+        num_begin = len(self.tokenizer.begin)
+        pairs = [(self._beginning, self.tokenizer.encode(text)[num_begin:]) for text in texts]
         return [one.log_probability for one in self._scored(pairs)]
 
     def generated(self, prompts: Sequence[tuple[str, Mapping[str, Json]]]) -> list[str]:
@@ -131,9 +133,14 @@ class Requests:
         """
         trimmed = context.rstrip()
         continuation = context[len(trimmed) :] + continuation
-        before = self.tokenizer.encode(trimmed) if trimmed else []
+        before = self.tokenizer.encode(trimmed) if trimmed else list(self.tokenizer.begin)
         joined_tokens = self.tokenizer.encode(trimmed + continuation)
-        return before or [self.tokenizer.end_id], joined_tokens[len(before) :]
+        return before or self._beginning, joined_tokens[len(before) :]
+
+    @property
+    def _beginning(self) -> list[int]:
+        """The ids before a text without a context: the `begin` ids, or the end of the document before."""
+        return list(self.tokenizer.begin) or [self.tokenizer.end_id]
 
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
         return likelihoods.likelihoods(self.assembly, self.score, self.params, pairs)

@@ -55,6 +55,8 @@ FORMER: Mapping[str, str | Gone | Choice] = {
     "guard.allow_left_out": Gone(False, "as experts leave no tokens out"),
     "model.expert_exchange": Gone("gather", "as the devices of an expert axis always gather tokens"),
 }
+# Key -> its value in a run whose config.json lacks it, because the default changed what the program did before.
+IN_FORMER_RUNS: Mapping[str, Value] = {"data.begin_token": "none"}
 GROUPS = ("compression",)  # of former keys, which are no groups today
 
 

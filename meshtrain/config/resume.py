@@ -27,6 +27,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "into how many parts a batch is cut: the gradient is that of the whole batch": ("accumulation_steps",),
     "where data are read from and how fast: the fingerprint of their ids and their split is compared instead": (
         "data.source", "data.path", "data.validation_path", "data.text_field", "data.tokenizer", "data.end_token",
+        "data.begin_token", "data.special_tokens",
         "data.chat_template", "data.validation_fraction", "data.num_threads", "data.num_prefetch_batches",
     ),
     "what is shown, measured and saved": (
@@ -52,7 +53,7 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
 
 
 def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
-    """Returns the configuration of another run, types checked. Fields that its file does not have get their defaults.
+    """Returns the configuration of another run, types checked. Fields that its file lacks get their (former) defaults.
 
     The function that it names as `task` is imported, unless `overrides` (dotted key -> text) has another in its place.
 
@@ -63,7 +64,9 @@ def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
         given = read_json(text)
     except ValueError as error:
         raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run wrote; nearest: --config") from error
-    config, problems = built(given, overrides or {})
+    absent = former.IN_FORMER_RUNS.keys() - flags.flatten(given).keys() if isinstance(given, dict) else set()
+    texts = {key: str(former.IN_FORMER_RUNS[key]) for key in absent}
+    config, problems = built(given, texts | dict(overrides or {}))
     refuse(f"{CONFIG_FILE}: {line}" for line in problems)
     return config
 

@@ -7,6 +7,7 @@ Shapes: T sequence_length, N tokens of a line.
 
 import codecs
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain.data.chat_lines import Line, line_of
-from meshtrain.data.chat_template import ASSISTANT, ChatTemplate, Spans, open_template
+from meshtrain.data.chat_template import ASSISTANT, ChatTemplate, open_template
+from meshtrain.data.encoding.special_tokens import Spans, SpecialTokens, unmarked
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
-from meshtrain.data.sources import LAST_ANSWER, Asked, DataOptions, checked_files
+from meshtrain.data.sources import LAST_ANSWER, Asked, DataOptions, checked_files, tokenizer_of
 from meshtrain.data.text import read_rows, split
-from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
+from meshtrain.data.tokenizer import Tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError, refuse, warn
 from meshtrain.launch import peers
 from meshtrain.store.buckets import Place
@@ -33,7 +35,8 @@ class Written(NamedTuple):
     Attributes:
       text: prompt and completion, or what the chat template writes.
       answers: where each answer begins and ends, in characters.
-      ends: whether the end token follows, as part of the answer if there is one; a template writes its own.
+      ends: whether the tokens before a text and the end token are added, the latter as part of the answer if there is
+        one; a template writes its own.
     """
 
     text: str
@@ -71,7 +74,13 @@ def read_lines(path: Place, problems: Problems) -> list[Line]:
 
 
 def written(
-    lines: Sequence[Line], tokenizer: str, template_file: str, problems: Problems, *, last_only: bool = False
+    lines: Sequence[Line],
+    tokenizer: str,
+    template_file: str,
+    problems: Problems,
+    *,
+    special: SpecialTokens = SpecialTokens({}),  # noqa: B008  frozen
+    last_only: bool = False,
 ) -> list[Written]:
     """Returns the text of each line, with the answers that are trained.
 
@@ -80,6 +89,7 @@ def written(
       tokenizer: `data.tokenizer`, whose folder may bring the chat template.
       template_file: `data.chat_template`; `` takes the folder's.
       problems: gets a line for each conversation that the template does not take, and one where there is no template.
+      special: the special tokens of the tokenizer.
       last_only: whether only the last answer of a conversation is trained.
     """
     template: ChatTemplate | None = None
@@ -91,11 +101,13 @@ def written(
     result = []
     for line in lines:
         if line.pair is not None:
-            text = "".join(line.pair)
-            result.append(Written(text, ((len(line.pair[0]), len(text)),) if line.pair[1] else (), ends=True))
+            prompt, completion = map(unmarked, line.pair) if special.as_text else line.pair
+            text = prompt + completion
+            result.append(Written(text, ((len(prompt), len(text)),) if completion else (), ends=True))
         elif template is not None:
             try:
-                text, answers = template.written(line.messages, line.learned)
+                write = functools.partial(template.written, learned=line.learned)
+                text, answers = special.through_template(write, line.messages)
                 if last_only:
                     answers = answers[-1:] if last_answer_counts(line) else ()
                 result.append(Written(text, answers, ends=False))
@@ -110,6 +122,11 @@ def last_answer_counts(line: Line) -> bool:
         counts for message, counts in zip(line.messages, line.learned, strict=True) if message["role"] == ASSISTANT
     ]
     return bool(answers and answers[-1])
+
+
+def num_special(lines: Iterable[Line], special: SpecialTokens) -> int:
+    """Returns how many special tokens the prompts, completions and messages of lines contain."""
+    return sum(special.count([*(line.pair or ()), *line.messages]) for line in lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +176,8 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
             "task whose loss is weighted by them; nearest: task=decoder"
         )
     files, sequence_length = checked_files(options), asked.sequence_length
-    tokenizer = open_tokenizer(options.tokenizer, options.end_token)
-    lines = lines_of(options, files, tokenizer, asked.ids_below)
+    tokenizer = tokenizer_of(options)
+    lines, counted = lines_of(options, files, tokenizer, asked.ids_below)
     splits = split(lines, [line.text for line in lines], options.validation_fraction)
     tokens = [tokenized(tokenizer, part) for part in splits]
     fitted = [as_examples(part, sequence_length, tokenizer) for part in tokens]
@@ -173,13 +190,15 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
         if not one.num_lines
     ]
     refuse(empty)
+    prompted = _prompted(splits[1] or splits[0])
     return Data(
         train=fitted[0].examples,
         validation=fitted[1].examples,
         fingerprint=fingerprint(tokens),
-        summary=f"chat of {options.path}: {summary(fitted)}",
+        summary=f"chat of {options.path}: {summary(fitted)}{counted}",
         text=tokenizer,
-        prompts=_prompts(splits[1] or splits[0]),
+        prompts=(prompted.text[: prompted.answers[0][0]],) if prompted else (),
+        are_templated=prompted is not None and not prompted.ends,
     )
 
 
@@ -189,7 +208,7 @@ def open_whole(
     """Returns the path of each file -> its examples; see `corpus.open_whole`."""
     examples, empty = dict[str, FirstFitExamples](), Problems()
     for path in files:
-        lines = tokenized(tokenizer, lines_of(options, [path], tokenizer, asked.ids_below))
+        lines = tokenized(tokenizer, lines_of(options, [path], tokenizer, asked.ids_below)[0])
         one = as_examples(lines, asked.sequence_length, tokenizer)
         examples[str(path)] = one.examples
         if not one.num_lines:
@@ -203,8 +222,10 @@ def open_whole(
     return examples
 
 
-def lines_of(options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, vocab_size: int) -> list[Written]:
-    """Returns the text of each line of some files, with the answers that are targets.
+def lines_of(
+    options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, vocab_size: int
+) -> tuple[list[Written], str]:
+    """Returns the text of each line of some files, with the answers that are targets, and the special tokens in words.
 
     Raises:
       UserError: a line for each one that is broken, and if the tokenizer has ids that the model does not have.
@@ -215,9 +236,10 @@ def lines_of(options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer,
         if problems.is_enough():
             break
     last_only = options.loss_on == LAST_ANSWER
-    result = written(lines, options.tokenizer, options.chat_template, problems, last_only=last_only)
+    special = tokenizer.special
+    result = written(lines, options.tokenizer, options.chat_template, problems, special=special, last_only=last_only)
     refuse(problems.lines())
-    return result
+    return result, special.counted(num_special(lines, special))
 
 
 def tokenized(tokenizer: Tokenizer, lines: Sequence[Written]) -> list[Tokens]:
@@ -227,9 +249,10 @@ def tokenized(tokenizer: Tokenizer, lines: Sequence[Written]) -> list[Tokens]:
     for start in range(0, len(lines), _GROUP_LINES):
         some = lines[start : start + _GROUP_LINES]
         for line, (ids, places) in zip(some, tokenizer.with_places([line.text for line in some]), strict=True):
-            end = [tokenizer.end_id] if line.ends else []
-            counted = np.append(in_spans(places, line.answers), np.full(len(end), bool(line.answers)))
-            tokens.append(Tokens(np.append(ids, end).astype(tokenizer.dtype), counted))
+            begin, end = ([*tokenizer.begin], [tokenizer.end_id]) if line.ends else ([], [])
+            inside, is_learned = in_spans(places, line.answers), bool(line.answers)
+            counted = np.concatenate([np.zeros(len(begin), bool), inside, np.full(len(end), is_learned)])
+            tokens.append(Tokens(np.concatenate([begin, ids, end]).astype(tokenizer.dtype), counted))
     return tokens
 
 
@@ -310,7 +333,6 @@ def fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
     return digest.hexdigest()
 
 
-def _prompts(lines: Sequence[Written]) -> tuple[str, ...]:
-    """Returns the text of the first line up to its first target, for the sample at the end of a run."""
-    starts = [line.text[: line.answers[0][0]] for line in lines if line.answers and line.answers[0][0]]
-    return tuple(starts[:1])
+def _prompted(lines: Sequence[Written]) -> Written | None:
+    """Returns the first line with text before its first target, for the sample at the end of a run."""
+    return next((line for line in lines if line.answers and line.answers[0][0]), None)

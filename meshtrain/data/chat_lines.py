@@ -9,7 +9,8 @@ import json
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from meshtrain.data.chat_template import ASSISTANT, BEGIN, END, Message
+from meshtrain.data.chat_template import ASSISTANT, BEGIN, END
+from meshtrain.data.encoding.special_tokens import Message
 from meshtrain.errors import nearest, shown
 from meshtrain.files import Json, JsonObject, is_utf8
 

@@ -12,12 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from meshtrain.data.encoding.special_tokens import Message, Spans
 from meshtrain.data.tokenizer import SETTINGS, TEMPLATE, settings, special_tokens
 from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject, is_utf8, what_is_at
-
-Message = Mapping[str, Json]
-Spans = tuple[tuple[int, int], ...]
 
 ASSISTANT = "assistant"
 # Unicode keeps these two code points for a program's own use: no text that is exchanged has them.

@@ -16,11 +16,28 @@ import numpy as np
 
 from meshtrain.data import chat
 from meshtrain.data.own_source import Data
-from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, num_inputs, pack
-from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_files, is_own, unmounted
+from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, inner_ends, num_inputs, pack
+from meshtrain.data.sources import (
+    INPUTS,
+    Asked,
+    DataOptions,
+    Source,
+    check,
+    checked_files,
+    is_own,
+    tokenizer_of,
+    unmounted,
+)
 from meshtrain.data.text import SPLIT_BY_HASH_FROM, read_documents, split, standard_library
-from meshtrain.data.token_files import document_ends, open_token_files, read_sidecar, token_file_tokenizer
-from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer, vocabulary_problems
+from meshtrain.data.token_files import (
+    TOKENIZER_FIELDS,
+    document_ends,
+    ends_inside,
+    open_token_files,
+    read_sidecar,
+    token_file_tokenizer,
+)
+from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, vocabulary_problems
 from meshtrain.data.weighted_paths import PATH, Part, named_parts
 from meshtrain.errors import Problems, UserError, refuse
 from meshtrain.store.buckets import Place
@@ -67,7 +84,7 @@ def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
     if options.source == "tokens":
         first = _first_file(options)
         return token_file_tokenizer(first, read_sidecar(first))
-    return open_tokenizer(options.tokenizer, options.end_token)
+    return tokenizer_of(options)
 
 
 def vocabulary_of(options: DataOptions) -> int:
@@ -92,10 +109,11 @@ def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
     """Returns the ids of documents end to end, each followed by the end id."""
     pieces: list[np.ndarray] = []
     end = np.asarray([tokenizer.end_id], tokenizer.dtype)
-    for ids in tokenizer.encode_documents(texts):
+    documents = tokenizer.encode_documents(texts)
+    for ids in documents:
         pieces += [ids, end]
     array = np.concatenate(pieces, dtype=tokenizer.dtype, casting="same_kind") if pieces else end[:0]
-    return TokenStream((array,), tokenizer.end_id)
+    return TokenStream((array,), tokenizer.end_id, inner_ends=inner_ends(documents, tokenizer.end_id))
 
 
 def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
@@ -115,8 +133,10 @@ def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
 
 def _text_streams(
     options: DataOptions, files: Sequence[Place], tokenizer: Tokenizer
-) -> tuple[TokenStream, TokenStream]:
-    """Returns the streams of both splits: of each document by a hash, or one stream of few documents cut in two.
+) -> tuple[TokenStream, TokenStream, str]:
+    """Returns the streams of both splits, of each document by a hash, or one stream of few documents cut in two.
+
+    The third result says how many special tokens the documents contain, see `SpecialTokens.counted`.
 
     The hash is of a document's content, which keeps its split when its file is renamed or copied; of the standard
     library's, it is of the path.
@@ -126,10 +146,11 @@ def _text_streams(
     else:
         documents = [(text, text) for texts in _texts(options, files) for text in texts]
     keys, texts = [key for key, _ in documents], [text for _, text in documents]
+    counted = tokenizer.special.counted(tokenizer.special.count(texts))
     if len(texts) < SPLIT_BY_HASH_FROM:
-        return _cut(stream_of(tokenizer, texts), options.validation_fraction)
+        return *_cut(stream_of(tokenizer, texts), options.validation_fraction), counted
     train, validation = split(texts, keys, options.validation_fraction)
-    return stream_of(tokenizer, train), stream_of(tokenizer, validation)
+    return stream_of(tokenizer, train), stream_of(tokenizer, validation), counted
 
 
 def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, TokenStream]:
@@ -144,17 +165,21 @@ def _streams(
     """Returns the streams of both splits, the digest of their ids, and a description of the source."""
     if options.source == "tokens":
         arrays, digest = open_token_files(files, vocab_size)
-        stream = TokenStream(tuple(arrays), tokenizer.end_id, functools.partial(document_ends, files))
+        find_ends = functools.partial(document_ends, files)
+        stream = TokenStream(tuple(arrays), tokenizer.end_id, find_ends, ends_inside(files))
         train, validation = _cut(stream, options.validation_fraction)
-        return train, validation, digest, f"{len(files)} token file(s)"
+        num_special = sum(read_sidecar(path).num_special for path in files)
+        return train, validation, digest, f"{len(files)} token file(s){tokenizer.special.counted(num_special)}"
     refuse(vocabulary_problems(tokenizer, vocab_size))
-    train, validation = _text_streams(options, files, tokenizer)
+    train, validation, counted = _text_streams(options, files, tokenizer)
     ids = hashlib.sha256()
     for part in (*train.parts, *validation.parts):
         ids.update(np.ascontiguousarray(part).data)
+    for stream in (train, validation):  # the same ids may be other documents
+        ids.update(stream.inner_ends.astype("<i8").data)
     version = ".".join(str(number) for number in sys.version_info[:3])
     what = f"standard library of Python {version}" if options.source == "python" else f"text of {options.path}"
-    return train, validation, ids.hexdigest(), what
+    return train, validation, ids.hexdigest(), f"{what}{counted}"
 
 
 def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
@@ -227,7 +252,7 @@ def open_parts(open_one: Callable[[DataOptions, Asked], Data], options: DataOpti
 def _other_tokenizers(parts: Sequence[Part]) -> list[str]:
     """Returns one line for each part whose token files another tokenizer wrote than those of the first."""
     files = [read_sidecar(part.files[0]) for part in parts]
-    written = [(file.tokenizer_sha256, file.vocab_size, file.end_id) for file in files]
+    written = [tuple(getattr(file, name) for name in TOKENIZER_FIELDS) for file in files]
     return [
         f"{part.key}: got '{part.paths}' of another tokenizer than '{parts[0].paths}'; allowed: files prepared with "
         "one tokenizer; nearest: prepare them again"
@@ -259,6 +284,7 @@ def _joined(parts: Sequence[Part], opened: Sequence[Data]) -> Data:
         fingerprint=hashlib.sha256(" ".join(map(str, told)).encode()).hexdigest(),
         summary="; ".join(what),
         prompts=opened[-1].prompts,
+        are_templated=opened[-1].are_templated,
     )
 
 
@@ -299,7 +325,7 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
         return chat.open_whole(options, files, tokenizer, asked)
     if options.source == "tokens":
         streams = [
-            TokenStream((array,), tokenizer.end_id, functools.partial(document_ends, [path]))
+            TokenStream((array,), tokenizer.end_id, functools.partial(document_ends, [path]), ends_inside([path]))
             for path, array in zip(files, open_token_files(files, vocab_size)[0], strict=True)
         ]
     else:

@@ -28,6 +28,7 @@ class Data:
       summary: one line for people.
       text: encodes prompts and decodes what a model generates; None: the data are no text.
       prompts: those of the sample that a run draws at its end; () for none, or for a task whose texts continue prompts.
+      are_templated: whether a chat template wrote the prompts, with the tokens before a text.
     """
 
     train: Examples
@@ -36,6 +37,7 @@ class Data:
     summary: str = ""
     text: Tokenizer | None = None
     prompts: Sequence[str] = ()
+    are_templated: bool = False
 
 
 def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], num_eval_batches: int) -> Data:
@@ -71,7 +73,14 @@ def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, in
             f"data: got {prompts!r} for 'prompts' of {type(given).__name__}; allowed: a list of texts that are not "
             "empty; nearest: []"
         )
-    data = Data(given.train, () if validation is None else validation, given.fingerprint, text=text, prompts=prompts)
+    data = Data(
+        given.train,
+        () if validation is None else validation,
+        given.fingerprint,
+        text=text,
+        prompts=prompts,
+        are_templated=bool(getattr(given, "are_templated", False)),
+    )
     for split, examples in (("train", data.train), ("validation", data.validation)):
         problems += _split_problems(split, examples, batch, limits)
     if not problems:

@@ -8,7 +8,7 @@ target counts, else 0). Segment ids count from 1 within a row; 0 is padding. Pos
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -40,11 +40,13 @@ class TokenStream:
       parts: unsigned integer arrays, in order.
       end_id: the token that ends a document.
       find_ends: () -> what `document_ends` returns; None: the tokens are read.
+      inner_ends: int64, ordered: where an end token ends no document, because it is part of one.
     """
 
     parts: tuple[np.ndarray, ...]
     end_id: int
     find_ends: Callable[[], np.ndarray] | None = None
+    inner_ends: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64), repr=False)
     starts: np.ndarray = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,28 +71,37 @@ class TokenStream:
     def cut(self, start: int, stop: int) -> "TokenStream":
         """Returns a stream of the tokens start..stop, without reading them."""
         find_ends = functools.partial(self._ends_between, start, stop) if self.find_ends else None
-        return TokenStream(tuple(self._spans(start, stop)), self.end_id, find_ends)
+        first, last = np.searchsorted(self.inner_ends, (start, stop))
+        inner_ends = self.inner_ends[first:last] - start
+        return TokenStream(tuple(self._spans(start, stop)), self.end_id, find_ends, inner_ends)
 
     def _ends_between(self, start: int, stop: int) -> np.ndarray:
         ends = self.document_ends()
         first, last = np.searchsorted(ends, (start, stop), side="right")
         return ends[first:last] - start
 
+    def ends_documents(self, start: int, tokens: np.ndarray) -> np.ndarray:
+        """Returns which tokens, read from `start` on, end a document, bool [tokens]."""
+        is_end = tokens == self.end_id
+        first, last = np.searchsorted(self.inner_ends, (start, start + len(tokens)))
+        is_end[self.inner_ends[first:last] - start] = False
+        return is_end
+
     def document_ends(self) -> np.ndarray:
-        """Returns the position after each end token, int64 [number of end tokens]."""
+        """Returns the position after each end of a document, int64 [documents]."""
         if self.find_ends:
             return self.find_ends()
         ends = [np.empty(0, np.int64)]
         for start in range(0, len(self), _CHUNK_TOKENS):
             chunk = self.read(start, min(start + _CHUNK_TOKENS, len(self)))
-            ends.append(np.flatnonzero(chunk == self.end_id) + (start + 1))
+            ends.append(np.flatnonzero(self.ends_documents(start, chunk)) + (start + 1))
         return np.concatenate(ends)
 
     def pairs(self, stop: int) -> TokenPairs:
         """Yields (token, next token) within documents, for tokens 0..stop."""
         for start in range(0, stop, _CHUNK_TOKENS):
             chunk = self.read(start, min(start + _CHUNK_TOKENS, stop) + 1)
-            inside = chunk[:-1] != self.end_id
+            inside = ~self.ends_documents(start, chunk[:-1])
             yield chunk[:-1][inside], chunk[1:][inside]
 
 
@@ -114,7 +125,7 @@ class StreamExamples:
         length = self.sequence_length
         window = self.stream.read(index * length, (index + 1) * length + 1)
         tokens, targets = window[:-1], window[1:]
-        is_end = tokens == self.stream.end_id
+        is_end = self.stream.ends_documents(index * length, tokens)
         is_first = np.concatenate([[True], is_end[:-1]])
         steps = np.arange(length, dtype=np.int32)
         return {
@@ -207,13 +218,46 @@ class Parts:
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        place = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return list(self.parts.values())[place][index - int(self.starts[place])]
+        part, place = self.part_of(index)
+        return part[place]
+
+    def part_of(self, index: int) -> tuple[Examples, int]:
+        """Returns the source of an example, and the example's number there."""
+        number = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return list(self.parts.values())[number], index - int(self.starts[number])
 
     def pairs(self) -> TokenPairs:
         """Yields (token, target) of each source, once and without regard to the weights."""
         for part in self.parts.values():
             yield from part.pairs()
+
+
+def inner_ends(documents: Sequence[np.ndarray], end_id: int) -> np.ndarray:
+    """Returns where documents, end to end and each with an end token behind it, contain the end token, int64."""
+    places, start = [np.empty(0, np.int64)], 0
+    for ids in documents:
+        places.append(np.flatnonzero(ids == end_id) + start)
+        start += len(ids) + 1
+    return np.concatenate(places)
+
+
+def inner_end_targets(examples: Examples, index: int) -> np.ndarray | None:
+    """Returns which targets of an example are end tokens inside a document, bool [T]; None: no document has any."""
+    if isinstance(examples, Parts):
+        return inner_end_targets(*examples.part_of(index))
+    if not isinstance(examples, StreamExamples | FirstFitExamples) or not len(examples.stream.inner_ends):
+        return None
+    if isinstance(examples, StreamExamples):
+        starts, lengths = [index * examples.sequence_length], [examples.sequence_length]
+    else:
+        pieces = slice(*examples.row_starts[index : index + 2])
+        starts, lengths = examples.piece_starts[pieces].tolist(), examples.piece_lengths[pieces].tolist()
+    result, offset, ends = np.zeros(examples.sequence_length, bool), 0, examples.stream.inner_ends
+    for start, length in zip(starts, lengths, strict=True):
+        first, last = np.searchsorted(ends, (start + 1, start + length + 1))
+        result[ends[first:last] - (start + 1) + offset] = True
+        offset += length
+    return result
 
 
 def num_inputs(examples: Examples) -> int:

@@ -20,9 +20,26 @@ import numpy as np
 from tqdm import tqdm
 
 from meshtrain.cli import flags
+from meshtrain.data.encoding.special_tokens import ENCODE, MODES, TEXT, SpecialTokens
+from meshtrain.data.packing import inner_ends
 from meshtrain.data.text import find_files, is_table, read_documents, tokens_as_text
-from meshtrain.data.token_files import TokenFile, is_intact, make_index, read_description, sidecar_path, write_index
-from meshtrain.data.tokenizer import Tokenizer, file_problems, folder_end_token, open_tokenizer, tokenizer_file
+from meshtrain.data.token_files import (
+    MOST_INNER_ENDS,
+    TokenFile,
+    is_intact,
+    make_index,
+    read_description,
+    sidecar_path,
+    write_index,
+)
+from meshtrain.data.tokenizer import (
+    NO_TOKEN,
+    Tokenizer,
+    file_problems,
+    folder_end_token,
+    open_tokenizer,
+    tokenizer_file,
+)
 from meshtrain.errors import Problems, UserError, refuse, run
 from meshtrain.files import expanded, identities, replacing, what_is_at, write_whole
 from meshtrain.store.buckets import Place, version
@@ -30,7 +47,8 @@ from meshtrain.store.buckets import Place, version
 # Text tokenized at a time: enough for the tokenizer's threads, few enough that little memory is taken.
 _GROUP_BYTES = 1 << 20
 _NUM_GROUPS_AHEAD = 2
-_COUNTED = ("num_tokens", "num_documents", "sha256")  # fields of a description that are known once all is written
+# Fields of a description that are known once all is written.
+_COUNTED = ("num_tokens", "num_documents", "sha256", "num_special", "inner_ends")
 _QUIET_SECONDS = 60.0  # between two lines of progress where standard error is no terminal
 
 
@@ -59,35 +77,56 @@ def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str]
         yield texts, num_bytes
 
 
-def _tokenized(groups: Iterable[tuple[list[str], int]], tokenizer: Tokenizer) -> Iterator[tuple[list[np.ndarray], int]]:
-    """Yields the ids of each document of a group, and its bytes, while the next groups are read and tokenized."""
-    ahead = collections.deque[tuple[Future[list[np.ndarray]], int]]()
+def _tokenized(
+    groups: Iterable[tuple[list[str], int]], tokenizer: Tokenizer
+) -> Iterator[tuple[list[np.ndarray], int, int]]:
+    """Yields the ids of each document of a group, its bytes and special tokens, while the next groups are tokenized."""
+    ahead = collections.deque[tuple[Future[list[np.ndarray]], int, int]]()
     with ThreadPoolExecutor(_NUM_GROUPS_AHEAD) as threads:
         for texts, num_bytes in groups:
-            ahead.append((threads.submit(tokenizer.encode_documents, texts), num_bytes))
+            num_special = tokenizer.special.count(texts)
+            ahead.append((threads.submit(tokenizer.encode_documents, texts), num_bytes, num_special))
             if len(ahead) > _NUM_GROUPS_AHEAD:
-                ids, taken_bytes = ahead.popleft()
-                yield ids.result(), taken_bytes
-        for ids, taken_bytes in ahead:
-            yield ids.result(), taken_bytes
+                ids, taken_bytes, taken_special = ahead.popleft()
+                yield ids.result(), taken_bytes, taken_special
+        for ids, taken_bytes, taken_special in ahead:
+            yield ids.result(), taken_bytes, taken_special
 
 
 def _write_tokens(
-    files: Iterable[Place], text_field: str, tokenizer: Tokenizer, out: BinaryIO, bar: tqdm
-) -> tuple[int, int, str]:
-    """Writes the ids of all documents, each followed by the end id; returns (num_tokens, num_documents, sha256)."""
-    num_tokens = num_documents = 0
-    digest = hashlib.sha256()
+    files: Iterable[Place], text_field: str, tokenizer: Tokenizer, described: TokenFile, out: BinaryIO, bar: tqdm
+) -> TokenFile:
+    """Writes the ids of all documents, each followed by the end id; returns the description with what was written.
+
+    Raises:
+      UserError: see `_groups`; or the texts contain more end tokens than a description lists.
+    """
+    num_tokens = num_documents = num_special = 0
+    digest, ends = hashlib.sha256(), list[int]()
     end = np.asarray([tokenizer.end_id], tokenizer.dtype).tobytes()
-    for documents, num_bytes in _tokenized(_groups(files, text_field), tokenizer):
+    for documents, num_bytes, num_special_here in _tokenized(_groups(files, text_field), tokenizer):
+        ends += (inner_ends(documents, tokenizer.end_id) + num_tokens).tolist()
         for ids in documents:
             content = ids.astype(tokenizer.dtype).tobytes() + end
             digest.update(content)
             out.write(content)
             num_tokens += len(ids) + 1
-        num_documents += len(documents)
+        num_documents, num_special = num_documents + len(documents), num_special + num_special_here
+        if len(ends) > MOST_INNER_ENDS:
+            fix = f"begin_token={NO_TOKEN}" if tokenizer.end_id in tokenizer.begin else f"special_tokens={TEXT}"
+            raise UserError(
+                f"data.path: got more than {MOST_INNER_ENDS:,} end tokens inside the documents of a token file; "
+                f"allowed: fewer, as its description lists them; nearest: data.{fix}"
+            )
         bar.update(num_bytes)
-    return num_tokens, num_documents, digest.hexdigest()
+    return dataclasses.replace(
+        described,
+        num_tokens=num_tokens,
+        num_documents=num_documents,
+        sha256=digest.hexdigest(),
+        num_special=num_special,
+        inner_ends=ends,
+    )
 
 
 def _progress(file_bytes: Iterable[int], what: str = "prepare") -> tqdm:
@@ -128,6 +167,14 @@ def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool
     return problems
 
 
+def _folder_problems(output: str, folder: Path, overwrite: bool) -> list[str]:
+    """Returns one line for each reason not to write token files into a folder, which need not be there."""
+    if (what := what_is_at(folder)) == "nothing there":
+        return _output_problems([folder], set(), overwrite)
+    allowed = "allowed: a folder, or a new name; nearest: tokens/"
+    return [] if what == "a folder" else [f"--output: got '{output}', {what}; {allowed}"]
+
+
 def _named(output: str) -> Path:
     out_path = expanded(output)
     if not out_path.name or out_path.name == "..":
@@ -141,6 +188,8 @@ def prepare(
     *,
     tokenizer: str = "bytes",
     end_token: str = "",
+    begin_token: str = "",
+    special_tokens: str = ENCODE,
     text_field: str = "text",
     overwrite: bool = False,
 ) -> TokenFile:
@@ -153,11 +202,12 @@ def prepare(
       output: the .bin file to write; or, with / at its end, a folder to make, for a NAME.bin of each file NAME.
       tokenizer: `bytes`, or the path of a tokenizer.json or its folder.
       end_token: the token that ends a document; `` takes the folder's, else a well-known one, or adds one id.
+      begin_token, special_tokens: see `file_tokenizer`.
       text_field: the field of a line, or the column of a table, that holds the document.
       overwrite: replace existing files.
 
     Returns:
-      The description that was written; of a folder, with the tokens and documents of all its files.
+      The description that was written; of a folder, with the counts of all its files.
 
     Raises:
       UserError: the text or the tokenizer cannot be read, or the output exists or cannot be written. In a folder, the
@@ -171,15 +221,12 @@ def prepare(
     if not is_folder:
         targets = [out_path, sidecar_path(out_path), out_path.with_name(f"{out_path.name}.tokenizer.json")]
         problems += _output_problems(targets[: 2 if tokenizer == "bytes" else 3], read, overwrite)
-    elif (what := what_is_at(out_path)) == "nothing there":
-        problems += _output_problems([out_path], set(), overwrite)
-    elif what != "a folder":
-        problems.append(f"--output: got '{output}', {what}; allowed: a folder, or a new name; nearest: tokens/")
+    else:
+        problems += _folder_problems(output, out_path, overwrite)
     refuse(problems)
-    opened = open_tokenizer(tokenizer, end_token)
+    opened = open_tokenizer(tokenizer, end_token, begin_token, special_tokens)
     content = b"" if tokenizer == "bytes" else tokenizer_file(tokenizer).read_bytes()
-    name = "" if is_folder else out_path.name
-    described = _description(opened, content, name, end_token or folder_end_token(tokenizer))
+    described = _description(opened, content, out_path.name * (not is_folder), end_token or folder_end_token(tokenizer))
     write = functools.partial(_write, text_field=text_field, tokenizer=opened, content=content)
     try:
         if is_folder:
@@ -213,6 +260,8 @@ def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str
         tokenizer=copied if content else "bytes",
         tokenizer_sha256=digest,
         end_token=end_token,  # the copy has no tokenizer_config.json beside it
+        begin=list(tokenizer.begin),
+        special_tokens=TEXT if tokenizer.special.as_text else ENCODE,
     )
 
 
@@ -239,14 +288,13 @@ def _write(
 ) -> TokenFile:
     """Writes a token file and what stands beside it; `content` is of the tokenizer.json, b"" if there is none."""
     with replacing(out_path) as out:
-        num_tokens, num_documents, sha256 = _write_tokens(files, text_field, tokenizer, out, bar)
+        described = _write_tokens(files, text_field, tokenizer, described, out, bar)
         # The old description is deleted first and the new one written last: it never describes other tokens.
         sidecar_path(out_path).unlink(missing_ok=True)
         if content:
             write_whole(out_path.with_name(described.tokenizer), content)
-    described = dataclasses.replace(described, num_tokens=num_tokens, num_documents=num_documents, sha256=sha256)
     write_whole(sidecar_path(out_path), json.dumps(dataclasses.asdict(described), indent=2) + "\n")
-    if num_tokens:
+    if described.num_tokens:
         write_index(out_path, make_index(out_path, described, whole=True))
     return described
 
@@ -284,7 +332,8 @@ def _write_each(
             except UserError as error:
                 problems.add(*error.problems)
     refuse(problems.lines())
-    counts = {name: sum(getattr(part, name) for part in whole.values()) for name in ("num_tokens", "num_documents")}
+    names = ("num_tokens", "num_documents", "num_special")
+    counts = {name: sum(getattr(part, name) for part in whole.values()) for name in names}
     return dataclasses.replace(described, **counts)
 
 
@@ -345,7 +394,7 @@ def _as_flags(problem: str) -> str:
     """Returns a problem of the data with this program's flags instead of the configuration's fields."""
     problem = problem.replace("data.source=tokens", "train on it with data.source=tokens")
     problem = problem.replace("nearest: data.source=python", "nearest: --path='*.txt'")
-    return re.sub(r"\bdata\.(path|text_field|tokenizer|end_token)\b", r"--\1", problem)
+    return re.sub(r"\bdata\.(path|text_field|tokenizer|end_token|begin_token|special_tokens)\b", r"--\1", problem)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -363,6 +412,13 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--tokenizer", metavar="FILE", default="bytes", help="bytes, or a tokenizer.json or its folder")
     parser.add_argument("--end_token", default="", help="the token that ends a document")
+    parser.add_argument("--begin_token", default="", help="the token before a document; none: no token")
+    parser.add_argument(
+        "--special_tokens",
+        choices=MODES,
+        default=ENCODE,
+        help="text: the text of a special token in a document does not become this token",
+    )
     parser.add_argument("--text_field", default="text", help="the field of a line, or the column of a table")
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     given = parser.parse_args(arguments)
@@ -373,6 +429,7 @@ def main(arguments: Sequence[str]) -> None:
     print(
         f"{given.output}: {described.num_tokens:,} tokens of {described.num_documents:,} documents, {described.dtype}, "
         f"vocabulary {described.vocab_size:,}"
+        f"{SpecialTokens({}, given.special_tokens == TEXT).counted(described.num_special)}"
     )
     names = f"'{given.output}*.bin'" if given.output.endswith("/") else given.output
     print(f"train on it: --config.data.source=tokens --config.data.path={names}")

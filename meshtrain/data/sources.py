@@ -5,11 +5,12 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 
 from meshtrain.data import chat_template
+from meshtrain.data.encoding.special_tokens import ENCODE, MODES
 from meshtrain.data.loader import Examples, Shaped
 from meshtrain.data.own_source import Data
 from meshtrain.data.text import TABLES, is_table, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
-from meshtrain.data.tokenizer import Tokenizer, file_problems
+from meshtrain.data.tokenizer import Tokenizer, file_problems, open_tokenizer
 from meshtrain.data.weighted_paths import PATH, named_parts, shared_files
 from meshtrain.errors import Problems, UserError, refusals, refuse
 from meshtrain.files import url_problems
@@ -68,6 +69,14 @@ class DataOptions:
     end_token: str = option(
         "", "the token that ends a document; '' takes the folder's, else a well-known one, or adds one id",
         only_for=DOCUMENTS,
+    )  # fmt: skip
+    begin_token: str = option(
+        "", "the token before a text that no chat template writes; '' takes those that the tokenizer.json's "
+        "post-processor puts there, none takes none", only_for=DOCUMENTS,
+    )  # fmt: skip
+    special_tokens: str = option(
+        ENCODE, "encode, or text: whether the text of a special token in a document or message becomes this token",
+        choices=MODES, only_for=DOCUMENTS,
     )  # fmt: skip
     chat_template: str = option(
         "", "a file with the Jinja template of conversations; '' takes that of the tokenizer's folder", names="path"
@@ -147,6 +156,15 @@ def is_own(options: DataOptions) -> bool:
 def reads_documents(options: DataOptions) -> bool:
     """Returns whether the data go through `data.tokenizer`."""
     return "end_token" not in idle(options, "")
+
+
+def tokenizer_of(options: DataOptions) -> Tokenizer:
+    """Returns the tokenizer that the options name.
+
+    Raises:
+      UserError: see `open_tokenizer`.
+    """
+    return open_tokenizer(options.tokenizer, options.end_token, options.begin_token, options.special_tokens)
 
 
 def source_of(path: str) -> str:

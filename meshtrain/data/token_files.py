@@ -6,18 +6,24 @@ The index saves a start from reading the ids. It counts while the file has the s
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import time
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from meshtrain.data.encoding.special_tokens import ENCODE, MODES
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, file_tokenizer
 from meshtrain.errors import Problems, UserError, refuse, unknown
-from meshtrain.files import what_is_at, write_whole
+from meshtrain.files import Json, what_is_at, write_whole
 
 DTYPES = ("uint16", "uint32")
+# Fields of a description that are equal in files that are used together.
+TOKENIZER_FIELDS = ("vocab_size", "end_id", "tokenizer_sha256", "begin", "special_tokens")
+MOST_INNER_ENDS = 1_000_000  # in a file, because its description lists them
 
 _WRITTEN = "allowed: what python -m meshtrain prepare writes; nearest: prepare it again"
 _CHUNK_BYTES = 1 << 24
@@ -47,6 +53,10 @@ class TokenFile:
         it.
       source_bytes: size of the file of text.
       source_version: its time of change in nanoseconds; in a bucket, its CRC32C.
+      begin: the ids before each document; [] if an earlier version prepared it.
+      special_tokens: the value of data.special_tokens when it was prepared.
+      num_special: how many special tokens the texts contained.
+      inner_ends: the positions of the end ids that end no document, in order; an earlier version took each for an end.
     """
 
     dtype: str
@@ -62,6 +72,10 @@ class TokenFile:
     source: str = ""
     source_bytes: int = 0
     source_version: str = ""
+    begin: list[int] = dataclasses.field(default_factory=list)
+    special_tokens: str = ENCODE
+    num_special: int = 0
+    inner_ends: list[int] = dataclasses.field(default_factory=list)
 
 
 def sidecar_path(path: Path) -> Path:
@@ -98,10 +112,10 @@ def read_description(path: Path) -> TokenFile:
       UserError: the description is missing or malformed.
     """
     sidecar = sidecar_path(path)
-    wanted = {field.name: field.type for field in dataclasses.fields(TokenFile)}
-    later = {
-        field.name: field.default for field in dataclasses.fields(TokenFile) if field.default != dataclasses.MISSING
-    }
+    fields = dataclasses.fields(TokenFile)
+    wanted = {field.name: typing.get_origin(field.type) or field.type for field in fields}
+    later = {field.name: field.default for field in fields if field.default != dataclasses.MISSING}
+    later |= {field.name: field.default_factory() for field in fields if field.default_factory != dataclasses.MISSING}
     try:
         if (what := what_is_at(sidecar)) not in ("a file", "nothing there"):
             raise OSError(None, what)  # not opened: reading a pipe would block
@@ -119,12 +133,19 @@ def read_description(path: Path) -> TokenFile:
     described = TokenFile(**{name: content[name] for name in wanted})
     if described.dtype not in DTYPES:
         raise UserError(unknown(f"dtype in '{sidecar}'", described.dtype, DTYPES) + "; nearest: prepare it again")
-    bounds = {"vocab_size": 1, "num_tokens": 0, "num_documents": 0, "end_id": -1, "source_bytes": 0}
+    bounds = {"vocab_size": 1, "num_tokens": 0, "num_documents": 0, "end_id": -1, "source_bytes": 0, "num_special": 0}
     wrong = [name for name, least in bounds.items() if getattr(described, name) < least]
     if described.end_id >= described.vocab_size:
         wrong.append("end_id")
     if described.vocab_size > np.iinfo(described.dtype).max + 1:  # ids that this dtype cannot hold
         wrong.append("vocab_size")
+    if not _are_indices(described.begin, described.vocab_size):
+        wrong.append("begin")
+    ends = described.inner_ends
+    if not _are_indices(ends, described.num_tokens) or any(one >= other for one, other in itertools.pairwise(ends)):
+        wrong.append("inner_ends")
+    if described.special_tokens not in MODES:
+        wrong.append("special_tokens")
     if (
         wrong
         or not described.tokenizer
@@ -132,9 +153,14 @@ def read_description(path: Path) -> TokenFile:
         or Path(described.tokenizer).name != described.tokenizer
         or "\0" in described.tokenizer
     ):
-        got = ", ".join(f"{name} {getattr(described, name)}" for name in wrong) or f"tokenizer '{described.tokenizer}'"
+        values = (f"{name} {str(getattr(described, name))[:40]}" for name in wrong)
+        got = ", ".join(values) or f"tokenizer '{described.tokenizer}'"
         raise UserError(f"data.path: '{sidecar}' says {got}; {_WRITTEN}")
     return described
+
+
+def _are_indices(values: Sequence[Json], stop: int) -> bool:
+    return all(type(value) is int and 0 <= value < stop for value in values)
 
 
 def _chunks(path: Path, dtype: str, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
@@ -260,9 +286,9 @@ def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
 
 
 def document_ends(files: Sequence[Path]) -> np.ndarray:
-    """Returns the position after each end id of token files end to end, int64 [number of end ids].
+    """Returns the position after each document of token files end to end, int64 [documents].
 
-    It is read from their indices; a file whose index lacks it is read once.
+    The positions of end ids are read from the files' indices; a file whose index lacks them is read once.
     """
     ends, start = [np.empty(0, np.int64)], 0
     for path in files:
@@ -272,7 +298,17 @@ def document_ends(files: Sequence[Path]) -> np.ndarray:
             write_index(path, index)
         ends.append(np.cumsum(index.lengths, dtype=np.int64) + start)
         start += described.num_tokens
-    return np.concatenate(ends)
+    all_ends, inside = np.concatenate(ends), ends_inside(files)
+    return all_ends[~np.isin(all_ends, inside + 1)] if len(inside) else all_ends
+
+
+def ends_inside(files: Sequence[Path]) -> np.ndarray:
+    """Returns where token files, end to end, contain an end id that ends no document, int64, by their descriptions."""
+    places, start = [np.empty(0, np.int64)], 0
+    for described in map(read_sidecar, files):
+        places.append(np.asarray(described.inner_ends, np.int64) + start)
+        start += described.num_tokens
+    return np.concatenate(places)
 
 
 def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
@@ -284,7 +320,7 @@ def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
     if described.tokenizer == "bytes":
         return byte_tokenizer()
     beside = path.with_name(described.tokenizer)
-    tokenizer = file_tokenizer(str(beside), described.end_token)
+    tokenizer = file_tokenizer(str(beside), described.end_token, tuple(described.begin), described.special_tokens)
     if hashlib.sha256(beside.read_bytes()).hexdigest() != described.tokenizer_sha256:
         raise UserError(f"data.path: '{beside}' is not the tokenizer that wrote '{path}'; {_WRITTEN}")
     return tokenizer
@@ -308,8 +344,7 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.nd
     digest = hashlib.sha256()
     for path in files:
         described.append(one := read_sidecar(path))
-        names = ("vocab_size", "end_id", "tokenizer_sha256")
-        differing = [name for name in names if getattr(one, name) != getattr(described[0], name)]
+        differing = [name for name in TOKENIZER_FIELDS if getattr(one, name) != getattr(described[0], name)]
         problems += [
             f"data.path: '{path}' has {name} {getattr(one, name)!r}, but the first file has "
             f"{getattr(described[0], name)!r}; allowed: files prepared with one tokenizer; nearest: prepare them again"
@@ -317,6 +352,7 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.nd
         ]
         file_digest, problem = scan(path, one, vocab_size)
         digest.update(file_digest.encode())
+        digest.update(np.asarray(one.inner_ends, "<i8").data)  # the same ids may be other documents
         problems += [problem] if problem else []
     refuse(Problems(problems).lines())
     arrays = [

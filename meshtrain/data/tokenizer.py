@@ -8,24 +8,27 @@ import dataclasses
 import functools
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtrain.data.encoding.special_tokens import ENCODE, TEXT, SpecialTokens, marked_tokenizer, original_ids, unmarked
+from meshtrain.data.encoding.text_bytes import blank_in_bytes, bytes_of_ids, num_added_blanks
 from meshtrain.data.long_texts import batches, cuts_of
-from meshtrain.data.packing import Examples
+from meshtrain.data.packing import Example, Examples, inner_end_targets
 from meshtrain.errors import UserError, nearest, refuse, unknown
-from meshtrain.files import Json, JsonObject, download_command, pointer_problem, read_json, snapshot_of, what_is_at
+from meshtrain.files import JsonObject, download_command, pointer_problem, read_json, snapshot_of, what_is_at
 
 if TYPE_CHECKING:
     import tokenizers
 
 NUM_BYTES = 256
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how tokenizers with a byte fallback write one byte
+NO_TOKEN = "none"  # of `data.begin_token`
+_NUM_PROBES = 16  # pieces of a vocabulary that are tried as texts
+_NO_CHARACTER = "\U0010ffff"  # no vocabulary has it
 
 # Tokens by which well-known tokenizers end a document, best known first.
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -39,13 +42,17 @@ class Tokenizer:
       name: `bytes`, `numbers`, or the path of the tokenizer.json or its folder.
       vocab_size: one more than the largest id, the end id among them.
       end_id: the id that ends a document; -1 where there are no documents.
-      encode_documents: texts -> one unsigned integer array each, without the end id.
+      encode_documents: texts -> one unsigned integer array each, with the `begin` ids and without the end id.
       decode: ids -> text; ids that are not text (the end id, padding of the vocabulary) are left out.
       byte_lengths: () -> UTF-8 bytes of the text that each id stands for, int32 [vocab_size]; None: ids are no text.
-      with_places: texts -> for each, its ids, and where each id begins and ends in the text's characters, int64 [N, 2];
-        None: unknown. A blank may be left out at the beginning of a place: an id of blanks alone then has an empty one
-        at its end.
+      with_places: texts -> for each, its ids without the `begin` ids, and where each id begins and ends in the text's
+        characters, int64 [N, 2]; None: unknown. A blank may be left out at the beginning of a place: an id of blanks
+        alone then has an empty one at its end.
       also_end: ids besides `end_id` that end a generated text.
+      begin: ids before a text, unless a chat template wrote it.
+      special: the special tokens, and whether texts that contain them are encoded as text.
+      blank: the ids of bytes that together stand for a blank, if the tokenizer has no other id for it.
+      added_blanks: blanks that the tokenizer puts before a text: 0 or 1.
     """
 
     name: str
@@ -56,15 +63,30 @@ class Tokenizer:
     byte_lengths: Callable[[], np.ndarray] | None = None
     with_places: Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]] | None = None
     also_end: tuple[int, ...] = ()
+    begin: tuple[int, ...] = ()
+    special: SpecialTokens = dataclasses.field(default_factory=lambda: SpecialTokens({}))
+    blank: tuple[int, ...] = ()
+    added_blanks: int = 0
 
     @property
     def dtype(self) -> np.dtype:
         """The smaller of little-endian uint16 and uint32 that holds every id."""
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
 
+    @property
+    def end_text(self) -> str:
+        """The text of the end token; `` if it has none."""
+        return next((text for text, index in self.special.ids.items() if index == self.end_id), "")
+
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of one text, without the end id."""
+        """Returns the ids of one text, with the `begin` ids and without the end id."""
         [ids] = self.encode_documents([text])
+        return [int(one) for one in ids]
+
+    def encode_templated(self, text: str) -> list[int]:
+        """Returns the ids of a text that a chat template wrote: without `begin` ids."""
+        assert self.with_places is not None, self.name
+        [(ids, _)] = self.with_places([text])
         return [int(one) for one in ids]
 
 
@@ -179,67 +201,235 @@ def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
     return vocab[known] if known else max(vocab.values(), default=-1) + 1
 
 
-def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face tokenizer.json (package `tokenizers`).
+def _encodings(
+    path: str,
+    encode_batch: Callable[..., list["tokenizers.Encoding"]],
+    texts: Sequence[str],
+    *,
+    add_special_tokens: bool = False,
+) -> list["tokenizers.Encoding"]:
+    try:
+        return encode_batch(list(texts), add_special_tokens=add_special_tokens)
+    except Exception as error:  # as in `_loaded`; for example, a tokenizer without a token for unknown text
+        raise UserError(
+            f"data.tokenizer: got '{path}', which cannot encode the data ({error}); allowed: one that has a token "
+            "for every text; nearest: bytes"
+        ) from error
+
+
+def _ids(loaded: "tokenizers.Tokenizer", text: str) -> list[int]:
+    """Returns the ids of a text; none if the tokenizer cannot encode it."""
+    try:
+        return list(_encodings("", loaded.encode_batch, [text])[0].ids)
+    except UserError:
+        return []
+
+
+def _begin_ids(
+    path: str, begin_token: str, loaded: "tokenizers.Tokenizer", vocab: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Returns the ids before a text; for the arguments see `file_tokenizer`.
+
+    Raises:
+      UserError: the vocabulary lacks the token, or the post-processor puts tokens behind a text.
+    """
+    if begin_token == NO_TOKEN:
+        return ()
+    if begin_token:
+        if begin_token not in vocab:
+            known = [token.content for token in loaded.get_added_tokens_decoder().values() if token.special]
+            raise UserError(unknown(f"data.begin_token for {path}", begin_token, [NO_TOKEN, *known]))
+        return (vocab[begin_token],)
+    before, behind = _processed(loaded, vocab)
+    if not behind:
+        return before
+    shown = " ".join(str(loaded.id_to_token(index)) for index in behind)
+    fix = loaded.id_to_token(before[0]) if len(before) == 1 else NO_TOKEN
+    raise UserError(
+        f"data.begin_token: got '' with '{path}', whose post-processor puts {shown} behind a text, as models that read "
+        f"whole texts have it; allowed: {NO_TOKEN}, or a token; nearest: data.begin_token={fix}"
+    )
+
+
+def _processed(loaded: "tokenizers.Tokenizer", vocab: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the ids that the post-processor of a tokenizer.json puts before a text, and behind it."""
+    if loaded.num_special_tokens_to_add(is_pair=False) == 0:
+        return (), ()
+    for text in ("a", *itertools.islice(vocab, _NUM_PROBES)):
+        if _ids(loaded, text):
+            encoding = loaded.encode(text, add_special_tokens=True)
+            mask, ids = encoding.special_tokens_mask, encoding.ids
+            first, last = mask.index(0), len(mask) - mask[::-1].index(0)
+            return tuple(ids[:first]), tuple(ids[last:])
+    return (), ()
+
+
+def with_begin_token(path: str, begin_token: str) -> str:
+    """Returns the text of a tokenizer.json whose post-processor puts the token before a text; `` if its own does so.
 
     Args:
       path: the tokenizer.json, or the folder that holds it.
-      end_token: the token that ends a document; `` takes the folder's `eos_token`, else a well-known one, or adds one
-        id after the last.
+      begin_token: as in `file_tokenizer`.
 
     Raises:
-      UserError: the file cannot be read, is no tokenizer.json, or has no such token.
+      UserError: the file cannot be read, or lacks the token.
     """
     loaded = _loaded(path)
     vocab = loaded.get_vocab(with_added_tokens=True)
-    vocab_size = max(vocab.values(), default=-1) + 1
-    end_id = _end_id(path, end_token, vocab)
+    if not begin_token or _processed(loaded, vocab) == ((begin := _begin_ids(path, begin_token, loaded, vocab)), ()):
+        return ""
+    names = [str(loaded.id_to_token(index)) for index in begin]
+    first = [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
+    single = [*first, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {name: {"id": name, "ids": [index], "tokens": [name]} for name, index in zip(names, begin, strict=True)}
+    added = {"type": "TemplateProcessing", "single": single, "special_tokens": tokens}
+    added["pair"] = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    content = read_json(tokenizer_file(path).read_bytes())
+    former = content["post_processor"] or {"type": ""}
+    listed = former["processors"] if former["type"] == "Sequence" else [former]
+    kept = [one for one in listed if one["type"] == "ByteLevel"]
+    content["post_processor"] = {"type": "Sequence", "processors": [*kept, added]} if kept else added
+    return json.dumps(content, ensure_ascii=False, indent=2) + "\n"
 
-    cuts = functools.cache(lambda: cuts_of(loaded))  # takes seconds for a large vocabulary, and few texts need it
+
+def _special_tokens(
+    loaded: "tokenizers.Tokenizer", end_id: int, vocab: Mapping[str, int], *, as_text: bool
+) -> SpecialTokens:
+    """Returns the tokens that a tokenizer.json calls special, and the end token."""
+    ids = {token.content: index for index, token in loaded.get_added_tokens_decoder().items() if token.special}
+    return SpecialTokens(ids | {piece: index for piece, index in vocab.items() if index == end_id}, as_text)
+
+
+def _as_text(
+    path: str, loaded: "tokenizers.Tokenizer", special: SpecialTokens
+) -> tuple["tokenizers.Tokenizer", np.ndarray]:
+    """Returns a tokenizer that encodes special tokens as text, and the id in `loaded` of each of its ids.
+
+    Raises:
+      UserError: the vocabulary itself turns the text of a special token into this token.
+    """
+    marked = marked_tokenizer(loaded, special.ids)
+    ids_of = original_ids(marked, loaded)
+    unknown = ids_of[np.asarray(_ids(marked, _NO_CHARACTER), np.int64)]
+    for text, index in special.ids.items():
+        if index in ids_of[np.asarray(_ids(marked, text), np.int64)] and index not in unknown:
+            raise UserError(
+                f"data.special_tokens: got {TEXT} with '{path}', which has no other tokens for the text '{text}'; "
+                f"allowed: {ENCODE}, or a tokenizer that writes every text; nearest: data.special_tokens={ENCODE}"
+            )
+    return marked, ids_of
+
+
+def _encoders(
+    path: str, encoder: "tokenizers.Tokenizer", ids_of: np.ndarray | None, begin: tuple[int, ...]
+) -> tuple[Callable[[Sequence[str]], list[np.ndarray]], Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]]]:
+    """Returns `encode_documents` and `with_places` of a `Tokenizer`.
+
+    Args:
+      path: of the tokenizer, for errors.
+      encoder: a `tokenizers.Tokenizer`.
+      ids_of: the id of each id of the encoder, if it is a `marked_tokenizer`; None: they are the same.
+      begin: ids before a document.
+    """
+    cuts = functools.cache(lambda: cuts_of(encoder))  # takes seconds for a large vocabulary, and few texts need it
 
     def encoded(
         encode_batch: Callable[..., list["tokenizers.Encoding"]], texts: Sequence[str]
     ) -> Iterator[tuple[int, int, "tokenizers.Encoding"]]:
         """Yields the number of a text, where a piece of it begins, and the piece's encoding: about a MiB at a time."""
         for batch in batches(texts, lambda text: cuts().pieces(text, path)):
-            pieces = [texts[number][start:end] for number, start, end in batch]
-            try:
-                encodings = encode_batch(pieces, add_special_tokens=False)
-            except Exception as error:  # as above; for example, a tokenizer without a token for unknown text
-                raise UserError(
-                    f"data.tokenizer: got '{path}', which cannot encode the data ({error}); allowed: one that has a "
-                    "token for every text; nearest: bytes"
-                ) from error
+            encodings = _encodings(path, encode_batch, [texts[number][start:end] for number, start, end in batch])
             yield from ((number, start, one) for (number, start, _), one in zip(batch, encodings, strict=True))
 
+    def ids_in(encoding: "tokenizers.Encoding") -> np.ndarray:
+        # Five times as fast as from a list, and with many threads the list would be what takes the time.
+        ids = np.asarray(array.array("I", encoding.ids))
+        return ids if ids_of is None else ids_of[ids]
+
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
-        ids = [list[np.ndarray]() for _ in texts]
-        for number, _, one in encoded(loaded.encode_batch_fast, texts):
-            # Five times as fast as from a list, and with many threads the list would be what takes the time.
-            ids[number].append(np.asarray(array.array("I", one.ids)))
+        if ids_of is not None:  # only a template's text has special tokens, each behind a mark
+            texts = list(map(unmarked, texts))
+        before = [np.asarray(begin, np.uint32)] if begin else []
+        ids = [list(before) for _ in texts]
+        for number, _, one in encoded(encoder.encode_batch_fast, texts):
+            ids[number].append(ids_in(one))
         return [pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in ids]
 
     def with_places(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         found = [list[tuple[np.ndarray, np.ndarray]]() for _ in texts]
-        for number, start, one in encoded(loaded.encode_batch, texts):
-            places = np.asarray(one.offsets, np.int64).reshape(-1, 2) + start
-            found[number].append((np.asarray(one.ids, np.uint32), places))
+        for number, start, one in encoded(encoder.encode_batch, texts):
+            found[number].append((ids_in(one), np.asarray(one.offsets, np.int64).reshape(-1, 2) + start))
         return [
             (np.concatenate([ids for ids, _ in one]), np.concatenate([places for _, places in one])) for one in found
         ]
+
+    return encode_documents, with_places
+
+
+def file_tokenizer(
+    path: str, end_token: str = "", begin_token: str | tuple[int, ...] = "", special_tokens: str = ENCODE
+) -> Tokenizer:
+    """Returns the tokenizer of a Hugging Face tokenizer.json (package `tokenizers`).
+
+    Args:
+      path: the tokenizer.json, or the folder that holds it.
+      end_token: the token that ends a document; `` takes the folder's `eos_token`, else a well-known one, or adds one
+        id after the last.
+      begin_token: the token before a text, or ids; `` takes those that the tokenizer.json's post-processor puts there,
+        `none` takes none.
+      special_tokens: how texts that contain special tokens are encoded: `encode`, as these tokens, or `text`.
+
+    Raises:
+      UserError: the file cannot be read, is no tokenizer.json, has no such token, puts tokens behind a text, or cannot
+        encode special tokens as text.
+    """
+    loaded = _loaded(path)
+    vocab = loaded.get_vocab(with_added_tokens=True)
+    vocab_size = max(vocab.values(), default=-1) + 1
+    end_id = _end_id(path, end_token, vocab)
+    begin = _begin_ids(path, begin_token, loaded, vocab) if isinstance(begin_token, str) else begin_token
+    special = _special_tokens(loaded, end_id, vocab, as_text=special_tokens == TEXT)
+    encoder, ids_of = (loaded, None) if special_tokens == ENCODE else _as_text(path, loaded, special)
+
+    encode_documents, with_places = _encoders(path, encoder, ids_of, begin)
 
     def decode(ids: Iterable[int]) -> str:
         return str(loaded.decode([int(i) for i in ids if 0 <= i < vocab_size and i != end_id]))
 
     whole_size = max(vocab_size, end_id + 1)
-    byte_lengths = functools.partial(bytes_of_ids, loaded, end_id, whole_size)
-    also_end = end_ids(path)
-    return Tokenizer(path, whole_size, end_id, encode_documents, decode, byte_lengths, with_places, also_end)
+    blank = blank_in_bytes(_ids(loaded, "a a"), vocab)
+    return Tokenizer(
+        path,
+        whole_size,
+        end_id,
+        encode_documents,
+        decode,
+        functools.partial(bytes_of_ids, loaded, end_id, whole_size, begin),
+        with_places,
+        end_ids(path),
+        begin,
+        special,
+        blank,
+        num_added_blanks(loaded, _ids(loaded, "a"), vocab, blank),
+    )
 
 
-def open_tokenizer(name: str, end_token: str = "") -> Tokenizer:
-    """Returns the tokenizer called `name`: `bytes`, or the path of a tokenizer.json or its folder."""
-    return byte_tokenizer() if name == "bytes" else file_tokenizer(name, end_token)
+def open_tokenizer(name: str, end_token: str = "", begin_token: str = "", special_tokens: str = ENCODE) -> Tokenizer:
+    """Returns the tokenizer called `name`: `bytes`, or the path of a tokenizer.json or its folder.
+
+    For the other arguments see `file_tokenizer`.
+
+    Raises:
+      UserError: see `file_tokenizer`; or a token is to precede texts that are bytes.
+    """
+    if name != "bytes":
+        return file_tokenizer(name, end_token, begin_token, special_tokens)
+    if begin_token not in ("", NO_TOKEN):
+        raise UserError(
+            f"data.begin_token: got '{begin_token}' with data.tokenizer=bytes, which has no such token; allowed: '', "
+            f"{NO_TOKEN}; nearest: data.begin_token={NO_TOKEN}"
+        )
+    return byte_tokenizer()
 
 
 def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
@@ -252,66 +442,48 @@ def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
     ]
 
 
-def bytes_of_ids(loaded: "tokenizers.Tokenizer", end_id: int, vocab_size: int) -> np.ndarray:
-    """Returns the bytes of the text that each id stands for, int32 [V]; 0 for the end of a document and for no text.
-
-    Byte-level tokenizers write a byte as one character. Of others, the text of an id is what it adds behind another
-    token, so that the blank before a word counts. Added tokens stand for their own text.
-
-    Args:
-      loaded: a `tokenizers.Tokenizer`.
-      end_id: the id that ends a document.
-      vocab_size: V.
-    """
-    pieces = {index: piece for piece, index in loaded.get_vocab(with_added_tokens=True).items()}
-    added = {index: token.content for index, token in loaded.get_added_tokens_decoder().items()}
-    kinds = _decoders(json.loads(loaded.to_str())["decoder"])
-    lengths = np.zeros(vocab_size, np.int32)
-    if "ByteLevel" in kinds:
-        plain = {index: len(piece) for index, piece in pieces.items()}
-    else:
-        plain = _lengths_behind_another(loaded, pieces, has_byte_pieces="ByteFallback" in kinds)
-    for index, length in plain.items():
-        lengths[index] = len(added[index].encode()) if index in added else length
-    lengths[end_id] = 0
-    return lengths
-
-
-def _decoders(decoder: Json) -> set[str]:
-    """Returns the types of a tokenizer.json's decoder and of the decoders in its sequence."""
-    if not decoder:
-        return set()
-    inner = decoder["decoders"] if "decoders" in decoder else []
-    return {decoder["type"]}.union(*map(_decoders, inner))
-
-
-def _lengths_behind_another(
-    loaded: "tokenizers.Tokenizer", pieces: dict[int, str], *, has_byte_pieces: bool
-) -> dict[int, int]:
-    """Returns the bytes that each id adds to the text of a token before it."""
-    # A letter or digit of ASCII: nothing that a decoder joins with what follows, or cleans up.
-    anchors = [index for index, piece in pieces.items() if re.fullmatch(r"[A-Za-z0-9]", piece)] or list(pieces)[:1]
-    before = len(loaded.decode(anchors[:1]).encode())
-    texts = loaded.decode_batch([[anchors[0], index] for index in pieces])
-    return {
-        index: 1 if has_byte_pieces and _BYTE.fullmatch(piece) else len(text.encode()) - before
-        for (index, piece), text in zip(pieces.items(), texts, strict=True)
-    }
-
-
-def bytes_of_targets(examples: Examples, indices: Iterable[int], lengths: np.ndarray) -> int:
+def bytes_of_targets(
+    examples: Examples, indices: Iterable[int], lengths: np.ndarray, tokenizer: Tokenizer | None = None
+) -> int:
     """Returns the bytes of the text that the targets of examples stand for; a target of weight 0 does not count.
 
     Args:
       examples: each with `targets` and `weights` of one shape.
       indices: which of them.
-      lengths: bytes of each id, int [V].
+      lengths: bytes of each id, int [V]: the tokenizer's `byte_lengths`.
+      tokenizer: of the examples; None: each target stands for the bytes of its id, wherever it is.
     """
-    total = 0
+    total, end_text = 0, tokenizer.end_text if tokenizer else ""
     for index in indices:
         example = examples[index]
         total += int(lengths[example["targets"][example["weights"] > 0]].sum())
+        if (is_inner_end := inner_end_targets(examples, index)) is not None:
+            total += len(end_text.encode()) * int((is_inner_end & (example["weights"] > 0)).sum())
+        if tokenizer and {"tokens", "positions"} <= example.keys():
+            total -= _num_bytes_too_many(example, lengths, tokenizer)
     return total
+
+
+def _num_bytes_too_many(example: Example, lengths: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Returns the difference to the sum of the targets' lengths, of blanks in bytes and of added blanks, in bytes."""
+    targets, is_target, result = example["targets"], example["weights"] > 0, 0
+    if blank := tokenizer.blank:
+        # The first bytes may be in another example; then the others are taken for a blank.
+        is_blank = is_target & (targets == blank[-1]) & _follows(example, blank[:-1], partial=True)
+        result += (len(blank) - 1) * int(is_blank.sum())
+    if tokenizer.begin and tokenizer.added_blanks:
+        is_first = is_target & (lengths[targets] > 0) & (example["positions"] == len(tokenizer.begin) - 1)
+        result += int((is_first & _follows(example, tokenizer.begin, partial=False)).sum())
+    return result
+
+
+def _follows(example: Example, ids: Sequence[int], *, partial: bool) -> np.ndarray:
+    """Returns which targets are behind these ids, bool [T]; if `partial`, the first may lie before the segment."""
+    result = np.ones(len(example["tokens"]), bool)
+    for distance, index in enumerate(reversed(ids)):
+        is_outside = example["positions"] < distance
+        result &= np.where(is_outside, partial, np.roll(example["tokens"], distance) == index)
+    return result
 
 
 def tokenizer_file(path: str) -> Path:

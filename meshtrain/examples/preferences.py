@@ -19,12 +19,22 @@ from meshtrain.data.chat import Tokens
 from meshtrain.data.chat_lines import Line, fields_of, messages_of, refuse_ignored
 from meshtrain.data.chat_template import ASSISTANT
 from meshtrain.data.corpus import open_parts, tokenizer_for, vocabulary_of
+from meshtrain.data.encoding.special_tokens import ENCODE, MODES
 from meshtrain.data.loader import Examples
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream
-from meshtrain.data.sources import Asked, DataOptions, Source, check, checked_files, fraction_problems, unread
+from meshtrain.data.sources import (
+    Asked,
+    DataOptions,
+    Source,
+    check,
+    checked_files,
+    fraction_problems,
+    tokenizer_of,
+    unread,
+)
 from meshtrain.data.text import read_rows, split
-from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
+from meshtrain.data.tokenizer import Tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, nearest, refuse, shown
 from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.options import option
@@ -40,6 +50,14 @@ class PreferenceData(DataOptions):
     """The options of the source `preferences`, which are read with other sources as well."""
 
     end_token: str = option("", "the token that ends an answer; '' takes the folder's, a well-known one, or adds one")
+    begin_token: str = option(
+        "", "the token before a text that no chat template writes; '' takes those that the tokenizer.json's "
+        "post-processor puts there, none takes none"
+    )  # fmt: skip
+    special_tokens: str = option(
+        ENCODE, "encode, or text: whether the text of a special token in a prompt or answer becomes this token",
+        choices=MODES,
+    )  # fmt: skip
     validation_fraction: float = option(
         0.05, "share of the pairs kept for validation, 0 to below 1", minimum=0, only_for={"validation_path": ("",)}
     )
@@ -107,11 +125,12 @@ def open_pairs(options: DataOptions, asked: Asked) -> Data:
         row; or the tokenizer or the task does not fit.
     """
     files = checked_files(options, like="chat") if options.path else []
-    tokenizer = open_tokenizer(options.tokenizer, options.end_token)
+    tokenizer = tokenizer_of(options)
     problems = Problems(vocabulary_problems(tokenizer, asked.ids_below))
     pairs = list(read_pairs(files, problems) if files else made())
     lines = [line for pair in pairs for line in pair.texts]
-    written = chat.written(lines, options.tokenizer, options.chat_template, problems, last_only=True)
+    special = tokenizer.special
+    written = chat.written(lines, options.tokenizer, options.chat_template, problems, special=special, last_only=True)
     refuse(problems.lines())
     tokens = chat.tokenized(tokenizer, written)
     both = list(zip(tokens[::2], tokens[1::2], strict=True))
@@ -132,9 +151,10 @@ def open_pairs(options: DataOptions, asked: Asked) -> Data:
         validation=_examples(validation, most, tokenizer),
         fingerprint=chat.fingerprint([train, validation]),
         summary=f"preferences of {options.path or 'sorted digits'}: {len(splits[0]):,} + {len(splits[1]):,} pairs, the "
-        f"longest of {max(lengths, default=0):,} tokens",
+        f"longest of {max(lengths, default=0):,} tokens{special.counted(chat.num_special(lines, special))}",
         text=tokenizer,
         prompts=[line.text[: line.answers[-1][0]] for line in written[-2:-1] if line.answers[-1][0]],
+        are_templated=not all(line.ends for line in written[-2:-1]),
     )
 
 

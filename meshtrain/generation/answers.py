@@ -6,11 +6,10 @@ What is shown of a text while it is drawn will not change any more: whole charac
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from meshtrain.data.encoding.text_bytes import HALF
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Generator, Request
 from meshtrain.models.task import Decode
-
-HALF = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes the bytes of half a character
 
 
 @dataclasses.dataclass(frozen=True)

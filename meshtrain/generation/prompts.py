@@ -1,11 +1,13 @@
 """Prompts from the command line or from a file, and their tokens: every problem of every prompt at once."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshtrain.data.chat_lines import messages_of
-from meshtrain.data.chat_template import ChatTemplate, Message
+from meshtrain.data.chat_template import ChatTemplate
+from meshtrain.data.encoding.special_tokens import Message, SpecialTokens, unmarked
+from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problems, UserError, refuse, shown
 from meshtrain.files import expanded, is_utf8, what_is_at
 from meshtrain.generation.answers import room_left
@@ -16,11 +18,19 @@ _LINE = '{"prompt": "def "}'
 
 
 class Prompt(NamedTuple):
-    """A prompt, where it is from (`--prompt`, or a file's line, for errors), and the messages that it ends, if any."""
+    """A prompt.
+
+    Attributes:
+      text: that the model continues.
+      where: where it is from, `--prompt` or a file's line, for errors.
+      messages: that it ends, if any.
+      is_templated: whether a chat template wrote the text, with the tokens before a text.
+    """
 
     text: str
     where: str
     messages: Sequence[Message] = ()
+    is_templated: bool = False
 
 
 def from_flags(texts: Sequence[str], problems: Problems) -> list[Prompt]:
@@ -84,12 +94,13 @@ def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
     return Prompt(text, where)
 
 
-def in_chat(prompts: Sequence[Prompt], template: ChatTemplate) -> list[Prompt]:
+def in_chat(prompts: Sequence[Prompt], template: ChatTemplate, special: SpecialTokens) -> list[Prompt]:
     """Returns the prompts as a chat template writes them, up to where the answer begins.
 
     Args:
       prompts: each one a user's message, or the last of its messages.
       template: the chat template.
+      special: of the tokenizer.
 
     Raises:
       UserError: a line for each conversation that the template does not take.
@@ -98,21 +109,20 @@ def in_chat(prompts: Sequence[Prompt], template: ChatTemplate) -> list[Prompt]:
     for prompt in prompts:
         messages = prompt.messages or ({"role": "user", "content": prompt.text},)
         try:
-            found.append(Prompt(template.prompt(messages), prompt.where))
+            text, _ = special.through_template(lambda given: (template.prompt(given), ()), messages)
+            found.append(Prompt(text, prompt.where, is_templated=True))
         except ValueError as error:
             problems.add_at(prompt.where, f"{{where}}: {error}", "leave it out")
     refuse(problems.lines())
     return found
 
 
-def encoded(
-    prompts: Sequence[Prompt], encode: Callable[[str], list[int]], vocab_size: int, decode: Decode
-) -> list[list[int]]:
+def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int, decode: Decode) -> list[list[int]]:
     """Returns the tokens of each prompt.
 
     Args:
       prompts: at least one.
-      encode: text -> ids.
+      tokenizer: of the run.
       vocab_size: of the model; 0: unknown.
       decode: how the task generates, which limits a prompt's length.
 
@@ -121,10 +131,11 @@ def encoded(
         tokens than the model has positions.
     """
     problems, tokens = Problems(), list[list[int]]()
-    for text, where, _ in prompts:
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    for text, where, _, is_templated in prompts:
+        plain = unmarked(text)
+        shown = plain if len(plain) <= _SHOWN else f"{plain[:_SHOWN]}..."
         try:
-            ids = encode(text)
+            ids = tokenizer.encode_templated(text) if is_templated else tokenizer.encode(text)
         except UserError as error:
             problems.add(*(f"{where}: {line}" for line in error.problems))
             continue

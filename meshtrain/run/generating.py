@@ -15,6 +15,7 @@ from meshtrain.config.config import check
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.chat_template import open_template
+from meshtrain.data.encoding.special_tokens import unmarked
 from meshtrain.data.own_source import Data
 from meshtrain.errors import Problems, UserError, divisors, refuse
 from meshtrain.generation.answers import Wanted, answers, fitting
@@ -112,8 +113,8 @@ def continuations(
     refuse([*problems_of_task(assembly), *problems.lines()])
     if any(prompt.messages for prompt in given):
         template = open_template(config.data.tokenizer, config.data.chat_template)
-        given = [in_chat([one], template)[0] if one.messages else one for one in given]
-    ids = encoded(given, text.encode, assembly.task.vocab_size, decode_of(assembly))
+        given = [in_chat([one], template, text.special)[0] if one.messages else one for one in given]
+    ids = encoded(given, text, assembly.task.vocab_size, decode_of(assembly))
     of_prompts = hashlib.sha256(repr([list(map(int, one)) for one in ids]).encode()).hexdigest()
     peers.refuse_differences("eval_prompts", {"hash of the tokens": of_prompts}, peers.SAME_FILES)
     other, move, _ = folded(assembly, make_task, rules)
@@ -124,7 +125,7 @@ def continuations(
         draws.load(move(params))
         texts = answers(draws, text.decode, ids, Wanted(length, Sampling(0.0)))
         draws.load(None)
-        return [(prompt.text, one.text) for prompt, one in zip(given, texts, strict=True)]
+        return [(unmarked(prompt.text), one.text) for prompt, one in zip(given, texts, strict=True)]
 
     return drawn
 

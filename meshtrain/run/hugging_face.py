@@ -24,6 +24,7 @@ from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import (
+    NO_TOKEN,
     NUM_BYTES,
     TEMPLATE,
     TOKENIZER,
@@ -32,6 +33,7 @@ from meshtrain.data.tokenizer import (
     open_tokenizer,
     settings,
     special_tokens,
+    with_begin_token,
 )
 from meshtrain.errors import UserError, refuse, run, warn
 from meshtrain.files import (
@@ -289,7 +291,9 @@ def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dic
         return (None, export.byte_files() | written, NUM_BYTES) if size > NUM_BYTES else (None, written, -1)
     if what not in ("a file", "a folder"):
         return original, written, -1
-    end_id = file_tokenizer(data.tokenizer, data.end_token).end_id
+    end_id = file_tokenizer(data.tokenizer, data.end_token, NO_TOKEN).end_id
+    if changed := with_begin_token(data.tokenizer, data.begin_token):
+        written[TOKENIZER] = changed
     end_id = end_id if end_id < size else -1
     if what == "a folder":
         return Path(data.tokenizer), written, end_id

@@ -9,6 +9,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.corpus import Corpus, bigram_loss
+from meshtrain.data.encoding.special_tokens import unmarked
 from meshtrain.data.own_source import Data
 from meshtrain.errors import UserError, warn
 from meshtrain.files import write_whole
@@ -150,7 +151,7 @@ def sample(
     decode = decode_of(assembly)
     prompts = corpus.prompts or (PROMPTS if decode.continues else ())
     try:
-        ids = [text.encode(prompt) for prompt in prompts]
+        ids = [text.encode_templated(prompt) if corpus.are_templated else text.encode(prompt) for prompt in prompts]
         length = fitting(decode, max(map(len, ids), default=0), most, within_training=assembly.config.sample_tokens < 0)
         if not ids or not length or not all(ids):
             return ""
@@ -161,7 +162,7 @@ def sample(
     wanted = Wanted(length, Sampling(temperature), seed=assembly.config.seed)
     drawn = answers(generator(assembly, move(params), [text.end_id]), text.decode, ids, wanted)
     between = "" if decode.continues else " -> "
-    shown = [f"{prompt}{between}{one.text}" for prompt, one in zip(prompts, drawn, strict=True)]
+    shown = [f"{unmarked(prompt)}{between}{one.text}" for prompt, one in zip(prompts, drawn, strict=True)]
     return "\n".join([*([f"({line})"] if line else []), *shown])
 
 

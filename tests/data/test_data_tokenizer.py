@@ -47,11 +47,12 @@ def test_file_tokenizer_ignores_stored_truncation_and_padding(tmp_path):
     tokenizer = open_tokenizer(str(saved_tokenizer(tmp_path / "tokenizer.json")))
     text = "the thing thought naïve ☃ through and through"
     ids = tokenizer.encode(text)
-    assert tokenizer.end_id not in ids
-    assert len(ids) > 4
+    assert tokenizer.begin == (tokenizer.end_id,), "its post-processor puts the end token before a text"
+    assert ids.count(tokenizer.end_id) == 1
+    assert len(ids) > 5
     assert tokenizer.decode([*ids, tokenizer.end_id]) == text
     assert tokenizer.encode_documents([text, "a"])[0].tolist() == ids
-    assert len(tokenizer.encode_documents(["a"])[0]) == 1
+    assert len(tokenizer.encode_documents(["a"])[0]) == 2
     assert tokenizer.end_id == 0
     assert max(ids) < tokenizer.vocab_size <= 300
 

@@ -1,0 +1,160 @@
+"""Special tokens whose text occurs in documents and messages: counted, and encoded as text if the user asks for it.
+
+A tokenizer encodes the text of a special token as this token, wherever the text comes from. With
+`data.special_tokens=text` only a chat template writes special tokens, as `split_special_tokens` of transformers has it
+for texts. `MARK` stands before these in a text, and the tokenizer knows them only with the mark.
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshtrain.files import Json, JsonObject
+
+if TYPE_CHECKING:
+    import tokenizers
+
+ENCODE, TEXT = MODES = ("encode", "text")
+# Unicode keeps these two code points for a program's own use, as `chat_template.BEGIN`.
+MARK, LITERAL = "\ufdd2", "\ufdd3"
+_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+Message = Mapping[str, Json]
+Spans = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """The special tokens of a tokenizer.
+
+    Attributes:
+      ids: text -> id: tokens that the tokenizer.json calls special, and the end token.
+      as_text: whether texts and messages that contain them are encoded as text.
+    """
+
+    ids: Mapping[str, int]
+    as_text: bool = False
+
+    @functools.cached_property
+    def _pattern(self) -> re.Pattern[str] | None:
+        longest_first = sorted(filter(None, self.ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def count(self, value: Json) -> int:
+        """Returns how many special tokens a text contains, or the texts of a list or object together."""
+        if isinstance(value, dict | list | tuple):
+            return sum(map(self.count, value.values() if isinstance(value, dict) else value))
+        return len(self._pattern.findall(value)) if self._pattern and isinstance(value, str) else 0
+
+    def counted(self, number: int) -> str:
+        """Returns the end of a summary that says how many special tokens the texts contain; `` if they contain none."""
+        return f" with {number:,} special tokens in texts, encoded as {'text' if self.as_text else 'these tokens'}" * (
+            number > 0
+        )
+
+    def literal(self, value: Json) -> Json:
+        """Returns a copy of the messages with `LITERAL` inside each special token, so that no template writes one."""
+        if isinstance(value, dict):
+            return {name: self.literal(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.literal(inner) for inner in value]
+        if not self._pattern or not isinstance(value, str):
+            return value
+        return self._pattern.sub(lambda match: f"{match[0][:1]}{LITERAL}{match[0][1:]}", unmarked(value))
+
+    def through_template(
+        self, write: Callable[[Sequence[Message]], tuple[str, Spans]], messages: Sequence[Message]
+    ) -> tuple[str, Spans]:
+        """Returns the text that a template writes of messages, and spans of it; if `as_text`, with marks.
+
+        Args:
+          write: messages -> text and spans, such as where answers are.
+          messages: of one conversation.
+        """
+        return self.marked(*write(self.literal(messages))) if self.as_text else write(messages)
+
+    def marked(self, text: str, spans: Spans = ()) -> tuple[str, Spans]:
+        """Returns a text with `MARK` before each special token that a template wrote, and without `LITERAL`.
+
+        Args:
+          text: that the template wrote of `literal` messages.
+          spans: of characters of `text`.
+
+        Returns:
+          The text, and the same spans in it.
+
+        >>> SpecialTokens({"</s>": 2}, True).marked(f"<{LITERAL}/s>b</s>", ((6, 11),))[1]
+        ((5, 11),)
+        """
+        places = [(match.start(), MARK) for match in self._pattern.finditer(text)] if self._pattern else []
+        places += [(match.start(), "") for match in re.finditer(LITERAL, text)]
+        pieces, moved, last = list[str](), np.arange(len(text) + 1), 0
+        for place, mark in sorted(places):
+            pieces += [text[last:place], mark]
+            last = place if mark else place + 1
+            moved[place + 1 :] += 1 if mark else -1
+        result = "".join([*pieces, text[last:]])
+        return result, tuple((int(moved[begin]), int(moved[end])) for begin, end in spans)
+
+
+def unmarked(text: str) -> str:
+    """Returns a text without `MARK` and `LITERAL`."""
+    return text.replace(MARK, "").replace(LITERAL, "")
+
+
+def marked_tokenizer(loaded: "tokenizers.Tokenizer", special: Mapping[str, int]) -> "tokenizers.Tokenizer":
+    """Returns a copy of a tokenizer that knows the special tokens only with `MARK` before them.
+
+    Args:
+      loaded: a `tokenizers.Tokenizer`.
+      special: text -> id.
+
+    Returns:
+      The copy; its ids differ, see `original_ids`.
+    """
+    import tokenizers
+
+    content: JsonObject = copy.deepcopy(json.loads(loaded.to_str()))
+    added = [token for token in content["added_tokens"] if token["content"] not in special]
+    flags = {token["content"]: token for token in content["added_tokens"]}
+    for text, index in special.items():
+        given = flags[text] if text in flags else _FLAGS
+        added.append({**given, "id": index, "content": MARK + text, "special": True, "normalized": False})
+    content["added_tokens"] = sorted(added, key=lambda token: token["id"])
+    _hide(content["model"], special)
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+def _hide(model: JsonObject, special: Mapping[str, int]) -> None:
+    """Takes the texts of special tokens out of a model's vocabulary, in place, where some models would find them."""
+    if isinstance(model["vocab"], list):  # Unigram: (piece, score)
+        model["vocab"] = [[MARK + piece if piece in special else piece, score] for piece, score in model["vocab"]]
+        return
+    merged = {piece for merge in (model["merges"] if "merges" in model else ()) for piece in _pieces_of(merge)}
+    hidden = {text for text in special if text in model["vocab"] and text not in merged}
+    model["vocab"] = {MARK + piece if piece in hidden else piece: index for piece, index in model["vocab"].items()}
+    if "unk_token" in model and model["unk_token"] in hidden:
+        model["unk_token"] = MARK + model["unk_token"]
+
+
+def _pieces_of(merge: Json) -> set[str]:
+    """Returns both pieces of a BPE merge, which may be one text, and the piece that they become."""
+    left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
+    return {left, right, left + right}
+
+
+def original_ids(marked: "tokenizers.Tokenizer", loaded: "tokenizers.Tokenizer") -> np.ndarray:
+    """Returns the id in `loaded` of each id of its copy `marked`, uint32."""
+    pieces = marked.get_vocab(with_added_tokens=True)
+    result = np.zeros(max(pieces.values(), default=-1) + 1, np.uint32)
+    for piece, index in pieces.items():
+        original = loaded.token_to_id(piece.removeprefix(MARK))
+        assert original is not None, piece
+        result[index] = original
+    return result

@@ -1,0 +1,113 @@
+"""The bytes of the text that ids stand for, whatever the tokenizer is made of.
+
+V: vocabulary.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshtrain.files import Json
+
+if TYPE_CHECKING:
+    import tokenizers
+
+HALF = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes the bytes of half a character
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how tokenizers with a byte fallback write one byte
+
+
+def bytes_of_ids(loaded: "tokenizers.Tokenizer", end_id: int, vocab_size: int, begin: Sequence[int] = ()) -> np.ndarray:
+    """Returns the bytes of the text that each id stands for, int32 [V]; 0 for the end of a document and for no text.
+
+    The text of an id is what it adds behind another token, so that the blank before a word counts. Byte-level
+    tokenizers write a byte as one character. An added token that is found in texts as they are stands for its own
+    text; another one, such as `▁▁` for two blanks, for what it is decoded to.
+
+    Args:
+      loaded: a `tokenizers.Tokenizer`.
+      end_id: the id that ends a document.
+      vocab_size: V.
+      begin: the ids before a text; from the second on they are targets, of no text.
+    """
+    pieces = {index: piece for piece, index in loaded.get_vocab(with_added_tokens=True).items()}
+    own, added = loaded.get_vocab(with_added_tokens=False), loaded.get_added_tokens_decoder()
+    kinds = _decoders(json.loads(loaded.to_str())["decoder"])
+    lengths = np.zeros(vocab_size, np.int32)
+    if "ByteLevel" in kinds:
+        plain = {index: len(piece) for index, piece in pieces.items()}
+        for index in added:
+            decoded = str(loaded.decode([index], skip_special_tokens=False))
+            plain[index] = len((pieces[index] if HALF in decoded else decoded).encode())
+    else:
+        plain = _lengths_behind_another(loaded, pieces, has_byte_pieces="ByteFallback" in kinds)
+    for index, length in plain.items():
+        lengths[index] = length
+    for index, token in added.items():
+        if token.special or not (token.normalized or token.content in own):
+            lengths[index] = len(token.content.encode())
+    lengths[[end_id, *begin[1:]]] = 0
+    return lengths
+
+
+def _decoders(decoder: Json) -> set[str]:
+    """Returns the types of a tokenizer.json's decoder and of the decoders in its sequence."""
+    if not decoder:
+        return set()
+    inner = decoder["decoders"] if "decoders" in decoder else []
+    return {decoder["type"]}.union(*map(_decoders, inner))
+
+
+def _anchor(loaded: "tokenizers.Tokenizer", vocab: Mapping[str, int]) -> tuple[list[int], int]:
+    """Returns an id, in a list, behind which other ids show their text, and the bytes of its own text."""
+    # A letter or digit of ASCII: nothing that a decoder joins with what follows, or cleans up.
+    anchors = [index for piece, index in vocab.items() if re.fullmatch(r"[A-Za-z0-9]", piece)] or list(vocab.values())
+    return anchors[:1], len(loaded.decode(anchors[:1]).encode())
+
+
+def _lengths_behind_another(
+    loaded: "tokenizers.Tokenizer", pieces: dict[int, str], *, has_byte_pieces: bool
+) -> dict[int, int]:
+    """Returns the bytes that each id adds to the text of a token before it."""
+    anchor, before = _anchor(loaded, {piece: index for index, piece in pieces.items()})
+    texts = loaded.decode_batch([[*anchor, index] for index in pieces])
+    return {
+        index: 1 if has_byte_pieces and _BYTE.fullmatch(piece) else len(text.encode()) - before
+        for (index, piece), text in zip(pieces.items(), texts, strict=True)
+    }
+
+
+def blank_in_bytes(ids: Sequence[int], vocab: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the ids of the bytes that stand for a blank in a tokenizer without another id for it; () if it has one.
+
+    Llama 2 writes a blank as `▁`, and without a piece for that as the three bytes of this character.
+
+    Args:
+      ids: of the text `a a`.
+      vocab: piece -> id.
+    """
+    pieces = {index: piece for piece, index in vocab.items()}
+    is_byte = [_BYTE.fullmatch(pieces[index]) is not None for index in ids]
+    if len(ids) < 4 or is_byte[-1] or False not in is_byte[:-1]:
+        return ()
+    first = len(ids) - 1 - is_byte[-2::-1].index(False)
+    return tuple(ids[first:-1]) if first < len(ids) - 2 else ()
+
+
+def num_added_blanks(
+    loaded: "tokenizers.Tokenizer", ids: Sequence[int], vocab: Mapping[str, int], blank: tuple[int, ...]
+) -> int:
+    """Returns how many blanks a tokenizer puts before a text, 0 or 1.
+
+    Args:
+      loaded: a `tokenizers.Tokenizer`.
+      ids: of the text `a`.
+      vocab: piece -> id.
+      blank: the result of `blank_in_bytes`.
+    """
+    if blank and tuple(ids[: len(blank)]) == blank:
+        return 1
+    anchor, before = _anchor(loaded, vocab)
+    return int(loaded.decode([*anchor, *ids]).encode()[before:] == b" a")
