@@ -28,11 +28,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import jax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from meshtrain.errors import divisors, nearest, nearest_divisor, nearest_multiple, refuse, unknown
 from meshtrain.options import AllBut, option
 from meshtrain.sharding.rules import DATA, Rules
-from meshtrain.sharding.trees import Arrays, Masks, NamesTree, Shaped, Tree, leaves_with_paths, num_bytes
+from meshtrain.sharding.trees import Arrays, Masks, NamesTree, Shaped, Tree, leaves_with_paths, num_bytes, path_text
 
 Names = tuple[str | None, ...]
 Column = Mapping[str, tuple[str, ...]]
@@ -201,16 +202,29 @@ def named_params(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = F
     Args:
       init: rng -> parameters; a leaf may be boxed with its logical axes.
       on_one_device: a leaf without a box then has a None for each dim; otherwise it has no axes (None).
+
+    Raises:
+      UserError: one line for each weight whose box has no tuple of names, such as an NNX variable without axes.
     """
     boxed = jax.eval_shape(init, _abstract_key())
     is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
+    params, problems = meta.unbox(boxed), list[str]()
 
-    def names(leaf: Any) -> Names | None:
-        if is_box(leaf):
-            return tuple(leaf.names)
-        return (None,) * leaf.ndim if on_one_device else None
+    def names(path: KeyPath, leaf: Any) -> Names | None:
+        if not is_box(leaf):
+            return (None,) * leaf.ndim if on_one_device else None
+        axes = tuple(leaf.names) if isinstance(leaf.names, tuple | list) else (0,)
+        if not is_names(axes):
+            shape = tuple(meta.unbox(leaf).shape)
+            problems.append(
+                f"{path_text(path)}: shape {shape}: got {leaf.names!r} as logical axes; allowed: a name or None for "
+                f"each dim; nearest: {(None,) * len(shape)}"
+            )
+        return axes
 
-    return meta.unbox(boxed), jax.tree.map(names, boxed, is_leaf=is_box)
+    axes_tree = jax.tree_util.tree_map_with_path(names, boxed, is_leaf=is_box)
+    refuse(problems)
+    return params, axes_tree
 
 
 @functools.cache

@@ -4,6 +4,7 @@ B: sequences, T: tokens a sequence, D: embed dim, F: mlp dim, V: vocabulary.
 """
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -101,7 +102,9 @@ def flax_nnx(config, placement):
 
     def init(rng):
         state = nnx.state(NnxModel(nnx.Rngs(params=rng)), nnx.Param)
-        return nnx.to_pure_dict(state, lambda leaf: nn.LogicallyPartitioned(leaf.get_value(), leaf.axes))
+        return nnx.to_pure_dict(
+            state, lambda leaf: nn.LogicallyPartitioned(leaf.get_value(), leaf.get_metadata().get("axes"))
+        )
 
     return task_of(init, lambda params, tokens, rng, train: nnx.merge(graph, params)(tokens))
 
@@ -127,6 +130,26 @@ def three_steps(name: str, **axes: int):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return assembly, initial, np.array(losses)
+
+
+@pytest.mark.parametrize("axes", [None, "mlp", (3,)])
+def test_an_nnx_variable_without_axes_is_named(axes):
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up = nnx.Linear(D, F, use_bias=False, rngs=rngs)
+            self.up.kernel.set_metadata(axes=axes)
+
+    def init(rng):
+        state = nnx.state(Model(nnx.Rngs(params=rng)), nnx.Param)
+        return nnx.to_pure_dict(
+            state, lambda leaf: nn.LogicallyPartitioned(leaf.get_value(), leaf.get_metadata().get("axes"))
+        )
+
+    expected = re.escape(
+        f"up/kernel: shape (16, 32): got {axes!r} as logical axes; allowed: a name or None for each dim"
+    )
+    with pytest.raises(UserError, match=expected):
+        assemble(CONFIG, dict.fromkeys(AXES, 1), jax.devices()[:1], lambda *_: task_of(init, None), RULES)
 
 
 @pytest.mark.parametrize("name", MODELS)
