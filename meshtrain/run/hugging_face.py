@@ -20,6 +20,7 @@ import jax
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.cli import flags, foreign
 from meshtrain.config.config import CONFIG_FILE, Config, built, resolve, to_json
+from meshtrain.config.data_sources import find
 from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.sources import reads_documents
@@ -212,6 +213,7 @@ def _export(arguments: argparse.Namespace) -> None:
         print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, adapters of a {family}; beneath: {beneath}")
         return
     dtype = arguments.dtype or (came.dtype if came is not None and came.dtype in export.DTYPES else "float32")
+    config = _as_text(config, original)
     of_text, written, end_id = _text_files(config, original)
     ids = _special_ids(config, original, end_id)
     stated = as_json(options, family, dtype, config.sequence_length, end_id, given) | ids
@@ -268,6 +270,35 @@ def _original(config: Config, workdir: str | Path) -> Path | None:
             if not differences(config.model, theirs, config.sequence_length, folder):
                 return folder
     return None
+
+
+def _as_text(config: Config, original: Path | None) -> Config:
+    """Returns the configuration of a run on token files as one on text, with their tokenizer and their end token.
+
+    Other configurations stay, and so does one whose token files are not here.
+
+    Args:
+      config: of the run.
+      original: the folder that its model came from, whose tokenizer is taken if it is the same file.
+    """
+    if config.data.source != "tokens":
+        return config
+    try:
+        tokenizer = find(config.data.source).tokenizer(config.data, config.model.vocab_size)
+    except UserError:
+        return config
+    name, end_token = tokenizer.name, ""
+    if name != "bytes":
+        content = settings("", name)
+        vocab = content["model"]["vocab"]
+        texts = {number: text for text, number in vocab.items()} if isinstance(vocab, dict) else {}
+        texts |= {one["id"]: one["content"] for one in content["added_tokens"]}
+        end_token = texts[tokenizer.end_id] if tokenizer.end_id in texts else ""
+        own = None if original is None else original / TOKENIZER
+        if own is not None and what_is_at(own) == "a file" and own.read_bytes() == Path(name).read_bytes():
+            name = str(original)
+    data = dataclasses.replace(config.data, source="text", tokenizer=name, end_token=end_token)
+    return dataclasses.replace(config, data=data)
 
 
 def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dict[str, str], int]:

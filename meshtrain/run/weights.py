@@ -202,9 +202,10 @@ def beneath(config: Config) -> tuple[str, Adapters | None]:
         raise UserError(f"got adapters of peft with task={config.task}; allowed: decoder; nearest: task=decoder")
     if found and (is_url(base) or not base or what_is_at(expanded(base)) != "a folder"):
         download = download_command(base)
+        place = "init_base" if config.init_base else str(found.directory / hf_config.ADAPTERS_FILE)
         fix = f"--config.init_base=DIR{f', after {download}' if download else ''}"
-        raise UserError(f"got adapters of '{base}', which is no folder here; allowed: the model beneath them, or a run "
-                        f"with it; nearest: {fix}")  # fmt: skip
+        raise UserError(f"{place}: got adapters of '{base}', which is no folder here; allowed: the model beneath them, "
+                        f"or a run with it; nearest: {fix}")  # fmt: skip
     if found and not config.init_base:
         file = found.directory / hf_config.ADAPTERS_FILE
         named = foreign.outside(read_json(file.read_text(encoding="utf-8")), file, (foreign.WEIGHTS,))

@@ -14,6 +14,7 @@ import pytest
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.data.chat_template import open_template
+from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.tokenizer import byte_tokenizer, file_tokenizer, open_tokenizer
 from meshtrain.errors import UserError
@@ -227,6 +228,25 @@ def test_what_ends_a_text_of_the_run_ends_it_in_the_export(case, tmp_path):
         assert files["config.json"]["pad_token_id"] == 3
     if case == "nothing":
         assert (came / "generation_config.json").read_bytes() == (out / "generation_config.json").read_bytes()
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "own", "another"])
+def test_a_run_on_token_files_leaves_with_their_tokenizer_and_end_token(tokenizer, tmp_path):
+    came = chat_folder(tmp_path / "came")
+    if tokenizer == "another":
+        (came / "tokenizer.json").write_text((came / "tokenizer.json").read_text() + "\n")
+    (tmp_path / "a.txt").write_text("a text")
+    name = "bytes" if tokenizer == "bytes" else str(CHAT)
+    end_token = "" if name == "bytes" else "<|endoftext|>"
+    prepare(str(tmp_path / "a.txt"), str(tmp_path / "a.bin"), tokenizer=name, end_token=end_token)
+    data = DataOptions(source="tokens", path=str(tmp_path / "a.bin"))
+    config = Config(model=described(came).options, data=data)
+    found = hugging_face._as_text(config, came).data
+    assert (found.source, found.end_token) == ("text", end_token)
+    assert ends(found.tokenizer, found.end_token) >= {0} if name != "bytes" else found.tokenizer == "bytes"
+    assert (found.tokenizer == str(came)) == (tokenizer == "own")
+    (tmp_path / "a.bin").unlink()
+    assert hugging_face._as_text(config, came) == config
 
 
 def test_a_template_that_writes_the_end_token_keeps_the_value_of_training(tmp_path):
