@@ -9,7 +9,7 @@ target counts, else 0). Segment ids count from 1 within a row; 0 is padding. Pos
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,18 +32,28 @@ class Examples(Protocol):
         ...
 
 
+class Ids(Protocol):
+    """A 1-D array of tokens, or a part of a file that `np.asarray` reads."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+    def __array__(self) -> np.ndarray: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenStream:
-    """The concatenation of one or more 1-D arrays of tokens; memory-mapped arrays are loaded only where they are read.
+    """The concatenation of one or more 1-D arrays of tokens; those of files are loaded only where they are read.
 
     Attributes:
-      parts: unsigned integer arrays, in order.
+      parts: unsigned integers, in order.
       end_id: the token that ends a document.
       find_ends: () -> what `document_ends` returns; None: the tokens are read.
       inner_ends: int64, ordered: where an end token ends no document, because it is part of one.
     """
 
-    parts: tuple[np.ndarray, ...]
+    parts: tuple[Ids, ...]
     end_id: int
     find_ends: Callable[[], np.ndarray] | None = None
     inner_ends: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64), repr=False)
@@ -56,7 +66,7 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def _spans(self, start: int, stop: int) -> Iterator[np.ndarray]:
+    def _spans(self, start: int, stop: int) -> Iterator[Ids]:
         part = int(np.searchsorted(self.starts, start, side="right")) - 1
         while start < stop:
             begin, end = int(self.starts[part]), min(int(self.starts[part + 1]), stop)

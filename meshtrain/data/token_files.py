@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import time
 import typing
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ _WHOLE_UP_TO_BYTES = 1 << 32
 _NUM_SAMPLED_CHUNKS = 64
 _LENGTHS = ("uint8", "uint16", "uint32", "uint64")
 _MOST_HEAD_BYTES = 1 << 12  # of an index
+_MOST_OPEN = 256  # token files: a process may have 1,024 descriptors
 _TICK_NS = 20_000_000  # longer than file systems' clocks stand still
 
 
@@ -326,15 +328,85 @@ def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
     return tokenizer
 
 
-def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.ndarray], str]:
-    """Memory-maps token files that belong together.
+class OpenFile:
+    """A token file while a run reads it. A memory map beyond the end of a file that shrinks would be a bus error."""
+
+    def __init__(self, path: Path, dtype: str, *, stays_open: bool) -> None:
+        """Opens the file.
+
+        Args:
+          path: of the file.
+          dtype: `uint16` or `uint32`.
+          stays_open: whether its descriptor stays open; else each read opens it again.
+        """
+        self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self._opened = os.fstat(self._descriptor)
+        if not stays_open:
+            self._close()
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns the ids start..stop, read-only.
+
+        Raises:
+          UserError: the file has changed since it was opened.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY) if self._descriptor < 0 else self._descriptor
+        try:
+            size, now = self.dtype.itemsize, os.fstat(descriptor)
+            parts, place = list[bytes](), start * size
+            while place < stop * size and (part := os.pread(descriptor, stop * size - place, place)):
+                parts.append(part)
+                place += len(part)
+        finally:
+            if descriptor != self._descriptor:
+                os.close(descriptor)
+        before = self._opened
+        if place < stop * size or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise UserError(
+                f"data.path: '{self.path}' has changed while it is read ({before.st_size} bytes at first, now "
+                f"{now.st_size}); allowed: a file that stays as it is; nearest: write other data to another file"
+            )
+        return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), self.dtype)
+
+    def _close(self) -> None:
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __del__(self) -> None:
+        """Closes the file."""
+        if self._descriptor >= 0:
+            self._close()
+
+
+@dataclasses.dataclass(frozen=True)
+class FileIds:
+    """Ids start..stop of a token file, which `np.asarray` reads; a slice reads nothing."""
+
+    file: OpenFile
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, part: slice) -> "FileIds":
+        start, stop, _ = part.indices(len(self))
+        return FileIds(self.file, self.start + start, self.start + max(start, stop))
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return self.file.read(self.start, self.stop).astype(dtype or self.file.dtype, copy=bool(copy))
+
+
+def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[FileIds], str]:
+    """Opens token files that belong together.
 
     Args:
       files: the .bin files, in order.
       vocab_size: the model's; every id must be below.
 
     Returns:
-      One read-only array [num_tokens] a file, and the digest of them all.
+      The ids of each file, and the digest of them all.
 
     Raises:
       UserError: the files differ in tokenizer, ids do not fit, or a description is missing or wrong.
@@ -355,7 +427,9 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.nd
         digest.update(np.asarray(one.inner_ends, "<i8").data)  # the same ids may be other documents
         problems += [problem] if problem else []
     refuse(Problems(problems).lines())
-    arrays = [
-        np.memmap(path, np.dtype(one.dtype).newbyteorder("<"), "r") for path, one in zip(files, described, strict=True)
+    stays_open = len(files) <= _MOST_OPEN
+    ids = [
+        FileIds(OpenFile(path, one.dtype, stays_open=stays_open), 0, one.num_tokens)
+        for path, one in zip(files, described, strict=True)
     ]
-    return list(arrays), digest.hexdigest()
+    return ids, digest.hexdigest()

@@ -42,7 +42,7 @@ def test_prepared_tokens_are_the_text(tmp_path, text):
     for index in range(len(direct.train)):
         for name, array in direct.train[index].items():
             assert np.array_equal(corpus.train[index][name], array)
-    assert isinstance(corpus.train.stream.parts[0], np.memmap)
+    assert isinstance(corpus.train.stream.parts[0], token_files.FileIds), "read where it is used"
     assert corpus.text.decode(corpus.text.encode("☃")) == "☃"
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl", "out.bin", "out.bin.index", "out.bin.json"]
 
