@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 
 from meshtrain.cli.flags import construct, flatten
 from meshtrain.config.config import Config, check, num_microbatches
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, divisors
 from meshtrain.options import Values
 from meshtrain.sharding.rules import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes
-from meshtrain.sharding.stored import MAX_LEVEL
+from meshtrain.sharding.stored import MAX_LEVEL, num_parts
 
 FROZEN_DTYPE, FROZEN = "precision.frozen_dtype", "bfloat16"  # in which frozen weights take half of the bytes
 SPLITS_SUMS = 2  # the ZeRO level from which on sums of gradients are split
@@ -47,6 +47,23 @@ def arguments(change: Change) -> str:
     return " ".join(
         f"--config.{key}={words[value] if isinstance(value, bool) else value}" for key, value in change.items()
     )
+
+
+def times_as_many(config: Config, shape: Mapping[str, int], temporary_bytes: float, room_bytes: float) -> int:
+    """Returns by what to multiply the number of microbatches: 2, or more where half of the temporaries is too much.
+
+    It is the smallest divisor of a microbatch's sequences on a device with which the temporaries fit, if these shrink
+    as microbatches do.
+
+    Args:
+      config: of the step that does not fit.
+      shape: its mesh.
+      temporary_bytes: of the step's temporaries.
+      room_bytes: that are there for them.
+    """
+    sequences = config.batch_size // (num_parts(batch_axes(), shape) * num_microbatches(config, shape))
+    times = divisors(sequences)[1:] or [2]
+    return next((by for by in times if temporary_bytes / by <= room_bytes), times[-1])
 
 
 def smaller(config: Config, shape: Mapping[str, int], times: int = 2, parts: Change | None = None) -> Iterator[Change]:

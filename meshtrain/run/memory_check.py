@@ -12,7 +12,16 @@ import jax
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config.config import Config
-from meshtrain.config.smaller import FROZEN_DTYPE, Change, arguments, problems_of, smaller, with_change, with_level
+from meshtrain.config.smaller import (
+    FROZEN_DTYPE,
+    Change,
+    arguments,
+    problems_of,
+    smaller,
+    times_as_many,
+    with_change,
+    with_level,
+)
 from meshtrain.config.tasks import MakeTask
 from meshtrain.errors import UserError, first_line, is_out_of_memory, refuse, warn
 from meshtrain.launch import peers
@@ -165,7 +174,7 @@ def warn_of_large_step(assembly: Assembly, step: jax.stages.Compiled) -> None:
     if (peak := planned.peak_bytes * room.num_sharing) > room.limit_bytes:
         warn(
             f"memory: the compiled step takes up to {format_bytes(peak)}, and {format_bytes(room.limit_bytes)} is "
-            f"{room.what}; nearest: {_step_fix(assembly)}"
+            f"{room.what}; nearest: {_step_fix(assembly, room, planned)}"
         )
 
 
@@ -196,7 +205,7 @@ def exhausted(assembly: Assembly, step: jax.stages.Compiled | None, error: BaseE
       step: its compiled step; None before there is one.
       error: what was raised.
     """
-    room, planned = room_of(assembly), step and _account(step)
+    room, planned = room_of(assembly), None if step is None else _account(step)
     parts = [f"training state {format_bytes(state_bytes(assembly, with_host=False))}"]
     if planned:
         parts += [f"temporaries {format_bytes(planned.temporary_bytes)}", f"peak {format_bytes(planned.peak_bytes)}"]
@@ -205,14 +214,23 @@ def exhausted(assembly: Assembly, step: jax.stages.Compiled | None, error: BaseE
     limit = f"{format_bytes(room.limit_bytes)}, {room.what}" if room else "the device's memory"
     return (
         f"memory: got '{first_line(error)}'; planned for a device: {', '.join(parts)}; largest arrays: {largest}; "
-        f"allowed: at most {limit}; nearest: {_step_fix(assembly)}"
+        f"allowed: at most {limit}; nearest: {_step_fix(assembly, room, planned)}"
     )
 
 
-def _step_fix(assembly: Assembly) -> str:
-    """Returns the cheapest legal change that saves memory, and what finds others."""
-    config, shape = assembly.config, dict(assembly.mesh.shape)
-    for change in smaller(config, shape):
+def _step_fix(assembly: Assembly, room: Room | None, planned: Statistics | None) -> str:
+    """Returns the cheapest legal change that saves memory, and what finds others.
+
+    Args:
+      assembly: of the run.
+      room: the memory there is; None if it is not known.
+      planned: the compiler's account of the step; None before there is one.
+    """
+    config, shape, times = assembly.config, dict(assembly.mesh.shape), 2
+    if room and planned:
+        left = room.limit_bytes / room.num_sharing - planned.arguments_bytes
+        times = times_as_many(config, shape, planned.temporary_bytes, left)
+    for change in smaller(config, shape, times):
         changed = with_change(config, change)
         try:
             sizes = mesh_shape(changed.mesh, assembly.mesh.size, simulated=False)

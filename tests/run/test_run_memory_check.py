@@ -218,4 +218,11 @@ def test_every_command_ends_with_one_line_and_code_2(error, capsys):
 def test_a_change_to_an_open_axis_is_suggested_with_sizes():
     config = configured(data=8)
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=-1))
-    assert memory_check._step_fix(assembled(config)).startswith("--config.zero.level=1 ")
+    assert memory_check._step_fix(assembled(config), None, None).startswith("--config.zero.level=1 ")
+
+
+@pytest.mark.parametrize("temporaries, steps", [(2**20, 2), (2**21, 2), (2**21 + 1, 4), (2**23, 8), (2**40, 16)])
+def test_a_step_is_cut_until_its_temporaries_fit(host, capsys, temporaries, steps):
+    host(2**20)
+    memory_check.warn_of_large_step(assembled(configured()), compiled(max(temporaries, 2**20 + 1)))
+    assert fix_of(capsys.readouterr().err) == {"accumulation_steps": steps}

@@ -1,43 +1,30 @@
 """The cheapest changes that would make a step fit. Each is compiled before it is suggested."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.config import Config, num_microbatches
-from meshtrain.config.smaller import FROZEN, FROZEN_DTYPE, Change, arguments, problems_of, smaller, with_change
-from meshtrain.errors import UserError, divisors
+from meshtrain.config.config import Config
+from meshtrain.config.smaller import (
+    FROZEN,
+    FROZEN_DTYPE,
+    Change,
+    arguments,
+    problems_of,
+    smaller,
+    times_as_many,
+    with_change,
+)
+from meshtrain.errors import UserError
 from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
 from meshtrain.plan.cost.memory import Memory, memory
 from meshtrain.plan.planner import Plan, shape_on
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import compile_step, program_of
 from meshtrain.plan.target.compile_thread import waiting_for
-from meshtrain.sharding.rules import batch_axes
-from meshtrain.sharding.stored import num_parts
 
 NUM_NAMED = 3
 MAX_COMPILED = 11
-
-
-def times_as_many(config: Config, shape: Mapping[str, int], held: Memory) -> int:
-    """Returns by what to multiply the number of microbatches: 2, or more where half of the temporaries is too much.
-
-    It is the smallest divisor of a microbatch's sequences on a device with which the temporaries fit, if these shrink
-    as microbatches do.
-
-    Args:
-      config: of the step that does not fit.
-      shape: its mesh.
-      held: its memory.
-    """
-    if held.compiler is None or held.capacity_bytes is None:
-        return 2
-    temporary = held.compiler.temporary_bytes
-    room = held.capacity_bytes - held.compiler.arguments_bytes
-    sequences = config.batch_size // (num_parts(batch_axes(), shape) * num_microbatches(config, shape))
-    times = divisors(sequences)[1:] or [2]
-    return next((by for by in times if (temporary + held.uncertainty_bytes) / by <= room), times[-1])
 
 
 def candidates(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Change]:
@@ -50,7 +37,11 @@ def candidates(config: Config, shape: dict[str, int], held: Memory) -> Iterator[
     """
     # What is known to be weights is not helped by shorter parts of sequences.
     parts = in_more_parts(config, shape) if activations_dominate(held) else {}
-    return smaller(config, shape, times_as_many(config, shape, held), parts)
+    times = 2
+    if held.compiler is not None and held.capacity_bytes is not None:
+        temporary_bytes = held.compiler.temporary_bytes + held.uncertainty_bytes
+        times = times_as_many(config, shape, temporary_bytes, held.capacity_bytes - held.compiler.arguments_bytes)
+    return smaller(config, shape, times, parts)
 
 
 def tried(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Change]:
