@@ -121,13 +121,13 @@ def write_rest(
 
 
 def special_token_files(
-    ids: Mapping[str, Json], end_token: str, original: Path | None, of_text: Path | None
+    ids: Mapping[str, Json], chosen: Mapping[str, Json], original: Path | None, of_text: Path | None
 ) -> dict[str, str]:
     """Returns name -> content of the files that record the special tokens of a run in place of the copied ones.
 
     Args:
       ids: `eos_token_id` and other ids of special tokens, as in config.json; empty: those of `original`.
-      end_token: that becomes the tokenizer's `eos_token`; '': it keeps its own.
+      chosen: what the tokenizer's settings get, such as `eos_token`; empty: they stay.
       original: the folder that the model came from; None: there is none.
       of_text: the folder whose tokenizer is copied; None: only its file is.
     """
@@ -135,11 +135,12 @@ def special_token_files(
     if ids:
         files[GENERATION_FILE] = {} if original is None else settings(str(original), GENERATION_FILE)
         files[GENERATION_FILE] = (files[GENERATION_FILE] or {"_from_model_config": True}) | dict(ids)
-    if end_token:
+    if chosen:
         for name in (SETTINGS, _TOKENS_MAP):
             given = _PLAIN_SETTINGS if of_text is None else settings(str(of_text), name)
             if given and (of_text or name == SETTINGS):
-                files[name] = given | {"eos_token": end_token}
+                names = [key for key in chosen if name == SETTINGS or (key.endswith("_token") and key in given)]
+                files[name] = given | {key: chosen[key] for key in names}
     return {
         name: json.dumps({key: value for key, value in content.items() if value is not None}, indent=2) + "\n"
         for name, content in files.items()

@@ -66,6 +66,7 @@ from meshtrain.run import weights
 from meshtrain.run.opened import open_data
 from meshtrain.run.weights import assembled, configuration
 
+EOS, BOS = "eos_token", "bos_token"
 ACTIONS = ("config", "import", "export")
 ORIGINAL = "hugging_face"  # the folder in an imported workdir with the files that came beside the weights
 
@@ -217,8 +218,8 @@ def _export(arguments: argparse.Namespace) -> None:
     of_text, written, end_id = _text_files(config, original)
     ids = _special_ids(config, original, end_id)
     stated = as_json(options, family, dtype, config.sequence_length, end_id, given) | ids
-    end_token = _new_end_token(config, of_text, written, end_id)
-    written |= export.special_token_files(ids, end_token, original, of_text)
+    chosen = _chosen_tokens(config, of_text, written, end_id)
+    written |= export.special_token_files(ids, chosen, original, of_text)
     with _whole(arguments.to) as target:
         num_bytes = export.write_weights(target, family, options, params, dtype, config.lora)
         export.write_rest(target, stated, original, of_text, written)
@@ -287,7 +288,7 @@ def _as_text(config: Config, original: Path | None) -> Config:
         tokenizer = find(config.data.source).tokenizer(config.data, config.model.vocab_size)
     except UserError:
         return config
-    name, end_token = tokenizer.name, ""
+    name, end_token, begin_token = tokenizer.name, "", ""
     if name != "bytes":
         content = settings("", name)
         vocab = content["model"]["vocab"]
@@ -297,7 +298,9 @@ def _as_text(config: Config, original: Path | None) -> Config:
         own = None if original is None else original / TOKENIZER
         if own is not None and what_is_at(own) == "a file" and own.read_bytes() == Path(name).read_bytes():
             name = str(original)
-    data = dataclasses.replace(config.data, source="text", tokenizer=name, end_token=end_token)
+        begin = [texts[one] for one in tokenizer.begin if one in texts] or [NO_TOKEN]
+        begin_token = begin[0] if len(begin) == 1 else ""  # several are those of the tokenizer.json
+    data = dataclasses.replace(config.data, source="text", tokenizer=name, end_token=end_token, begin_token=begin_token)
     return dataclasses.replace(config, data=data)
 
 
@@ -352,29 +355,36 @@ def _special_ids(config: Config, original: Path | None, end_id: int) -> JsonObje
     ids: JsonObject = {"eos_token_id": ends if len(ends) > 1 else end_id}
     if is_same:
         return ids
-    tokenizer, named = open_tokenizer(used, config.data.end_token), special_tokens(settings(used))
-    for name in ("bos_token", "pad_token"):
+    tokenizer, named = open_tokenizer(used, config.data.end_token, NO_TOKEN), special_tokens(settings(used))
+    for name in (BOS, "pad_token"):
         encoded = tokenizer.encode(named[name]) if name in named else []
         ids[f"{name}_id"] = encoded[0] if len(encoded) == 1 else None
     return ids
 
 
-def _new_end_token(config: Config, of_text: Path | None, written: Mapping[str, str], end_id: int) -> str:
-    """Returns the `eos_token` that an export gets in place of its tokenizer's, '' if it keeps that one.
+def _chosen_tokens(
+    config: Config, of_text: Path | None, written: Mapping[str, str], end_id: int
+) -> dict[str, str | bool]:
+    """Returns the end and begin tokens that an export's tokenizer_config.json gets in place of the tokenizer's.
 
-    It is the end token of the data. If the chat template writes `eos_token`, the tokenizer keeps the token with which
-    the run was trained. For the arguments see `_text_files`.
+    A token that the chat template writes stays the one with which the run was trained. For the arguments see
+    `_text_files`.
     """
     if end_id < 0 or config.data.tokenizer == "bytes":
-        return ""
+        return {}
+    content = {} if of_text is None else settings(str(of_text))
     if TEMPLATE in written:
         template = written[TEMPLATE]
     elif of_text is not None and what_is_at(of_text / TEMPLATE) == "a file":
         template = (of_text / TEMPLATE).read_text(encoding="utf-8")
     else:
-        content = {} if of_text is None else settings(str(of_text))
         template = json.dumps(content["chat_template"]) if "chat_template" in content else ""
-    return "" if "eos_token" in template else str(config.data.end_token)
+    begin = config.data.begin_token
+    tokens = {EOS: config.data.end_token, BOS: "" if begin == NO_TOKEN else begin}
+    chosen: dict[str, str | bool] = {key: token for key, token in tokens.items() if token and key not in template}
+    if begin and "add_bos_token" in content:  # by which some classes make the post-processor anew
+        chosen["add_bos_token"] = begin != NO_TOKEN
+    return chosen
 
 
 def main(argv: Sequence[str]) -> int:

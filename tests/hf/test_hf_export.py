@@ -197,6 +197,7 @@ CHOICES = {
         {"tokenizer": f"{CHAT}/tokenizer.json", "end_token": "<|endoftext|>"},
         {"config.json": 0, "generation_config.json": 0, "tokenizer_config.json": "<|endoftext|>"},
     ),
+    "a begin token": ({"begin_token": "<|endoftext|>"}, {"config.json": 2, "tokenizer_config.json": "<|im_end|>"}),
     "other tokens": (
         {"source": "text", "tokenizer": "bytes"},
         {"config.json": 256, "generation_config.json": 256, "tokenizer_config.json": "<|endoftext|>"},
@@ -213,9 +214,9 @@ def test_what_ends_a_text_of_the_run_ends_it_in_the_export(case, tmp_path):
     of_text, written, end_id = hugging_face._text_files(config, came)
     ids = hugging_face._special_ids(config, came, end_id)
     stated = json.loads((came / "config.json").read_text()) | ids
-    end_token = hugging_face._new_end_token(config, of_text, written, end_id)
+    chosen = hugging_face._chosen_tokens(config, of_text, written, end_id)
     out.mkdir()
-    export.write_rest(out, stated, came, of_text, written | export.special_token_files(ids, end_token, came, of_text))
+    export.write_rest(out, stated, came, of_text, written | export.special_token_files(ids, chosen, came, of_text))
     files = {path.name: json.loads(path.read_text()) for path in out.glob("*.json")}
     assert files["generation_config.json"]["top_k"] == 3
     for name, value in recorded.items():
@@ -226,6 +227,9 @@ def test_what_ends_a_text_of_the_run_ends_it_in_the_export(case, tmp_path):
     else:
         assert ends(out) == ends(data.tokenizer, data.end_token)
         assert files["config.json"]["pad_token_id"] == 3
+    assert open_tokenizer(str(out)).begin == open_tokenizer(data.tokenizer, data.end_token, data.begin_token).begin
+    if case == "a begin token":
+        assert files["tokenizer_config.json"]["bos_token"] == "<|endoftext|>"
     if case == "nothing":
         assert (came / "generation_config.json").read_bytes() == (out / "generation_config.json").read_bytes()
 
@@ -243,6 +247,7 @@ def test_a_run_on_token_files_leaves_with_their_tokenizer_and_end_token(tokenize
     config = Config(model=described(came).options, data=data)
     found = hugging_face._as_text(config, came).data
     assert (found.source, found.end_token) == ("text", end_token)
+    assert found.begin_token == ("" if name == "bytes" else "none")
     assert ends(found.tokenizer, found.end_token) >= {0} if name != "bytes" else found.tokenizer == "bytes"
     assert (found.tokenizer == str(came)) == (tokenizer == "own")
     (tmp_path / "a.bin").unlink()
