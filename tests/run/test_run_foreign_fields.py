@@ -290,6 +290,13 @@ def test_no_file_of_a_hugging_face_folder_names_what_is_outside(here, name):
         assert reached(call)[0] == []
 
 
+def test_the_description_of_tokens_whose_tokenizer_is_beside_them_is_not_read(here):
+    plant(here / RUN / "config.json", {"data.source": "tokens", "data.path": "planted/tokens.bin"})
+    found, [line] = reached(COMMANDS["generate"][0])
+    assert found == []
+    assert "data.path: got 'planted/tokens.bin'" in line
+
+
 def test_a_description_of_tokens_names_a_file_beside_it(here):
     tokens = here / "stranger" / "tokens" / "a.bin"
     tokens.parent.mkdir()
