@@ -37,7 +37,7 @@ EXIT_CODES = {
     EXIT_STOPPED_ITSELF: "training stopped itself: too many steps in a row were skipped, or the last was not finite",
     EXIT_LOST_PEER: "a hang, or a lost process",
     EXIT_TOO_FEW: "the run does not fit the processes that are left: start fewer, or wait for the others",
-    EXIT_NOT_SAVED: "the last checkpoint or standard output could not be written: free space, then start it again",
+    EXIT_NOT_SAVED: "the last checkpoint or standard output could not be written, or the run's folder was deleted",
     EXIT_START_AGAIN: "interrupted after saving: start it again",
     EXIT_INTERRUPTED: "Ctrl-C without a save: the second one during training, or the first in other commands",
     EXIT_CLOSED_PIPE: "nobody reads standard output any more, as after `| head`",
@@ -159,6 +159,10 @@ class Interrupted(Exception):
 
 class SaveFailed(Exception):
     """A checkpoint could not be written; where it was the run's last one, exit code 74: free space, start me again."""
+
+
+class FolderLost(SaveFailed):
+    """The run's folder or that of its checkpoints is deleted or replaced during the run: exit code 74."""
 
 
 class LostPeer(Exception):

@@ -5,6 +5,7 @@ and open no pipe, which would block.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -196,6 +197,25 @@ def what_is_at(path: str | os.PathLike[str]) -> str:
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     kind = stat.S_IFMT(mode)
     return kinds[kind] if kind in kinds else "a device"
+
+
+def open_folder(path: str | os.PathLike[str], held: contextlib.ExitStack) -> int:
+    """Opens a folder for as long as `held` is open: until then the system gives its number to no other folder.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    held.callback(os.close, descriptor)
+    return descriptor
+
+
+def is_same(path: str | os.PathLike[str], descriptor: int) -> bool:
+    """Returns whether an open file or folder is still the one at its path; True while a network does not answer."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR)
 
 
 def target_problems(flag: str, path: str, example: str, endings: Sequence[str] = ()) -> list[str]:

@@ -62,6 +62,9 @@ class Actions:
       drawn: step -> what has been drawn from each source of the data.
       name: (number, layer) -> the loss or the gradient for which a step was skipped.
       reason: (step, values of the evaluation) -> why the run ends here, in all processes; '' where it goes on.
+      lost: whether the run saves and stops after this step, because a file of its own was deleted.
+      is_missing: step -> whether the evaluation of the step that the run resumes from was due and has no row: a signal
+        or a kill came first.
     """
 
     train_step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Mapping[str, jax.Array]]]
@@ -75,6 +78,8 @@ class Actions:
     drawn: Callable[[int], dict[str, float]] = lambda step: {}
     name: Callable[[int, int], str] = lambda number, layer: f"array {number}"
     reason: Callable[[int, Mapping[str, float]], str] = lambda step, values: ""
+    is_missing: Callable[[int], bool] = lambda step: False
+    lost: Callable[[], bool] = bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,17 +122,15 @@ def run(
       Interrupted: SIGTERM or SIGINT arrived; the state is saved.
       SaveFailed: the last save could not be written.
     """
-    log, reason = Log(when, throughput, actions, observers), ""
-    if start_step == when.num_steps or (start_step and when.can_stop and due(start_step, when.eval_every)):
-        log.latest.update(values := actions.evaluate(state))
-        reason = actions.reason(start_step, values)
+    log = Log(when, throughput, actions, observers)
+    reason = evaluate_first(start_step, state, log)
     with interruptions(peers.agreed_stop(start_step)) as interrupted:
         for step in range(start_step + 1, when.num_steps + 1) if not reason else ():
             state, metrics = dispatch(step, state, batches, log)
             log.completed(log.clock.dispatched(step, metrics), state)  # the previous step; this one is still in flight
 
             is_last = step == when.num_steps
-            stops = interrupted(step) and not is_last
+            stops = (interrupted(step) or actions.lost()) and not is_last
             evaluates = is_last or (due(step, when.eval_every) and not stops)  # a signal may leave little time
             saves = is_last or stops or due(step, when.save_every)
             if not (evaluates or saves):
@@ -153,6 +156,25 @@ def run(
     if reason:
         observers.progress.line(reason)
     return state, log.latest
+
+
+def evaluate_first(step: int, state: TrainState, log: "Log") -> str:
+    """Evaluates the step that a run resumes from if its evaluation is missing or decides whether the run has ended.
+
+    A missing row and rating are written before the next save deletes a checkpoint.
+
+    Returns:
+      Why the run ends here; '' if it continues.
+    """
+    is_due = step > 0 and (step == log.when.num_steps or due(step, log.when.eval_every))
+    is_missing = is_due and log.actions.is_missing(step)
+    if not (is_missing or step == log.when.num_steps or (is_due and log.when.can_stop)):
+        return ""
+    log.latest.update(values := log.actions.evaluate(state))
+    if is_missing:
+        log.row(step, values)
+        log.actions.rate(step, values)
+    return log.actions.reason(step, values)
 
 
 def save_before(step: int, state: TrainState, log: "Log") -> None:

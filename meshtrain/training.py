@@ -156,7 +156,7 @@ def train_resolved(
         start.refuse_other_weights(assembly, run)
         saving.refuse_unknown_metric(assembly, corpus)
         continued = continuations(assembly, corpus, make_task, rules)
-        with workdir.locked(run), saving.owning(config, run), saving.checkpoints_of(assembly, run) as checkpoints:
+        with saving.opened(assembly, run) as checkpoints:
             state, values = run_steps(assembly, corpus, continued, checkpoints, run, watchdog, show, begun_seconds)
         with watchdog.patient(), memory_check.explained(assembly):
             summary.show(assembly, corpus, state, values, run, make_task, rules)
@@ -217,7 +217,7 @@ def run_steps(
         actions = loop.Actions(
             train_step=train_step,
             evaluate=functools.partial(evaluate_with_texts, assembly, corpus, continued, run, progress.line),
-            **saving.actions(assembly, checkpoints, corpus, start_step),
+            **saving.actions(assembly, checkpoints, corpus, run, start_step),
             write=trackers.write,
             drawn=functools.partial(drawn, config, assembly.task, corpus),
             outer_step=outer_step,
@@ -226,7 +226,8 @@ def run_steps(
         goodput = Goodput(since, trackers.done, num_processes=n)
         observers = loop.Observers(progress, profiler, watchdog, goodput, own_times)
         stream = _batches(assembly, corpus, start_step)
-        last = loop.run(state, start_step, stream, timetable(config), throughput_of(assembly), actions, observers)
+        with saving.guarded(actions, checkpoints, trackers) as actions:
+            last = loop.run(state, start_step, stream, timetable(config), throughput_of(assembly), actions, observers)
         with watchdog.patient():
             trackers.close()  # one may send what is left over the network
         return last

@@ -22,7 +22,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
 from pathlib import Path
 from types import TracebackType
@@ -33,10 +33,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from meshtrain.checkpoint import integrity, retention
-from meshtrain.checkpoint.manager import EXTRA, STATE, manager, renamed
+from meshtrain.checkpoint.manager import EXTRA, STATE, manager, renamed, start_save
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.cli.tables import format_bytes
-from meshtrain.errors import SaveFailed, UserError, nearest, warn
+from meshtrain.errors import FolderLost, SaveFailed, UserError, nearest, warn
 from meshtrain.files import JsonObject
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays, Leaf, Shaped, Tree, leaves_with_paths
@@ -72,14 +72,23 @@ class Checkpoints:
       options: which checkpoints are kept. None opens the folder for reading: nothing is created or deleted, so that
         another program can read a run's checkpoints while it trains.
       higher_is_better: whether a larger value of `options.best_metric` is a better one.
+      lost: returns one line if the run's folder or this directory is not the run's any more, else ''.
+      saved: process 0 calls it with each step that is sealed, in the thread that seals.
 
     Raises:
       UserError: the directory cannot be created, or the bucket cannot be reached.
     """
 
     def __init__(
-        self, directory: str | Place, options: CheckpointOptions | None, *, higher_is_better: bool = False
+        self,
+        directory: str | Place,
+        options: CheckpointOptions | None,
+        *,
+        higher_is_better: bool = False,
+        lost: Callable[[], str] = str,
+        saved: Callable[[int], None] = lambda step: None,
     ) -> None:
+        self._lost, self._saved = lost, saved
         self.directory = buckets.place(directory)
         self._options = options
         self._higher_is_better = higher_is_better
@@ -88,7 +97,7 @@ class Checkpoints:
         self.newest_failure: SaveFailed | None = None  # of the newest save; None unless it is known to have failed
         self._thread = futures.ThreadPoolExecutor(1, "seal")
         if options is not None:
-            _create(self.directory)
+            buckets.make(self.directory)
         self._manager = self._new_manager()
 
     def __enter__(self) -> Self:
@@ -98,7 +107,8 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # If another process is gone, the save in flight cannot complete; and a second Ctrl-C is not to wait for it.
-        if kind is None or not issubclass(kind, jax.errors.JaxRuntimeError | KeyboardInterrupt):
+        cannot = (jax.errors.JaxRuntimeError, KeyboardInterrupt) if peers.count() > 1 else (KeyboardInterrupt,)
+        if kind is None or not issubclass(kind, cannot):
             self.close()
 
     def steps(self) -> list[int]:
@@ -111,6 +121,11 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """Returns the newest step that is completely written, or None. Waits for a save in flight."""
         return max(self.steps(), default=None)
+
+    def refuse_lost(self) -> None:
+        """Raises FolderLost if the run's folder or the directory was deleted or replaced during the run."""
+        if line := self._lost():
+            raise FolderLost(line)
 
     def save(self, step: int, state: Arrays, extra: JsonObject) -> bool:
         """Starts to save a step and returns when the state's buffers may be overwritten; files follow in threads.
@@ -127,10 +142,12 @@ class Checkpoints:
 
         Raises:
           TypeError: JSON cannot hold `extra`.
+          FolderLost: see `refuse_lost`.
           SaveFailed: the save before this one failed in its thread, or this one at its start. Another may succeed.
         """
         assert self._options is not None, "opened for reading only"
         failure = f"save {next(_saves)} failed"
+        self.refuse_lost()
         self.wait()
         json.dumps(dict(extra))  # raises here, with the caller on the stack, instead of later in a thread
         items = ocp.args.Composite(
@@ -142,8 +159,8 @@ class Checkpoints:
                 return False
             if self.newest_failure and not isinstance(self.directory, Path):  # it may not have answered at that time
                 self._manager = self._new_manager()
-            _create(self.directory)
-            self._manager.save(step, args=items, force=True)
+            buckets.make(self.directory)
+            start_save(self._manager, step, items)
         except Exception as error:
             raise self._failure(step, error) from error
         self.newest_failure, has_failed = None, threading.Event()
@@ -167,7 +184,8 @@ class Checkpoints:
                 retention.rate(self.directory, step, values)
                 self._prune()
         except (OSError, buckets.Unreached) as error:
-            warn(f"{error}; step {step} is not among the best")
+            if not self._lost():
+                warn(f"{error}; step {step} is not among the best")
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """Returns the newest step with matching checksums and state, and a line for each newer one that is damaged.
@@ -326,6 +344,8 @@ class Checkpoints:
 
         def is_cancelled() -> bool:
             nonlocal asked_seconds
+            if self._lost():
+                return True
             if has_failed.is_set() or time.monotonic() - asked_seconds < _ASK_SECONDS:
                 return has_failed.is_set()
             asked_seconds = time.monotonic()
@@ -337,6 +357,7 @@ class Checkpoints:
             peers.announce(failure)  # the others wait for this process's part
             raise
         if is_sealed and peers.is_main_process():
+            self._saved(step)
             self._prune()
         return is_sealed
 
@@ -354,7 +375,8 @@ class Checkpoints:
         disk = f" ({free})" if (free := _free_space(directory)) else ""  # before the save's files are deleted
         self.newest_failure = SaveFailed(f"{line}{disk}; nearest: free space there, or another --workdir")
         # Orbax's manager would count the failed step as saved: a new one replaces it.
-        self._manager = self._new_manager()
+        if not self._lost():  # else the run ends, and `retention.remove_rest` removes the files
+            self._manager = self._new_manager()
         return self.newest_failure
 
     def _new_manager(self) -> ocp.CheckpointManager:
@@ -391,17 +413,6 @@ class Checkpoints:
                 f"{self.directory}: got step {step}; allowed: {', '.join(map(str, steps)) or 'none, it is empty'}; "
                 f"nearest: {fix}"
             )
-
-
-def _create(directory: Place) -> None:
-    try:
-        if isinstance(directory, Path):  # a prefix is there with its first object
-            directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{directory}: got {error.strerror or error}; allowed: a directory that can be written; "
-            "nearest: another --workdir"
-        ) from error
 
 
 def leaves_by_path(tree: Tree) -> dict[str, Leaf]:

@@ -51,7 +51,7 @@ def seal(directory: Place, index: int, num_processes: int, is_cancelled: Callabl
       directory: the checkpoint's final folder, which appears, whole, when it is committed.
       index: of this process. It reads the files that it has written; process 0 also reads the shared ones.
       num_processes: number of processes; they share the file system.
-      is_cancelled: polled while waiting; true once the save has failed.
+      is_cancelled: polled while waiting; true once the save has failed, or the run's folder is lost.
 
     Returns:
       Whether there is a manifest now.
@@ -61,7 +61,7 @@ def seal(directory: Place, index: int, num_processes: int, is_cancelled: Callabl
     """
     if not isinstance(directory, Path):
         return _seal_listed(directory, index, is_cancelled)
-    if not _waited(directory.is_dir, is_cancelled):
+    if not _waited(directory.is_dir, is_cancelled) or is_cancelled():
         return False
     sums = checksums(directory, lambda name: _owner(name, num_processes) == index)
     if num_processes == 1:

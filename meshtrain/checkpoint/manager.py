@@ -11,6 +11,7 @@ each write that had not begun by then.
 import functools
 import logging
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -22,6 +23,11 @@ from meshtrain.store.buckets import Place
 
 STATE, EXTRA = "state", "extra"  # the two folders of a save
 _REPLICA_SLICE_BYTES = 8 << 20
+# Orbax's coroutines of a save that has failed before they were awaited.
+_NEVER_AWAITED = (
+    "async_serialize_from_host", "_async_serialize_shardings", "_create_paths", "_serialize_arrays_batches",
+    "cancellable", "JsonCheckpointHandler", "BasePyTreeCheckpointHandler",
+)  # fmt: skip
 
 
 def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
@@ -33,6 +39,28 @@ def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(create=False, **(all_stay if writes else {}))
     handlers = {STATE: _state_handler(), EXTRA: ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+
+def start_save(manager: ocp.CheckpointManager, step: int, items: ocp.args.Composite) -> None:
+    """Starts to write a step; returns when the buffers of the arrays may be overwritten, and raises Orbax's error.
+
+    Python waits for all threads at its end, except for daemons. If the folder of a save cannot be made, Orbax's threads
+    wait for it for five minutes after the save has failed. A thread inherits the flag from the thread that starts it,
+    so the save starts in a daemon.
+    """
+    errors = list[Exception]()
+
+    def start() -> None:
+        try:
+            manager.save(step, args=items, force=True)
+        except Exception as error:  # noqa: BLE001  it is raised below, in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=start, daemon=True, name="start save")
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
 
 
 def renamed(directory: Place) -> list[str]:
@@ -65,7 +93,7 @@ def silence() -> None:
     """Suppresses these lines from now on; everything else is printed as before."""
     logging.getLogger("absl").addFilter(_is_worth_a_line)
     logging.getLogger("asyncio").addFilter(_is_task_of_others)
-    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
+    warnings.filterwarnings("ignore", f"coroutine '({'|'.join(_NEVER_AWAITED)})", RuntimeWarning)
     report = sys.unraisablehook
 
     def report_others(unraisable: "sys.UnraisableHookArgs") -> None:

@@ -1,19 +1,24 @@
-"""Which run writes into a bucket: an object with the run's id, its machine and a heartbeat.
+"""Which run writes checkpoints into a folder or a bucket: a file there has the run's id, its process and a heartbeat.
 
-A lock on a disk goes with its process; an object stays after a kill. A run that starts again in its workdir, whose lock
-says that nothing of it is alive, goes on at once, and any other one after ten minutes without a heartbeat.
+The file stays after a kill. A run that starts again in its workdir, whose lock says that no process of the run is
+alive, resumes at once. Another run takes over at once from a process of the same machine that has ended, and from any
+other process after ten minutes without a heartbeat.
 """
 
 import contextlib
+import fcntl
+import functools
 import json
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from meshtrain.errors import EXIT_LOST_PEER, leave_at_once, refuse, warn
-from meshtrain.files import JsonObject, read_json
+from meshtrain.errors import EXIT_LOST_PEER, is_finite, leave_at_once, refusals, refuse, warn
+from meshtrain.files import JsonObject, open_folder, read_json
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
 from meshtrain.store import buckets
@@ -21,77 +26,192 @@ from meshtrain.store.buckets import Place, Unreached, reached
 
 OWNER = "owner.json"
 _BEAT_SECONDS, _STALE_SECONDS = 60.0, 600.0
+_PROCESS = re.compile(r"process (\d{1,9}) on (.*)", re.DOTALL)
+_STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat behind the name, see proc_pid_stat(5)
 
 
 @contextlib.contextmanager
-def owned(directory: str, run: str) -> Iterator[None]:
-    """Keeps other runs out of a gs://bucket/prefix during the block; process 0 does so for all processes.
+def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iterator[Callable[[], str]]:
+    """Keeps other runs out of a folder or a gs://bucket/prefix during the block; process 0 does so for all processes.
 
     If another run takes over all the same, because this machine was asleep, the process leaves at once.
 
     Args:
-      directory: the prefix.
+      directory: the folder, made if it is missing, or the prefix.
       run: the id that the run's workdir keeps.
+      may_vanish: whether a save makes the folder again if it is deleted, which is the case inside the workdir.
+
+    Yields:
+      A function that returns one line if the folder is deleted, replaced or no longer mounted, else ''. It returns ''
+      for a bucket, in other processes, and if the folder may vanish; a folder that was made again is owned too.
 
     Raises:
       UserError: another run has it (where, since when), or it cannot be written.
     """
     place, problems = buckets.place(directory), list[str]()
-    if peers.is_main_process():
-        with contextlib.suppress(FileExistsError):
-            problems = [f"checkpoint.directory: got {place}, where another run begins; allowed: one; nearest: another"]
-            problems = _problems(place, run)
-    refuse(peers.share_problems("owner", problems))
     if not peers.is_main_process():
-        yield
+        refuse(peers.share_problems("owner", problems))
+        yield lambda: ""
         return
     ends = threading.Event()
     beats = threading.Thread(target=_beat, args=(place, run, ends), daemon=True, name="owner")
 
     def release() -> None:
         ends.set()
-        beats.join()
-        with contextlib.suppress(Unreached, FileNotFoundError), reached(place):
-            (place / OWNER).unlink()
+        if beats.is_alive():
+            beats.join()
+        with contextlib.suppress(Unreached, OSError), reached(place):
+            if _is_own(_owner(place), run):
+                (place / OWNER).unlink()
 
-    beats.start()
     with undone(release):
-        yield
+        if not (problems := refusals(buckets.make, place)):
+            with contextlib.suppress(FileExistsError):
+                line = f"checkpoint.directory: got {place}, where another run begins; allowed: one; nearest: another"
+                problems = [line]
+                problems = _problems(place, run)
+        refuse(peers.share_problems("owner", problems))
+        beats.start()
+        yield functools.partial(_lost, place, run, may_vanish=may_vanish)
     release()
 
 
 def _problems(place: Place, run: str) -> list[str]:
     """Makes the run the owner, or returns one line. Raises FileExistsError: another one becomes it at this moment."""
     try:
-        with reached(place):
-            was = _owner(place)
-            seconds = time.time() - was["seconds"] if was else 0.0
-            if was and was["run"] != run and seconds < _STALE_SECONDS:
-                return [f"checkpoint.directory: got {place}, used by {was['host']} {seconds:.0f} s ago; allowed: one "
-                        f"run in each; nearest: another, or the same in {_STALE_SECONDS - seconds:.0f} s"]  # fmt: skip
-            if was and was["run"] != run:
-                warn(f"{place}: taken over from {was['host']}, silent for {seconds / 60:.0f} minutes")
-            if was:
+        with reached(place), _alone(place):
+            if was := _owner(place):
+                if line := _in_use(place, was, run):
+                    return [line]
                 (place / OWNER).unlink(missing_ok=True)
             buckets.write(place / OWNER, _text(run), is_new=True)
     except Unreached as error:
         return list(error.problems)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        return [f"{place}: got {error.strerror or error}; allowed: a directory that can be written; nearest: another"]
     return []
+
+
+def _in_use(place: Place, was: JsonObject, run: str) -> str:
+    """Returns one line if the owner keeps its place; '' if this run may take it, with a warning if it was another's."""
+    seconds = abs(time.time() - was["seconds"])  # a heartbeat of the future is of a clock that was set back since
+    is_alive = _is_alive(was)
+    is_silent = seconds >= _STALE_SECONDS or was["run"] == run
+    again = f"the same in {_STALE_SECONDS - seconds:.0f} s" if is_alive is None else "the same after its end"
+    if (is_alive or (is_alive is None and not is_silent)) and not _is_own(was, run):
+        return (
+            f"checkpoint.directory: got {place}, used by {was['host']} {seconds:.0f} s ago; allowed: one run in each; "
+            f"nearest: another, or {again}"
+        )
+    if was["run"] not in ("", run):
+        why = "which has ended" if is_alive is False else f"silent for {seconds / 60:.0f} minutes"
+        warn(f"{place}: taken over from {was['host']}, {why}")
+    return ""
+
+
+def _is_alive(was: JsonObject) -> bool | None:
+    """Returns whether an owner's process runs on this machine; None if it is a process of another machine.
+
+    The number of a process that has ended may be another process' by now: their times of start differ.
+    """
+    found, now = _PROCESS.fullmatch(was["host"]), _process()
+    same = ("machine" not in was) or was["machine"] == now["machine"]
+    if not found or found[2] != socket.gethostname() or not same:
+        return None
+    try:
+        os.kill(number := int(found[1]), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's
+        return True
+    state, started = _stat(number)
+    return state not in "ZX" and ("started" not in was or not started or was["started"] == started)
+
+
+def _stat(process: int) -> tuple[str, str]:
+    """Returns the state of a process, such as `Z` for one that has ended, and when it started; '' where unknown."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return fields[_STATE], fields[_START_TIME]
+    except (OSError, IndexError):
+        return "?", ""
+
+
+@functools.cache
+def _machine() -> str:
+    """Returns the start of this system and the space of its process numbers, which containers of one name differ in."""
+    parts = []
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(parts)
+
+
+def _process() -> JsonObject:
+    host = f"process {os.getpid()} on {socket.gethostname()}"
+    return {"host": host, "machine": _machine(), "started": _stat(os.getpid())[1]}
+
+
+def _is_own(was: JsonObject, run: str) -> bool:
+    """Returns whether this process has become the owner for this run."""
+    return bool(was) and {**was, **_process(), "run": run} == was
 
 
 def _beat(place: Place, run: str, ends: threading.Event) -> None:
     while not ends.wait(_BEAT_SECONDS):
-        with contextlib.suppress(Unreached), reached(place):
-            if (now := _owner(place)) and now["run"] != run:
-                leave_at_once(EXIT_LOST_PEER, f"meshtrain: lost: {place} was taken over by {now['host']}")
+        with contextlib.suppress(Unreached, OSError), reached(place):
+            now = _owner(place)
+            _leave_to(now, place, run)
+            if now or not isinstance(place, Path):  # a folder without the file is not this run's
+                buckets.write(place / OWNER, _text(run))
+
+
+def _leave_to(now: JsonObject, place: Place, run: str) -> None:
+    if now and now["run"] and not _is_own(now, run):
+        leave_at_once(EXIT_LOST_PEER, f"meshtrain: lost: {place} was taken over by {now['host']}")
+
+
+def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
+    """Returns one line if the owner's file is gone; writes it again in a folder that may vanish and is there."""
+    if not isinstance(place, Path):
+        return ""
+    if now := _owner(place):
+        _leave_to(now, place, run)
+        return ""
+    if not may_vanish:
+        what = f"a folder without {OWNER}" if place.is_dir() else "no folder"
+        allowed = "allowed: the run's own folder until the end"
+        return f"checkpoint.directory: got {what} at {place} in place of this run's; {allowed}"
+    if place.is_dir():
+        with contextlib.suppress(OSError):  # a full disk: the save says so
             buckets.write(place / OWNER, _text(run))
+    return ""
+
+
+@contextlib.contextmanager
+def _alone(place: Place) -> Iterator[None]:
+    """Keeps other starts on this machine out of a folder while this one reads and writes the owner's file."""
+    with contextlib.ExitStack() as held:
+        if isinstance(place, Path):
+            with contextlib.suppress(OSError):  # a file system without locks: the exclusive write is left
+                fcntl.flock(open_folder(place, held), fcntl.LOCK_EX)
+        yield
 
 
 def _owner(place: Place) -> JsonObject:
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        return dict(read_json(buckets.read(place / OWNER)))
-    return {}
+    """Returns what the owner's file holds: an empty object where it is missing, no run where it is damaged."""
+    try:
+        owner = dict(read_json(buckets.read(place / OWNER)))
+        if all(isinstance(owner[name], str) for name in ("run", "host")) and is_finite(owner["seconds"]):
+            return owner
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (KeyError, ValueError, TypeError):
+        pass
+    return {"run": "", "host": "nobody", "seconds": 0.0}
 
 
 def _text(run: str) -> str:
-    return json.dumps({"run": run, "host": f"process {os.getpid()} on {socket.gethostname()}", "seconds": time.time()})
+    return json.dumps({"run": run, **_process(), "seconds": time.time()})

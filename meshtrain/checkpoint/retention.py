@@ -1,14 +1,17 @@
 """Which checkpoints are kept: the newest few, multiples of a number of steps, and the best. The rest is deleted."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from meshtrain.checkpoint.integrity import MANIFEST, is_sealed
+from meshtrain.checkpoint.owner import OWNER
 from meshtrain.files import read_json
 from meshtrain.options import AllBut, option
 from meshtrain.store import buckets
@@ -16,6 +19,7 @@ from meshtrain.store.buckets import Place
 
 DAMAGED = "damaged"  # folder beside the checkpoints, for those whose checksums do not match
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # part of the name of a folder that is being written or deleted
+_ROUNDS, _ROUND_SECONDS = 5, 0.2
 Ratings = Mapping[int, Mapping[str, float]]  # step -> metric of its evaluation -> value
 RATINGS = "ratings.json"  # beside the steps: {step: {metric: value}}
 
@@ -113,6 +117,27 @@ def sweep(directory: Place) -> None:
         for entry in directory.iterdir():
             if HALF_WRITTEN in entry.name:
                 shutil.rmtree(entry, ignore_errors=True)
+
+
+def remove_rest(directory: Path, above: Path) -> None:
+    """Removes what threads of a save have written into a folder after it was deleted, and the folder if it is empty.
+
+    Args:
+      directory: of the checkpoints. One that another run owns stays as it is.
+      above: the run's folder, removed as well if it is empty.
+    """
+    is_inside = directory.parent == above
+    for _ in range(_ROUNDS):  # threads of a save that has failed may still be writing
+        if (directory / OWNER).exists():
+            return
+        found = list(directory.iterdir()) if directory.is_dir() else []
+        for entry in found:
+            if HALF_WRITTEN in entry.name or (entry.name.isdecimal() and not is_sealed(entry)):
+                shutil.rmtree(entry, ignore_errors=True)
+        with contextlib.suppress(OSError):  # one of them holds other files
+            for folder in (directory, above) if found or is_inside else ():  # else it may be where a disk is mounted
+                folder.rmdir()
+        time.sleep(_ROUND_SECONDS)
 
 
 def set_aside(directory: Place, step: int) -> None:

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from meshtrain.errors import UserError, warn
-from meshtrain.files import write_whole
+from meshtrain.files import is_same, write_whole
 from meshtrain.observe.goodput import Done
-from meshtrain.observe.run_files import CONFIG_FILE, has_goodput, passed_seconds, row_of
+from meshtrain.observe.run_files import CONFIG_FILE, EVALUATED, has_goodput, passed_seconds, row_of
 from meshtrain.options import FORM, WITH_OPTIONS, called, option
 
 METRICS_FILE = "metrics.jsonl"
@@ -88,13 +88,14 @@ class Trackers:
         """
         self._opened = contextlib.ExitStack()
         self._trackers: list[Tracker] = []
+        self._metrics: MetricsFile | None = None
         self.done = Done()  # nothing is logged by processes other than 0
         if not is_main:
             return
         directory = pathlib.Path(directory)
         with contextlib.ExitStack() as opened:
             metrics = opened.enter_context(contextlib.closing(MetricsFile(directory / METRICS_FILE, resume_step)))
-            self.done = metrics.done
+            self.done, self._metrics = metrics.done, metrics
             self._trackers.append(metrics)
             if options.tensorboard:
                 board = TensorBoard(directory / "tensorboard", resume_step)
@@ -110,6 +111,10 @@ class Trackers:
         for tracker in self._trackers:
             tracker.write(step, values)
 
+    def lost(self) -> str:
+        """Returns one line if `metrics.jsonl` was deleted or replaced during the run, else ''."""
+        return self._metrics.lost if self._metrics else ""
+
     def close(self) -> None:
         """Closes each tracker. It may be called again."""
         self._opened.close()
@@ -120,6 +125,9 @@ class MetricsFile:
 
     Each row is a single write of a whole line, so a run that is killed leaves at most one torn line. JSON has no
     not-a-number and no infinities: they are written as null.
+
+    Attributes:
+      lost: one line once the file was deleted or replaced, after which no row is written; else ''.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
@@ -136,9 +144,9 @@ class MetricsFile:
           UserError: the file cannot be read or written.
         """
         self.path = pathlib.Path(path)
-        self._has_warned = False
+        self._has_warned, self.lost = False, ""
         try:
-            self.done = _keep_rows_up_to(self.path, resume_step)
+            self.done = keep_rows_up_to(self.path, resume_step)
             # Unbuffered: each row is one write of the operating system.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
@@ -147,6 +155,12 @@ class MetricsFile:
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Appends one row: `step`, then the values in their order."""
+        if self.lost or not is_same(self.path, self._file.fileno()):
+            what = "another file" if self.path.exists() else "nothing"
+            self.lost = self.lost or (
+                f"{self.path}: got {what} in place of the run's rows; allowed: the run's own file until the end"
+            )
+            return
         row = {"step": step} | {name: _json_number(value) for name, value in values.items() if name != "step"}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
@@ -374,7 +388,15 @@ def check(directory: str | os.PathLike[str]) -> list[str]:
     return [f"{path}: got no row of metrics; allowed: the file as the run wrote it; nearest: another --workdir"]
 
 
-def _keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
+def evaluated(directory: str | os.PathLike[str], step: int) -> dict[str, float | None]:
+    """Returns the metrics of a step's evaluation in a run's `metrics.jsonl`; empty if there is no row of it."""
+    path = pathlib.Path(directory) / METRICS_FILE
+    rows = map(row_of, path.read_bytes().splitlines(keepends=True)) if path.is_file() else ()
+    found = [row for row in rows if row and row["step"] == step and any(name.startswith(EVALUATED) for name in row)]
+    return {name: value for name, value in found[-1].items() if name.startswith(EVALUATED)} if found else {}
+
+
+def keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
     """Drops all lines of the file but the rows up to a step; returns the run's goodput up to there."""
     if not path.exists():
         return Done()

@@ -21,6 +21,7 @@ from meshtrain.launch import peers
 from meshtrain.models.metrics import logged
 from meshtrain.models.task import Params, limits
 from meshtrain.observe.run_files import EVALUATED, PROMPTED_FILE
+from meshtrain.observe.trackers import keep_rows_up_to
 from meshtrain.sharding.trees import Arrays
 from meshtrain.step.state import TrainState
 
@@ -55,6 +56,7 @@ def evaluate_with_texts(
         show(f"step {step}  {quoted(row['prompt'])} -> {quoted(row['text'])}")
     try:
         if rows and peers.is_main_process():
+            keep_rows_up_to(run / PROMPTED_FILE, step - 1)  # a run that resumes may evaluate a step again
             with (run / PROMPTED_FILE).open("a", encoding="utf-8") as file:
                 file.writelines(f"{json.dumps(row)}\n" for row in rows)
     except OSError as error:

@@ -3,30 +3,39 @@
 import contextlib
 import dataclasses
 import functools
+import math
+import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
 from meshtrain.assemble import Assembly
+from meshtrain.checkpoint import retention
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import recorded
 from meshtrain.checkpoint.owner import owned
-from meshtrain.config.config import Config
+from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own_source import Data
-from meshtrain.errors import SaveFailed, UserError, refuse, unknown, warn
-from meshtrain.files import is_url
+from meshtrain.errors import FolderLost, Interrupted, SaveFailed, UserError, refuse, unknown, warn
+from meshtrain.launch import peers
+from meshtrain.loop import Actions
 from meshtrain.observe.run_files import EVALUATED, LOSS_OF
+from meshtrain.observe.trackers import Trackers, evaluated
 from meshtrain.run import workdir
 from meshtrain.run.evaluation import sets_of
 from meshtrain.sharding.trees import leaves_with_paths
 from meshtrain.step.early_stop import reason
 from meshtrain.step.guard import name_of_first, name_of_gradient
 from meshtrain.step.state import TrainState
-from meshtrain.store.buckets import Unreached
+from meshtrain.store import buckets
+from meshtrain.store.buckets import Unreached, reached
+
+T = TypeVar("T")
 
 EVALUATIONS = "early_stop"  # in a checkpoint: metric -> {step: value}
 
@@ -44,6 +53,9 @@ def save(
     With it goes what `early_stop.reason` has found so far.
 
     A save that fails is a warning and does not end the run: there may be space on the disk at the next one.
+
+    Raises:
+      FolderLost: see `Checkpoints.refuse_lost`.
     """
     start_seconds = time.perf_counter()
     extra = {
@@ -57,11 +69,13 @@ def save(
     try:
         checkpoints.wait()
     except SaveFailed as error:
+        checkpoints.refuse_lost()
         warn(str(error))
         values["failed_saves"] = 1.0
     try:
         checkpoints.save(step, assembly.to_kept(state), extra)
     except SaveFailed as error:
+        checkpoints.refuse_lost()
         warn(str(error))
         values["failed_saves"] = values.setdefault("failed_saves", 0.0) + 1
     return {"save_blocking_seconds": time.perf_counter() - start_seconds, **values}
@@ -71,10 +85,12 @@ def finish(checkpoints: Checkpoints) -> None:
     """Waits until the last save is on the disk, or in the bucket.
 
     Raises:
+      FolderLost: see `Checkpoints.refuse_lost`.
       SaveFailed: it could not be written; the message names the step from which the same command resumes.
     """
     with contextlib.suppress(SaveFailed):
         checkpoints.wait()
+    checkpoints.refuse_lost()
     # The last save may also have failed at its start, of which `save` has only warned.
     if error := checkpoints.newest_failure:
         try:
@@ -85,11 +101,14 @@ def finish(checkpoints: Checkpoints) -> None:
         raise SaveFailed(f"{error}; the same command {where}")
 
 
-def actions(assembly: Assembly, checkpoints: Checkpoints, corpus: Data, start_step: int) -> dict[str, Callable]:
+def actions(
+    assembly: Assembly, checkpoints: Checkpoints, corpus: Data, run: Path, start_step: int
+) -> dict[str, Callable]:
     """Returns the functions of `loop.Actions` that save, rate, name what is wrong, and end a run by its evaluations.
 
-    They know the evaluations that a run has made before it resumes.
+    They know the evaluations that a run has made before it resumes. All processes call it together.
     """
+    has_row = bool(start_step) and has_evaluated(checkpoints, assembly.config.checkpoint, run, start_step)
     options, saved = assembly.config.early_stop, recorded(checkpoints.directory) if start_step else {}
     values = saved[EVALUATIONS].get(options.metric) if EVALUATIONS in saved else None
     found = {int(step): float(value) for step, value in (values or {}).items()}
@@ -100,8 +119,24 @@ def actions(assembly: Assembly, checkpoints: Checkpoints, corpus: Data, start_st
         "rate": checkpoints.rate,
         "diagnose": functools.partial(diagnosis, checkpoints),
         "name": functools.partial(name_of_gradient, paths),
+        "is_missing": lambda step: step == start_step and not has_row and len(corpus.validation) > 0,
         "reason": functools.partial(reason, options, found, higher=higher_is_better(assembly, options.metric)),
     }
+
+
+def has_evaluated(checkpoints: Checkpoints, options: CheckpointOptions, run: Path, step: int) -> bool:
+    """Returns whether the run that resumes from a step has a row of the step's evaluation.
+
+    A kill between the row and the rating leaves the step without a rating: it gets the values of the row. All processes
+    call it together, because the run's folder may be on one machine only.
+    """
+    values = evaluated(run, step) if peers.is_main_process() else {}
+    if values and options.keep_best:
+        with reached(checkpoints.directory):
+            is_rated = step in retention.read_ratings(checkpoints.directory)
+        if not is_rated:  # JSON has no NaN
+            checkpoints.rate(step, {name: math.nan if value is None else value for name, value in values.items()})
+    return bool(peers.gathered("evaluated", bool(values))[0])
 
 
 def higher_is_better(assembly: Assembly, metric: str) -> bool:
@@ -109,18 +144,86 @@ def higher_is_better(assembly: Assembly, metric: str) -> bool:
     return metric.removeprefix(EVALUATED) in assembly.task.higher_is_better
 
 
-def checkpoints_of(assembly: Assembly, run: Path) -> Checkpoints:
-    """Opens the checkpoints in a run's folder for writing; the task says in which direction `best_metric` is better."""
+@contextlib.contextmanager
+def opened(assembly: Assembly, run: Path) -> Iterator[Checkpoints]:
+    """Locks a run's folder, owns the place of its checkpoints, and opens them for writing during the block.
+
+    The task says in which direction `best_metric` is better. If the folder is lost, its remains are removed.
+
+    Raises:
+      UserError: another run has the folder or the place, or they cannot be written.
+      FolderLost: see `Checkpoints.refuse_lost`.
+    """
     options = assembly.config.checkpoint
+    directory = buckets.place(options.directory or run / CHECKPOINTS)
     is_higher = higher_is_better(assembly, options.best_metric)
-    return Checkpoints(options.directory or run / CHECKPOINTS, options, higher_is_better=is_higher)
+    try:
+        with (
+            workdir.locked(run) as lost,
+            owned(directory, workdir.kept(run, workdir.RUN_ID, new_id), may_vanish=not options.directory) as elsewhere,
+            Checkpoints(
+                directory,
+                options,
+                higher_is_better=is_higher,
+                lost=lambda: lost() or elsewhere(),
+                saved=functools.partial(workdir.record_saved, run),
+            ) as checkpoints,
+        ):
+            if (step := checkpoints.latest_step()) and peers.is_main_process():
+                workdir.record_saved(run, step)
+            yield checkpoints
+    except FolderLost:
+        if isinstance(directory, Path):
+            retention.remove_rest(directory, run)
+        raise
 
 
-def owning(config: Config, run: Path) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which a run, by the id that its folder keeps, owns the bucket of its checkpoints."""
-    if not is_url(directory := config.checkpoint.directory):
-        return contextlib.nullcontext()
-    return owned(directory, workdir.kept(run, workdir.RUN_ID, lambda: uuid.uuid4().hex))
+def new_id() -> str:
+    """Returns an id for a run, by which it owns the place of its checkpoints."""
+    return uuid.uuid4().hex
+
+
+@contextlib.contextmanager
+def guarded(actions: Actions, checkpoints: Checkpoints, trackers: Trackers) -> Iterator[Actions]:
+    """Yields actions that raise FolderLost if the run's folder is lost, and stop the run if its file of rows is.
+
+    Raises:
+      FolderLost: the folder is lost, see `Checkpoints.refuse_lost`; or the rows are, after the state was saved.
+    """
+
+    def checked(action: Callable[..., T]) -> Callable[..., T]:
+        def check(*given: object) -> T:
+            checkpoints.refuse_lost()
+            return action(*given)
+
+        return check
+
+    stops = functools.partial(stops_without, trackers.lost, [])
+    try:
+        yield dataclasses.replace(actions, evaluate=checked(actions.evaluate), write=checked(actions.write), lost=stops)
+    except Interrupted as error:
+        if line := trackers.lost():
+            raise FolderLost(f"{line}; {error}") from error
+        raise
+    if line := trackers.lost():
+        raise FolderLost(f"{line}; the run is done")
+
+
+def stops_without(lost: Callable[[], str], asked: list[str]) -> bool:
+    """Returns whether a run has to stop because its file of rows is lost; it is called after each step.
+
+    Of several processes only process 0 knows. It sends SIGTERM to itself, on which JAX has all of them stop.
+
+    Args:
+      lost: see `Trackers.lost`.
+      asked: the lines for which it has done so.
+    """
+    if not (line := lost()) or peers.count() == 1:
+        return bool(line)
+    if not asked:
+        asked.append(line)
+        signal.raise_signal(signal.SIGTERM)
+    return False
 
 
 def refuse_unknown_metric(assembly: Assembly, corpus: Data) -> None:

@@ -7,11 +7,13 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
+import functools
 import json
 import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,11 +24,12 @@ import jax
 from meshtrain.assemble import Assembly
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.checkpoint.other_runs import recorded
+from meshtrain.checkpoint.owner import OWNER
 from meshtrain.cli import flags, foreign
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.resume import difference
 from meshtrain.errors import UserError, is_finite, refuse, warn
-from meshtrain.files import Json, JsonObject, read_json, what_is_at, write_whole
+from meshtrain.files import Json, JsonObject, is_same, open_folder, read_json, what_is_at, write_whole
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
 from meshtrain.observe.run_files import DEVICE_FILE, PROMPTED_FILE, SAMPLES_FILE
@@ -35,7 +38,9 @@ from meshtrain.step.device_memory import bytes_of_device, held, statistics
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
-RUN_ID = "run"  # in corpus.json, by which a run owns a bucket
+RUN_ID = "run"  # in corpus.json, by which a run owns the place of its checkpoints
+_SAVED = "saved_step"  # in corpus.json: the first step that was saved
+_facts_lock = threading.Lock()  # the thread of a save writes into corpus.json too
 _FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVICE_FILE, SAMPLES_FILE, PROMPTED_FILE)
 _FOLDERS = (CHECKPOINTS, "tensorboard", WANDB_FOLDER)
 
@@ -92,26 +97,29 @@ def _can_write(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def locked(run: Path) -> Iterator[None]:
+def locked(run: Path) -> Iterator[Callable[[], str]]:
     """Locks the folder against other runs during the block; process 0 holds the lock for all processes.
 
     The system releases the lock when the process ends, also when it is killed. A remaining file `.lock` locks nothing.
     If the block fails before the first step of a new run, its files are removed again.
 
+    Yields:
+      A function that returns one line if the folder is deleted or replaced, else ''; always '' in other processes.
+
     Raises:
       UserError: another run has it (who, where, since when), or it cannot be written.
     """
     with contextlib.ExitStack() as held:
-        problems = list[str]()
+        problems, folder = list[str](), None
         if peers.is_main_process():
             try:
                 is_new = not (run / CONFIG_FILE).exists()
                 made = [folder for folder in (run, *run.parents) if not folder.exists()]
                 names = [name for name in (*_FILES, *_FOLDERS) if not (run / name).exists()]
                 run.mkdir(parents=True, exist_ok=True)
-                file = _lock(run / LOCK_FILE, held)
+                file, folder = _lock(run / LOCK_FILE, held), open_folder(run, held)
                 if is_new:
-                    held.enter_context(undone(lambda: _remove_beginning(run, names, made)))
+                    held.enter_context(undone(functools.partial(_remove_beginning, run, folder, names, made)))
                 since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
                 file.truncate(0)
                 # Without a buffer, whose rest `close` would fail to write once more.
@@ -122,7 +130,17 @@ def locked(run: Path) -> Iterator[None]:
             except OSError as error:
                 problems = [f"workdir {run}: cannot write ({error.strerror}); allowed: a folder that can be written"]
         refuse(peers.share_problems("lock", problems))
-        yield
+        yield functools.partial(_lost, run, folder)
+
+
+def _lost(run: Path, folder: int | None) -> str:
+    """Returns one line if a run's folder is not the one that this process has opened."""
+    if folder is None:
+        return ""
+    what = "another folder" if run.is_dir() else "no folder"
+    if is_same(run, folder):  # it stays if a save wrote into it while it was being deleted
+        what = "" if any((run / name).exists() for name in (LOCK_FILE, CONFIG_FILE)) else "a folder without its files"
+    return what and f"workdir {run}: got {what} in place of this run's; allowed: the run's own folder until the end"
 
 
 def _lock(path: Path, held: contextlib.ExitStack) -> TextIO:
@@ -135,29 +153,33 @@ def _lock(path: Path, held: contextlib.ExitStack) -> TextIO:
         file = held.enter_context(path.open("a+", encoding="utf-8"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Otherwise another process has removed the file between the two calls, and a third could lock a new one.
-        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+        if path.exists() and is_same(path, file.fileno()):
             return file
 
 
-def _remove_beginning(run: Path, names: Sequence[str], made: Sequence[Path]) -> None:
+def _remove_beginning(run: Path, folder: int, names: Sequence[str], made: Sequence[Path]) -> None:
     """Removes the files of a run that has neither logged nor saved a step; leaves any other run alone.
 
     Args:
       run: its folder.
+      folder: the same, opened.
       names: of the files and folders in it that the run has created.
       made: the folders that were created for it, the run's own first; empty ones are removed as well.
     """
     metrics, checkpoints = run / METRICS_FILE, run / CHECKPOINTS
-    if (metrics.exists() and metrics.stat().st_size) or (checkpoints.exists() and any(checkpoints.iterdir())):
+    if _lost(run, folder):
+        return
+    saved = {path.name for path in checkpoints.iterdir()} if checkpoints.exists() else set()
+    if (metrics.exists() and metrics.stat().st_size) or saved - {OWNER}:
         return
     for name in names:
         if name in _FOLDERS:
             shutil.rmtree(run / name, ignore_errors=True)
         else:
             (run / name).unlink(missing_ok=True)
-    for folder in made:
+    for path in made:
         with contextlib.suppress(OSError):  # it holds other files
-            folder.rmdir()
+            path.rmdir()
 
 
 def begun_seconds(run: Path, own_seconds: float, logged_seconds: float) -> float:
@@ -196,8 +218,7 @@ def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / CONFIG_FILE, to_json(config))
         write_whole(run / "layout.txt", layout)
-        if "fingerprint" not in (facts := _read_json(run / CORPUS_FILE)):
-            write_whole(run / CORPUS_FILE, json.dumps({**facts, "fingerprint": fingerprint}))
+        kept(run, "fingerprint", lambda: fingerprint)
     except OSError as error:
         raise UserError(
             f"--workdir: cannot write {run} ({error.strerror}); allowed: a folder that can be made and written"
@@ -224,11 +245,37 @@ def refuse_other_corpus(run: Path, fingerprint: str, directory: str = "") -> Non
 def kept(run: Path, name: str, compute: Callable[[], Json]) -> Json:
     """Returns an entry of corpus.json; if it is missing, `compute` returns its value, and it is written."""
     facts = _facts(run)
-    if name not in facts:
-        facts[name] = compute()
-        if peers.is_main_process():
-            write_whole(run / CORPUS_FILE, json.dumps(facts))
-    return facts[name]
+    if name in facts:
+        return facts[name]
+    value = compute()
+    if peers.is_main_process():
+        with _facts_lock:
+            write_whole(run / CORPUS_FILE, json.dumps({**_facts(run), name: value}))
+    return value
+
+
+def record_saved(run: Path, step: int) -> None:
+    """Notes in corpus.json that a step is saved, unless one is noted; a disk error is ignored."""
+    with contextlib.suppress(OSError):
+        kept(run, _SAVED, lambda: step)
+
+
+def vanished(run: Path, place: str) -> list[str]:
+    """Returns one line if a run has completed a save; call it if there is no complete checkpoint in its place.
+
+    A run that ended before its first save begins again; this one would repeat its steps and replace its rows.
+
+    Args:
+      run: the run's folder.
+      place: of its checkpoints.
+    """
+    facts = _facts(run)
+    if _SAVED not in facts or not (run / CONFIG_FILE).exists():
+        return []
+    return [
+        f"workdir {run}: its run has saved step {facts[_SAVED]}, and {place} has no complete checkpoint; allowed: its "
+        f"checkpoints there; nearest: mount or copy them there, another --workdir, or `rm -r {run}` to begin again"
+    ]
 
 
 def _facts(run: Path) -> JsonObject:

@@ -161,16 +161,36 @@ def version(path: Place, key: str) -> str:
         return str(_client().info(str(path))["crc32c"])
 
 
+def make(directory: Place) -> None:
+    """Makes a folder and its parents; a prefix of a bucket is there with its first object.
+
+    Raises:
+      UserError: it cannot be made.
+    """
+    try:
+        if isinstance(directory, Path):
+            directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{directory}: got {error.strerror or error}; allowed: a directory that can be written; "
+            "nearest: another --workdir"
+        ) from error
+
+
 def write(path: Place, text: str, *, is_new: bool = False) -> None:
-    """Replaces a file or an object whole. Raises FileExistsError for a new object that another writer has made."""
-    if isinstance(path, Path):
-        write_whole(path, text)
-    else:
+    """Replaces a file or an object whole. Raises FileExistsError for a new one that another writer has made."""
+    if not isinstance(path, Path):
         _client().pipe_file(str(path), text.encode(), mode="create" if is_new else "overwrite")
+    elif is_new and path.exists():
+        raise FileExistsError(path)
+    else:
+        write_whole(path, text)
 
 
 def read(path: Place) -> str:
     """Returns an object that others replace meanwhile. `read_text` asks for the size first, and cuts a new version."""
+    if isinstance(path, Path):
+        return path.read_text(encoding="utf-8")
     return str(_client().cat_file(str(path)).decode())
 
 

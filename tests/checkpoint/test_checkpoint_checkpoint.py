@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -14,12 +15,13 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint._src.path import atomicity
 
 from meshtrain.checkpoint import integrity
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import find, restore_params
 from meshtrain.checkpoint.retention import CheckpointOptions
-from meshtrain.errors import UserError
+from meshtrain.errors import SaveFailed, UserError
 
 EXTRA = {"data": {"next_example": 96}, "versions": {"jax": jax.__version__}, "configuration": {"seed": 0}}
 
@@ -153,6 +155,20 @@ def test_a_save_killed_half_way_is_ignored_and_cleaned_up(workdir, tmp_path):
         assert checkpoints.save(9, make_state(), EXTRA)
         assert checkpoints.steps() == [7, 9]
     assert {path.name for path in directory.iterdir()} == {"7", "9"}
+
+
+def test_a_failed_save_keeps_no_thread_for_which_python_waits_at_its_end(tmp_path, monkeypatch):
+    """Orbax's threads wait five minutes for a folder that could not be made."""
+
+    async def fail(*_):
+        raise FileExistsError("another run's")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "create", fail)
+    with Checkpoints(tmp_path, CheckpointOptions()) as checkpoints, pytest.raises(SaveFailed, match="another run's"):
+        _ = checkpoints.save(1, {"w": jnp.zeros(3)}, {}), checkpoints.wait()
+    kept = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    assert kept == []
 
 
 def test_orbax_keeps_quiet_and_others_do_not(tmp_path, caplog):
