@@ -51,6 +51,9 @@ _ENOUGH = 1000  # such problems: the rest of the input is not read
 _MOST_SHOWN = 40  # characters of a value of foreign data
 _NUMBERS = re.compile(r"\d+")
 _LONG = re.compile(r"\S{400,}")  # the content of a file rather than a path or a name
+_LONG_VALUE = re.compile(r"(?<![\w'])'([^']{400,})'(?!\w)")
+_LONG_NUMBER = re.compile(r"\d[\d,]{39,}")  # beyond float64, or with digits that no type holds
+_MOST_CHARACTERS = 4000  # of a line
 
 
 class UserError(ValueError):
@@ -223,10 +226,31 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
+def short_number(number: int) -> str:
+    """Returns a whole number above 0 for a message, however large.
+
+    >>> short_number(100_000), short_number(10**300)
+    ('100,000', 'about 10^300')
+    """
+    return f"{number:,}" if number < 10**15 else f"about 10^{round(math.log10(number))}"
+
+
 def one_line(problem: str) -> str:
-    """Returns a problem as one printable line: line breaks become blanks, words above 400 characters are shortened."""
-    words = _LONG.sub(lambda word: f"{word[0][:150]}...{word[0][-50:]}", " ".join(problem.split()))
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in words)
+    """Returns a problem as one printable line: line breaks become blanks, long words, values and numbers are shortened.
+
+    >>> one_line("seed: got " + "9" * 500)
+    'seed: got 9999999999... (500 digits)'
+    """
+    line = " ".join(problem.split())
+    line = _LONG_NUMBER.sub(lambda number: f"{number[0][:10]}... ({len(number[0].replace(',', ''))} digits)", line)
+    line = _LONG_VALUE.sub(lambda value: f"'{_ends_of(value[1], 200)}'", line)
+    line = _ends_of(_LONG.sub(lambda word: _ends_of(word[0], 200), line), _MOST_CHARACTERS)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
+
+
+def _ends_of(text: str, most: int) -> str:
+    """Returns a text of about `most` characters: of a longer text its beginning, and its end, which has the fix."""
+    return text if len(text) <= most else f"{text[: most * 3 // 4]}...{text[-most // 4 :]}"
 
 
 def run(entry: Callable[[], int | None]) -> NoReturn:

@@ -28,7 +28,7 @@ from meshtrain.data.sources import (
     tokenizer_of,
     unmounted,
 )
-from meshtrain.data.text import SPLIT_BY_HASH_FROM, read_documents, split, standard_library
+from meshtrain.data.text import SPLIT_BY_HASH_FROM, only_empty, read_documents, split, standard_library
 from meshtrain.data.token_files import (
     TOKENIZER_FIELDS,
     document_ends,
@@ -122,7 +122,7 @@ def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
     Raises:
       UserError: a line for each file, or line of one, that holds none.
     """
-    problems, texts = Problems(), []
+    problems, texts = Problems(), list[list[str]]()
     for path in files:
         texts.append([text for text, _ in read_documents(path, options.text_field, problems)])
         if problems.is_enough():
@@ -145,6 +145,8 @@ def _text_streams(
         documents = standard_library()
     else:
         documents = [(text, text) for texts in _texts(options, files) for text in texts]
+        if documents and not any(text for text, _ in documents):
+            raise UserError(only_empty(len(documents)))
     keys, texts = [key for key, _ in documents], [text for _, text in documents]
     counted = tokenizer.special.counted(tokenizer.special.count(texts))
     if len(texts) < SPLIT_BY_HASH_FROM:
@@ -320,7 +322,7 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
       UserError: a line for each thing wrong with the files, and for each file without a document of two tokens.
     """
     files, vocab_size = checked_files(options), asked.ids_below
-    tokenizer = tokenizer_for(options, vocab_size)
+    tokenizer, texts = tokenizer_for(options, vocab_size), list[list[str]]()
     if options.source == "chat":
         return chat.open_whole(options, files, tokenizer, asked)
     if options.source == "tokens":
@@ -330,11 +332,13 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
         ]
     else:
         refuse(vocabulary_problems(tokenizer, vocab_size))
-        streams = [stream_of(tokenizer, texts) for texts in _texts(options, files)]
+        texts = _texts(options, files)
+        streams = [stream_of(tokenizer, one) for one in texts]
     packed = [pack(stream, asked.sequence_length, "first_fit") for stream in streams]
+    no_text = {path for path, one in zip(files, texts, strict=False) if one and not any(one)}
     empty = [
-        f"data.path: '{path}' has no document of two tokens; allowed: files with a token to predict; nearest: leave it "
-        "out"
+        f"data.path: '{path}' has no document of two tokens{', all of them are empty' if path in no_text else ''}; "
+        "allowed: files with a token to predict; nearest: leave it out"
         for path, examples in zip(files, packed, strict=True)
         if not len(examples)
     ]

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from meshtrain.cli import flags
 from meshtrain.data.encoding.special_tokens import ENCODE, MODES, TEXT, SpecialTokens
 from meshtrain.data.packing import inner_ends
-from meshtrain.data.text import find_files, is_table, read_documents, tokens_as_text
+from meshtrain.data.text import find_files, is_table, only_empty, read_documents, tokens_as_text
 from meshtrain.data.token_files import (
     MOST_INNER_ENDS,
     TokenFile,
@@ -56,10 +56,11 @@ def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str]
     """Yields documents about a MiB at a time, and how many bytes of the files they took.
 
     Raises:
-      UserError: one line for each problem, once all files are read. After the first problem nothing is yielded.
+      UserError: one line for each problem, once all files are read, or all documents are empty. After the first problem
+        nothing is yielded.
     """
     texts: list[str] = []
-    size = num_bytes = 0
+    size = num_bytes = num_documents = num_with_text = 0
     problems = Problems()
     for path in files:
         if problems.is_enough():
@@ -68,11 +69,14 @@ def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str]
             if problems.count:
                 continue
             texts.append(text)
+            num_documents, num_with_text = num_documents + 1, num_with_text + bool(text)
             size, num_bytes = size + len(text), num_bytes + taken_bytes
             if size >= _GROUP_BYTES:
                 yield texts, num_bytes
                 texts, size, num_bytes = [], 0, 0
     refuse(problems.lines())
+    if num_documents and not num_with_text:
+        raise UserError(only_empty(num_documents))
     if texts:
         yield texts, num_bytes
 

@@ -331,6 +331,14 @@ def _row_text(row: bytes | JsonObject, text_field: str) -> str:
     return text
 
 
+def only_empty(num_documents: int) -> str:
+    """Returns the line for data of which each document is empty."""
+    return (
+        f"data.path: got {num_documents:,} empty documents, and no others; allowed: at least one with text; nearest: "
+        "data.text_field=FIELD, the field with the text, or other files"
+    )
+
+
 def read_documents(path: Place, text_field: str, problems: Problems) -> Iterator[tuple[str, int]]:
     """Yields the documents of one file: of each line or row as `is_table` has it, or the whole of any other file.
 

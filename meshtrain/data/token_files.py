@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.data.encoding.special_tokens import ENCODE, MODES
+from meshtrain.data.text import only_empty
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, file_tokenizer
 from meshtrain.errors import Problems, UserError, refuse, unknown
 from meshtrain.files import Json, what_is_at, write_whole
@@ -426,6 +427,10 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[FileI
         digest.update(file_digest.encode())
         digest.update(np.asarray(one.inner_ends, "<i8").data)  # the same ids may be other documents
         problems += [problem] if problem else []
+    num_documents = sum(one.num_documents for one in described)
+    num_around = sum(one.num_documents * (len(one.begin) + 1) for one in described)  # ids that begin and end documents
+    if num_documents and num_around == sum(one.num_tokens for one in described):
+        problems.append(only_empty(num_documents))
     refuse(Problems(problems).lines())
     stays_open = len(files) <= _MOST_OPEN
     ids = [

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshtrain.data.text import find_files
+from meshtrain.errors import short_number
 from meshtrain.files import identities
 from meshtrain.store.buckets import Place
 
@@ -133,8 +134,8 @@ def _whole_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], 
     rounded = [max(round(float(share), 4), 1e-4) for share in shares]
     fix = ", ".join(f"{paths}:{share:g}" for (paths, _), share in zip(items, rounded, strict=True))
     return [], [
-        f"{PATH}: got weights whose shares are whole after {period:,} samples; allowed: after at most {MOST_PERIOD:,}, "
-        f"as shares of four digits are; nearest: {fix}"
+        f"{PATH}: got weights whose shares are whole after {short_number(period)} samples; allowed: after at most "
+        f"{MOST_PERIOD:,}, as shares of four digits are; nearest: {fix}"
     ]
 
 

@@ -69,7 +69,7 @@ def test_the_excluded_answer_is_no_target(tmp_path):
         path.write_text(json.dumps({"messages": [ASKED, WRONG | extra, AGAIN, RIGHT]}) + "\n")
         options = DataOptions(source="chat", path=str(path), chat_template=str(file))
         tokenizer = byte_tokenizer()
-        [line] = chat.tokenized(tokenizer, chat.lines_of(options, [path], tokenizer, 257))
+        [line] = chat.tokenized(tokenizer, chat.lines_of(options, [path], tokenizer, 257)[0])
         tokens.append(line)
     assert tokens[0].ids.tolist() == tokens[1].ids.tolist()
     assert (tokens[0].counted.sum(), tokens[1].counted.sum()) == (10, 5)

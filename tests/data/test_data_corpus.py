@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from meshtrain.data import corpus as corpus_module
-from meshtrain.data.corpus import open_corpus, tokenizer_for
+from meshtrain.data.corpus import open_corpus, open_whole, tokenizer_for
+from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import Asked, DataOptions, check
 from meshtrain.data.text import share, standard_library
+from meshtrain.data.token_files import TokenFile, sidecar_path
 from meshtrain.errors import UserError
 
 
@@ -195,3 +197,28 @@ def test_tokenizer_without_data(tmp_path):
     assert tokenizer_for(DataOptions(source="synthetic"), vocab_size=300).vocab_size == 300
     with pytest.raises(UserError, match="does not exist"):
         tokenizer_for(DataOptions(source="tokens", path=str(tmp_path / "a.bin")), vocab_size=300)
+
+
+@pytest.mark.parametrize("packing", ["stream", "first_fit"])
+@pytest.mark.parametrize("sequence_length", [32, 4096])
+def test_documents_that_are_all_empty_are_named(tmp_path, packing, sequence_length):
+    path = write(tmp_path / "a.jsonl", '{"text": ""}\n' * 1000)
+    said = "got 1,000 empty documents, and no others; allowed: at least one with text; nearest: "
+    options = DataOptions(source="text", path=path, packing=packing)
+    with pytest.raises(UserError, match=f"data.path: {said}data.text_field="):
+        open_corpus(options, Asked({}, {}, sequence_length, 257, 0))
+    with pytest.raises(UserError, match="has no document of two tokens, all of them are empty; allowed"):
+        open_whole(options, Asked({}, {}, sequence_length, 257, 0))
+    for output in ("a.bin", "tokens/"):
+        with pytest.raises(UserError, match=said):
+            prepare(path, f"{tmp_path}/{output}")
+    assert not list(tmp_path.glob("**/*.bin"))
+    np.full(1000, 256, "<u2").tofile(tmp_path / "old.bin")  # as an earlier version wrote it
+    described = TokenFile("uint16", 257, 1000, 1000, 256, "bytes", "", "")
+    sidecar_path(tmp_path / "old.bin").write_text(json.dumps(vars(described)))
+    tokens = dataclasses.replace(options, source="tokens", path=f"{tmp_path}/old.bin")
+    for open_it in (open_corpus, open_whole):
+        with pytest.raises(UserError, match=said):
+            open_it(tokens, Asked({}, {}, sequence_length, 257, 0))
+    write(tmp_path / "a.jsonl", '{"text": ""}\n' * 1000 + '{"text": "a few words of text"}\n')
+    assert len(open_corpus(dataclasses.replace(options, validation_fraction=0), Asked({}, {}, 4, 257, 0)).train)

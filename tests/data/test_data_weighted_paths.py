@@ -78,6 +78,14 @@ def test_shares_that_would_take_too_long_have_near_ones_that_are_accepted(folder
     assert not problems(fix)
 
 
+@pytest.mark.parametrize("weight", ["1e300", "1e-300", "9" * 300, f"0.{'3' * 300}", "7e307"])
+def test_weights_of_many_digits_have_a_short_line_and_a_fix_that_is_accepted(folder, weight):
+    [line] = problems(f"web.txt:{weight}, code.txt:3")
+    assert len(line) < 200
+    assert "samples; allowed: after at most 100,000, as shares of four digits are; nearest: web.txt:" in line
+    assert not problems(line.rpartition("nearest: ")[2])
+
+
 def test_names_that_stand_twice_and_files_of_both_kinds(folder):
     found = problems("web.txt:1, web.bin:2", "code.txt, x=many/*.txt, x=held.txt, web.txt, none.txt")
     assert found == [

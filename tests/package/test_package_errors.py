@@ -1,4 +1,4 @@
-"""How a program ends whose output nobody reads, or that finds no room for it."""
+"""How a program ends whose output nobody reads, or that finds no room for it; and what a line of it contains."""
 
 import os
 import pathlib
@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from meshtrain.__main__ import COMMANDS
+from meshtrain.errors import Problems, one_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 MANY_LINES = "print('a line of output\\n' * 20_000)"  # more than a pipe or a buffer holds
@@ -102,3 +103,36 @@ def test_every_command_starts_in_the_program_that_heeds_its_output():
     for module, _ in COMMANDS.values():
         text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
         assert "run(lambda: main(sys.argv[1:]))" in text, module
+
+
+def test_long_values_and_numbers_are_short_in_a_line():
+    for value, most in (("9" * 500, 80), (f"-0.{'3' * 500}", 80), (f"{10**300:,}", 80), ("x" * 5000, 300)):
+        assert len(one_line(f"seed: got {value}; allowed: a number; nearest: 0")) < most
+    line = one_line(f"data.path: got '{'a file, ' * 500}'; allowed: files, as the model's 'text' has; nearest: 'a.txt'")
+    assert len(line) < 300
+    assert line.endswith("'; allowed: files, as the model's 'text' has; nearest: 'a.txt'")
+    names = ", ".join(f"'name{number}'" for number in range(60))  # none of them is a long value
+    assert one_line(f"mesh: got 'x'; allowed: {names}; nearest: 'name1'").count("name") == 61
+    many = one_line(f"got {'many words ' * 5000}; allowed: few; nearest: 'a fix'")
+    assert len(many) < 4100
+    assert many.endswith("; allowed: few; nearest: 'a fix'")
+
+
+def test_equal_problems_of_lines_share_a_line():
+    problems = Problems(["first"])
+    for number in range(30):
+        problems.add_at(f"line {number}", f"{{where}}: got {number % 2}; allowed: 2", "3" if number % 2 else "")
+    problems.add_at("line 99", "{where}: got {braces} {where}; allowed: x; nearest: y")
+    assert problems.lines() == [
+        "first",
+        "line 0 and others: got 0; allowed: 2; nearest: leave them out, or rewrite them",
+        "line 1 and others: got 1; allowed: 2; nearest: 3",
+        "line 99: got {braces} {where}; allowed: x; nearest: y",
+    ]
+    assert problems.count == 32
+    for number in range(20):
+        problems.add_at(f"line {number}", f"{{where}}: other {number}", None)
+    assert problems.lines()[4:] == [
+        *(f"line {number}: other {number}" for number in range(6)),
+        "... and 14 more like these",
+    ]
