@@ -143,6 +143,11 @@ class Assembly:
     from_kept: Callable[[TrainState], TrainState]
 
     @property
+    def stack(self) -> Stack | None:
+        """How a pipeline stacks the layers in memory; None without a pipeline."""
+        return stack_of(self.task.stages, self.mesh.shape[PIPELINE], self.config.pipeline.num_chunks)
+
+    @property
     def cost(self) -> Cost:
         """What a microbatch costs a device, by the task's own formulas."""
         shape = dict(self.mesh.shape)
@@ -242,8 +247,8 @@ def _on_mesh(
         outer_step=apart and jitted(apart.join, out_shardings=state_shardings),
         eval_step=jax.jit(eval_step(evaluate), out_shardings=replicated),
         logits=jax.jit(logits, out_shardings=replicated) if logits else None,
-        to_kept=reshaper(state, kept),
-        from_kept=reshaper(kept, state),
+        to_kept=reshaper(state, kept, stack),
+        from_kept=reshaper(kept, state, stack),
     )
 
 
@@ -437,12 +442,12 @@ def num_trained(assembly: Assembly) -> tuple[int, int]:
 
 def stored_params(assembly: Assembly, kept_params: Params) -> Params:
     """Returns parameters from layer order (as checkpoints store them) in the shapes and shardings of the step."""
-    return reshaper(assembly.kept_state.params, assembly.state.params)(kept_params)
+    return reshaper(assembly.kept_state.params, assembly.state.params, assembly.stack)(kept_params)
 
 
 def kept_params(assembly: Assembly, params: Params) -> Params:
     """Returns parameters from the shapes of the step in layer order; the inverse of `stored_params`."""
-    return reshaper(assembly.state.params, assembly.kept_state.params)(params)
+    return reshaper(assembly.state.params, assembly.kept_state.params, assembly.stack)(params)
 
 
 def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

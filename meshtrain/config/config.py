@@ -37,7 +37,7 @@ from meshtrain.observe import profiler
 from meshtrain.optim import learning_rate, moments, optimizers, trainable
 from meshtrain.options import Options, Value, Values, naming, own_check, problems, with_own
 from meshtrain.pipeline import check as pipeline_check
-from meshtrain.pipeline.stages import stack_of
+from meshtrain.pipeline.stages import Stack, stack_of
 from meshtrain.sharding import mesh
 from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, Rules, default_rules, expert_axes
 from meshtrain.sharding.stored import MAX_LEVEL, level_problems, num_parts, rules_of_level, tree_problems
@@ -253,6 +253,7 @@ def _on_mesh(
         if unstacked := stack_problems(stack.num_layers, params, axes):
             return problems + unstacked
         problems += optimizers.storage_problems(config.optimizer, stack.num_layers, stack.shape)
+        problems += _rounding_problems(config, stack)
         params = {**params, "layers": stack.places(params["layers"])}
     return problems + weight_problems(config, mesh_shape, params, axes, rules)
 
@@ -269,6 +270,26 @@ def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has
         num_microbatches=num_microbatches(config, mesh_shape),
         key="model.num_layers" if has_option else "Task.stages.num_layers",
     )
+
+
+def _rounding_problems(config: Config, stack: Stack) -> list[str]:
+    """Returns one line for each array that is rounded at random, if layers are spread over the stages.
+
+    Random bits depend on the place in memory, which is then another one than on one device.
+    """
+    if stack.places_of_layers is None:
+        return []
+    given = f"with {stack.num_layers} layers spread over {stack.num_stages} stages x {stack.num_chunks} chunks, whose "
+    given += "random rounding would be another one than on one device"
+    values = {
+        "optimizer.moments": (config.optimizer.moments, "float32"),
+        "precision.param_dtype": (config.precision.param_dtype.replace("auto", "float32"), "float32"),
+    }
+    return [
+        f"{key}: got {value} {given}; allowed: {fix}, or stages that divide the layers; nearest: {key}={fix}"
+        for key, (value, fix) in values.items()
+        if value != fix
+    ]
 
 
 def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:

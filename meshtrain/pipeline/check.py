@@ -14,7 +14,7 @@ from meshtrain.pipeline.schedules import (
     chosen,
     dependencies,
     describe,
-    layers_in_chunk,
+    spreads_evenly,
 )
 
 
@@ -65,19 +65,14 @@ def check(
 
 
 def _without_layers(key: str, num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
-    """Returns one line if the empty places (`layers_in_chunk`) leave a whole stage, or a chunk of all stages, empty."""
-    most = num_stages * num_chunks * layers_in_chunk(num_layers, num_stages, num_chunks)
-    below = most - num_stages * num_chunks
-    # Places are filled in layer order: the last chunk of all stages comes last, and without chunks the last stage.
-    least = most - (most // num_chunks if num_chunks > 1 else most // num_stages) + 1
-    if num_layers >= least:
+    """Returns one line if a stage has no layer, or with several chunks the last chunk of every stage has none."""
+    num_all = num_stages * num_chunks
+    if num_layers >= num_all or not spreads_evenly(num_layers, num_stages, num_chunks):
         return []
-    fix = below if below and num_layers - below <= least - num_layers else least
-    allowed = [*([f"{below}"] if below else []), f"{least} to {most}" if least < most else f"{most}"]
+    least = num_all - num_stages + 1 if num_chunks > 1 else num_all
     return [
         f"{key}: got {num_layers}, with which a {'chunk' if num_chunks > 1 else 'stage'} of mesh.pipeline "
-        f"{num_stages} x pipeline.num_chunks {num_chunks} has no layer; allowed: {', or '.join(allowed)}; "
-        f"nearest: {fix}"
+        f"{num_stages} x pipeline.num_chunks {num_chunks} has no layer; allowed: at least {least}; nearest: {least}"
     ]
 
 

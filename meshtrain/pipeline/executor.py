@@ -267,6 +267,10 @@ class Rows:
         first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
         return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together, place
 
+    def is_layer(self, cell: Cells, given: tuple[jax.Array, jax.Array, Place]) -> jax.Array:
+        """Returns whether the unit of `given` has layers, and not empty places."""
+        return given[1] < ring.end_of_layers(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
+
     def first_place(self, cell: Cells) -> Place:
         """Returns the index of the first unit of the cell's chunk among this stage's units.
 
@@ -283,7 +287,7 @@ class Rows:
             given = self.given(cell, place)
             y, sums, residuals = self.unit.forward(ring.take(self.units, place), x, given)
             if self.has_empty:
-                y, sums = ring.passed_by(given[1] < self.stages.num_layers, x, y, sums)
+                y, sums = ring.passed_by(self.is_layer(cell, given), x, y, sums)
             return (y, _write(kept, residuals, slot), place + 1, slot + 1), sums
 
         x = ring.take(carry.inputs, cell.input_slot)
@@ -324,7 +328,7 @@ class Rows:
             part, before = self.unit.backward(ring.take(carry.kept, slot), weights, given, cotangent, self.seed)
             part, active = self.replicas.part(part, self.stored_layers), cell.active
             if self.has_empty:
-                is_layer = given[1] < self.stages.num_layers
+                is_layer = self.is_layer(cell, given)
                 before, active = ring.where(is_layer, before, cotangent), active & is_layer
             added_at = sum_place
             if self.reduction:

@@ -122,7 +122,8 @@ def forward_only(
         weights = ring.chunk_of(layers, jnp.int32(chunk), num_chunks)
         start = ring.first_layer(chunk, num_stages, stages.num_layers, num_chunks)
         if stages.num_layers % (num_stages * num_chunks):
-            return ring.run_chunk(stages, weights, x, ring.microbatch(batch, m), rng, start)
+            end = ring.end_of_layers(chunk, num_stages, stages.num_layers, num_chunks)
+            return ring.run_chunk(stages, weights, x, ring.microbatch(batch, m), rng, start, end)
         return ring.run_layers(stages, weights, x, ring.microbatch(batch, m), rng, start, False)
 
     zero = jnp.zeros((), jnp.int32)

@@ -8,6 +8,7 @@ chunk).
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
@@ -54,12 +55,43 @@ class Schedule(NamedTuple):
 
 
 def layers_in_chunk(num_layers: int, num_stages: int, num_chunks: int) -> int:
-    """Returns K, the places for layers in a chunk: L / (S V), rounded up. The last of K S V places may be empty.
+    """Returns K, the places for layers in a chunk: L / (S V), rounded up. Some of the K S V places may be empty.
 
     >>> layers_in_chunk(96, 8, 4), layers_in_chunk(94, 8, 4)
     (3, 3)
     """
     return -(-num_layers // (num_stages * num_chunks))
+
+
+def spreads_evenly(num_layers: int, num_stages: int, num_chunks: int) -> bool:
+    """Returns whether layers are spread over all chunks, because full chunks would leave a stage without layers.
+
+    With several chunks a stage, full chunks must not leave the last chunk of every stage without layers.
+
+    >>> spreads_evenly(7, 4, 1), spreads_evenly(6, 4, 1)
+    (False, True)
+    """
+    in_chunk = layers_in_chunk(num_layers, num_stages, num_chunks)
+    num_empty = in_chunk * num_stages * num_chunks - num_layers
+    return num_empty >= (in_chunk * num_stages if num_chunks > 1 else in_chunk)
+
+
+def layers_of_chunks(num_layers: int, num_stages: int, num_chunks: int) -> tuple[range, ...]:
+    """Returns the layers of each chunk; chunk c of stage s has the index c S + s.
+
+    Chunks are filled with K layers one after the other, the last ones with the rest. If `spreads_evenly`, the numbers
+    of layers differ by one at most.
+
+    >>> [len(layers) for layers in layers_of_chunks(7, 4, 1)], [len(layers) for layers in layers_of_chunks(6, 4, 1)]
+    ([2, 2, 2, 1], [2, 2, 1, 1])
+    """
+    num_all, in_chunk = num_stages * num_chunks, layers_in_chunk(num_layers, num_stages, num_chunks)
+    if spreads_evenly(num_layers, num_stages, num_chunks):
+        least, rest = divmod(num_layers, num_all)
+        ends = [(index + 1) * least + min(index + 1, rest) for index in range(num_all)]
+    else:
+        ends = [min((index + 1) * in_chunk, num_layers) for index in range(num_all)]
+    return tuple(itertools.starmap(range, itertools.pairwise([0, *ends])))
 
 
 def describe(action: Action | None, num_chunks: int = 1) -> str:

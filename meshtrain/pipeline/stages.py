@@ -7,9 +7,10 @@ Layers are stored as [K S, ...] where V is 1, else as [V, K S, ...], with the di
 Chunk c of stage s holds the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order, so a
 leaf [L, ...] of a checkpoint is a reshape. Dims may stand before these, such as that of the replicas.
 
-Where S V does not divide L, the places from L on are empty. Their numbers are zeros, which checkpoints do not have. A
-stage computes them too; their results are dropped as those of idle rows are, so activations pass through unchanged,
-gradients are zeros, and what an optimizer makes of zeros is never read.
+Where S V does not divide L, the places from L on are empty. If this would leave a stage without layers, layers are
+spread evenly, and the last place of some chunks is empty (`schedules.layers_of_chunks`). The numbers of empty places
+are zeros, which checkpoints do not have. A stage computes empty places too; their results are dropped as those of idle
+rows are: activations pass through unchanged, gradients are zeros, and the zeros that an optimizer moves are never read.
 """
 
 import dataclasses
@@ -18,12 +19,13 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshtrain.errors import UserError, nearest_divisor
 from meshtrain.models.metrics import are_metrics, is_scalar
 from meshtrain.models.task import LAYERS, Activations, Batch, LayerSums, Params, Stages
 from meshtrain.models.vocabulary import psum_of_one
-from meshtrain.pipeline.schedules import layers_in_chunk
+from meshtrain.pipeline.schedules import layers_in_chunk, layers_of_chunks, spreads_evenly
 from meshtrain.sharding.rules import PIPELINE
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Tree
@@ -75,7 +77,7 @@ def num_units(stages: Stages, num_stages: int, num_chunks: int) -> int:
       UserError: U does not divide K, or a unit would have both layers and empty places.
     """
     in_chunk, together = layers_in_chunk(stages.num_layers, num_stages, num_chunks), stages.num_together
-    common = math.gcd(in_chunk, stages.num_layers)
+    common = math.gcd(*map(len, layers_of_chunks(stages.num_layers, num_stages, num_chunks)))
     if common % together:
         raise UserError(
             f"stages.num_together: got {together}; allowed: a divisor of the {in_chunk} layers of a chunk and of all "
@@ -136,9 +138,15 @@ def run_layers(
 
 
 def run_chunk(
-    stages: Stages, layers: Params, x: Activations, batch: Batch, rng: jax.Array, start: jax.Array
+    stages: Stages,
+    layers: Params,
+    x: Activations,
+    batch: Batch,
+    rng: jax.Array,
+    start: jax.Array,
+    end: jax.Array | int,
 ) -> tuple[Activations, LayerSums]:
-    """Returns the result of `run_layers` without dropout, of a chunk whose last places may be empty.
+    """Returns the result of `run_layers` without dropout, of a chunk whose places from layer `end` on are empty.
 
     One layer is computed after the other, so that each empty place can be passed by.
     """
@@ -147,7 +155,7 @@ def run_chunk(
         x, index = state
         weights = jax.tree.map(lambda leaf: leaf[None], weights)
         y, sums = run_layers(stages, weights, x, batch, rng, index, False)
-        y, sums = passed_by(index < stages.num_layers, x, y, sums)
+        y, sums = passed_by(index < end, x, y, sums)
         return (y, index + 1), sums
 
     (y, _), sums = jax.lax.scan(one, (x, start), layers)
@@ -192,9 +200,23 @@ def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> 
 
 
 def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array:
-    """Returns the index in the whole model of the first layer of this stage's chunk: (c S + s) K."""
-    in_chunk = layers_in_chunk(num_layers, num_stages, num_chunks)
-    return (chunk * num_stages + jax.lax.axis_index(PIPELINE)) * in_chunk
+    """Returns the index in the whole model of the first layer of this stage's chunk: (c S + s) K in full chunks."""
+    in_chunk, index = layers_in_chunk(num_layers, num_stages, num_chunks), chunk * num_stages + _stage()
+    if not spreads_evenly(num_layers, num_stages, num_chunks):
+        return index * in_chunk
+    return jnp.asarray([layers.start for layers in layers_of_chunks(num_layers, num_stages, num_chunks)])[index]
+
+
+def end_of_layers(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array | int:
+    """Returns the index in the whole model after the last layer of this stage's chunk, or L, which is not below it."""
+    if not spreads_evenly(num_layers, num_stages, num_chunks):
+        return num_layers
+    ends = jnp.asarray([layers.stop for layers in layers_of_chunks(num_layers, num_stages, num_chunks)])
+    return ends[chunk * num_stages + _stage()]
+
+
+def _stage() -> jax.Array:
+    return jax.lax.axis_index(PIPELINE)
 
 
 def from_stage(tree: Arrays, here: jax.Array) -> Arrays:
@@ -231,9 +253,7 @@ def zeros_like(tree: Arrays) -> Arrays:
 
 def layers_of_stage(stage: int, num_stages: int, num_layers: int, num_chunks: int) -> list[range]:
     """Returns the layers that a stage holds, a range for each of its chunks."""
-    size = layers_in_chunk(num_layers, num_stages, num_chunks)
-    starts = [(chunk * num_stages + stage) * size for chunk in range(num_chunks)]
-    return [range(start, max(start, min(start + size, num_layers))) for start in starts]
+    return list(layers_of_chunks(num_layers, num_stages, num_chunks)[stage::num_stages])
 
 
 CHUNKS = "chunks"
@@ -262,9 +282,19 @@ class Stack:
         """The logical axes of `shape`."""
         return (CHUNKS, LAYERS)[-len(self.shape) :]
 
+    @property
+    def places_of_layers(self) -> np.ndarray | None:
+        """The place of each layer in memory, int [L], where chunks before the last have empty places; else None."""
+        arguments = self.num_layers, self.num_stages, self.num_chunks
+        if not spreads_evenly(*arguments):
+            return None
+        size = layers_in_chunk(*arguments)
+        places = [index * size + np.arange(len(layers)) for index, layers in enumerate(layers_of_chunks(*arguments))]
+        return np.concatenate(places)
+
     def of_layers(self, layers: Params) -> Params:
         """Returns a tree of [L, ...] as it is in memory; the same tree where the shapes are the same."""
-        return jax.tree.map(lambda leaf: relaid(leaf, (*self.shape, *leaf.shape[1:])), layers)
+        return jax.tree.map(lambda leaf: relaid(leaf, (*self.shape, *leaf.shape[1:]), self), layers)
 
     def places_shape(self, shape: Sequence[int], names: Names) -> tuple[int, ...]:
         """Returns the shape of a leaf in layer order with K S V in place of L."""
@@ -282,14 +312,26 @@ def stack_of(stages: Stages | None, num_stages: int, num_chunks: int) -> Stack |
     return None if stages is None or num_stages == 1 else Stack(stages.num_layers, num_stages, num_chunks)
 
 
-def relaid(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns an array with stacked layers in another shape: from [.., L, ..] to `Stack.shape` with zeros, or back."""
+def relaid(x: jax.Array, shape: Sequence[int], stack: Stack | None) -> jax.Array:
+    """Returns an array with stacked layers in another shape: from [.., L, ..] to `Stack.shape` with zeros, or back.
+
+    Args:
+      x: in one of the two shapes.
+      shape: the other one.
+      stack: how the layers are stacked in memory; None if they are not.
+    """
     if x.shape == tuple(shape):
         return x
     start = next(dim for dim, (size, other) in enumerate(zip(x.shape, shape, strict=False)) if size != other)
     num_after = min(x.ndim, len(shape)) - start - 1
     in_order = x.reshape(*x.shape[:start], -1, *x.shape[x.ndim - num_after :])
     num_wanted = math.prod(shape[start : len(shape) - num_after])
+    places = stack.places_of_layers if stack else None
+    if places is not None and in_order.shape[start] > num_wanted:
+        return jnp.take(in_order, places, axis=start)
+    if places is not None:
+        zeros = jnp.zeros((*in_order.shape[:start], num_wanted, *in_order.shape[start + 1 :]), x.dtype)
+        return zeros.at[(slice(None),) * start + (places,)].set(in_order).reshape(shape)
     if in_order.shape[start] > num_wanted:
         in_order = jax.lax.slice_in_dim(in_order, 0, num_wanted, axis=start)
     num_empty = num_wanted - in_order.shape[start]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from meshtrain.assemble import Assembly, assemble
+from meshtrain.assemble import Assembly, assemble, kept_params
 from meshtrain.config.config import check
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import MakeTask
@@ -28,7 +28,7 @@ from meshtrain.launch.compiler import CompilerOptions
 from meshtrain.models.task import Decode, Params, token_batch
 from meshtrain.sharding.rules import PIPELINE, Rules, default_rules, partitioned_axes, sizes_text
 from meshtrain.sharding.stored import num_parts, rules_of_level
-from meshtrain.step.shardings import reshaper, shardings
+from meshtrain.step.shardings import shardings
 
 
 def problems_of_task(assembly: Assembly) -> list[str]:
@@ -90,8 +90,8 @@ def folded(
     if not line:
         return assembly, lambda params: params, line
     other = assemble(config, shape, list(assembly.mesh.devices.flat), make_task, rules)
-    to_kept, there = reshaper(assembly.state.params, assembly.kept_state.params), shardings(other.state.params)
-    return other, lambda params: jax.device_put(to_kept(params), there), line
+    there = shardings(other.state.params)
+    return other, lambda params: jax.device_put(kept_params(assembly, params), there), line
 
 
 def continuations(

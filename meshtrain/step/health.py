@@ -44,7 +44,7 @@ def squares(layers: Layers, tree: Arrays) -> Squares:
         dims = [dim for dim in range(leaf.ndim) if names[path][dim] in STACKED]
         of_places = jnp.sum(jnp.square(leaf), axis=[dim for dim in range(leaf.ndim) if dim not in dims])
         own = tuple(names[path][dim] for dim in dims)
-        result[path] = relaid(of_places, layer_order_shape(of_places.shape, own, stack))
+        result[path] = relaid(of_places, layer_order_shape(of_places.shape, own, stack), stack)
     return result
 
 

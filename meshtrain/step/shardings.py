@@ -83,9 +83,11 @@ def after_update_of(task: Task, stack: Stack | None) -> AfterUpdate | None:
 
     def on_stack(params: Params, metrics: Metrics) -> Params:
         feature_dims = lambda leaf: leaf.shape[len(stack.shape) :]  # noqa: E731
-        in_order = jax.tree.map(lambda leaf: relaid(leaf, (stack.num_layers, *feature_dims(leaf))), params["layers"])
+        in_order = jax.tree.map(
+            lambda leaf: relaid(leaf, (stack.num_layers, *feature_dims(leaf)), stack), params["layers"]
+        )
         after = after_update({**params, "layers": in_order}, metrics)
-        of_step = lambda new, old, leaf: leaf if new is old else relaid(new, leaf.shape)  # noqa: E731
+        of_step = lambda new, old, leaf: leaf if new is old else relaid(new, leaf.shape, stack)  # noqa: E731
         return {**after, "layers": jax.tree.map(of_step, after["layers"], in_order, params["layers"])}
 
     return on_stack
@@ -236,18 +238,19 @@ def shardings(abstract: Arrays) -> Shardings:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def reshaper(before: Arrays, after: Arrays) -> ArrayFunction:
+def reshaper(before: Arrays, after: Arrays, stack: Stack | None) -> ArrayFunction:
     """Returns the function that stacks layers as another tree has them; the identity where the shapes are the same.
 
     Args:
       before: the abstract tree, with shardings, of the argument.
       after: the abstract tree, with shardings, of the result.
+      stack: of the pipeline that has layers as one of the trees; None: no pipeline.
     """
     if jax.tree.map(lambda x: x.shape, before) == jax.tree.map(lambda x: x.shape, after):
         return lambda state: state
 
     def reshape(tree: Arrays) -> Arrays:
         on_device = offload.fetched(tree, shardings(before))
-        return jax.tree.map(lambda x, like: relaid(x, like.shape), on_device, after)
+        return jax.tree.map(lambda x, like: relaid(x, like.shape, stack), on_device, after)
 
     return jax.jit(reshape, out_shardings=shardings(after))

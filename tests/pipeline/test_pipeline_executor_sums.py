@@ -141,7 +141,7 @@ def run(name, num_chunks=1, num_empty=0):
     compute = functools.partial(executor.gradients, stages_of(num_layers), program, Replicas(mesh(), where))
     sums = jax.device_get(jax.jit(compute)(params, batch_of(), jax.random.key(3), SEED))
     like = parameters(num_layers)
-    gradients = jax.tree.map(lambda leaf, like: stages.relaid(leaf, like.shape), sums.gradients, like)
+    gradients = jax.tree.map(lambda leaf, like: stages.relaid(leaf, like.shape, None), sums.gradients, like)
     return (sums.loss, sums.weight, sums.metrics), gradients
 
 

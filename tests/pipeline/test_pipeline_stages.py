@@ -11,12 +11,46 @@ from jax.extend.core import Literal
 from meshtrain.assemble import assemble
 from meshtrain.config.config import default, resolve
 from meshtrain.models.transformer.task import decoder
+from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline import executor, pullback
 from meshtrain.pipeline import stages as ring
+from meshtrain.pipeline.schedules import layers_of_chunks
 from meshtrain.sharding.rules import AXES
 
 NUM_STAGES, TENSOR = 2, 2
 SHAPE = dict.fromkeys(AXES, 1) | {"pipeline": NUM_STAGES, "tensor": TENSOR}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "num_chunks", "expected"),
+    [
+        (6, 4, 1, [2, 2, 1, 1]),
+        (5, 4, 1, [2, 1, 1, 1]),
+        (7, 4, 1, [2, 2, 2, 1]),
+        (10, 4, 1, [3, 3, 3, 1]),
+        (9, 4, 1, [3, 2, 2, 2]),
+        (7, 2, 3, [2, 1, 1, 1, 1, 1]),
+        (5, 2, 2, [2, 2, 1, 0]),
+    ],
+)
+def test_layers_return_in_order_from_their_places(num_layers, num_stages, num_chunks, expected):
+    assert list(map(len, layers_of_chunks(num_layers, num_stages, num_chunks))) == expected
+    assert not pipeline_check._without_layers("L", num_layers, num_stages, num_chunks)
+    stack = ring.Stack(num_layers, num_stages, num_chunks)
+    layers = jnp.arange(1, num_layers + 1)
+    stored = stack.of_layers(layers)
+    assert stored.shape == stack.shape
+    in_chunks = np.reshape(stored, (len(expected), -1))
+    assert np.count_nonzero(in_chunks, axis=1).tolist() == expected
+    np.testing.assert_array_equal(in_chunks[in_chunks > 0], layers)
+    np.testing.assert_array_equal(ring.relaid(stored, (num_layers,), stack), layers)
+
+
+def test_a_stage_without_layers_is_refused():
+    [line] = pipeline_check._without_layers("model.num_layers", 3, 4, 1)
+    assert line.endswith("has no layer; allowed: at least 4; nearest: 4")
+    [line] = pipeline_check._without_layers("model.num_layers", 2, 2, 2)
+    assert line.endswith("has no layer; allowed: at least 3; nearest: 3")
 
 
 def config(num_chunks, trainable=""):
