@@ -14,7 +14,7 @@ from meshtrain.data.corpus import open_corpus, open_parts, open_whole, tokenizer
 from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import Asked, DataOptions
 from meshtrain.data.token_files import read_sidecar, sidecar_path, token_file_tokenizer
-from meshtrain.data.tokenizer import file_tokenizer, open_tokenizer
+from meshtrain.data.tokenizer import file_tokenizer, open_tokenizer, with_begin_token
 from meshtrain.errors import UserError
 from meshtrain.examples.preferences import PreferenceData, open_pairs
 from meshtrain.models.task import token_batch
@@ -182,3 +182,20 @@ def test_an_end_token_that_also_begins_texts_ends_each_document_once(tmp_path):
     row = examples[0]
     assert row["segment_ids"][:5].tolist() == [1, 1, 2, 3, 3]
     assert file_tokenizer(tokenizer).begin == (END,)
+
+
+@pytest.mark.parametrize("name", [*PROCESSORS, *BEHIND])
+def test_an_export_puts_the_chosen_token_before_a_text(name, tmp_path):
+    processor = PROCESSORS[name][0] if name in PROCESSORS else BEHIND[name][0]
+    path = words(tmp_path / "tokenizer.json", processor)
+    assert with_begin_token(path, "") == "", "the file as it is"
+    for chosen, begin in (("none", ()), ("<x>", (3,))):
+        content, exported = with_begin_token(path, chosen), tmp_path / f"{chosen}.json"
+        if name in ("none", "byte level") and not begin:
+            assert content == ""
+            continue
+        exported.write_text(content)
+        tokenizer = open_tokenizer(str(exported))
+        assert tokenizer.begin == begin
+        assert tokenizer.encode("w5") == [*begin, 5]
+        assert with_begin_token(str(exported), chosen) == ""

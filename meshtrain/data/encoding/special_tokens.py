@@ -89,8 +89,8 @@ class SpecialTokens:
         Returns:
           The text, and the same spans in it.
 
-        >>> SpecialTokens({"</s>": 2}, True).marked(f"<{LITERAL}/s>b</s>", ((6, 11),))[1]
-        ((5, 11),)
+        >>> SpecialTokens({"</s>": 2}, True).marked(f"<{LITERAL}/s>b</s>", ((6, 10),))[1]
+        ((5, 10),)
         """
         places = [(match.start(), MARK) for match in self._pattern.finditer(text)] if self._pattern else []
         places += [(match.start(), "") for match in re.finditer(LITERAL, text)]
