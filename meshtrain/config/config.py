@@ -30,7 +30,7 @@ from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.sources import DataOptions, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
-from meshtrain.errors import UserError, first_line, nearest_multiple
+from meshtrain.errors import UserError, first_line, nearest_multiple, refuse
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries, stack_problems
 from meshtrain.observe import profiler
@@ -139,8 +139,7 @@ def resolve(
     is_open = -1 in sizes.values() and not (found or across or also)  # all problems come at once
     across += _on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function, rules, is_open=is_open)
     found += [line for line in across if not any(key in line for key in faulty)]
-    if found or also:
-        raise UserError(*also, *found)
+    refuse([*also, *found])
     return mended
 
 

@@ -5,8 +5,8 @@ from tests.faults.fault import Fault
 FAULTS = (
     Fault(
         "cli/flags.py",
-        "words: Values = {**given, **texts}",
-        "words: Values = {**texts, **given}",
+        "all_given: Values = {**given, **texts}",
+        "all_given: Values = {**texts, **given}",
         "a file's value takes precedence over the command line's",
         "config/test_config_config.py::test_a_file_edits_and_the_command_line_goes_before_it",
     ),

@@ -12,8 +12,8 @@ FAULTS = (
     ),
     Fault(
         "pipeline/stages.py",
-        "return (chunk * num_stages + jax.lax.axis_index(PIPELINE)) * in_chunk",
-        "return (jax.lax.axis_index(PIPELINE) * num_chunks + chunk) * in_chunk",
+        "num_chunks), chunk * num_stages + _stage()",
+        "num_chunks), _stage() * num_chunks + chunk",
         "interleaved stages take their layers for consecutive ones, and drop by the wrong index",
         "pipeline/test_pipeline_executor.py::test_sums_and_gradients_are_those_of_one_device[interleaved]",
     ),
