@@ -27,10 +27,28 @@ TAKE_BUCKETS = {
 # Texts that are no paths. A new text stands here, or the metavar of its argument says FILE, DIR or RUN.
 TEXTS = {
     *("--cluster", "--copy", "--search", "--search-compiles", "--scaling", "--programs", "--schedule"),
-    *("--prompt", "--stop", "--end_token", "--begin_token", "--special_tokens", "--text_field", "--dtype", "--weights", "--ignore", "action"),
+    *(
+        "--prompt",
+        "--stop",
+        "--end_token",
+        "--begin_token",
+        "--special_tokens",
+        "--text_field",
+        "--dtype",
+        "--weights",
+        "--ignore",
+        "action",
+    ),
     *("--smallest", "--largest", "--limit", "--copy", "--config.GROUP.FIELD"),
 }
-FIELDS = {"data.text_field", "data.end_token", "data.begin_token", "profile.steps", "optimizer.trainable", "lora.targets"}
+FIELDS = {
+    "data.text_field",
+    "data.end_token",
+    "data.begin_token",
+    "profile.steps",
+    "optimizer.trainable",
+    "lora.targets",
+}
 FIELDS |= {"checkpoint.best_metric", "early_stop.metric", "init_ignore"}
 # What a command needs besides, so that the URL is its only mistake.
 NEEDED = {
