@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.metadata
 
 import pytest
 
@@ -148,3 +149,23 @@ def test_a_job_may_have_more_processes_than_there_are():
         cluster.full_size({"MESHTRAIN_FULL_PROCESSES": "2"}, 3)
     with pytest.raises(UserError, match="FULL_PROCESSES: got eight; allowed: a number"):
         cluster.full_size({"MESHTRAIN_FULL_PROCESSES": "eight"}, 3)
+
+
+@pytest.mark.parametrize(
+    ("platforms", "near"),
+    [("junk", "nearest: JAX_PLATFORMS=cpu"), ("cpux", "did you mean 'cpu'?"), ("cuda,junk", "nearest"), ("CPU", "")],
+)
+def test_an_unknown_platform_is_a_line_that_names_the_variable_and_the_platforms(platforms, near, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
+    [line] = cluster.platform_problems({"JAX_PLATFORMS": platforms})
+    assert line.startswith(f"JAX_PLATFORMS: got '{platforms.split(',')[-1]}'; allowed: cpu, cuda, gpu, rocm, tpu")
+    assert near in line
+
+
+def test_known_platforms_and_those_of_other_packages_are_allowed(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
+    for platforms in ("", "cpu", "cuda,cpu", "tpu"):
+        assert cluster.platform_problems({"JAX_PLATFORMS": platforms}) == []
+    plugin = importlib.metadata.EntryPoint("metal", "jax_metal", "jax_plugins")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [plugin])
+    assert cluster.platform_problems({"JAX_PLATFORMS": "METAL"}) == []

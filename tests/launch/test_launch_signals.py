@@ -158,3 +158,82 @@ def test_a_forked_process_has_signals_of_its_own(moment):
         [sys.executable, "-c", FORKS, moment], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, f"{-signal.SIGTERM}\n"), done.stderr
+
+
+IMPORTS = """
+import sys
+from meshtrain.cli import first_signals
+first_signals.begin(is_training=sys.argv[1] == "train")
+print("started", flush=True)
+while True:  # as the imports of a program do
+    sum(range(1000))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        ("train", signal.SIGINT, 75),
+        ("train", signal.SIGTERM, 75),
+        ("train", signal.SIGHUP, 75),
+        ("plan", signal.SIGINT, 130),
+        ("plan", signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_a_signal_during_imports_ends_with_a_documented_code_and_no_traceback(command, number, code):
+    words = [sys.executable, "-c", IMPORTS, command]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    line = "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again\n"
+    assert (process.returncode, said) == (code, line if command == "train" else "")
+
+
+STEPS = """
+import signal, sys
+from meshtrain import errors
+from meshtrain.launch import signals
+
+class Swallows:
+    def __del__(self):  # an exception inside of it would be printed and ignored
+        signal.raise_signal(signal.SIGINT)
+
+def main():
+    with signals.stops_at_signals():
+        with signals.interruptions() as interrupted:
+            signal.raise_signal(signal.SIGINT)
+            assert interrupted(1)
+            if sys.argv[1] == "second":
+                Swallows()
+                raise AssertionError
+        if sys.argv[1] == "after":
+            signal.raise_signal(signal.SIGTERM)
+            signal.pause()
+        raise errors.Interrupted("saved at step 1 of 2")
+
+errors.run(main)
+"""
+AFTER = "meshtrain: interrupted: after the last step, whose state is saved; the same command completes the run\n"
+
+
+@pytest.mark.parametrize(
+    ("moment", "expected"),
+    [
+        ("first", (75, "meshtrain: interrupted: saved at step 1 of 2\n")),
+        ("second", (130, "")),
+        ("after", (75, AFTER)),
+    ],
+)
+def test_a_second_interrupt_leaves_at_once_and_a_signal_after_the_last_step_ends_with_75(moment, expected):
+    done = subprocess.run([sys.executable, "-c", STEPS, moment], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == expected
+
+
+def test_a_signal_while_python_ends_has_the_code_of_the_program():
+    code = (
+        "import atexit, signal\nfrom meshtrain.errors import run\n"
+        "atexit.register(signal.raise_signal, signal.SIGINT)\nrun(lambda: 3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")

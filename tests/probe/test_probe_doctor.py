@@ -119,3 +119,31 @@ def test_each_pair_meets_once_and_each_process_once_a_round():
             players = [player for pair in each for player in pair]
             assert len(players) == len(set(players)) == count - count % 2
     assert len(tournament(64)) == 7
+
+
+STUCK = """
+import sys, threading, types
+fake = types.ModuleType("meshtrain.probe.checks.job")
+class Import:  # of JAX, on a slow machine
+    def __getattr__(self, name):
+        threading.Event().wait()
+sys.modules["meshtrain.probe.checks.job"] = Import()
+from meshtrain.errors import run
+from meshtrain.probe import doctor
+def left(code):
+    print(f"left at once with {code}", flush=True)
+    raise SystemExit(code)
+doctor.leave_at_once = left
+run(lambda: doctor.main(sys.argv[1:]))
+"""
+
+
+def test_a_thread_that_still_imports_is_left_at_once_and_the_advice_is_about_the_import(tmp_path):
+    environment = {**os.environ, "JAX_PLATFORMS": "junk"}
+    words = [sys.executable, "-c", STUCK, f"--workdir={tmp_path}", "--limit=0.5"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert "left at once with 2" in done.stdout
+    assert "JAX_PLATFORMS: got 'junk'; allowed: cpu, cuda, gpu, rocm, tpu; nearest: JAX_PLATFORMS=cpu" in done.stdout
+    assert "the import of JAX has not ended in 0 s" in done.stdout
+    assert "do: --limit=1 or more" in done.stdout
