@@ -34,7 +34,8 @@ def tried(command: str, numbers: list[signal.Signals], delay_seconds: float, fol
     """
     config = folder / "config.py"
     config.write_text("from meshtrain.config.config import default\n\ndef get_config():\n    return default()\n")
-    words = ["-m", "meshtrain", command, f"--config={config}", *SMALL, f"--workdir={folder / 'run'}"]
+    words = ["-m", "meshtrain", command, f"--config={config}", *SMALL]
+    words += [f"--workdir={folder / 'run'}"] if command == "train" else []
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
