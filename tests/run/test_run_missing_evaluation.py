@@ -2,6 +2,7 @@
 
 import json
 import signal
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from meshtrain.data.own_source import Data
 from meshtrain.errors import Interrupted
 from meshtrain.models.task import Entry, Task
 from meshtrain.observe.trackers import Trackers
+from meshtrain.run import evaluation
 from meshtrain.training import train
 
 STEPS = 4
@@ -133,6 +135,15 @@ def test_an_early_stop_counts_the_evaluation(tmp_path):
     for run in (tmp_path / "killed", tmp_path / "straight"):
         assert trained(run, **stop).state.step == 3
     assert left(tmp_path / "killed") == left(tmp_path / "straight")
+
+
+def test_texts_of_a_step_that_is_evaluated_again_are_written_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: {})
+    for step, text in ((1, "a"), (2, "b"), (3, "c"), (2, "b"), (4, "d")):
+        state = types.SimpleNamespace(step=step, params=[("prompt", text)])
+        evaluation.evaluate_with_texts(None, None, lambda params: params, tmp_path, str, state)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["text"]) for row in rows] == [(1, "a"), (2, "b"), (4, "d")]
 
 
 @pytest.mark.parametrize("changes", [{"eval_every": 0}, {"eval_every": 3}])
