@@ -28,6 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.num_experts = 8
     config.model.experts_per_token = 2
     config.model.expert_dim = 128
+    config.model.balance_weight = 0.02
     config.learning_rate.peak = 3e-3
     config.learning_rate.warmup_steps = 20
     return config

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshtrain.training import Result as Result
     from meshtrain.training import train as train
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _NAMES = {
     "default": "meshtrain.config",

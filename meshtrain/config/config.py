@@ -24,7 +24,7 @@ from typing import TypeAlias
 import ml_collections
 
 from meshtrain.cli import flags
-from meshtrain.config import data_sources, former, reductions, tasks
+from meshtrain.config import data_sources, former, meanings, reductions, tasks
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
@@ -417,7 +417,7 @@ def built(given: Given, overrides: Mapping[str, str], make_task: MakeTask | None
         options = type(given.model) if isinstance(given, Config) else type(Config().model)
         given = given.to_dict() if isinstance(given, ml_collections.ConfigDict) else given
         given = dataclasses.asdict(given) if isinstance(given, Config) else given
-        values = flags.flatten(given) if isinstance(given, Mapping) else None
+        values = flags.flatten(meanings.without_version(given)) if isinstance(given, Mapping) else None
     except ml_collections.config_dict.RequiredValueError as error:
         raise UserError(f"--config: got no value where one is required ({error}); {right}") from error
     except Exception as error:  # whatever a mapping of the user's raises
@@ -583,5 +583,5 @@ def parse(
 
 
 def to_json(config: Config) -> str:
-    """Returns the configuration as the text of `config.json`: nested as the options are, with every field."""
-    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+    """Returns the configuration as the text of `config.json`, see `meanings.record`."""
+    return json.dumps(meanings.record(config), indent=2) + "\n"

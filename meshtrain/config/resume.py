@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 
 from meshtrain.cli import flags, foreign
-from meshtrain.config import former, tasks
+from meshtrain.config import former, meanings, tasks
 from meshtrain.config.config import CONFIG_FILE, Config, built, defaults_of
 from meshtrain.config.effects import without_effect
 from meshtrain.errors import UserError, refuse
@@ -55,6 +55,8 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
 def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
     """Returns the configuration of another run, types checked. Fields that its file lacks get their (former) defaults.
 
+    Values of a former version are converted to the meaning of today.
+
     The function that it names as `task` is imported, unless `overrides` (dotted key -> text) has another in its place.
 
     Raises:
@@ -64,6 +66,7 @@ def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
         given = read_json(text)
     except ValueError as error:
         raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run wrote; nearest: --config") from error
+    given = meanings.today(given)[0] if isinstance(given, dict) else given
     absent = former.IN_FORMER_RUNS.keys() - flags.flatten(given).keys() if isinstance(given, dict) else set()
     texts = {key: str(former.IN_FORMER_RUNS[key]) for key in absent}
     config, problems = built(given, texts | dict(overrides or {}))
@@ -80,7 +83,7 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[str]:
       old: the nested dict of the run to resume, as `json.loads` reads its config.json; its keys may be former ones.
       new: the nested dict of the new configuration. A key that one of them lacks has its default.
     """
-    then, after = flags.flatten(old), flags.flatten(new)
+    then, after = flags.flatten(meanings.today(old)[0]), flags.flatten(meanings.without_version(new))
     defaults = _defaults(new)
     after = defaults | after
     today = dict(then)

@@ -129,8 +129,9 @@ def _make(config: Config, placement: Placement) -> Task:
     assert task.decode is not None
     pairs, copies = Preferences(task.stages, task.stages.logits, config.model), not config.lora.rank
     stages = dataclasses.replace(
-        task.stages, first=pairs.first, repeated=pairs.repeated, last=pairs.last, logits=pairs.logits
-    )
+        task.stages, first=pairs.first, repeated=pairs.repeated, last=pairs.last, logits=pairs.logits,
+        loss_name="preference_loss" if config.model.num_experts else "",
+    )  # fmt: skip
     prefill, step, length = _of_policy(task.decode.prefill), _of_policy(task.decode.step), config.sequence_length
     return dataclasses.replace(
         task,

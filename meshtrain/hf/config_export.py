@@ -7,7 +7,7 @@ from pathlib import Path
 from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject
 from meshtrain.hf.config_json import CONFIG_FILE, QUANTIZED, TIED, differing, in_no_table, of_json
-from meshtrain.hf.families import FAMILIES
+from meshtrain.hf.families import COEFFICIENT, FAMILIES
 from meshtrain.hf.positions import (
     DEEPSEEK,
     FULL,
@@ -60,7 +60,7 @@ def as_json(
       length: tokens of the longest text of training.
       end_id: the token that ends a text; -1: none does.
       original: of the folder that the model came from, with equal options; its keys keep their values, except for the
-        dtype, and how weights are packed. Empty: none.
+        dtype, how weights are packed, and the run's weight of the routers' loss. Empty: none.
     """
     rows = FAMILIES[family]
     stated: JsonObject = {"architectures": [rows.architecture], "model_type": family}
@@ -84,7 +84,8 @@ def as_json(
     ignored = {"meshtrain_ignored": in_no_table(original)} if in_no_table(original) else {}
     # A head that the original's config.json ties although its files have a separate one.
     untied = {} if stated[TIED] else {TIED: False}
-    return stated | _both_ropes(original, stated) | untied | ignored | {"dtype": dtype, "torch_dtype": dtype}
+    of_run = {COEFFICIENT: stated[COEFFICIENT]} if COEFFICIENT in stated else {}
+    return stated | _both_ropes(original, stated) | of_run | untied | ignored | {"dtype": dtype, "torch_dtype": dtype}
 
 
 def _rope(options: DecoderOptions) -> JsonObject:
@@ -143,8 +144,8 @@ def _gemma(options: DecoderOptions) -> JsonObject:
 
 
 def _experts(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns what models of experts alone have; the weight of the loss is that of the run."""
-    stated: JsonObject = {"output_router_logits": False, "router_aux_loss_coef": options.balance_weight}
+    """Returns what models of experts alone have, besides the family's fields."""
+    stated: JsonObject = {"output_router_logits": False}
     if family != "qwen3_moe":
         return stated | ({"router_jitter_noise": 0.0} if family == "mixtral" else {})
     stated |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}

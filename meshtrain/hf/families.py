@@ -114,8 +114,11 @@ _QWEN3_MOE_FIELDS = {
     "num_experts": "num_experts",
     "num_experts_per_tok": "experts_per_token",
 }
-# Losses of routers are options of a run; they change no logits.
-_OF_ROUTERS = ("output_router_logits", "router_aux_loss_coef")
+# The loss of routers changes no logits. Its coefficient has the same meaning there, see `moe.experts`.
+COEFFICIENT = "router_aux_loss_coef"
+_BALANCE: Mapping[str, str] = {COEFFICIENT: "balance_weight"}
+_BALANCE_ABSENT: Mapping[str, Json] = {COEFFICIENT: 0.001}
+_OF_ROUTERS = ("output_router_logits",)
 _GEMMA1: Mapping[str, Value] = {"activation": "geglu", "centered_scales": True, "scaled_embeddings": True}
 _GEMMA: Mapping[str, Value] = {**_GEMMA1, "post_norms": True}
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -165,10 +168,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
-        {**_MIXTRAL_FIELDS, "attention_bias": "attention_biases"},
+        {**_MIXTRAL_FIELDS, "attention_bias": "attention_biases", **_BALANCE},
         {"sinks": True, "expert_biases": True, "activation": "clamped_swiglu"},
-        {"attention_bias": True, "tie_word_embeddings": False},
+        {"attention_bias": True, "tie_word_embeddings": False, **_BALANCE_ABSENT},
         *_LIKE_LLAMA,
+        off=(COEFFICIENT,),
         only={"swiglu_limit": (CLAMP,), "swiglu_alpha": (CLAMPED_SLOPE,)},
         same={"num_experts_per_tok": "experts_per_token", "num_local_experts": "num_experts"},
         idle=(*_OF_ROUTERS, "initial_context_length"),
@@ -222,19 +226,21 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        _MIXTRAL_FIELDS,
+        {**_MIXTRAL_FIELDS, **_BALANCE},
         {},
-        _UNTIED,
+        {**_UNTIED, **_BALANCE_ABSENT},
         *_LIKE_LLAMA,
+        off=(COEFFICIENT,),
         only={"router_jitter_noise": (0.0,)},
         idle=_OF_ROUTERS,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        _QWEN3_MOE_FIELDS,
+        {**_QWEN3_MOE_FIELDS, **_BALANCE},
         {"qk_norm": True},
-        {"tie_word_embeddings": False, "attention_bias": False, "norm_topk_prob": False},
+        {"tie_word_embeddings": False, "attention_bias": False, "norm_topk_prob": False, **_BALANCE_ABSENT},
         *_LIKE_LLAMA,
+        off=(COEFFICIENT,),
         only={
             "decoder_sparse_step": (1,),
             "mlp_only_layers": ([],),
@@ -261,6 +267,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         idle=(
             *_OF_ROUTERS,
+            COEFFICIENT,
             "auto_map",
             "aux_loss_alpha",
             "ep_size",

@@ -220,13 +220,18 @@ class DecoderOptions(TransformerShape):
         1.0, "gates, which add up to 1, are multiplied by it", minimum=0.0, only_for=_OF_EXPERTS
     )
     balance_weight: float = option(
-        0.01, "weight of the loss that evens out the load of experts in each sequence; 0: none", minimum=0.0,
+        0.01,
+        "weight of the loss that evens out the load of experts in each sequence: a mean over layers and a sum over the "
+        "experts of a token, as router_aux_loss_coef in transformers; 0: none",
+        minimum=0.0,
         only_for=_OF_EXPERTS,
-    )  # fmt: skip
+    )
     z_weight: float = option(
-        0.001, "weight of the loss that keeps logits of routers small, the squares of their log sum exp", minimum=0.0,
+        0.001,
+        "weight of the loss that keeps logits of routers small, the squares of their log sum exp, a sum over layers",
+        minimum=0.0,
         only_for=_OF_EXPERTS,
-    )  # fmt: skip
+    )
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     loss_chunk: int = option(
         0, "tokens on a device whose logits the loss computes at a time; 0: as many as fit in 512 MiB", minimum=0

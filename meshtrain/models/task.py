@@ -110,6 +110,8 @@ class Stages:
         the N, int32 scalar) -> layers for `repeated`, in training, with arrays of the N layers beside them. A library's
         kernel may read its layer there; out of a stack that XLA slices, it gets a copy. They get no gradient. None:
         nothing is beside them.
+      loss_name: the metric that has the mean loss of `last` in training, without the loss that layers add, so that it
+        can be compared with an evaluation's; '': there is none. Without sums of layers there is none either.
     """
 
     num_layers: int
@@ -120,6 +122,7 @@ class Stages:
     cast: Callable[[Params], Params] | None = None
     num_together: int = 1
     with_stack: Callable[[Params, Params, jax.Array], Params] | None = None
+    loss_name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,12 +388,19 @@ def checked_after_update(after_update: AfterUpdate) -> AfterUpdate:
     return checked
 
 
-def with_layer_sums(loss: Loss, sums: LayerSums) -> Loss:
-    """Returns the loss of a batch with the sums of its layers added; metrics of the same name are added."""
+def with_layer_sums(loss: Loss, sums: LayerSums, loss_name: str) -> Loss:
+    """Returns the loss of a batch with the sums of its layers added; metrics of the same name are added.
+
+    Args:
+      loss: of `Stages.last`.
+      sums: of the layers; None: nothing is added.
+      loss_name: see `Stages.loss_name`.
+    """
     if sums is None:
         return loss
     total, weight, metrics = loss
     addend, of_layers = sums
+    metrics = {**metrics, **({loss_name: jax.lax.stop_gradient(total)} if loss_name else {})}
     both = {name: jax.tree.map(jnp.add, metrics[name], of_layers[name]) for name in metrics.keys() & of_layers.keys()}
     return total + addend, weight, {**metrics, **of_layers, **both}
 
@@ -406,7 +416,7 @@ def staged_loss(stages: Stages, casts_first: bool = False) -> Callable[[Params, 
         x = stages.first(outer, batch, rng, train, None)
         layers = stages.cast(params[LAYERS]) if stages.cast and casts_first and train else params[LAYERS]
         y, sums = stages.repeated(layers, x, batch, rng, 0, train)
-        return with_layer_sums(stages.last(outer, y, batch, None), sums)
+        return with_layer_sums(stages.last(outer, y, batch, None), sums, stages.loss_name)
 
     return loss
 

@@ -81,7 +81,7 @@ def gradients(
         layers = ring.from_units(units, rows.num_chunks)
         if rows.reduction:
             layers = jax.tree.map(Reduced, layers)
-        return with_layer_sums(carry.sums, layer_sums), {"layers": layers, **carry.outer}
+        return with_layer_sums(carry.sums, layer_sums, stages.loss_name), {"layers": layers, **carry.outer}
 
     compute, key_data = replicas.data_parallel(on_stage, MANUAL), jax.random.key_data(rng)
     (loss, weight, metrics), reduced = compute(

@@ -57,7 +57,8 @@ def evaluate(
         shapes = jax.eval_shape(lambda y: stages.last(outer, y, first, PIPELINE), final)
         initial = ring.zeros_like(shapes)
         sums, layer_sums = forward_only(stages, params, batch, key, num_chunks, finish, initial)
-        return with_layer_sums(sums, jax.tree.map(lambda x: jax.lax.psum(x, PIPELINE), layer_sums))
+        layer_sums = jax.tree.map(lambda x: jax.lax.psum(x, PIPELINE), layer_sums)
+        return with_layer_sums(sums, layer_sums, stages.loss_name)
 
     return _on_mesh(on_stage, mesh, specs, PartitionSpec())(
         ring.with_cast_layers(stages, params), batch, jax.random.key_data(rng)

@@ -22,6 +22,7 @@ from meshtrain.cli import flags, foreign
 from meshtrain.config.config import CONFIG_FILE, Config, built, resolve, to_json
 from meshtrain.config.data_sources import find
 from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
+from meshtrain.config.meanings import record
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import (
@@ -164,7 +165,7 @@ def _import(arguments: argparse.Namespace) -> None:
     assembly = assembled(config, arguments.workdir, None)
     params, _ = weights.restore_params(arguments.workdir, None, assembly.kept_state.params)
     target = expanded(arguments.to).absolute()
-    extra = {"config": dataclasses.asdict(config), "versions": {"jax": jax.__version__}}
+    extra = {"config": record(config), "versions": {"jax": jax.__version__}}
     with Checkpoints(target / CHECKPOINTS, config.checkpoint) as checkpoints:
         checkpoints.save(0, {"params": params}, extra)
         checkpoints.wait()

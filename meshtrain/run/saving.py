@@ -1,7 +1,6 @@
 """Saves of a run: what goes into them, their metric, and the checkpoint to return to after a failure."""
 
 import contextlib
-import dataclasses
 import functools
 import math
 import signal
@@ -19,6 +18,7 @@ from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import recorded
 from meshtrain.checkpoint.owner import owned
 from meshtrain.checkpoint.retention import CheckpointOptions
+from meshtrain.config.meanings import record
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own_source import Data
 from meshtrain.errors import FolderLost, Interrupted, SaveFailed, UserError, refuse, unknown, warn
@@ -62,7 +62,7 @@ def save(
         "next_sample": next_sample(step, assembly.config.batch_size),
         "corpus": corpus.fingerprint,
         EVALUATIONS: {assembly.config.early_stop.metric: {str(one): value for one, value in found.items()}},
-        "config": dataclasses.asdict(assembly.config),
+        "config": record(assembly.config),
         "versions": {"jax": jax.__version__},
     }
     values = dict[str, float]()

@@ -66,7 +66,7 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
       run: its folder; it need not exist.
       start_step: from `saved_step`. From 1 on the run resumes from its own weights, and `init_from` is not read.
     """
-    problems = workdir.check(run, config) or trackers.check(run)
+    problems = workdir.check(run, config, is_saved=start_step > 0) or trackers.check(run)
     if not start_step and not problems:
         problems = workdir.vanished(run, config.checkpoint.directory or str(run / CHECKPOINTS))
     problems += trackers.missing(config.observe)

@@ -26,6 +26,7 @@ from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.checkpoint.other_runs import recorded
 from meshtrain.checkpoint.owner import OWNER
 from meshtrain.cli import flags, foreign
+from meshtrain.config import meanings
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.resume import difference
 from meshtrain.errors import UserError, is_finite, refuse, warn
@@ -45,7 +46,7 @@ _FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVIC
 _FOLDERS = (CHECKPOINTS, "tensorboard", WANDB_FOLDER)
 
 
-def check(run: Path, config: Config) -> list[str]:
+def check(run: Path, config: Config, *, is_saved: bool) -> list[str]:
     """Returns one line for each reason why a configuration cannot run here; writes nothing.
 
     It is compared with that of the folder, and with that of the newest checkpoint in `checkpoint.directory`.
@@ -53,6 +54,7 @@ def check(run: Path, config: Config) -> list[str]:
     Args:
       run: the run's folder, there or not.
       config: of the run.
+      is_saved: whether the run has a complete checkpoint.
 
     Raises:
       UserError: its config.json is not JSON.
@@ -63,11 +65,22 @@ def check(run: Path, config: Config) -> list[str]:
     place = config.checkpoint.directory
     if place and "config" in (there := recorded(place)):  # it may be a copy of the place that it names
         before[place] = {**there["config"], "checkpoint": now["checkpoint"]}
+    if former := [where for where, was in before.items() if was and meanings.is_former(was)]:
+        return [_former_run(former[0], before[former[0]], run, is_saved=is_saved)]
     changed = {where: difference(was, now) for where, was in before.items() if was}
     lines = [f"{where} holds another run: {line}" for where, found in changed.items() for line in found]
     end = [f"{where}: allowed: the run's own configuration; nearest: another --workdir"
            for where, found in changed.items() if found]  # fmt: skip
     return lines + end
+
+
+def _former_run(where: str, was: JsonObject, run: Path, *, is_saved: bool) -> str:
+    """Returns the line about a run of a former version, with its options whose meaning changed, converted."""
+    converted = meanings.today(was)[1]
+    words = [f"--config.{key}={str(value).lower()}" for key, value in converted.items()]
+    fix = " ".join(["another --workdir", *(["with", f"--config.init_from={run}"] if is_saved else []), *words])
+    changed = f", whose {', '.join(converted)} had another meaning" if converted else ""
+    return f"{where} holds a run of version 0.2 or earlier{changed}; allowed: runs since 0.3; nearest: {fix}"
 
 
 def _out_of_place(run: Path) -> list[str]:

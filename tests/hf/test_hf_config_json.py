@@ -1,5 +1,6 @@
 """config.json as options: both spellings, what an absent key means, and every key that is not understood by name."""
 
+import dataclasses
 import json
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 from meshtrain.errors import UserError
 from meshtrain.files import read_json
 from meshtrain.hf import folder, names
+from meshtrain.hf.config_export import as_json
 from meshtrain.hf.config_json import config_of_text, described, differences, is_described, of_json
 from meshtrain.hf.families import HARMLESS as HARMLESS_KEYS
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -527,7 +529,7 @@ def test_a_model_of_more_tensors_than_the_files_can_have_is_one_line(tmp_path):
 
 def test_experts_in_the_decoders_words(tmp_path):
     shape = {"num_layers": 2, "embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 119}
-    of_both = {**shape, "num_experts": 4, "expert_dim": 16}
+    of_both = {**shape, "num_experts": 4, "expert_dim": 16, "balance_weight": 0.001}
     qwen = given("qwen3-moe")
     assert described(FIXTURES / "qwen3-moe").options == DecoderOptions(mlp_dim=48, head_dim=8, qk_norm=True, **of_both)
     qwen["num_experts"] = qwen.pop("num_local_experts")
@@ -535,12 +537,22 @@ def test_experts_in_the_decoders_words(tmp_path):
     mixtral = described(FIXTURES / "mixtral").options
     assert mixtral == DecoderOptions(mlp_dim=mixtral.mlp_dim, **of_both)
     # The width of an mlp that there is not is no difference, nor are losses of routers.
-    free = {"balance_weight": 0.5, "z_weight": 0.0}
-    ours = DecoderOptions(mlp_dim=7, **free, **of_both)
+    ours = DecoderOptions(mlp_dim=7, **{**of_both, "balance_weight": 0.5, "z_weight": 0.0})
     assert differences(ours, mixtral, 32, "DIR") == []
     for name, value, wanted in (("experts_per_token", 1, 2), ("num_experts", 8, 4)):
         [line] = differences(DecoderOptions(**{**vars(ours), name: value}), mixtral, 32, "DIR")
         assert line.startswith(f"model.{name}: got {value}, and the model in DIR has {wanted}; allowed: {wanted}; near")
+
+
+def test_the_coefficient_of_the_routers_loss_is_read_and_written_with_the_meaning_of_transformers(tmp_path):
+    for name, family in (("mixtral", "mixtral"), ("qwen3-moe", "qwen3_moe"), ("gpt-oss", "gpt_oss")):
+        for stated, weight in (({"router_aux_loss_coef": 0.02}, 0.02), ({}, 0.001), ({"router_aux_loss_coef": 0}, 0.0)):
+            keys = {key: value for key, value in given(name).items() if key != "router_aux_loss_coef"}
+            options = of(tmp_path, keys | stated).options
+            assert options.balance_weight == weight
+            changed = dataclasses.replace(options, balance_weight=0.3)
+            written = as_json(changed, family, "float32", 24, 0, keys | stated)
+            assert written["router_aux_loss_coef"] == 0.3, "the run's, whatever the original has"
 
 
 WINDOWS = {

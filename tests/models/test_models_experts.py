@@ -81,12 +81,47 @@ def test_sums_weight_the_losses_and_counts_are_those_of_the_layer():
     _, (loss, metrics) = layer_of(options).apply({"params": weights}, x, jnp.int32(1), TOKENS)
     assert set(metrics) == {"balance_loss", "z_loss", "router_entropy", "expert_load", "expert_parts"}
     np.testing.assert_array_equal(metrics["expert_parts"].counts, [0, 1])
-    of_layers = options.num_layers * (0.3 * metrics["balance_loss"] + 0.2 * metrics["z_loss"])
-    np.testing.assert_allclose(loss, of_layers, rtol=1e-6)
+    balance, z = 0.3 * options.experts_per_token * metrics["balance_loss"], 0.2 * options.num_layers * metrics["z_loss"]
+    np.testing.assert_allclose(loss, balance + z, rtol=1e-6)
     counts = metrics["expert_load"].counts
     assert counts.shape == (2, 5)
     assert not counts[0].any()
     assert counts[1].sum() == 2 * NUM_SEQUENCES * NUM_TOKENS
+
+
+def load_balancing_loss(logits, num_chosen):
+    """`load_balancing_loss_func` of transformers 5.24 (modeling_mixtral.py), for logits [tokens, E], in float64.
+
+    E times the sum over experts of (share of tokens that chose it, summed over the k choices) x (its mean probability),
+    after Fedus et al. 2021, Switch Transformer, equations 4 to 6.
+    """
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    probabilities = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    chosen = np.argsort(-probabilities, axis=-1)[:, :num_chosen]
+    shares = np.bincount(chosen.ravel(), minlength=logits.shape[-1]) / len(logits)
+    return logits.shape[-1] * np.sum(shares * probabilities.mean(axis=0))
+
+
+@pytest.mark.parametrize(("num_dense", "num_chosen"), [(0, 2), (1, 2), (0, 1), (2, 3)])
+def test_the_balance_loss_is_that_of_transformers_with_its_coefficient(num_dense, num_chosen):
+    """A mean over layers with experts and over sequences without their padding, a sum over the choices of a token."""
+    options = dataclasses.replace(
+        OPTIONS, num_layers=2 + num_dense, dense_layers=num_dense, experts_per_token=num_chosen, router="softmax",
+        router_scale=1.0, balance_weight=0.02, z_weight=0.0,
+    )  # fmt: skip
+    x, weights = given()
+    weights = {name: leaf for name, leaf in weights.items() if name != "router_bias"}
+    lengths = (NUM_TOKENS, NUM_TOKENS - 3)
+    real = jnp.float32(np.arange(NUM_TOKENS) < np.array(lengths)[:, None])
+    tokens = Tokens(real * jnp.array([[1.0], [NUM_TOKENS / (NUM_TOKENS - 3)]]), real)  # sequences have equal weights
+    total, expected = 0.0, []
+    for layer in range(2):
+        inputs = x * (1 + layer)
+        addend, _ = layer_of(options).apply({"params": weights}, inputs, jnp.int32(num_dense + layer), tokens)[1]
+        total += float(addend)
+        logits = np.asarray(inputs, np.float64) @ np.asarray(weights["router"], np.float64)
+        expected += [load_balancing_loss(logits[i, :length], num_chosen) for i, length in enumerate(lengths)]
+    np.testing.assert_allclose(total / float(tokens.weights.sum()), 0.02 * np.mean(expected), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("chosen", "num_here"), [
@@ -226,6 +261,24 @@ def task_and_batch(remat="none", dtype=jnp.float32):
     ints, ones = np.arange(8, dtype=np.int32).reshape(2, 4), np.ones((2, 4), np.int32)
     batch = {"tokens": ints, "targets": ints, "segment_ids": ones, "positions": ints % 4, "weights": np.float32(ones)}
     return task, {**batch, SEQUENCE_INDEX: np.arange(2, dtype=np.int32)}
+
+
+@pytest.mark.parametrize("num_experts", [5, 0])
+def test_training_measures_the_loss_of_an_evaluation_beside_those_of_routers(num_experts):
+    options = dataclasses.replace(OPTIONS, num_experts=num_experts, balance_weight=0.3, z_weight=0.2, dropout_rate=0.0)
+    task = decoder(options, batch_size=2, sequence_length=4)
+    _, batch = task_and_batch()
+    params = meta.unbox(task.init(jax.random.key(0)))
+    of_training, of_evaluation = (task.loss(params, batch, jax.random.key(0), train) for train in (True, False))
+    assert of_evaluation[2] == {}
+    if not num_experts:
+        assert of_training[2] == {}
+        return
+    metrics = of_training[2]
+    np.testing.assert_allclose(metrics["cross_entropy"], of_evaluation[0], rtol=1e-6)
+    balance, z = 0.3 * options.experts_per_token * metrics["balance_loss"], 0.2 * options.num_layers * metrics["z_loss"]
+    np.testing.assert_allclose(of_training[0], metrics["cross_entropy"] + balance + z, rtol=1e-6)
+    assert of_training[0] > 1.05 * metrics["cross_entropy"]
 
 
 @pytest.mark.parametrize("policy", ["full", "save_attention", "selective", "dots"])

@@ -38,6 +38,7 @@ class Trained:
       losses: of each step.
       grad_norms: of each step, before clipping.
       loads: in each step that of experts and of each of them, which come from counts of tokens; empty without experts.
+      cross_entropies: of each step, the loss without those of routers; empty without experts.
       expert_parts: the most parts in which a device computed the rows of its experts; 1 without experts.
     """
 
@@ -47,6 +48,7 @@ class Trained:
     losses: np.ndarray
     grad_norms: np.ndarray
     loads: tuple[float | list[float], ...] = ()
+    cross_entropies: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     expert_parts: float = 1
 
 
@@ -65,7 +67,7 @@ def assert_same(got: Trained, expected: Trained, *, zero_gradients: bool = False
         odd = sorted(getattr(got, name).keys() ^ getattr(expected, name).keys())
         assert not odd, f"{name}: leaves that only one of the two has: {odd}"
     problems = _initial(got, expected)
-    for name in ("losses", "grad_norms"):
+    for name in ("losses", "grad_norms", "cross_entropies"):
         problems += _scalars(name, getattr(got, name), getattr(expected, name))
     problems += _gradients(got.gradients, expected.gradients, zero_gradients)
     biases = {path for path in expected.final if path.endswith("router_bias")}

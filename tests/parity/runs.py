@@ -25,6 +25,7 @@ from tests.parity.comparison import Leaves, Trained
 from tests.quick import exact
 
 NUM_STEPS = 4
+CROSS_ENTROPY = "cross_entropy"  # the metric that has the loss without those of routers
 LOAD = "expert_load"  # begins the names of the metrics that have the counts of tokens for each expert
 BATCH_SIZE, SEQUENCE_LENGTH = 16, 32
 # Of an optimizer's state: what holds the first gradients after one step, times a constant (Adafactor: their squares).
@@ -124,7 +125,7 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
         state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     initial = by_path(assembly.to_kept(state).params)
     step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
-    losses, norms, loads, gradients, parts = [], [], [], {}, [1.0]
+    losses, norms, loads, gradients, parts, cross_entropies = [], [], [], {}, [1.0], []
     for batch in example_batches(config.num_steps):
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
         state, metrics = step(state, placed)
@@ -132,9 +133,11 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
         norms.append(float(metrics["grad_norm"]))
         loads += [np.asarray(metrics[name]).tolist() for name in metrics if name.startswith(LOAD)]
         parts += [float(metrics[name]) for name in metrics if name == EXPERT_PARTS]
+        cross_entropies += [float(metrics[name]) for name in metrics if name == CROSS_ENTROPY]
         gradients = gradients or first_moments(assembly.to_kept(state).opt_state)
     final = by_path(assembly.to_kept(state).params)
-    return Trained(initial, final, gradients, np.array(losses), np.array(norms), tuple(loads), max(parts))
+    scalars = np.array(losses), np.array(norms), tuple(loads), np.array(cross_entropies)
+    return Trained(initial, final, gradients, *scalars, max(parts))
 
 
 @functools.cache
@@ -180,7 +183,7 @@ def reference(config: Config) -> Trained:
         return after_update(moved, metrics) if after_update else moved, opt_state, norm
 
     initial, opt_state = by_path(params), transformation.init(params)
-    losses, norms, loads, gradients = [], [], [], {}
+    losses, norms, loads, gradients, cross_entropies = [], [], [], {}, []
     for number, batch in enumerate(example_batches(config.num_steps)):
         rng = jax.random.fold_in(jax.random.fold_in(root, 1), number)
         batch = {**batch, SEQUENCE_INDEX: np.arange(BATCH_SIZE)}
@@ -189,5 +192,7 @@ def reference(config: Config) -> Trained:
         losses.append(float(loss))
         norms.append(float(norm))
         loads += [np.asarray(metrics[name]).tolist() for name in metrics if name.startswith(LOAD)]
+        cross_entropies += [float(metrics[name]) for name in metrics if name == CROSS_ENTROPY]
         gradients = gradients or first_moments(opt_state)
-    return Trained(initial, by_path(params), gradients, np.array(losses), np.array(norms), tuple(loads))
+    scalars = np.array(losses), np.array(norms), tuple(loads), np.array(cross_entropies)
+    return Trained(initial, by_path(params), gradients, *scalars)

@@ -89,7 +89,7 @@ def test_the_job_is_judged_on_its_mesh_and_in_its_workdir(tmp_path, capsys):
     assert "mesh: got 16 devices; allowed: at most the 8" in line
     assert doctor.main(words) == 0
     assert "data of 8 in" in capsys.readouterr().out
-    (tmp_path / "config.json").write_text('{"seed": 7}')
+    (tmp_path / "config.json").write_text('{"version": "0.3.0", "seed": 7}')
     words = [f"--workdir={tmp_path}", "--config=configs/tiny.py", "--config.mesh.data=-1", "--config.batch_size=12"]
     assert doctor.main(words) == 2
     batch, *others = problems(capsys.readouterr().out.splitlines())

@@ -137,7 +137,11 @@ class Experts(nn.Module):
 def _sums(
     options: DecoderOptions, to: Routing, counts: jax.Array, tokens: Tokens, layer: jax.Array, seen: jax.Array
 ) -> LayerSums:
-    """Returns what one layer adds to the loss sum, and its metrics; losses are means over layers where logged.
+    """Returns the addend of one layer to the loss sum, and its metrics; losses are means over layers where logged.
+
+    `balance_weight` has the meaning of `router_aux_loss_coef` in transformers (`load_balancing_loss_func`): a mean over
+    the layers with experts and a sum over the k choices of a token, k where the load is even. `routing.balance` is 1
+    there, so it is multiplied by k. The z loss is a sum over layers.
 
     Args:
       options: the weights of the losses.
@@ -157,7 +161,8 @@ def _sums(
         LOAD: Load(jax.lax.stop_gradient(row)),
         EXPERT_PARTS: Largest(seen),
     }
-    return options.balance_weight * balance + options.z_weight * z, metrics
+    weight = options.balance_weight * options.experts_per_token / num_layers
+    return weight * balance + options.z_weight * z, metrics
 
 
 def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:

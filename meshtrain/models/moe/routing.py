@@ -122,8 +122,9 @@ def balance(routing: Routing, counts: jax.Array, tokens: Tokens) -> jax.Array:
     """Returns the balance loss, a sum over sequences of which each is weighted by its targets: a float32 scalar.
 
     For one sequence of T tokens it is sum_i f_i P_i, with f_i = E / (k T) times the tokens that chose expert i, and P_i
-    the mean of the share of expert i (DeepSeek-V3, equations 17 to 20). It is 1 where f and P are even. Means over more
-    than a sequence would make their product depend on how a batch is cut.
+    the mean of the share of expert i (DeepSeek-V3, equations 17 to 20). It is 1 where f and P are even. Times k it is
+    `load_balancing_loss_func` of transformers for the logits of one layer and one sequence. Means over more than a
+    sequence, as that function takes of a batch, would make their product depend on how the batch is cut.
 
     Args:
       routing: of these tokens.

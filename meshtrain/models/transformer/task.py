@@ -92,16 +92,7 @@ def decoder(
     num_parameters = count_parameters(options, num_positions)
     num_active = num_parameters - num_idle_parameters(options)
     has_biases = options.num_experts > 0 and options.router == "sigmoid"
-    stages = Stages(
-        options.num_repeated,
-        model.first,
-        model.repeated,
-        model.last,
-        model.logits,
-        model.cast,
-        num_together=1 if remat.policy == "none" else remat.every,
-        with_stack=with_stacks if options.num_experts else None,
-    )
+    stages = model.stages()
     return Task(
         init=initializer(options, num_positions),
         loss=staged_loss(stages, casts_first(remat, place)),
@@ -146,6 +137,21 @@ class Decoder:
             return x
         once = dataclasses.replace(self.remat, every=1)
         return self._run(self.options.of_dense, params[FIRST], x, batch, rng, 0, train, once)[0]
+
+    def stages(self) -> Stages:
+        """Returns these functions as the stages of a pipeline."""
+        has_experts = self.options.num_experts > 0
+        return Stages(
+            self.options.num_repeated,
+            self.first,
+            self.repeated,
+            self.last,
+            self.logits,
+            self.cast,
+            num_together=1 if self.remat.policy == "none" else self.remat.every,
+            with_stack=with_stacks if has_experts else None,
+            loss_name="cross_entropy" if has_experts else "",
+        )
 
     def embedded(
         self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: vocabulary.Axis = None
