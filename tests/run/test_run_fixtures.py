@@ -44,7 +44,7 @@ def test_commands_read_it_and_a_new_run_begins_with_its_weights(name, capsys):
         assert main(["generate", "--workdir=run", *words]) == 0
         assert json.loads(pathlib.Path("texts.jsonl").read_text())["prompt"] == PROMPTS[name]
     if name in EXPORTED:
-        assert main(["hf", "export", "run", "--to=exported"]) == 0
+        assert main(["hf", "export", "--workdir=run", "--to=exported"]) == 0
         assert pathlib.Path("exported/config.json").is_file()
     assert main(["report", "run", "--html=page.html"]) == 0
     before = {path: path.read_bytes() for path in pathlib.Path("run").rglob("*") if path.is_file()}
