@@ -1,6 +1,7 @@
 """Saves of a run: what goes into them, their metric, and the checkpoint to return to after a failure."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import signal
