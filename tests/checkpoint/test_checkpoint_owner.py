@@ -59,7 +59,18 @@ def refusal(folder, run="mine"):
         ({"host": f"process {os.getppid()} on {HERE}", "run": "mine"}, "the same after its end"),
         ({"host": "process of nobody's", "silent": 9}, "used by process of nobody's 9 s ago"),
     ],
-    ids=str,
+    # Without numbers of processes: the workers of a test run must collect the same names.
+    ids=[
+        *("silent for 42 s", "silent for 601 s", "42 s in the future", "the same run", "ended", "ended elsewhere"),
+        *(
+            "ended in this container",
+            "this process",
+            "this process, silent",
+            "another start",
+            "the parent",
+            "no number",
+        ),
+    ],
 )
 def test_an_owner_is_replaced_once_its_process_has_ended_or_is_silent(planted, said, tmp_path):
     plant(tmp_path, **planted)
