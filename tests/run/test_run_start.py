@@ -75,6 +75,7 @@ def test_a_run_begins_with_the_weights_that_it_names_and_a_state_of_its_own(tmp_
         kept_state=abstract,
         state=abstract,
         apart=None,
+        stack=None,
         task=types.SimpleNamespace(begin=None),
         init=lambda key_data: own,
     )
