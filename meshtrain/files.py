@@ -18,6 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+_MOST_LEVELS = 100  # of nested objects and lists
+_TOO_DEEP = f"nested deeper than {_MOST_LEVELS} levels"
+
 Json: TypeAlias = Any  # what a text of JSON holds: an object, a list, a text, a number, a bool or None
 JsonObject: TypeAlias = dict[str, Json]  # an object of JSON
 
@@ -64,12 +67,28 @@ def read_json(text: str | bytes) -> Json:
     """Returns what a text of JSON holds; a whole number beyond float64, which would overflow later, is infinite.
 
     Raises:
-      ValueError: it is no JSON, or nested deeper than Python reads.
+      ValueError: it is no JSON in Unicode, or nested deeper than 100 levels.
     """
     try:
-        return json.loads(text, parse_int=_whole)
+        # `json.loads` itself decodes bytes with lone surrogates.
+        text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
+        content = json.loads(text, parse_int=_whole)
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError(_TOO_DEEP) from error
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        level = [one for outer in level for one in _inner(outer)]
+        if not level:
+            break
+    if level:
+        raise ValueError(_TOO_DEEP)
+    return content
+
+
+def _inner(value: Json) -> list[Json]:
+    """Returns the objects and lists that are directly in a value."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [one for one in values if isinstance(one, dict | list)]
 
 
 def _whole(digits: str) -> int | float:
@@ -131,8 +150,17 @@ def pointer_problem(path: str | os.PathLike[str]) -> str:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Returns the path with `~` and `~name` expanded; unchanged if there is no such user."""
-    return Path(os.path.expanduser(path))
+    """Returns the path with `~` and `~name` expanded; unchanged if there is no such user, or no such name."""
+    with contextlib.suppress(ValueError):
+        return Path(os.path.expanduser(path))
+    return Path(path)
+
+
+def real(path: str | os.PathLike[str]) -> str:
+    """Returns the path without links and `..`; a name that no file can have is returned as it is."""
+    with contextlib.suppress(ValueError):
+        return os.path.realpath(path)
+    return str(path)
 
 
 def identities(path: str | os.PathLike[str]) -> set[str | tuple[int, int]]:
@@ -143,7 +171,7 @@ def identities(path: str | os.PathLike[str]) -> set[str | tuple[int, int]]:
     """
     if is_url(str(path)):
         return {str(path)}
-    found: set[str | tuple[int, int]] = {os.path.realpath(path)}
+    found: set[str | tuple[int, int]] = {real(path)}
     with contextlib.suppress(OSError, ValueError):  # nothing is there, or a name that no file can have
         about = os.stat(path)
         found.add((about.st_dev, about.st_ino))

@@ -234,7 +234,7 @@ class Checkpoints:
         with reached(directory):
             problems = integrity.damage(directory, peers.index(), peers.count())
             lines = [line for part in peers.gathered(f"damage {step}", problems) for line in part]
-            lines = lines or renamed(directory)
+            lines = lines or integrity.unreadable(directory) or renamed(directory)
         return f"checkpoint {directory}: {lines[0]}" if lines else ""
 
     def restore(self, step: int, abstract_state: Arrays) -> Arrays:
@@ -390,6 +390,10 @@ class Checkpoints:
         """Returns path -> metadata with `.shape` and `.dtype` for each array of a step; reads no array."""
         self.refuse_unknown(step)
         with reached(self.directory):
+            if lines := integrity.unreadable(directory := self.directory / str(step)):
+                raise UserError(
+                    f"checkpoint {directory}: {lines[0]}; allowed: one that is whole; nearest: another step"
+                )
             return leaves_by_path(self._manager.item_metadata(step)[STATE].tree)
 
     def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], like: Arrays) -> Arrays:

@@ -26,6 +26,7 @@ from meshtrain.store.buckets import Place, Unreached, reached
 MANIFEST = "manifest.json"
 _OWN = "ocdbt.process_"  # the folder of what one process has written, followed by its index
 _POLL_SECONDS = 0.05
+_READ_BY_ORBAX = ("_CHECKPOINT_METADATA", "state/_METADATA", "state/_sharding", "extra/metadata")
 
 
 class FileEntry(TypedDict, total=False):
@@ -135,6 +136,27 @@ def damage(directory: Place, index: int = 0, num_processes: int = 1) -> list[str
         odd = [name for name in names if name not in found or found[name] != expected[name]]
         return [f"{name}: {'its bytes have changed' if name in found else 'missing'}" for name in odd]
     return [line for name in names if (line := _difference(directory / name, name, expected[name]))]
+
+
+def unreadable(directory: Place) -> list[str]:
+    """Returns a line for each JSON file of Orbax that has other bytes than at the save, or is no JSON object.
+
+    No array is read. Orbax reads these files first, and bounds no nesting. In a bucket, checksums are not compared.
+    """
+    lines = []
+    try:
+        expected = _read(directory / MANIFEST)
+        for name in (name for name in _READ_BY_ORBAX if name in expected):
+            path = directory / name
+            line = _difference(path, name, expected[name]) if isinstance(path, Path) else ""
+            if not line and not isinstance(read_json(path.read_bytes()), dict):
+                line = f"{name}: no JSON object"
+            lines += [line] if line else []
+    except (OSError, UserError) as error:
+        return [str(error)]
+    except ValueError as error:
+        return [f"{name}: no JSON ({error})"]
+    return lines
 
 
 def _difference(path: Path, name: str, expected: FileEntry) -> str:

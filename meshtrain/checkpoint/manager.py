@@ -36,7 +36,7 @@ def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
     # Orbax deletes nothing. `retention.prune` runs once a new save is sealed, and `retention.sweep` deletes
     # half-written saves, because Orbax fails on one that a thread still writes to.
     all_stay = {"preservation_policy": ocp.checkpoint_managers.EveryNSteps(1)}
-    options = ocp.CheckpointManagerOptions(create=False, **(all_stay if writes else {}))
+    options = ocp.CheckpointManagerOptions(create=False, lightweight_initialize=True, **(all_stay if writes else {}))
     handlers = {STATE: _state_handler(), EXTRA: ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from meshtrain.cli import flags
 from meshtrain.errors import UserError
-from meshtrain.files import Json, JsonObject, expanded, is_url
+from meshtrain.files import Json, JsonObject, expanded, is_url, real
 
 FUNCTION, PATH = "function", "path"
 # Uses of a folder: its weights; its tokenizer and template; its data; the folder that its weights came from.
@@ -82,7 +82,7 @@ def outside(
     """
     values, is_own = flags.flatten(content), is_written(content)
     named = {key: str(values[key]) for key in fields if isinstance(values.get(key), str)}
-    folder = str(file) if is_url(str(file)) else os.path.realpath(Path(file).parent)
+    folder = str(file) if is_url(str(file)) else real(Path(file).parent)
     found = {}
     for key, value in named.items():
         field = fields[key]

@@ -5,14 +5,13 @@ messages), or `instruction` and `output` (Alpaca). Other fields are ignored, exc
 trained in a format that people use: these take effect, or they are errors that name the field.
 """
 
-import json
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from meshtrain.data.chat_template import ASSISTANT, BEGIN, END
 from meshtrain.data.encoding.special_tokens import Message
 from meshtrain.errors import nearest, shown
-from meshtrain.files import Json, JsonObject, is_utf8
+from meshtrain.files import Json, JsonObject, is_utf8, read_json
 
 PAIR = ("prompt", "completion")
 ALPACA = ("instruction", "output")
@@ -68,8 +67,8 @@ class Line(NamedTuple):
 def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
     """Returns the fields of a line or row. Raises ValueError: what it got, and what is allowed."""
     try:
-        fields = json.loads(row) if isinstance(row, bytes) else row
-    except (ValueError, RecursionError) as error:
+        fields = read_json(row) if isinstance(row, bytes) else row
+    except ValueError as error:
         raise ValueError(f"got no JSON in UTF-8 ({error}); allowed: one JSON object a line") from error
     if not isinstance(fields, dict):
         raise ValueError(f"got {type(fields).__name__}; {allowed}")

@@ -95,14 +95,7 @@ def open_template(tokenizer: str, file: str) -> ChatTemplate:
     content = settings(tokenizer)
     beside = Path(tokenizer, TEMPLATE)
     if file or what_is_at(beside) == "a file":
-        path = Path(file or beside)
-        try:
-            source, name = path.read_text(encoding="utf-8"), str(path)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"data.chat_template: '{path}' cannot be read ({error}); allowed: a template in UTF-8; nearest: "
-                "another file"
-            ) from error
+        source, name = template_text(file or beside), str(file or beside)
     else:
         source, name = _of_settings(content), str(Path(tokenizer, SETTINGS))
     if not source:
@@ -112,6 +105,17 @@ def open_template(tokenizer: str, file: str) -> ChatTemplate:
             "data.chat_template=FILE"
         )
     return compiled(source, name, special_tokens(content))
+
+
+def template_text(file: str | Path) -> str:
+    """Returns the text of a template's file. Raises UserError: it cannot be read."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data.chat_template: '{file}' cannot be read ({error}); allowed: a template in UTF-8; nearest: another "
+            "file"
+        ) from error
 
 
 def _of_settings(content: JsonObject) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from meshtrain.errors import Problems, UserError, nearest
-from meshtrain.files import Json, JsonObject, is_url, is_utf8, url_problems, what_is_at
+from meshtrain.files import Json, JsonObject, expanded, is_url, is_utf8, url_problems, what_is_at
 from meshtrain.store.buckets import Place, objects, reached
 
 _T = TypeVar("_T")
@@ -107,7 +107,7 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
     """
     files: dict[Place, int] = {}
     problems = []
-    items = [os.path.expanduser(item.strip()) for item in paths.split(",") if item.strip()]
+    items = [str(expanded(item.strip())) for item in paths.split(",") if item.strip()]
     if not items:
         problems.append("data.path: got ''; allowed: files or globs, comma separated; nearest: data.source=python")
     for item in items:

@@ -20,7 +20,7 @@ from meshtrain.data.encoding.special_tokens import ENCODE, MODES
 from meshtrain.data.text import only_empty
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, file_tokenizer
 from meshtrain.errors import Problems, UserError, refuse, unknown
-from meshtrain.files import Json, what_is_at, write_whole
+from meshtrain.files import Json, read_json, what_is_at, write_whole
 
 DTYPES = ("uint16", "uint32")
 # Fields of a description that are equal in files that are used together.
@@ -122,13 +122,13 @@ def read_description(path: Path) -> TokenFile:
     try:
         if (what := what_is_at(sidecar)) not in ("a file", "nothing there"):
             raise OSError(None, what)  # not opened: reading a pipe would block
-        content = json.loads(sidecar.read_text(encoding="utf-8"))
+        content = read_json(sidecar.read_bytes())
     except OSError as error:
         raise UserError(
             f"data.path: '{path}' has no readable '{sidecar.name}' beside it ({error.strerror}); allowed: files "
             "written by python -m meshtrain prepare; nearest: data.source=text if it is text"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"data.path: '{sidecar}' is no JSON ({error}); {_WRITTEN}") from error
     content = later | content if isinstance(content, dict) else content
     if not isinstance(content, dict) or any(type(content.get(name)) is not kind for name, kind in wanted.items()):
@@ -210,13 +210,14 @@ def read_index(path: Path) -> Index | None:
         return None
     try:
         with _index_path(path).open("rb") as file:
-            head, start = json.loads(file.readline(_MOST_HEAD_BYTES)), file.tell()
+            head, start = read_json(file.readline(_MOST_HEAD_BYTES)), file.tell()
         if {name: type(value) for name, value in head.items()} != wanted or head["lengths"] not in _LENGTHS:
             return None
+        bytes.fromhex(head["digest"])
         rest = _index_path(path).stat().st_size - start
         lengths = np.memmap(_index_path(path), head["lengths"], "r", start) if rest else np.empty(0, head["lengths"])
         now = path.stat()
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError, TypeError):
         return None
     found = Index(**head | {"lengths": lengths})
     return found if (found.size, found.mtime_ns) == (now.st_size, now.st_mtime_ns) else None

@@ -285,7 +285,8 @@ def with_begin_token(path: str, begin_token: str) -> str:
     added = {"type": "TemplateProcessing", "single": single, "special_tokens": tokens}
     added["pair"] = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
     content = read_json(tokenizer_file(path).read_bytes())
-    former = content["post_processor"] or {"type": ""}
+    # As the package writes it, which reads older forms and files without this key, too.
+    former = json.loads(loaded.to_str())["post_processor"] or {"type": ""}
     listed = former["processors"] if former["type"] == "Sequence" else [former]
     kept = [one for one in listed if one["type"] == "ByteLevel"]
     content["post_processor"] = {"type": "Sequence", "processors": [*kept, added]} if kept else added

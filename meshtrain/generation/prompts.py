@@ -1,6 +1,5 @@
 """Prompts from the command line or from a file, and their tokens: every problem of every prompt at once."""
 
-import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +8,7 @@ from meshtrain.data.chat_template import ChatTemplate
 from meshtrain.data.encoding.special_tokens import Message, SpecialTokens, unmarked
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problems, UserError, refuse, shown
-from meshtrain.files import expanded, is_utf8, what_is_at
+from meshtrain.files import expanded, is_utf8, read_json, what_is_at
 from meshtrain.generation.answers import room_left
 from meshtrain.models.task import Decode
 
@@ -79,8 +78,8 @@ def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
     """Returns the prompt of a line. Raises ValueError: what it got, and what is allowed."""
     wanted = "allowed: a JSON object with 'prompt', a text that is not empty"
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        fields = read_json(line)
+    except ValueError as error:
         raise ValueError(f"got no JSON in UTF-8 ({error}); {wanted}") from error
     if chat and isinstance(fields, dict) and "messages" in fields and "prompt" not in fields:
         messages, _ = messages_of(fields["messages"])

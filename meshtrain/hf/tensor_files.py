@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from meshtrain.errors import Problems, warn
-from meshtrain.files import Json, JsonObject, is_utf8, pointer_problem, what_is_at
+from meshtrain.files import Json, JsonObject, is_utf8, pointer_problem, read_json, what_is_at
 from meshtrain.hf import mxfp4
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -195,11 +195,11 @@ def _index(folder: Path, problems: Problems) -> dict[str, str]:
     try:
         if (what := what_is_at(path)) != "a file":
             raise TypeError(f"got {what}")
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = read_json(path.read_bytes())
         listed = given["weight_map"]
         if not isinstance(listed, dict) or not listed:
             raise TypeError(f"weight_map is {type(listed).__name__} without entries")
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         pointer = pointer_problem(path)
         problems.add(
             pointer or f"{path}: not an index ({error}); allowed: a JSON object with weight_map, name -> file; {_AGAIN}"

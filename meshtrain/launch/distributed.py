@@ -295,7 +295,7 @@ def _keep_compilations() -> list[str]:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 directory = str(path)
-        except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        except (OSError, RuntimeError, ValueError) as error:  # no home directory; a name that no file can have
             jax.config.update("jax_compilation_cache_dir", None)
             return [f"compilation cache off: {directory}: {error}; JAX_COMPILATION_CACHE_DIR names another"]
     jax.config.update("jax_compilation_cache_dir", directory)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from meshtrain.errors import UserError, warn
-from meshtrain.files import is_same, write_whole
+from meshtrain.files import is_same, read_json, write_whole
 from meshtrain.observe.goodput import Done
 from meshtrain.observe.run_files import CONFIG_FILE, EVALUATED, has_goodput, passed_seconds, row_of
 from meshtrain.options import FORM, WITH_OPTIONS, called, option
@@ -332,10 +332,10 @@ class WandB:
                 id=given["run_id"],
                 resume="allow",
                 dir=directory,
-                config=json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None,
+                config=read_json(config.read_bytes()) if config.is_file() else None,
             )
             self._run.define_metric("*", step_metric="step")
-        except (wandb.Error, OSError) as error:
+        except (wandb.Error, OSError, ValueError) as error:  # ValueError: a file of the run was changed
             raise UserError(
                 f"observe.tracker: got 'wandb', which cannot start: {error}; allowed: none, or wandb after `wandb "
                 "login`; nearest: WANDB_MODE=offline in the environment"

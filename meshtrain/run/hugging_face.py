@@ -24,6 +24,7 @@ from meshtrain.config.data_sources import find
 from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
 from meshtrain.config.meanings import record
 from meshtrain.config.tasks import abstract_task
+from meshtrain.data.chat_template import template_text
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import (
     NO_TOKEN,
@@ -319,7 +320,7 @@ def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dic
     data, size = config.data, config.model.vocab_size
     written, what = dict[str, str](), what_is_at(data.tokenizer)
     if what_is_at(data.chat_template) == "a file":
-        written[TEMPLATE] = Path(data.chat_template).read_text(encoding="utf-8")
+        written[TEMPLATE] = template_text(data.chat_template)
     if not reads_documents(data):
         return original, written, -1
     if data.tokenizer == "bytes":
@@ -377,7 +378,7 @@ def _chosen_tokens(
     if TEMPLATE in written:
         template = written[TEMPLATE]
     elif of_text is not None and what_is_at(of_text / TEMPLATE) == "a file":
-        template = (of_text / TEMPLATE).read_text(encoding="utf-8")
+        template = template_text(of_text / TEMPLATE)
     else:
         template = json.dumps(content["chat_template"]) if "chat_template" in content else ""
     begin = config.data.begin_token

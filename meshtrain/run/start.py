@@ -24,7 +24,7 @@ from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config
 from meshtrain.config.resume import from_json
 from meshtrain.errors import UserError, warn
-from meshtrain.files import hash_of_sources, is_url, what_is_at
+from meshtrain.files import hash_of_sources, is_url, read_json, what_is_at
 from meshtrain.hf import adapters
 from meshtrain.hf.folder import by_name, read_by_name
 from meshtrain.launch import peers
@@ -251,7 +251,7 @@ def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> No
     if not (run / CONFIG_FILE).is_file() or int(state.step) >= assembly.config.num_steps:
         return
     now = assembly.config
-    given = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    given = read_json((run / CONFIG_FILE).read_bytes())
     # Alone: the run's other options may be of a task that is not here, or of a former version.
     name = {"learning_rate.name": now.learning_rate.name}  # a function that its file alone names is not imported
     was = from_json(json.dumps({key: given[key] for key in ("num_steps", "learning_rate") if key in given}), name)

@@ -138,7 +138,7 @@ def locked(run: Path) -> Iterator[Callable[[], str]]:
                 # Without a buffer, whose rest `close` would fail to write once more.
                 os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
             except BlockingIOError:
-                owner = (run / LOCK_FILE).read_text(encoding="utf-8")
+                owner = (run / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
                 problems = [f"workdir {run}: in use by {owner}; allowed: one run in each; nearest: another --workdir"]
             except OSError as error:
                 problems = [f"workdir {run}: cannot write ({error.strerror}); allowed: a folder that can be written"]

@@ -20,7 +20,7 @@ import fsspec
 from etils import epath
 
 from meshtrain.errors import UserError, first_line, warn
-from meshtrain.files import is_url, write_whole
+from meshtrain.files import expanded, is_url, write_whole
 from meshtrain.options import imported_modules
 
 Place: TypeAlias = Path | epath.Path  # a folder of a disk, or a prefix of a bucket
@@ -50,7 +50,7 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
       UserError: the bucket cannot be listed, or the package gcsfs is not installed.
     """
     if not is_url(str(directory)):
-        return Path(directory).expanduser().absolute()
+        return expanded(directory).absolute()
     if not importlib.util.find_spec("gcsfs"):
         line = f"{directory}: got a bucket; allowed: with the extra 'gcs'; nearest: pip install gcsfs"
         raise UserError(_of(key, line))
