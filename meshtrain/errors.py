@@ -359,8 +359,10 @@ def lost_output() -> int:
 
 
 def _others_may_wait() -> bool:
-    """Returns whether this is one of several processes: JAX's shutdown barrier would wait for all of them."""
-    return "jax.distributed" in sys.modules and bool(sys.modules["jax.distributed"].is_initialized())
+    """Returns whether this is one of several processes: JAX's shutdown barrier or a rendezvous would wait for all."""
+    return bool(_before_leaving) or (
+        "jax.distributed" in sys.modules and bool(sys.modules["jax.distributed"].is_initialized())
+    )
 
 
 def warn(line: str) -> None:

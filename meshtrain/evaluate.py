@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +23,7 @@ from meshtrain.data.tokenizer import Tokenizer, bytes_of_targets
 from meshtrain.errors import UserError, run
 from meshtrain.hf.config_json import is_described
 from meshtrain.launch import peers
+from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.models.task import Params, Task
 from meshtrain.run.evaluation import Sums, first_examples, means, sets_of, summed, together
 from meshtrain.run.opened import open_data, open_files, text_of
@@ -177,6 +179,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: a wrong flag, configuration, checkpoint, or data.
     """
+    tell_before_meeting(os.environ)
     arguments, config = _arguments(argv)
     assembly = assembled(config, arguments.workdir, arguments.step)
     scored = opened(assembly, arguments.overrides)  # before anything is compiled

@@ -6,6 +6,7 @@ python -m meshtrain explain --config=configs/3d.py [--config.mesh.tensor=4 ...]
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from meshtrain.config.config import Config, groups, parse
 from meshtrain.errors import refuse, run
 from meshtrain.files import target_problems
 from meshtrain.launch import distributed
+from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.models.task import token_batch
 from meshtrain.options import naming, own_values
 from meshtrain.pipeline.schedules import layers_in_chunk
@@ -142,6 +144,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: a wrong flag or configuration, or a file that cannot be written.
     """
+    tell_before_meeting(os.environ)
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain explain", description="Where each array of a configuration lives.", add_help=False
     )

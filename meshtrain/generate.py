@@ -6,6 +6,7 @@ python -m meshtrain generate --workdir=runs/tiny --prompt="def " --temperature=0
 import argparse
 import functools
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from meshtrain.generation.answers import Shown, Wanted, answers, fitting, room_l
 from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
 from meshtrain.generation.sampling import Sampling
 from meshtrain.launch import peers
+from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.models.task import Decode
 from meshtrain.run.generating import decode_of, generator, problems_of_task
 from meshtrain.run.opened import text_of
@@ -138,6 +140,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: a wrong flag, prompt, configuration, checkpoint or task.
     """
+    tell_before_meeting(os.environ)
     arguments = flags.arguments(argv, _parser())
     prompts, problems = _prompts(arguments)
     of_weights = choice_problems(arguments.weights, arguments.workdir)

@@ -8,12 +8,14 @@ if __name__ == "__main__":
     first_signals.begin(is_training=True)  # before the other imports, which take time
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 
 from meshtrain import options
 from meshtrain.cli import flags
 from meshtrain.errors import run
+from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.launch.signals import stops_at_signals
 
 
@@ -27,13 +29,14 @@ def main(argv: Sequence[str]) -> int:
       UserError: all problems of arguments, configuration and workdir.
     """
     begun_seconds = time.monotonic()  # so that goodput counts the import of JAX
+    tell_before_meeting(os.environ)
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain train",
         description="Trains a transformer on a mesh. The same command again resumes the run in its workdir.",
         add_help=False,
     )
-    arguments = flags.arguments(argv, extra)
     with stops_at_signals():
+        arguments = flags.arguments(argv, extra)
         # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
         # JAX first: where another module has its name, packages that import it would log a warning of their own.
         _, config, training = options.imported_modules("jax.numpy", "meshtrain.config.config", "meshtrain.training")

@@ -20,11 +20,10 @@ import jax
 
 from meshtrain.errors import UserError, refuse
 from meshtrain.files import is_url
-from meshtrain.launch import cluster, endings, peers
+from meshtrain.launch import cluster, early_errors, endings, peers
 from meshtrain.launch.compiler import CACHE, captured
 from meshtrain.launch.hardware import FRACTION_VARIABLE, FRACTION_VARIABLES, POOL_FRACTION, find
 from meshtrain.launch.local_processes import MAX_SIMULATED
-from meshtrain.launch.rendezvous import meet
 
 NVIDIA = Path("/proc/driver/nvidia")  # of the kernel's driver
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
@@ -242,7 +241,7 @@ def _meet(how: cluster.Arguments) -> None:
     if jax.distributed.is_initialized():
         return
     if how["cluster_detection_method"] in cluster.WITHOUT_JAX and (meeting := cluster.meeting(os.environ)):
-        meet(meeting, os.environ)
+        endings.end_if_told(early_errors.meet(meeting, os.environ), meeting.index)
     try:
         jax.distributed.initialize(**how)
     except (RuntimeError, ValueError) as error:

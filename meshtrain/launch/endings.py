@@ -15,6 +15,8 @@ from meshtrain import errors
 from meshtrain.errors import UserError
 from meshtrain.files import JsonObject
 from meshtrain.launch import peers, signals
+from meshtrain.launch.early_errors import CODE, LINES
+from meshtrain.launch.rendezvous import Said
 
 POLL_SECONDS = 1.0
 _OWN_SECONDS = 0.5  # in which this process may find the same error
@@ -22,7 +24,7 @@ _PRINTED_SECONDS = 10.0  # process 0 waits for the last lines of the others; a p
 _KNOWN_SECONDS = 4.0  # another process waits until all know that it ends
 _WAIT_SECONDS = 0.1
 _LAST_SECONDS = 0.5  # between the last line of a process and its end, or between two ends
-_CODE, _LINES, _HAS_PRINTED = "code", "lines", "has_printed"
+_HAS_PRINTED = "has_printed"
 # Exit codes that a process shares: the others end with the same lines and the same code.
 _SHARED = (
     errors.EXIT_USER_ERROR,
@@ -60,8 +62,19 @@ def telling_errors() -> Iterator[None]:
     except UserError as error:
         with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 is gone
             if peers.is_connected() and peers.num_connected() > 1:
-                peers.say_ending({_CODE: error.code, _LINES: errors.error_lines(error), _HAS_PRINTED: False})
+                peers.say_ending({CODE: error.code, LINES: errors.error_lines(error), _HAS_PRINTED: False})
         raise
+
+
+def end_if_told(said: Said, own_number: int) -> None:
+    """Ends this process if another one has told an error at the rendezvous, with its lines and its code.
+
+    Args:
+      said: process -> None, or how it ends.
+      own_number: the number of this process.
+    """
+    if ending := ending_of_others({process: ending for process, ending in said.items() if ending}, own_number):
+        _end_with(*ending)
 
 
 def ending_of_others(endings: dict[int, JsonObject], own_number: int) -> tuple[int, str] | None:
@@ -72,12 +85,12 @@ def ending_of_others(endings: dict[int, JsonObject], own_number: int) -> tuple[i
       own_number: the number of this process.
     """
     for process, ending in sorted(endings.items()):
-        if process == own_number or ending[_CODE] in _FOUND_BY_ALL:
+        if process == own_number or ending[CODE] in _FOUND_BY_ALL:
             continue
-        if ending[_CODE] in _SHARED:
-            return ending[_CODE], ending[_LINES]
-        last = ending[_LINES].splitlines()[-1:] or ["no message"]
-        line = f"process {process} has ended with code {ending[_CODE]}: {errors.one_line(last[0])}"
+        if ending[CODE] in _SHARED:
+            return ending[CODE], ending[LINES]
+        last = ending[LINES].splitlines()[-1:] or ["no message"]
+        line = f"process {process} has ended with code {ending[CODE]}: {errors.one_line(last[0])}"
         return errors.EXIT_LOST_PEER, f"meshtrain: lost: {line}"
     return None
 
@@ -88,9 +101,13 @@ def _listen(ends: threading.Event) -> None:
             if ending_of_others(peers.endings(), peers.own_number()) is None or ends.wait(_OWN_SECONDS):
                 continue
             if ending := ending_of_others(peers.endings(), peers.own_number()):
-                signals.undo()
-                errors.before_leaving(_end_later)
-                errors.leave_at_once(*ending)
+                _end_with(*ending)
+
+
+def _end_with(code: int, lines: str) -> None:
+    signals.undo()
+    errors.before_leaving(_end_later)
+    errors.leave_at_once(code, lines)
 
 
 def _end_later(code: int, lines: str) -> None:
@@ -107,7 +124,7 @@ def _say_farewell(code: int, lines: str) -> None:
         return
     number = peers.own_number()
     with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 is gone
-        peers.say_ending({_CODE: code, _LINES: lines, _HAS_PRINTED: True})
+        peers.say_ending({CODE: code, LINES: lines, _HAS_PRINTED: True})
         deadline = time.monotonic() + (_KNOWN_SECONDS if number else _PRINTED_SECONDS)
         while not _all_have(peers.endings(), needs_lines=number == 0) and time.monotonic() < deadline:
             time.sleep(_WAIT_SECONDS)

@@ -2,8 +2,8 @@
 
 JAX ends a process without a word about the others when one of them is missing. Here process 0 listens at the port that
 JAX will listen at. The others connect, and stay connected when it has stopped listening, so that process 0 can say who
-is missing or stuck whatever JAX does. A message is one line of JSON. `roll_call` is the rendezvous of the doctor, and
-of `meet`, with which a run starts.
+is missing or stuck whatever JAX does. A message is one line of JSON. `roll_call` is the rendezvous of the doctor,
+of `meet`, with which a run starts, and of `tell`, for a process that cannot start.
 """
 
 import contextlib
@@ -47,8 +47,11 @@ class Occupied(Unreachable):
     """Process 0 cannot listen at its port; the text is the reason."""
 
 
-def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
+def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
     """Waits until all processes of a job are there, five minutes at most; prints every 15 s for whom.
+
+    Returns:
+      Process -> None, or the value with which it called `tell`.
 
     Raises:
       UserError: the address does not resolve, process 0 cannot listen there, or two processes have one number.
@@ -62,10 +65,7 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
         fix = "allowed: host:port of process 0; nearest: its IP address, or mend DNS"
         raise UserError(f"{got}, which does not resolve ({failure.strerror}); {fix}") from failure
     try:
-        call, _ = roll_call(meeting, environ, None, MEET_SECONDS, needs_all=True)
-        with call:
-            if isinstance(call, Hub):
-                call.wait_for_the_end(_CONNECT_SECONDS)
+        return _answers(*roll_call(meeting, environ, None, MEET_SECONDS, needs_all=True))
     except Occupied as why:
         fix = f"allowed: a port that is free; nearest: another port, or {number}=1 if process 0 is there already"
         raise UserError(f"{got}, where process 0 cannot listen ({why}); {fix}") from None
@@ -74,6 +74,24 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
         raise UserError(f"processes: {why}; allowed: each number once; nearest: {fix}") from None
     except Unreachable as reason:
         raise LostPeer(f"{reason}, before all processes had met") from None
+
+
+def tell(meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float) -> None:
+    """Passes a value, which is not None, to the processes that call `meet`: this process cannot take part in the job.
+
+    Raises:
+      Unreachable: see `roll_call`.
+      UserError, OSError: see `Hub`.
+    """
+    _answers(*roll_call(meeting, environ, value, seconds, needs_all=False))
+
+
+def _answers(call: "Hub | Member", said: Said) -> Said:
+    """Returns the answers of a roll call, whose connections it closes."""
+    with call:
+        if isinstance(call, Hub):
+            call.wait_for_the_end(_CONNECT_SECONDS)
+    return said
 
 
 def roll_call(
@@ -86,7 +104,8 @@ def roll_call(
       environ: of this process.
       value: of this process, as JSON holds it.
       seconds: how long to wait for the others.
-      needs_all: whether a process that is missing, refused or has ended is an error; without, the others go on.
+      needs_all: whether a process that is missing, refused or has ended is an error; without, the others go on. A value
+        of another process that is not None comes before these errors.
 
     Raises:
       Unreachable: process 0 cannot be reached or cannot listen (`Occupied`), or this process has the number of another
@@ -122,12 +141,13 @@ def roll_call(
     with contextlib.ExitStack() as opened:
         hub = opened.enter_context(_listening(meeting, environ))
         missing = hub.wait_for_all(begun + seconds, say)
-        if needs_all and hub.refused:
-            raise Refused(hub.refused[0])
-        if needs_all and (gone := hub.ended()):
-            raise Unreachable(f"process {gone[0]} has ended")
-        if needs_all and missing:
-            raise Unreachable(f"waited {line(missing)}")
+        if needs_all and not hub.has_value(_MEET):
+            if hub.refused:
+                raise Refused(hub.refused[0])
+            if gone := hub.ended():
+                raise Unreachable(f"process {gone[0]} has ended")
+            if missing:
+                raise Unreachable(f"waited {line(missing)}")
         opened.pop_all()
     return hub, hub.exchange(_MEET, value, 0)
 
@@ -225,6 +245,10 @@ class Hub:
     def ended(self) -> list[int]:
         """Returns the processes whose connection is closed."""
         return sorted(process for process, one in self._own.items() if not one.is_open)
+
+    def has_value(self, name: str) -> bool:
+        """Returns whether another process has sent a value other than None."""
+        return any(one.said.get(name) is not None for one in self._own.values())
 
     def _has_all(self, name: str) -> bool:
         """Returns whether nobody is left who could still say this."""
