@@ -190,6 +190,7 @@ def test_processes_that_are_counted_only_when_they_meet_share_the_devices(monkey
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: met.append(how))
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: bool(met))
     monkeypatch.setattr(peers.distributed.global_state, "num_processes", 512)
+    monkeypatch.setattr(distributed.endings, "end_together", lambda: None)  # its thread would outlive the test
     monkeypatch.setattr(distributed, "_simulate", stop)
     with pytest.raises(InterruptedError):
         distributed.start(4096)
