@@ -76,12 +76,11 @@ def schedules(runs: Sequence[Run]) -> list[str]:
     parts = []
     for names, schedule in together(runs, _schedule):
         parts += [heading(names, 3)] * (len(runs) > 1)
-        num_actions = sum(action is not None for row in schedule.rows for action in row)
         sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
         what = f"{html.escape(schedule.name)}: {sizes}"
         if is_own(schedule.name):
             parts.append(f"<p>{what}, a function of one's own, which a page does not run</p>")
-        elif num_actions > MOST_ACTIONS:
+        elif not schedule.rows:
             parts.append(f"<p>{what}, too many to draw here</p>")
         else:
             costs = Costs(FORWARD / schedule.num_chunks, BACKWARD / schedule.num_chunks)
@@ -90,9 +89,9 @@ def schedules(runs: Sequence[Run]) -> list[str]:
 
 
 def _schedule(one: Run) -> Schedule | None:
-    """Returns the schedule that a run's configuration asks for, without rows for a user's function.
+    """Returns the schedule of a run's configuration; None without a pipeline, or if there is no such schedule.
 
-    None without a pipeline, or where there is no such schedule.
+    It has no rows if a user's function would make them, or if they are too many to draw: building those takes seconds.
     """
     shape = mesh_shape(one)
     if shape is None or PIPELINE not in shape or shape[PIPELINE] == 1:
@@ -101,7 +100,9 @@ def _schedule(one: Run) -> Schedule | None:
     parts = one.config["accumulation_steps"] if "accumulation_steps" in one.config else 1
     num_parts = parts if isinstance(parts, int) else 1
     num_stages, num_microbatches = shape[PIPELINE], num_parts * options.num_microbatches
-    if is_own(options.schedule):  # not imported: the run may be a stranger's
+    num_actions = 2 * num_stages * num_microbatches * options.num_chunks
+    # A user's function is not imported: the run may be a stranger's.
+    if is_own(options.schedule) or num_actions > MOST_ACTIONS:
         return Schedule(options.schedule, num_stages, num_microbatches, options.num_chunks, rows=())
     try:
         return chosen(options, num_stages=num_stages, num_microbatches=num_microbatches)
