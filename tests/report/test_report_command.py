@@ -106,7 +106,7 @@ def test_a_mesh_of_any_size_is_answered_at_once(runs, sizes):
     with deadline(5):
         found = runs(mesh=dict.fromkeys(CONFIG["mesh"], 1) | sizes)
         drawn = "".join(report.schedules(found))
-        assert drawn.endswith("65536 stages and 4 microbatches, too many to draw here</p>") == (
+        assert drawn.endswith("65536 stages and 6 microbatches, too many to draw here</p>") == (
             sizes == {"pipeline": 1 << 16}
         )
         assert "<svg" not in drawn
