@@ -14,7 +14,7 @@ from meshtrain.pipeline.schedules import (
     chosen,
     dependencies,
     describe,
-    spreads_evenly,
+    leaves_stage_empty,
 )
 
 
@@ -67,7 +67,7 @@ def check(
 def _without_layers(key: str, num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
     """Returns one line if a stage has no layer, or with several chunks the last chunk of every stage has none."""
     num_all = num_stages * num_chunks
-    if num_layers >= num_all or not spreads_evenly(num_layers, num_stages, num_chunks):
+    if num_layers >= num_all or not leaves_stage_empty(num_layers, num_stages, num_chunks):
         return []
     least = num_all - num_stages + 1 if num_chunks > 1 else num_all
     return [

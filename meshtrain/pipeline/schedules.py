@@ -66,11 +66,14 @@ def layers_in_chunk(num_layers: int, num_stages: int, num_chunks: int) -> int:
 def spreads_evenly(num_layers: int, num_stages: int, num_chunks: int) -> bool:
     """Returns whether layers are spread over all chunks, because full chunks would leave a stage without layers.
 
-    With several chunks a stage, full chunks must not leave the last chunk of every stage without layers.
-
-    >>> spreads_evenly(7, 4, 1), spreads_evenly(6, 4, 1)
-    (False, True)
+    >>> spreads_evenly(7, 4, 1), spreads_evenly(6, 4, 1), spreads_evenly(3, 4, 1)
+    (False, True, False)
     """
+    return num_layers >= num_stages * num_chunks and leaves_stage_empty(num_layers, num_stages, num_chunks)
+
+
+def leaves_stage_empty(num_layers: int, num_stages: int, num_chunks: int) -> bool:
+    """Returns whether full chunks would leave a stage, or with several chunks the last one of every stage, empty."""
     in_chunk = layers_in_chunk(num_layers, num_stages, num_chunks)
     num_empty = in_chunk * num_stages * num_chunks - num_layers
     return num_empty >= (in_chunk * num_stages if num_chunks > 1 else in_chunk)

@@ -170,7 +170,7 @@ def _import(arguments: argparse.Namespace) -> None:
     with Checkpoints(target / CHECKPOINTS, config.checkpoint) as checkpoints:
         checkpoints.save(0, {"params": params}, extra)
         checkpoints.wait()
-    foreign.record_written(dataclasses.asdict(config))
+    foreign.record_written(record(config))
     if peers.is_main_process():
         beside = target / ORIGINAL
         beside.mkdir()

@@ -224,7 +224,7 @@ def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
     Raises:
       UserError: the folder cannot be written.
     """
-    foreign.record_written(dataclasses.asdict(config))  # on each machine of the run
+    foreign.record_written(meanings.record(config))  # on each machine of the run
     if not peers.is_main_process():
         return
     try:

@@ -10,7 +10,7 @@ TABLE = {
         ("mesh.tensor=2 model.num_kv_heads=1", "model.num_kv_heads", "nearest: 2, or mesh.tensor=1"),
         ("mesh.tensor=4 model.mlp_dim=510", "model.mlp_dim", "nearest: 512, or mesh.tensor=2"),
         ("mesh.fsdp=16 model.embed_dim=120 batch_size=16", "model.embed_dim", "nearest: 128, or mesh.fsdp=15"),
-        ("mesh.pipeline=3", "model.num_layers", "nearest: 3"),
+        ("mesh.pipeline=8", "model.num_layers", "nearest: 8"),
         ("mesh.data=3", "batch_size", "nearest: 33"),
         ("mesh.data=4 mesh.fsdp=2 mesh.pipeline=2 batch_size=40", "batch_size", "nearest: 32"),
         ("mesh.data=8 accumulation_steps=3", "batch_size", "nearest: 24"),

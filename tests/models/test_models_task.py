@@ -90,7 +90,9 @@ def test_sums_pass_as_they_are():
 
 def test_ratios_of_layers_are_added_to_those_of_the_head():
     loss = (jnp.float32(1), jnp.float32(2), {"a": Ratio(jnp.float32(3), jnp.float32(4)), "b": jnp.float32(5)})
-    total, weight, metrics = with_layer_sums(loss, (jnp.float32(10), {"a": Ratio(jnp.float32(20), jnp.float32(30))}))
+    total, weight, metrics = with_layer_sums(
+        loss, (jnp.float32(10), {"a": Ratio(jnp.float32(20), jnp.float32(30))}), ""
+    )
     assert (total, weight, metrics) == (11, 2, {"a": Ratio(23, 34), "b": 5})
 
 

@@ -267,8 +267,8 @@ def test_the_assembled_step_is_that_of_one_device_with_accumulation():
 
 def test_metrics_of_one_name_are_added_up():
     of_head = (1.0, 2.0, {"correct": 3.0, "sequences": 4.0})
-    assert with_layer_sums(of_head, None) == of_head
-    both = with_layer_sums(of_head, (0.5, {"balance": 6.0, "sequences": 7.0}))
+    assert with_layer_sums(of_head, None, "") == of_head
+    both = with_layer_sums(of_head, (0.5, {"balance": 6.0, "sequences": 7.0}), "")
     assert both == (1.5, 2.0, {"correct": 3.0, "sequences": 11.0, "balance": 6.0})
 
 
