@@ -4,13 +4,11 @@ import contextlib
 import ctypes
 import dataclasses
 import hashlib
-import importlib
 import io
 import os
 import pathlib
 import signal
 import stat
-import types
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -94,9 +92,7 @@ def stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
         return [] if pathlib.Path(run).name == "small" else weights_problems(config, run, *step)
 
     monkeypatch.setattr("meshtrain.run.weights.weights_problems", problems)
-    train = importlib.import_module("meshtrain.training")
-    parts = {name: getattr(train.workdir, name) for name in dir(train.workdir) if not name.startswith("__")}
-    monkeypatch.setattr(train, "workdir", types.SimpleNamespace(**parts | {"locked": accepted}))
+    monkeypatch.setattr("meshtrain.run.saving.opened", accepted)
     monkeypatch.setattr("meshtrain.plan.planner.plan", accepted)
     monkeypatch.setattr("meshtrain.generate.restored", accepted)
     monkeypatch.setattr("meshtrain.evaluate.restored", accepted)
