@@ -52,6 +52,7 @@ def test_a_run_begins_with_the_weights_of_a_folder(assembly, params):
         config=assembly.config,
         kept_state=assembly.kept_state,
         state=assembly.state,
+        stack=None,
         apart=None,
         task=assembly.task,
         init=lambda key_data: own,
