@@ -56,7 +56,7 @@ def test_commands_read_it_and_a_new_run_begins_with_its_weights(name, capsys):
         f"with --config.init_from={own}"
     ]
     assert {path: path.read_bytes() for path in pathlib.Path("run").rglob("*") if path.is_file()} == before
-    short = ["--config.num_steps=1", "--config.learning_rate.warmup_steps=0"]
+    short = ["--config.num_steps=2", "--config.learning_rate.warmup_steps=0"]
     assert main(["train", "--config=run.py", "--workdir=new", f"--config.init_from={own}", *short]) == 0
     assert json.loads(pathlib.Path("new/config.json").read_text())["version"] == __version__
     assert "WARNING" not in capsys.readouterr().err
