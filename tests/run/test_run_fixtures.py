@@ -38,7 +38,10 @@ EXPORTED = ("int8", "topk", "one_step_late", "local_steps", "eight_bits", "lora"
 
 def test_commands_read_it_and_a_new_run_begins_with_its_weights(name, capsys):
     assert main(["verify", "run"]) == 0
-    assert main(["evaluate", "--workdir=run", "--json"]) == 0
+    # The run is of another user, so its path of data has to be named again.
+    data_path = json.loads(pathlib.Path("run/config.json").read_text())["data"].get("path")
+    named = [f"--config.data.path={data_path}"] if data_path else []
+    assert main(["evaluate", "--workdir=run", "--json", *named]) == 0
     if name in PROMPTS:
         words = [f"--prompt={PROMPTS[name]}", "--num-tokens=4", "--temperature=0", "--out=texts.jsonl"]
         assert main(["generate", "--workdir=run", *words]) == 0
