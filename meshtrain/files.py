@@ -67,11 +67,11 @@ def read_json(text: str | bytes) -> Json:
     """Returns what a text of JSON holds; a whole number beyond float64, which would overflow later, is infinite.
 
     Raises:
-      ValueError: it is no JSON in Unicode, or nested deeper than 100 levels.
+      ValueError: it is no JSON in UTF-8, or nested deeper than 100 levels.
     """
     try:
         # `json.loads` itself decodes bytes with lone surrogates.
-        text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
         content = json.loads(text, parse_int=_whole)
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error

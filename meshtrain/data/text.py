@@ -107,7 +107,8 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
     """
     files: dict[Place, int] = {}
     problems = []
-    items = [str(expanded(item.strip())) for item in paths.split(",") if item.strip()]
+    given = [item.strip() for item in paths.split(",") if item.strip()]
+    items = [item if is_url(item) else str(expanded(item)) for item in given]
     if not items:
         problems.append("data.path: got ''; allowed: files or globs, comma separated; nearest: data.source=python")
     for item in items:

@@ -20,8 +20,8 @@ FAULTS = (
     # Once no test noticed these.
     Fault(
         "checkpoint/checkpoint.py",
-        "lines = lines or renamed(directory)",
-        "lines = lines",
+        "integrity.unreadable(directory) or renamed(directory)",
+        "integrity.unreadable(directory)",
         "a renamed checkpoint resumes at the wrong step",
         "checkpoint/test_checkpoint_integrity.py::test_a_save_under_the_name_of_another_step_is_treated_as_damaged",
     ),

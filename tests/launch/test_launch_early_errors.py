@@ -93,8 +93,10 @@ def test_the_end_of_a_process_tells_its_lines_once(threads, process):
 
 @pytest.mark.parametrize("code", [4, 74, 75, 130, 141])
 def test_a_process_that_a_signal_ends_waits_for_nobody(process, monkeypatch, code):
-    monkeypatch.setattr(rendezvous, "tell", None)
+    told = []
+    monkeypatch.setattr(rendezvous, "tell", lambda *given: told.append(given))
     process(meetings(2)[0])(code, LINE)
+    assert not told
 
 
 def test_an_error_of_the_rendezvous_itself_is_not_told_there(threads, process, monkeypatch):
@@ -103,8 +105,10 @@ def test_an_error_of_the_rendezvous_itself_is_not_told_there(threads, process, m
     ends = process(second)
     with pytest.raises(LostPeer):
         early_errors.meet(second, BY_HAND)
-    monkeypatch.setattr(rendezvous, "tell", None)
+    told = []
+    monkeypatch.setattr(rendezvous, "tell", lambda *given: told.append(given))
     ends(2, LINE)
+    assert not told
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -117,12 +121,16 @@ def test_who_cannot_be_told_adds_no_error_and_the_wait_has_an_end(process, capfd
 
 
 def test_an_interrupt_ends_the_wait(process, monkeypatch):
+    waits = []
+
     def interrupted(self, timeout):
+        waits.append(timeout)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(rendezvous, "tell", lambda *_: None)
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     process(meetings(2)[1])(2, LINE)
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize("environ", [{}, {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, {"JAX_NUM_PROCESSES": "2"}])

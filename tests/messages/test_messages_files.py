@@ -225,7 +225,7 @@ READ = {
     INDEX: {"without its last byte"},
     "run/config.json": {"without its last byte"},
     "run/metrics.jsonl": {
-        "emptied", "cut", "without its last byte", "doubled", "utf-16", "not UTF-8", "a torn last line",
+        "emptied", "cut", "without its last byte", "doubled", "not UTF-8", "a torn last line",
         "a last line without its end", "zeros at its end",
     },
 }  # fmt: skip
