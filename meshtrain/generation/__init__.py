@@ -1,4 +1,4 @@
-"""Which tokens come next? Prompts, the loop on the devices, the choice of a token, and its text.
+"""Which tokens come next? Prompts, the decoding loop on the devices, sampling, and the text of tokens.
 
 The loop draws several tokens in each call of one compiled function, with a cache or by whole forward passes. Sampling
 is greedy, or random with temperature, top-k and top-p. Prompts are checked all at once; texts end in whole

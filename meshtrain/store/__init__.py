@@ -1,4 +1,4 @@
-"""What is not on a disk? Buckets: their objects as places, listings and writes, and one line where one refuses.
+"""Which files are in a bucket? Object stores (GCS): paths, listing, writing, and one-line errors.
 
 Checkpoints are written there, and text is read from there.
 """

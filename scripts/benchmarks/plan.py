@@ -35,7 +35,7 @@ LARGE = (
     "mtnlg_530b=a100:560x8",
 )
 HEADER = (
-    "| configuration | cluster | mesh | held | peak | of | sent over the least | step, modelled | MFU, modelled "
+    "| configuration | cluster | mesh | state | peak | usable | sent / minimum | step, modelled | MFU, modelled "
     "| middle by the clock of db9c3b5 |",
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 )
