@@ -1,6 +1,6 @@
 """What is exchanged with Hugging Face? config.json, tensors and tokenizers, read and written.
 
-Families and names are tables: what a config.json may say, and which tensor holds which weight. A folder is compared
-with its config.json before anything is read; tensors become sharded arrays shard by shard. Export reads the same
-tables backwards, and writes adapters for peft.
+Tables describe the supported families: the keys of their config.json, and the tensor that contains each weight. Import
+compares a folder with its config.json before it reads any tensor; tensors become sharded arrays shard by shard. Export
+uses the same tables in the other direction, and writes adapters for peft.
 """

@@ -1,9 +1,10 @@
-"""Adapters as a folder of the package peft (Mangrulkar et al. 2022) without the model beneath them, written and read.
+"""Reads and writes LoRA adapters as a folder of the package peft (Mangrulkar et al. 2022), without the base model.
 
-There, a module's matrix has one pair of factors, lora_A [r, in] and lora_B [out, r], and (alpha / r) lora_B lora_A is
-added. GPT-2 has queries, keys and values in one matrix, and a run has a pair for each: they become one pair with the
-sum of their ranks. Its lora_A has theirs one below the other, its lora_B has theirs in the blocks of a diagonal. Read
-back, each part gets its own block; of a pair that peft has made, each part gets lora_A and its own rows of lora_B.
+In peft, a module's matrix has one pair of factors, lora_A [r, in] and lora_B [out, r], and (alpha / r) lora_B lora_A is
+added to the matrix. GPT-2 stores queries, keys and values in one matrix, and a run has a pair of factors for each of
+them. Export joins these pairs into one pair whose rank is the sum of their ranks: lora_A concatenates the rows, lora_B
+is block diagonal. When the pair is read back, each part gets its own block. If peft trained the pair, each part gets a
+copy of lora_A and its own rows of lora_B.
 """
 
 import collections
@@ -37,20 +38,20 @@ from meshtrain.options import MOST, Value
 from meshtrain.sharding.trees import leaves_with_paths
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # the model inside of peft's own two modules
-Factors: TypeAlias = Sequence[tuple[np.ndarray, np.ndarray]]  # of a matrix: lora_A and lora_B of each layer
+_PREFIX = "base_model.model."  # peft wraps the model in two modules
+Factors: TypeAlias = Sequence[tuple[np.ndarray, np.ndarray]]  # lora_A and lora_B of a matrix, for each layer
 _LEGAL: Mapping[str, tuple[Json, ...]] = {
-    "init_lora_weights": (None, True, False, "gaussian", "eva"),  # others, such as pissa, change the base
+    "init_lora_weights": (None, True, False, "gaussian", "eva"),  # other values, such as pissa, change the base weights
     "alora_invocation_tokens": (None, []),  # tokens that turn adapters on
     "peft_type": (None, "LORA"),
 }
-_LEAST_ALPHA = 1e-30  # far below every alpha that is used; float32 holds alpha / rank
+_LEAST_ALPHA = 1e-30  # far below every alpha in use; alpha / rank is still a normal float32
 _WRITTEN = f"nearest: the {ADAPTERS_FILE} that peft wrote"
 _AGAIN = "nearest: peft's merge_and_unload(), then save_pretrained(DIR)"
 
 
 class Adapters(NamedTuple):
-    """A folder of adapters: with which options they were trained but for `targets`, and the model that it names."""
+    """A folder of adapters: its LoRA options (without `targets`), the path of its base model, and its tensors."""
 
     directory: Path
     options: LoraOptions
@@ -59,16 +60,16 @@ class Adapters(NamedTuple):
 
 
 def is_folder(directory: str | Path) -> bool:
-    """Returns whether a folder has adapters and no model."""
+    """Returns whether a folder contains adapters but no model."""
     at = expanded(directory)
     return what_is_at(at / ADAPTERS_FILE) == "a file" and what_is_at(at / CONFIG_FILE) != "a file"
 
 
 def opened(directory: str | Path) -> Adapters:
-    """Opens a folder of adapters; reads adapter_config.json and headers.
+    """Opens a folder of adapters; reads adapter_config.json and the headers of the tensor files.
 
     Raises:
-      UserError: it is broken, or its adapters have several scales.
+      UserError: the folder is damaged, or its adapters do not all have the same scale.
     """
     at = expanded(directory).absolute()
     file = at / ADAPTERS_FILE
@@ -95,7 +96,10 @@ def opened(directory: str | Path) -> Adapters:
 
 
 def _stated_options(given: JsonObject, problems: Problems) -> LoraOptions | None:
-    """Returns the options in an adapter_config.json, whose patterns must not change the scale; None with problems."""
+    """Returns the LoRA options in an adapter_config.json, or None if there are problems.
+
+    Patterns (ranks and alphas by module) must not change the scale.
+    """
     rank, alpha = _number(given, "r", int, problems), _number(given, "lora_alpha", float, problems)
     is_stabilized = _typed(given, "use_rslora", bool, problems) if given.get("use_rslora") is not None else False
     patterns = []
@@ -120,7 +124,7 @@ def _stated_options(given: JsonObject, problems: Problems) -> LoraOptions | None
 
 
 def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
-    """Returns a number above 0 that float32 holds; None, and adds a problem, if it is another one or no number."""
+    """Returns a positive number within the range of its type; otherwise adds a problem and returns None."""
     value, least = _typed(given, key, kind, problems, prefix), 1 if kind is int else _LEAST_ALPHA
     if value is not None and not least <= value <= MOST[kind]:
         allowed = f"{least:g} to {MOST[kind]:.10g}"
@@ -130,7 +134,7 @@ def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix:
 
 
 def _typed(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
-    """Returns a value of a type; None, and adds a problem, if it is missing or of another type."""
+    """Returns the value of a key; adds a problem and returns None if it is missing or not of type `kind`."""
     if given.get(key) is None:
         problems.add(f"{prefix}{key}: got nothing; allowed: {kind.__name__}; {_WRITTEN}")
         return None
@@ -142,15 +146,15 @@ def _typed(given: JsonObject, key: str, kind: type, problems: Problems, prefix: 
 
 
 def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOptions, dict[str, Factors]]:
-    """Returns the options of the adapters in a folder, and path of a matrix -> its factors as views of the files.
+    """Returns the LoRA options of a folder of adapters, and path of a matrix -> its factors as views of the files.
 
     Args:
-      found: opened; all processes call it.
-      base: where the model beneath them is; a Hugging Face folder says its family.
-      options: of the decoder.
+      found: the opened folder; all processes call this function.
+      base: the path of the base model; if it is a Hugging Face folder, its config.json determines the family.
+      options: the options of the decoder.
 
     Raises:
-      UserError: a line for each tensor that is no factor of a matrix of layers, or has another shape or rank.
+      UserError: one line for each tensor that is not a factor of a layer's matrix, or that has another shape or rank.
     """
     facts: dict[str, Json] = {"options": repr(found.options), "tensors": sorted(found.stored)}
     facts["content"] = tensor_files.content_hash(found.stored)
@@ -180,9 +184,10 @@ def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOp
 
 
 def _apart(rows: Sequence[Weight], widths: Sequence[int], pairs: Factors, rank: int) -> dict[str, Factors]:
-    """Returns path -> factors for the matrices of one tensor, but for those whose rows of lora_B are zero.
+    """Splits the factors of one tensor into the factors of its matrices; returns path -> factors.
 
-    Each has a block of ranks, or they share all. The result is empty where lora_B has another form.
+    Either each matrix has its own block of ranks, or all matrices share all ranks. Matrices whose rows of lora_B are
+    zero are left out. Returns an empty dict if lora_B has neither form.
     """
     ends, of_b = itertools.accumulate(widths), [b for _, b in pairs]
     placed = [(row, slice(end - width, end)) for row, end, width in zip(rows, ends, widths, strict=True)]
@@ -196,7 +201,7 @@ def _apart(rows: Sequence[Weight], widths: Sequence[int], pairs: Factors, rank: 
 
 
 def split_factors(given: Mapping[str, Factors]) -> list[list[str]]:
-    """Returns the paths of matrices that have one lora_A in the files, and of which each gets a copy, in groups."""
+    """Returns groups of paths: the matrices of a group share one lora_A in the files, and each of them gets a copy."""
     groups = collections.defaultdict[int, list[str]](list)
     for path, pairs in given.items():
         groups[pairs[0][0].__array_interface__["data"][0]].append(path)
@@ -204,7 +209,7 @@ def split_factors(given: Mapping[str, Factors]) -> list[list[str]]:
 
 
 def read(given: Mapping[str, Factors], like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Returns path of a factor -> its array, with the shape, dtype and sharding that it has in `like`."""
+    """Returns path of a factor -> its array, with the shape, dtype and sharding given in `like`."""
     arrays, not_finite = dict[str, jax.Array](), dict[str, None]()
     for path, place in itertools.product(given, (0, 1)):
         leaf = like[name := f"{path}{(A, B)[place]}"]
@@ -224,19 +229,19 @@ def write(
     dtype: str,
     base: str | None,
 ) -> int:
-    """Writes adapter_config.json and adapter_model.safetensors, and returns the bytes of the tensors.
+    """Writes adapter_config.json and adapter_model.safetensors, and returns the number of bytes of the tensors.
 
     Args:
-      folder: that exists.
+      folder: an existing folder.
       family: a key of `config.FAMILIES`.
-      options: of the decoder.
-      adapters: with which the run was trained; the rank is not 0.
-      params: with layers in layer order, unboxed; every array is addressable by this process.
+      options: the options of the decoder.
+      adapters: the LoRA options of the run; the rank is not 0.
+      params: the parameters with layers in layer order, unboxed; every array is addressable by this process.
       dtype: a key of `export.DTYPES`; values are rounded to it.
-      base: the path of the model beneath the adapters; None: it is no Hugging Face folder.
+      base: the path of the base model; None if the base model is not a Hugging Face folder.
     """
     leaves = dict(leaves_with_paths(params))
-    # For each matrix with an adapter on any part of it, the rows of all its parts.
+    # For each tensor with an adapter on at least one of its parts: the table rows of all its parts.
     modules = [rows for rows in names.by_tensor(names.weights(family, options)) if _adapted(rows, leaves)]
     size = names.sizes(options)
     places = [(rows, layer) for rows in modules for layer in range(*names.stack(rows[0], size))]
@@ -261,7 +266,7 @@ def _names(tensor: str) -> list[str]:
 
 
 def _shapes(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the shapes of lora_A and lora_B."""
+    """Returns the shapes of lora_A and lora_B for one tensor."""
     own = _adapted(rows, leaves)
     a, b = (leaves[f"{own[0].path}{end}"].shape for end in (A, B))
     rank = len(own) * b[1]
@@ -269,13 +274,13 @@ def _shapes(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> tuple[tu
 
 
 def _num_outputs(row: Weight, leaves: Mapping[str, jax.Array]) -> int:
-    """Returns how many numbers a matrix makes; a part without an adapter of its own is a projection, [L, D, ...]."""
+    """Returns the number of outputs of a matrix; a matrix without its own adapter is a projection [L, D, ...]."""
     path = f"{row.path}{B}" if f"{row.path}{B}" in leaves else row.path
     return math.prod(leaves[path].shape[2:])
 
 
 def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns lora_A and lora_B of a layer."""
+    """Returns lora_A and lora_B of one layer."""
     of_a, of_b = (np.zeros(shape, np.float32) for shape in _shapes(rows, leaves))
     own = _adapted(rows, leaves)
     for index, row in enumerate(own):
@@ -288,14 +293,14 @@ def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int
 
 
 def _is_transposed(row: Weight) -> bool:
-    """Returns whether a matrix is stored as [in, out]: its first dim is one that the product sums over."""
+    """Returns whether a matrix is stored as [in, out], so that its first dim is contracted in the product."""
     return re.findall(r"\w", row.stored)[0] == row.layout[0]
 
 
 def _config(
     modules: Sequence[Sequence[Weight]], adapters: LoraOptions, leaves: Mapping[str, jax.Array], base: str | None
 ) -> JsonObject:
-    """Returns the object of an adapter_config.json."""
+    """Returns the content of adapter_config.json."""
     named = {rows[0].name.partition("{}.")[2].removesuffix(".weight"): len(_adapted(rows, leaves)) for rows in modules}
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
     power = 0.5 if adapters.rank_stabilized else 1
@@ -307,7 +312,7 @@ def _config(
         "base_model_name_or_path": base,
         "r": adapters.rank,
         "lora_alpha": alpha,
-        # The scale stays what it is where a matrix has a larger rank.
+        # Joined matrices have a larger rank; their alpha grows with it, so that the scale remains the same.
         "rank_pattern": {name: count * adapters.rank for name, count in named.items() if count > 1},
         "alpha_pattern": {name: alpha * count**power for name, count in named.items() if count > 1},
         "target_modules": list(named),

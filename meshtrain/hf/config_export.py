@@ -1,4 +1,4 @@
-"""Options of the decoder as a config.json, in the newer and the older spelling; the inverse of `hf.config_json`."""
+"""Writes decoder options as a config.json, with newer and older key names; the inverse of `hf.config_json`."""
 
 import contextlib
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ from meshtrain.options import Value
 
 
 def family_of(options: DecoderOptions) -> str:
-    """Returns the `model_type` whose config.json, as `as_json` writes it, is read back as these options.
+    """Returns the `model_type` whose config.json, as written by `as_json`, is read back as exactly these options.
 
     Raises:
-      UserError: there is none.
+      UserError: no family can express these options.
     """
     differing_by_family = dict[str, Mapping[str, tuple[Value, Value]]]()
     for family in FAMILIES:
-        with contextlib.suppress(UserError):  # its config.json cannot say these options
+        with contextlib.suppress(UserError):  # the family's config.json cannot express these options
             theirs = of_json(as_json(options, family, "float32", 1, -1, {}), Path(CONFIG_FILE), None).options
             differing_by_family[family] = differing(options, theirs, 1)
     family, options_of_none = min(differing_by_family.items(), key=lambda of: len(of[1]))
@@ -51,16 +51,16 @@ def family_of(options: DecoderOptions) -> str:
 def as_json(
     options: DecoderOptions, family: str, dtype: str, length: int, end_id: int, original: Mapping[str, Json]
 ) -> JsonObject:
-    """Returns the object of a config.json.
+    """Returns the content of a config.json.
 
     Args:
-      options: of the decoder.
+      options: the options of the decoder.
       family: a key of `FAMILIES`.
-      dtype: of the tensors, such as `bfloat16`.
-      length: tokens of the longest text of training.
-      end_id: the token that ends a text; -1: none does.
-      original: of the folder that the model came from, with equal options; its keys keep their values, except for the
-        dtype, how weights are packed, and the run's weight of the routers' loss. Empty: none.
+      dtype: the dtype of the tensors, such as `bfloat16`.
+      length: tokens of the longest training text.
+      end_id: the token that ends a text; -1 if there is none.
+      original: the config.json of the folder that the model was imported from, with equal options, or an empty mapping.
+        Its keys keep their values, except for the dtype, the quantization, and the coefficient of the router loss.
     """
     rows = FAMILIES[family]
     stated: JsonObject = {"architectures": [rows.architecture], "model_type": family}
@@ -82,14 +82,14 @@ def as_json(
     if family in IN_HALVES:
         stated |= _ropes_in_turns(options, stated, family)
     ignored = {"meshtrain_ignored": in_no_table(original)} if in_no_table(original) else {}
-    # A head that the original's config.json ties although its files have a separate one.
+    # The original config.json may tie the output head although its files have a separate head.
     untied = {} if stated[TIED] else {TIED: False}
     of_run = {COEFFICIENT: stated[COEFFICIENT]} if COEFFICIENT in stated else {}
     return stated | _both_ropes(original, stated) | of_run | untied | ignored | {"dtype": dtype, "torch_dtype": dtype}
 
 
 def _rope(options: DecoderOptions) -> JsonObject:
-    """Returns rotary positions in both spellings."""
+    """Returns the RoPE keys with their newer and their older names."""
     theta, scaling = {"rope_theta": options.rope_base}, None
     if options.rope_factor != 1.0:
         kind = options.rope_scaling
@@ -99,7 +99,7 @@ def _rope(options: DecoderOptions) -> JsonObject:
 
 
 def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json], family: str) -> JsonObject:
-    """Returns rotary positions of layers with a window and of those without, in both spellings."""
+    """Returns the RoPE keys of layers with a window and of layers without, with newer and older names."""
     has_own = options.window > 0 and options.rope_local_base > 0
     base = options.rope_local_base if has_own else options.rope_base
     local = {"rope_type": "default", "rope_theta": base}
@@ -108,14 +108,14 @@ def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json], family:
 
 
 def _turns(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns the windows of layers in turns; without a window all layers are full."""
+    """Returns the window keys of models that alternate windowed and full layers; all are full without a window."""
     every = options.global_every if options.window else 1
     stated: JsonObject = {"sliding_window": options.window or None, "layer_types": turns(options.num_layers, every)}
     return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})
 
 
 def _latent(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
-    """Returns what DeepSeek alone has, in place of what `stated` has of heads and rotary positions."""
+    """Returns the latent-attention keys of DeepSeek; they replace the head and RoPE keys in `stated`."""
     found: JsonObject = {name: values[0] for name, values in FAMILIES[DEEPSEEK].only.items()}
     found |= {"head_dim": options.rope_dim, "v_head_dim": options.width_of_values, "attention_bias": False}
     found |= {"qk_nope_head_dim": options.width_of_head - options.rope_dim}
@@ -127,14 +127,14 @@ def _latent(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
 
 
 def _unrotated(options: DecoderOptions) -> JsonObject:
-    """Returns which layers of SmolLM 3 have rotary positions; none of them has a window."""
+    """Returns the keys that state which layers of SmolLM 3 use RoPE; none of its layers has a window."""
     every = options.unrotated_every
     layers: JsonObject = {"no_rope_layers": rotated(options.num_layers, every), "use_sliding_window": False}
     return layers | ({"no_rope_layer_interval": every} if every else {})
 
 
 def _gemma(options: DecoderOptions) -> JsonObject:
-    """Returns what Gemma alone has; a cap of 0 is null."""
+    """Returns the keys that only Gemma has; a cap of 0 becomes null."""
     return {
         "query_pre_attn_scalar": options.attention_scalar or options.width_of_head,
         "attn_logit_softcapping": options.attention_cap or None,
@@ -144,7 +144,7 @@ def _gemma(options: DecoderOptions) -> JsonObject:
 
 
 def _experts(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns what models of experts alone have, besides the family's fields."""
+    """Returns the keys that only mixture-of-experts models have, in addition to the family's fields."""
     stated: JsonObject = {"output_router_logits": False}
     if family != "qwen3_moe":
         return stated | ({"router_jitter_noise": 0.0} if family == "mixtral" else {})
@@ -153,7 +153,7 @@ def _experts(options: DecoderOptions, family: str) -> JsonObject:
 
 
 def _window(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns the keys of windows that the family has."""
+    """Returns the window keys that the family uses."""
     window = options.window or None
     stated = {
         "sliding_window": window,
@@ -166,7 +166,7 @@ def _window(options: DecoderOptions, family: str) -> JsonObject:
 
 
 def _both_ropes(original: Mapping[str, Json], stated: Mapping[str, Json]) -> JsonObject:
-    """Returns the original keys, but for a spelling of rotary positions that it has with null, and for 4 bits."""
+    """Returns the keys of the original config.json, without null RoPE keys and without the quantization."""
     kept = {key: value for key, value in original.items() if key != QUANTIZED}
     if kept.get("rope_parameters") is None:
         kept.pop("rope_parameters", None)

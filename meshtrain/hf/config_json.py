@@ -1,6 +1,7 @@
-"""A Hugging Face config.json as options of the decoder. What may change the numbers and is not understood is an error.
+"""Reads a Hugging Face config.json as options of the decoder.
 
-The families and their keys stand in `families.py`, the rules for rotary positions and windows in `positions.py`.
+An unknown key is an error, since it may change the results. `families.py` lists the families and their keys;
+`positions.py` contains the rules for RoPE and windows.
 """
 
 import contextlib
@@ -26,10 +27,10 @@ CONFIG_FILE = "config.json"
 QUANTIZED = "quantization_config"
 TIED = "tie_word_embeddings"
 _MOST_DIFFERING, _LONGEST_KIND = 6, 100  # keys in a line, characters of a model_type
-# Sizes of which 0 means none in a decoder, and that a family with such a key cannot do without.
+# Sizes for which 0 means "none" in the decoder, but that must be at least 1 in a family that has the key.
 _NEEDED = ("vocab_size", "num_experts", "latent_dim")
-ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapters alone
-# Options that the weights do not depend on; a user may choose them.
+ADAPTERS_FILE = "adapter_config.json"  # replaces config.json in a folder that contains only adapters
+# Options that do not depend on the weights; a user may choose them freely.
 _FREE = (
     "vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk", "balance_weight",
     "z_weight",
@@ -38,17 +39,17 @@ _FREE = (
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What a config.json describes.
+    """The model that a config.json describes.
 
     Attributes:
       family: its `model_type`.
-      options: of the decoder.
-      max_length: tokens of the longest text of training; 0: it does not say.
-      dtype: of the weights, as the file names it; bfloat16 where it says but how they are packed; '': neither.
-      separate_head: name of the tensor of an output head that is no copy of the embedding table although config.json
-        ties them; `options` are then untied, as in transformers. '': there is none.
-      is_unquantized: whether the files have the tensors of the model in float dtypes although config.json states how
-        they are quantized.
+      options: the options of the decoder.
+      max_length: tokens of the longest training text; 0 if config.json does not state it.
+      dtype: the dtype of the weights, as the file names it; bfloat16 if the file states only a quantization; '' if it
+        states neither.
+      separate_head: the name of an output-head tensor that differs from the embedding table although config.json ties
+        them; `options` are then untied, as in transformers. '' if there is no such tensor.
+      is_unquantized: whether all tensors have float dtypes although config.json states a quantization.
     """
 
     family: str
@@ -60,7 +61,7 @@ class Described:
 
 
 def is_described(directory: str | Path) -> bool:
-    """Returns whether a folder is a Hugging Face model rather than a workdir: by its config.json, or its files."""
+    """Returns whether a folder is a Hugging Face model, not a workdir, judged by its config.json or its files."""
     folder = expanded(directory)
     if what_is_at(folder) != "a folder" or what_is_at(folder / "checkpoints") == "a folder":
         return False
@@ -72,20 +73,20 @@ def is_described(directory: str | Path) -> bool:
 
 
 def is_decoder(model: Options) -> bool:
-    """Returns whether the options of a task are the decoder's, which every model of the table is."""
+    """Returns whether these model options are the decoder's; all supported families are decoders."""
     return isinstance(model, DecoderOptions)
 
 
 def described(directory: str | Path, ignore: str | None = "") -> Described:
-    """Returns what the config.json of a folder describes, untied if its files have a separate output head.
+    """Returns the model that the config.json of a folder describes; untied if its files have a separate output head.
 
     Args:
       directory: the folder.
-      ignore: keys in no table of this program that are read over, comma separated, as in `init_ignore`; None: all of
-        them, for a folder that was read before.
+      ignore: unknown keys to ignore, comma separated, as in `init_ignore`; None ignores all unknown keys (for a folder
+        that was checked before).
 
     Raises:
-      UserError: one line for each key that is missing, wrong or not understood.
+      UserError: one line for each key that is missing, wrong or unknown.
     """
     path = expanded(directory) / CONFIG_FILE
     given = _loaded(path)
@@ -96,11 +97,11 @@ def described(directory: str | Path, ignore: str | None = "") -> Described:
 
 
 def _has_plain_tensors(folder: Path, given: Mapping[str, Json]) -> bool:
-    """Returns whether the files of a folder have all tensors of a model, and no others, in float dtypes."""
+    """Returns whether a folder's files contain exactly the tensors of the model, all in float dtypes."""
     try:
         model = of_json(given, folder / CONFIG_FILE, None)
     except UserError:
-        return False  # other lines state what is wrong
+        return False  # the caller parses the file again and reports its problems
     stored, problems = tensor_files.tensors(folder)
     size, table = names.sizes(model.options), names.as_in_files(names.weights(model.family, model.options), stored)
     used = {name for name in stored if not names.is_ignored(name, model.options)}
@@ -112,7 +113,7 @@ def _has_plain_tensors(folder: Path, given: Mapping[str, Json]) -> bool:
 
 
 def _untied(folder: Path, model: Described) -> Described:
-    """Returns the model without ties if the folder's files have a separate output head."""
+    """Returns the model with untied embeddings if the folder's files have a separate output head."""
     if not model.options.tied_embeddings or not (head := _separate_head(folder, model)):
         return model
     return dataclasses.replace(
@@ -121,7 +122,7 @@ def _untied(folder: Path, model: Described) -> Described:
 
 
 def _separate_head(folder: Path, model: Described) -> str:
-    """Returns the name of an output head in a folder's files whose values differ from the embedding table's, or ''."""
+    """Returns the name of an output head whose values differ from the embedding table, or ''."""
     stored, problems = tensor_files.tensors(folder)
     table, head = names.table_and_head(model.family, model.options, stored)
     if problems or not {table, head} <= stored.keys() or tensor_files.same_values(stored[head], stored[table]):
@@ -130,7 +131,7 @@ def _separate_head(folder: Path, model: Described) -> str:
 
 
 def notes(directory: str | Path, model: Described) -> list[str]:
-    """Returns a warning for each statement of a config.json that the files of its folder contradict."""
+    """Returns one warning for each statement of config.json that the files of its folder contradict."""
     lines = []
     if model.separate_head:
         lines.append(
@@ -143,21 +144,21 @@ def notes(directory: str | Path, model: Described) -> list[str]:
 
 
 def config_of_text(directory: str | Path) -> JsonObject:
-    """Returns the config.json of a folder's model of text: the file's object, or its half where there are images too.
+    """Returns the config.json of a folder's text model; for a multimodal model its text part.
 
     Raises:
-      UserError: there is no such file.
+      UserError: there is no config.json.
     """
     return _text_half(_loaded(expanded(directory) / CONFIG_FILE))
 
 
 def has_images(directory: str | Path) -> bool:
-    """Returns whether a folder's model of text is one half of it."""
+    """Returns whether a folder's model is multimodal (text and images)."""
     return _loaded(expanded(directory) / CONFIG_FILE).get("model_type") in WITH_IMAGES
 
 
 def _text_half(given: JsonObject) -> JsonObject:
-    """Returns the object of the model of text alone; as it is where a config.json has no such halves."""
+    """Returns the config.json of the text model alone; unchanged if the model is not multimodal."""
     kind, text = given.get("model_type"), given.get("text_config") or {}
     if not isinstance(kind, str) or kind not in WITH_IMAGES or not isinstance(text, dict):
         return given
@@ -165,16 +166,16 @@ def _text_half(given: JsonObject) -> JsonObject:
     found: JsonObject = {"architectures": [FAMILIES[row.text].architecture], "model_type": row.text}
     found |= {key: value for key, value in given.items() if key not in OF_IMAGES}
     found |= {key: value for key, value in row.absent.items() if not (has_ropes and key.startswith("rope_"))} | text
-    # A head of its own is one even where only the outer object says so.
+    # The outer object may untie the output head although `text_config` does not mention it.
     return found | ({TIED: False} if given.get(TIED) is False else {})
 
 
 def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Described:
-    """Returns what the object of a config.json describes; see `described`. Errors name `path`."""
+    """Returns the model that the content of a config.json describes; see `described`. Errors name `path`."""
     given = _text_half(dict(given))
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        # A program writes it, so another spelling than of case and marks is another model.
+        # Programs write this key, so only case and punctuation may be mistyped; any other difference is another model.
         letters = re.sub(r"[\W_]", "", str(kind)).lower()
         fix = next((f"did you mean '{name}'?" for name in FAMILIES if name.replace("_", "") == letters), NO_WAY)
         alike = "" if fix != NO_WAY else f" ({_most_alike(given, str(kind))})"
@@ -193,14 +194,14 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
         keys = positions.KEYS | {name: key for key, name in FAMILIES[kind].fields.items()}
         for name, _, text in (line.partition(":") for line in options.problems(shape, "")):
             found.append(f"{keys.get(name) or name}:{text.partition('; nearest: ')[0]}; {PUBLISHED}")
-        found = found or _contradictions(shape, FAMILIES[kind])  # which divide by numbers that are not 0
+        found = found or _contradictions(shape, FAMILIES[kind])  # last, since it divides by sizes
     refuse(f"{path}: {line}" for line in found)
     dtype = given.get("dtype") or given.get("torch_dtype") or ("bfloat16" if given.get(QUANTIZED) else None)
     return Described(kind, shape, length, dtype if isinstance(dtype, str) else "")
 
 
 def _most_alike(given: Mapping[str, Json], kind: str) -> str:
-    """Returns the two families that have most of a config.json's keys and values, and what differs from the first."""
+    """Describes the two most similar families of an unknown model, and the keys that differ from the first."""
     differing = {family: _differing_keys(given, family) for family in FAMILIES}
 
     def order(family: str) -> tuple[int, float]:
@@ -214,7 +215,7 @@ def _most_alike(given: Mapping[str, Json], kind: str) -> str:
 
 
 def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
-    """Returns key -> what would differ if a config.json of another `model_type` were read as one of a family."""
+    """Returns key -> kind of difference if a config.json were read as a model of family `kind`."""
     if given.keys() <= {"model_type", *OF_IMAGES}:
         return {}  # nothing to compare
     renamed, _ = _renamed(given, FAMILIES[kind])
@@ -228,7 +229,7 @@ def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
 
 
 def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[str]]:
-    """Returns the number of tokens that a key states, 0 if it is absent, and one line if it states no such number."""
+    """Returns the number of tokens stated by a key (0 if absent), and one line if its value is not a valid number."""
     if given.get(key) is None:
         return 0, []
     with contextlib.suppress(ValueError):
@@ -239,13 +240,13 @@ def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[str]]:
 
 
 def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int, directory: str | Path) -> list[str]:
-    """Returns one line for each option with which the weights of a folder would compute something else.
+    """Returns one line for each option of a run with which the weights of a folder would give other results.
 
     Args:
-      ours: of the run.
-      theirs: of the folder.
-      sequence_length: of the run, in tokens; `max_positions` of 0 means it.
-      directory: for the lines.
+      ours: the decoder options of the run.
+      theirs: the decoder options of the folder.
+      sequence_length: of the run, in tokens; it replaces `max_positions` of 0.
+      directory: the folder's name for the lines.
     """
     return [
         f"model.{name}: got {own}, and the model in {directory} has {wanted}; allowed: {wanted}; "
@@ -255,7 +256,7 @@ def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: i
 
 
 def differing(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int) -> dict[str, tuple[Value, Value]]:
-    """Returns option -> (value of ours, of theirs), of those with which the same weights compute something else."""
+    """Returns option -> (our value, their value) for the options with which the same weights give different results."""
     idle = options.idle(ours, "").keys() & options.idle(theirs, "")
     names = [field.name for field in dataclasses.fields(DecoderOptions) if field.name not in (*_FREE, *idle)]
     both = {name: tuple(_effective(shape, name, sequence_length) for shape in (ours, theirs)) for name in names}
@@ -301,7 +302,7 @@ def _loaded(path: Path) -> JsonObject:
 
 
 def _renamed(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, list[str]]:
-    """Returns the object with one name for each key, and one line for each key with two values."""
+    """Returns the object with one canonical name per key, and one line for each key that has two different values."""
     renamed, problems = dict(given), list[str]()
     for key, other in family.same.items():
         value = renamed.pop(other, None)
@@ -312,7 +313,7 @@ def _renamed(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, lis
 
 
 def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
-    """Returns options of the decoder, and one line for each key that is missing or has a value of another type."""
+    """Returns the decoder options, and one line for each key that is missing or whose value has the wrong type."""
     fields, problems = dict(family.fixed), list[str]()
     for key, name in family.fields.items():
         value = given.get(key)
@@ -331,7 +332,7 @@ def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str
 
 
 def _refused(given: Mapping[str, Json], kind: str) -> list[str]:
-    """Returns one line for each key that changes numbers, and that the decoder does not have with its value."""
+    """Returns one line for each key that changes the results and whose value the decoder does not support."""
     family = FAMILIES[kind]
     understood = {*family.fields, *family.idle, *positions.keys(kind)}
     only = {**ONLY, **family.only, **dict([family.activation]), "architectures": ([family.architecture],)}
@@ -351,13 +352,13 @@ def _refused(given: Mapping[str, Json], kind: str) -> list[str]:
 
 
 def in_no_table(given: Mapping[str, Json]) -> list[str]:
-    """Returns the keys of a config.json of which it is not known whether they change numbers."""
+    """Returns the unknown keys of a config.json: they may or may not change the results."""
     known = HARMLESS | DIFFERENT.keys()
     return [key for key in given if given[key] is not None and not (key in known or key.startswith("unsloth_"))]
 
 
 def _strange(given: Mapping[str, Json], ignore: str) -> list[str]:
-    """Returns one line for each key in no table that is not ignored, and for each ignored one that is none of them."""
+    """Returns one line for each unknown key that is not ignored, and for each ignored key that is not unknown."""
     strange, ignored = in_no_table(given), [key.strip() for key in ignore.split(",") if key.strip()]
     why = "keys that meshtrain understands; nothing that it knows of would differ"
     fix = f"nearest: --config.init_ignore={','.join(strange)}"
@@ -370,7 +371,7 @@ def _strange(given: Mapping[str, Json], ignore: str) -> list[str]:
 
 
 def _contradictions(shape: DecoderOptions, family: Family) -> list[str]:
-    """Returns one line for each size of 0 that a family needs, and for values that no model can have together."""
+    """Returns one line for each required size that is 0, and for each combination of values that no model can have."""
     needed = {key: name for key, name in family.fields.items() if name in _NEEDED and not getattr(shape, name)}
     found = [f"{key}: got 0; allowed: at least 1; {PUBLISHED}" for key in needed]
     if shape.num_dense >= shape.num_layers:

@@ -1,4 +1,4 @@
-"""Weights and options -> a Hugging Face folder: config.json, safetensors files with their index, tokenizer files."""
+"""Writes weights and options as a Hugging Face folder: config.json, safetensors files, their index, tokenizer files."""
 
 import json
 import shutil
@@ -23,27 +23,28 @@ from meshtrain.sharding.trees import leaves_with_paths
 
 GENERATION_FILE = "generation_config.json"
 _TOKENS_MAP = "special_tokens_map.json"
-# Without its class named, readers take the model's own, which adds tokens.
+# If the class is missing, transformers uses the class of the model, which adds special tokens.
 _PLAIN_SETTINGS: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-# Files beside the weights that are copied as they are; all but the first belong to text.
+# Files that are copied unchanged; all except the first belong to the tokenizer.
 COPIED = (
     GENERATION_FILE, TOKENIZER, SETTINGS, TEMPLATE, _TOKENS_MAP, "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
 END_TOKEN = "<|endoftext|>"  # of the byte tokenizer
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_FILE_BYTES = 5_000_000_000  # most in a file, unless one tensor has more
+_FILE_BYTES = 5_000_000_000  # maximum of a file, unless a single tensor is larger
 _ALIGNED = 8
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written.
+    """A tensor of the exported files.
 
     Attributes:
-      name: theirs.
-      shape: in the file.
-      rows: the weights that it holds, by `part`.
-      place: index of the layer, and of the expert where each has its own tensor; empty for a weight of no layer.
+      name: its Hugging Face name.
+      shape: its shape in the file.
+      rows: table rows of the weights that it contains, ordered by `part`.
+      place: index of the layer, and of the expert if each expert has its own tensor; empty for a weight outside of
+        layers.
     """
 
     name: str
@@ -65,18 +66,18 @@ def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
 def write_weights(
     folder: Path, family: str, options: DecoderOptions, params: Params, dtype: str, adapters: lora.LoraOptions
 ) -> int:
-    """Writes the safetensors files and their index, and returns the bytes of the tensors.
+    """Writes the safetensors files and their index, and returns the number of bytes of the tensors.
 
-    Adapters are merged into their matrices in float32, before the values are rounded. One layer's tensor at a time is
-    merged and on the host. Every array has to be addressable by this process.
+    Adapters are merged into their matrices in float32, before the values are rounded. Tensors are merged and copied to
+    the host layer by layer. Every array must be addressable by this process.
 
     Args:
-      folder: that exists.
+      folder: an existing folder.
       family: a key of `config.FAMILIES`.
-      options: of the decoder.
-      params: with layers in layer order, unboxed.
+      options: the options of the decoder.
+      params: the parameters with layers in layer order, unboxed.
       dtype: a key of `DTYPES`; values are rounded to it.
-      adapters: with which the run was trained.
+      adapters: the LoRA options of the run.
     """
     leaves, size = dict(leaves_with_paths(params)), names.sizes(options)
     groups = _in_files(tensors(family, options), tensor_files.READABLE[DTYPES[dtype]].itemsize)
@@ -102,11 +103,11 @@ def write_rest(
     """Writes config.json, generation_config.json and the files of the tokenizer.
 
     Args:
-      folder: that exists.
-      config: from `stating.as_json`.
-      original: the folder with the files that came with the model; None: there is none.
-      of_text: the folder whose tokenizer and chat template are copied; None: there is none.
-      written: name -> content of files that are written besides, or in place of copies.
+      folder: an existing folder.
+      config: the content of config.json, from `config_export.as_json`.
+      original: the folder that the model was imported from; None if there is none.
+      of_text: the folder whose tokenizer and chat template are copied; None if there is none.
+      written: name -> content of additional files; they replace copied files of the same name.
     """
     write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
     for name in COPIED:
@@ -123,13 +124,13 @@ def write_rest(
 def special_token_files(
     ids: Mapping[str, Json], chosen: Mapping[str, Json], original: Path | None, of_text: Path | None
 ) -> dict[str, str]:
-    """Returns name -> content of the files that record the special tokens of a run in place of the copied ones.
+    """Returns name -> content of the files that record the run's special tokens; they replace the copied files.
 
     Args:
-      ids: `eos_token_id` and other ids of special tokens, as in config.json; empty: those of `original`.
-      chosen: what the tokenizer's settings get, such as `eos_token`; empty: they stay.
-      original: the folder that the model came from; None: there is none.
-      of_text: the folder whose tokenizer is copied; None: only its file is.
+      ids: `eos_token_id` and other ids of special tokens, as in config.json; empty: the ids of `original`.
+      chosen: new values for the tokenizer's settings, such as `eos_token`; empty: the settings stay.
+      original: the folder that the model was imported from; None if there is none.
+      of_text: the folder whose tokenizer is copied; None: only the file tokenizer.json is copied.
     """
     files = dict[str, JsonObject]()
     if ids:
@@ -148,7 +149,7 @@ def special_token_files(
 
 
 def byte_files() -> dict[str, str]:
-    """Returns name -> content of the files of the byte tokenizer's folder."""
+    """Returns name -> content of the tokenizer files of the byte tokenizer."""
     content = _PLAIN_SETTINGS | {"eos_token": END_TOKEN}
     return {TOKENIZER: byte_tokenizer(), SETTINGS: json.dumps(content, indent=2) + "\n"}
 
@@ -158,7 +159,7 @@ def byte_tokenizer() -> str:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    # The alphabet stands for bytes: printable Latin-1 for themselves, the others from 256 on, in order.
+    # The alphabet of byte-level BPE: printable Latin-1 bytes map to themselves, other bytes to 256 and up, in order.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
@@ -170,7 +171,7 @@ def byte_tokenizer() -> str:
 
 
 def _in_files(tensors: Sequence[Tensor], item_bytes: int) -> list[list[Tensor]]:
-    """Returns the tensors of each file."""
+    """Distributes the tensors over files of limited size."""
     groups: list[list[Tensor]] = [[]]
     room = _FILE_BYTES
     for tensor in tensors:
@@ -184,14 +185,14 @@ def _in_files(tensors: Sequence[Tensor], item_bytes: int) -> list[list[Tensor]]:
 
 
 def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable[np.ndarray], dtype: str) -> int:
-    """Writes a safetensors file, tensor by tensor, and returns the bytes of the tensors.
+    """Writes a safetensors file tensor by tensor, and returns the number of bytes of the tensors.
 
-    The format's library would hold all of the file's tensors in memory at once.
+    The safetensors library would need all tensors of the file in memory at once.
 
     Args:
-      path: of the file, which is replaced.
+      path: the file; an existing file is replaced.
       shapes: name -> shape of each tensor.
-      arrays: the tensors in this order; the next one is taken when the one before it is written.
+      arrays: the tensors in the order of `shapes`; each is requested when the previous tensor is written.
       dtype: a key of `DTYPES`; values are rounded to it.
     """
     stated = DTYPES[dtype]
@@ -217,19 +218,19 @@ def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable
 
 
 def on_host(leaf: jax.Array, *index: int) -> np.ndarray:
-    """Returns an array, or a part of it: `index` is of the layer, and of the expert."""
+    """Copies an array, or the slice at `index` (layer, expert), to the host."""
     return np.asarray(_part(leaf, index))
 
 
 def _part(leaf: jax.Array, index: Sequence[int]) -> jax.Array:
-    # With the indices as operands, one program serves all layers and experts.
+    # The indices are operands rather than constants, so one compiled program works for all layers and experts.
     for place in index:
         leaf = jax.lax.dynamic_index_in_dim(leaf, np.int32(place), keepdims=False)
     return leaf
 
 
 def _merged(leaves: Mapping[str, jax.Array], path: str, index: Sequence[int], adapters: lora.LoraOptions) -> np.ndarray:
-    """Returns a weight, or a part of it, with what its adapter adds."""
+    """Returns a weight, or the slice at `index`, with its adapter merged in."""
     if f"{path}{A}" not in leaves:
         return on_host(leaves[path], *index)
     own = {f"weight{end}": _part(leaves[f"{path}{end}"], index) for end in ("", A, B)}

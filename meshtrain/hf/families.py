@@ -1,7 +1,7 @@
-"""Tables of what a config.json of each family says: keys that are options, that change numbers, and that do not.
+"""Tables of config.json keys for each family: keys that are options, that change the results, and that do not.
 
-What an absent key means is what the configuration classes of the package transformers say (Wolf et al. 2020). A key
-that always stands in published files has to be there.
+The meaning of an absent key follows the configuration classes of the package transformers (Wolf et al. 2020). A key
+that is present in all published files is required.
 """
 
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ from meshtrain.options import Value
 
 
 class Family(NamedTuple):
-    """How one `model_type` describes a decoder.
+    """Describes how the config.json of one `model_type` maps to decoder options.
 
     Attributes:
-      architecture: the class that has the head of a language model.
+      architecture: the class of the language model with its output head.
       fields: key -> option of the decoder.
       fixed: options that no key states.
-      absent: key -> what it means if it is missing. Other keys of `fields` have to be there.
-      length: the key with the most positions.
-      activation: the key with the mlp's function, and the functions that the decoder has.
-      is_rotary: whether keys describe rotary positions.
-      scales_rope: whether they may be scaled.
-      off: keys of `fields` that have to be there, and whose null is the option's default.
-      only: more keys that are legal with these values alone; a missing one means what `absent` says, if it does.
-      same: key -> another name for it in some files.
-      idle: more keys that change nothing, given what `only` allows.
-      packed: the `quant_method`s whose files are read.
+      absent: key -> its value if it is missing. Other keys of `fields` are required.
+      length: the key that states the maximum number of positions.
+      activation: the key of the mlp's activation, and the values that the decoder supports.
+      is_rotary: whether the model uses RoPE.
+      scales_rope: whether RoPE may be scaled.
+      off: required keys of `fields` whose null means the option's default.
+      only: further keys, and their supported values; `absent` states the value of a missing key, if any.
+      same: key -> another name of the key in some files.
+      idle: further keys that have no effect, given the restrictions of `only`.
+      packed: the supported values of `quant_method`.
     """
 
     architecture: str
@@ -114,7 +114,7 @@ _QWEN3_MOE_FIELDS = {
     "num_experts": "num_experts",
     "num_experts_per_tok": "experts_per_token",
 }
-# The loss of routers changes no logits. Its coefficient has the same meaning there, see `moe.experts`.
+# The router loss does not change logits. Its coefficient has the same meaning in transformers, see `moe.experts`.
 COEFFICIENT = "router_aux_loss_coef"
 _BALANCE: Mapping[str, str] = {COEFFICIENT: "balance_weight"}
 _BALANCE_ABSENT: Mapping[str, Json] = {COEFFICIENT: 0.001}
@@ -124,7 +124,7 @@ _GEMMA: Mapping[str, Value] = {**_GEMMA1, "post_norms": True}
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _TANH = ("gelu_pytorch_tanh",)
 _LIKE_GEMMA = ("max_position_embeddings", ("hidden_activation", _TANH))
-# Published files have the older key beside the newer one.
+# Published files have both the older and the newer key.
 _GEMMA_ONLY = {"hidden_act": _TANH, "use_bidirectional_attention": (False,)}
 _SWIGLU = ("hidden_act", ("silu",))
 _UNTIED: Mapping[str, Json] = {"head_dim": None, "tie_word_embeddings": False}
@@ -204,7 +204,7 @@ FAMILIES: Mapping[str, Family] = {
         _GEMMA1,
         {"tie_word_embeddings": True},
         "max_position_embeddings",
-        ("hidden_act", (*_TANH, "gelu")),  # older files say gelu and mean this one
+        ("hidden_act", (*_TANH, "gelu")),  # older files state gelu but use the tanh approximation
         only={"hidden_activation": _TANH, "use_bidirectional_attention": (False,)},
     ),
     "gemma2": Family(
@@ -258,7 +258,7 @@ FAMILIES: Mapping[str, Family] = {
         *_LIKE_LLAMA,
         off=("q_lora_rank",),
         only={
-            "rms_norm_eps": (1e-6,),  # of the norms of latents, whatever the key says
+            "rms_norm_eps": (1e-6,),  # transformers uses this value for the norms of latents, whatever the key states
             "rope_interleave": (True,),
             "norm_topk_prob": (True,),
             "scoring_func": ("sigmoid",),
@@ -290,11 +290,11 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class WithImages(NamedTuple):
-    """How one `model_type` describes a model of text, the keys of `text_config`, beside one of images.
+    """Describes a multimodal `model_type`: its `text_config` contains the keys of the text model.
 
     Attributes:
-      text: the `model_type` of the text.
-      absent: key of the text -> what it means if it is missing, besides what `Family` says.
+      text: the `model_type` of the text model.
+      absent: key of the text model -> its value if it is missing; takes precedence over `Family.absent`.
     """
 
     text: str
@@ -313,13 +313,13 @@ WITH_IMAGES: Mapping[str, WithImages] = {
     ),
     "mistral3": WithImages("mistral", {}),
 }  # fmt: skip
-# Keys beside `text_config` that are about images alone, or about both halves.
+# Keys next to `text_config` that describe only images, or both models.
 _OF_IMAGES_TEXT = """
     architectures boi_token_index eoi_token_index image_token_id image_token_index mm_tokens_per_image model_type
     multimodal_projector_bias projector_hidden_act spatial_merge_size text_config vision_config vision_feature_layer
 """
 OF_IMAGES = frozenset(_OF_IMAGES_TEXT.split())
-# Legal in every family with these values alone; the decoder has nothing for another one.
+# Keys that every family accepts, but only with these values; the decoder does not support others.
 ONLY: Mapping[str, tuple[Json, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -332,7 +332,8 @@ ONLY: Mapping[str, tuple[Json, ...]] = {
     "use_mrope": (False,),
     "pruned_heads": ({},),
 }
-# What would differ with a key that a family does not have, or with another value. Other keys of families: tensors.
+# The part of the model that a key changes if a family does not have it, or has another value. Unlisted keys of
+# families change tensors.
 _DIFFERENT_TEXT = {
     "attention": """
         _sliding_window_pattern alibi attention_chunk_size attention_multiplier attn_logit_softcapping layer_types
@@ -350,7 +351,7 @@ _DIFFERENT_TEXT = {
 _OF_FAMILIES = {key for one in FAMILIES.values() for key in (*one.fields, *one.only, *one.idle, *one.same.values())}
 DIFFERENT = dict.fromkeys(_OF_FAMILIES | ONLY.keys(), "tensors")
 DIFFERENT |= {key: what for what, text in _DIFFERENT_TEXT.items() for key in text.split()}
-# Keys without influence on the logits of a given text: names, ids, dropout, initialization, generation, outputs, tools.
+# Keys that do not change the logits of a given text: names, ids, dropout, initialization, generation, outputs, tools.
 _HARMLESS_TEXT = """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _flash_attn_2_enabled
     _name_or_path _num_labels attention_dropout attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens

@@ -1,9 +1,9 @@
-"""A Hugging Face folder: its tensors compared with its config.json, and read as sharded arrays.
+"""Compares the tensors of a Hugging Face folder with its config.json, and reads them as sharded arrays.
 
-Arrays are made shard by shard: no array exists whole on a host that has a part of it. For each leaf and each shard of
-it on this process' devices, the shard's part of every layer's tensor is copied from the mapped file into one buffer in
-our layout, and the buffer goes to the devices that hold this shard. So the extra memory of a host is one shard, and
-the part of one expert where files are in 4 bits.
+Arrays are built shard by shard, so a host never has a complete copy of an array of which it stores only a part. For
+each leaf and each shard on this process's devices, the shard's part of every layer's tensor is copied from the mapped
+file into one buffer in our layout. The buffer is then copied to the devices that store this shard. The extra host
+memory is one shard, and one expert's part of it if the files are quantized to 4 bits.
 """
 
 import collections
@@ -28,7 +28,7 @@ from meshtrain.launch import peers
 from meshtrain.models.task import Params
 from meshtrain.sharding.trees import leaves_with_paths
 
-_MOST_LISTED = 1_000_000  # tensors of a model; DeepSeek-V3 has 46,000
+_MOST_LISTED = 1_000_000  # tensors of a model whose names are compared; DeepSeek-V3 has 46,000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Folder:
     """A folder whose files and config.json agree.
 
     Attributes:
-      directory: absolute.
-      model: what config.json describes.
-      table: a row for each weight of the model, with the names of these files.
-      stored: name -> tensor, those of the table alone.
-      left_out: how many tensors belong to a model of images beside it.
+      directory: its absolute path.
+      model: the model that config.json describes.
+      table: one row for each weight of the model, with the tensor names of these files.
+      stored: name -> tensor, for the tensors of the table only.
+      left_out: the number of tensors of a multimodal folder that belong to its image model; they are not read.
     """
 
     directory: Path
@@ -51,9 +51,9 @@ class Folder:
 
 
 def opened(directory: str | Path, ignore: str | None = "") -> Folder:
-    """Opens a folder with config.json and one or several safetensors files. It reads headers and no tensor.
+    """Opens a folder with config.json and safetensors files; reads headers but no tensors.
 
-    For `ignore` see `config.described`.
+    For `ignore` see `config_json.described`.
 
     Raises:
       UserError: one line for each problem of config.json and of the files, all at once.
@@ -76,10 +76,10 @@ def opened(directory: str | Path, ignore: str | None = "") -> Folder:
 
 
 def refuse_differences(folder: Folder) -> None:
-    """Compares what all processes see of a folder: they read their own parts of it. All processes call it.
+    """Checks that all processes see the same folder, since each reads its own part. All processes must call it.
 
     Raises:
-      UserError: a process sees other options, or other tensors.
+      UserError: a process sees other options or other tensors.
     """
     if peers.count() == 1:
         return
@@ -93,10 +93,10 @@ def refuse_differences(folder: Folder) -> None:
 def _mismatches(
     folder: Path, model: Described, table: Sequence[Weight], stored: Mapping[str, tensor_files.Stored]
 ) -> list[str]:
-    """Returns one line for each tensor that is missing, left over, or of another shape or dtype than the table's."""
+    """Returns one line for each tensor that is missing, superfluous, or has a shape or dtype other than the table's."""
     size, problems = names.sizes(model.options), Problems()
     num_wanted = sum(math.prod(names.stack(rows[0], size)) for rows in names.by_tensor(table))
-    if num_wanted > max(_MOST_LISTED, 2 * len(stored)):  # of a foreign number, no list is made
+    if num_wanted > max(_MOST_LISTED, 2 * len(stored)):  # a corrupt layer count must not create a huge list
         return [f"{folder}: got {len(stored)} tensors in the files; allowed: the {num_wanted} of the model in "
                 "config.json; nearest: the files that belong to it"]  # fmt: skip
     wanted, packed = dict[str, tuple[int, ...]](), set[str]()
@@ -130,18 +130,18 @@ def _mismatches(
 
 
 def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) -> Params:
-    """Reads the weights of a folder onto shardings; dtypes are converted, rows of padding are zero.
+    """Reads the weights of a folder into sharded arrays; converts dtypes and fills padding rows with zeros.
 
     Args:
-      folder: opened; each process reads from its own disk, so call `refuse_differences` first.
+      folder: from `opened`; each process reads from its own disk, so call `refuse_differences` first.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
-      shows_bar: whether to draw a bar with bytes if standard error is a terminal.
+      shows_bar: whether to draw a progress bar in bytes if standard error is a terminal.
 
     Returns:
-      A pytree of jax.Array of the same structure.
+      A pytree of jax.Array with the same structure.
 
     Raises:
-      UserError: one line for each leaf that the folder does not have, or that has another shape there.
+      UserError: one line for each leaf that is missing in the folder or has another shape there.
     """
     table, size = {weight.path: weight for weight in folder.table}, names.sizes(folder.model.options)
     refuse_other_params(folder, abstract_params)
@@ -166,10 +166,10 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
 
 
 def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tensor_files.Stored]:
-    """Returns name -> tensor for a task's own weights: a name is a path, with `.` or `/` between its parts.
+    """Returns name -> tensor for the weights of a custom task: a name is the path, its parts joined by `.` or `/`.
 
     Raises:
-      UserError: one line for all names that are missing, one for those left over, and one for those of another shape.
+      UserError: one line for all missing names, one for all superfluous names, and one for all wrong shapes.
     """
     stored, problems = tensor_files.tensors(expanded(directory).absolute())
     tensors = {name.replace("/", "."): one for name, one in stored.items()}
@@ -187,7 +187,7 @@ def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tens
 
 
 def read_by_name(directory: str | Path, abstract_params: Params) -> Params:
-    """Reads a task's own weights onto shardings, see `by_name`; dtypes are converted."""
+    """Reads the weights of a custom task into sharded arrays, see `by_name`; converts dtypes."""
     tensors = tensor_files.opened(by_name(directory, abstract_params))
     not_finite, leaves = dict[str, None](), []
     for path, leaf in leaves_with_paths(abstract_params):
@@ -198,7 +198,7 @@ def read_by_name(directory: str | Path, abstract_params: Params) -> Params:
 
 
 def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
-    """Compares the paths and shapes of parameters with those of a folder; reads no tensor.
+    """Checks that parameters have the paths and shapes of a folder; reads no tensor.
 
     Raises:
       UserError: one line for each difference.
@@ -216,7 +216,7 @@ def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
             problems.append(f"{folder.directory}: {path}: {where}; allowed: the same weights; {fix}")
             continue
         got, allowed = list(given[path].shape), shapes[path]
-        # The vocabulary may be padded.
+        # The run may pad the vocabulary, so its dim may be larger than the file's.
         if len(got) != len(allowed) or any(
             have != want and not (want == options.vocab_size and have > want)
             for have, want in zip(got, allowed, strict=True)
@@ -226,7 +226,7 @@ def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
 
 
 def _by_index(leaf: jax.ShapeDtypeStruct) -> Mapping[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Returns (begin, end) of each dim -> the devices of this process that hold this shard."""
+    """Returns (begin, end) of each dim -> the devices of this process that store this shard."""
     shards = collections.defaultdict(list)
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         spans = tuple(part.indices(length)[:2] for part, length in zip(index, leaf.shape, strict=True))
@@ -235,7 +235,7 @@ def _by_index(leaf: jax.ShapeDtypeStruct) -> Mapping[tuple[tuple[int, int], ...]
 
 
 def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
-    """Returns the bytes of the different shards of a leaf on this process' devices."""
+    """Returns the bytes of the distinct shards of a leaf on this process's devices."""
     return sum(int(np.prod([end - begin for begin, end in spans])) * leaf.dtype.itemsize for spans in _by_index(leaf))
 
 
@@ -248,10 +248,11 @@ def array(
     names: Sequence[str] = (),
     not_finite: dict[str, None] | None = None,
 ) -> jax.Array:
-    """Returns a leaf; its leading dims are those of `stack`, and `views` has the tensor of each place in them.
+    """Builds the sharded array of a leaf from the tensors of its layers (and experts).
 
-    `advance` gets the bytes of each shard as it is read. `names` are those of the views; `not_finite` gets the names of
-    views with NaN or infinity in this leaf's dtype as keys; None: they are not looked for.
+    Its leading dims are `stack`, and `views` contains the tensor at each index of these dims, in row-major order.
+    `advance` is called with the bytes of each shard after it is read. `names` are the names of the views. The names of
+    views that have NaN or infinity in this leaf's dtype are added to `not_finite` as keys; None skips this check.
     """
     shards = []
     for spans, devices in _by_index(leaf).items():
@@ -260,11 +261,11 @@ def array(
         for slot in np.ndindex(*[end - begin for begin, end in outer]):
             place = [begin + number for (begin, _), number in zip(outer, slot, strict=True)]
             number = int(np.ravel_multi_index(place, stack)) if stack else 0
-            target = buffer[(*slot, ...)]  # a view, also of a buffer without dims
+            target = buffer[(*slot, ...)]  # `...` gives a view even if the buffer has no dims
             _fill(target, views[number][inner])
             if not_finite is not None and not tensor_files.has_only_finite(target):
                 not_finite[names[number]] = None
-        # A copy: on CPUs an array could otherwise share the buffer with one on another device.
+        # Force a copy: on CPU, arrays on several devices could otherwise share this buffer.
         shards += [jax.device_put(buffer, device, may_alias=False) for device in devices]
         jax.block_until_ready(shards[-len(devices) :])  # the buffer is free before the next one is made
         advance(buffer.nbytes)
@@ -272,5 +273,5 @@ def array(
 
 
 def _fill(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies `source` into the first rows of `target`: rows after it pad the vocabulary."""
+    """Copies `source` into the first rows of `target`; the remaining rows pad the vocabulary."""
     target[tuple(slice(0, length) for length in source.shape)] = source

@@ -1,9 +1,9 @@
-"""Matrices in the format MXFP4, decoded where they are read.
+"""Decodes matrices in the format MXFP4 while they are read.
 
-A block is 32 numbers one after the other: 16 bytes of two numbers each, the lower four bits first (1 sign, 2 exponent
-and 1 mantissa bits), and a byte that is an exponent of 2 with a bias of 127 (255: not a number). Published by the Open
-Compute Project as Microscaling Formats 1.0 (2023). Files of gpt-oss have the bytes in `NAME_blocks` and the exponents
-in `NAME_scales`. bfloat16 has every such number below 2^128.
+A block encodes 32 consecutive numbers: 16 bytes with two 4-bit numbers each, the lower four bits first (1 sign, 2
+exponent and 1 mantissa bits), and one byte for a power of 2 with a bias of 127 (255: not a number). Source: Open
+Compute Project, Microscaling Formats 1.0 (2023). gpt-oss stores the 16 bytes in the tensor `NAME_blocks` and the
+exponents in `NAME_scales`. bfloat16 represents all of these numbers below 2^128 exactly.
 """
 
 import dataclasses
@@ -16,29 +16,29 @@ BYTES = 16
 BLOCKS, SCALES, DTYPE = "_blocks", "_scales", "U8"
 _BYTE = np.arange(256, dtype=np.uint8)
 _NUMBERS = np.stack([_BYTE & 15, _BYTE >> 4], axis=-1).view(jnp.float4_e2m1fn).astype(np.float32)
-_PAIRS = _NUMBERS.view(np.complex64)[:, 0]  # byte -> both numbers; one element is looked up faster than two
+_PAIRS = _NUMBERS.view(np.complex64)[:, 0]  # byte -> both numbers as one element, since one look-up is faster than two
 
 
 def shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns name -> shape of the two uint8 tensors that hold one of `shape`, whose last dim is that of blocks."""
+    """Returns the shapes of the two uint8 tensors (blocks, scales) that encode a tensor blocked along its last dim."""
     blocks = (*shape[:-1], -(-shape[-1] // BLOCK))
     return {f"{name}{BLOCKS}": (*blocks, BYTES), f"{name}{SCALES}": blocks}
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A matrix [rows, columns] whose columns are cut into blocks; indexing decodes the part that is asked for.
+    """A matrix [rows, columns] with blocks along the rows; indexing decodes only the requested part.
 
     Attributes:
       numbers: uint8 [blocks, columns, 16], a view of a file.
-      exponents: uint8 [blocks, columns], likewise.
+      exponents: uint8 [blocks, columns], a view of a file.
     """
 
     numbers: np.ndarray
     exponents: np.ndarray
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Returns float32 [rows, columns] of two slices that have begin and end."""
+        """Returns float32 [rows, columns] for two slices with explicit begin and end."""
         rows, columns = part
         first = rows.start // BLOCK
         blocks = slice(first, -(-rows.stop // BLOCK))

@@ -1,14 +1,16 @@
-"""Name tables: which tensors of a Hugging Face model hold the decoder's weights, and how their dims are arranged.
+"""Tables of tensor names: which tensors of a Hugging Face model contain the decoder's weights, and in which layout.
 
-A layout lists dims: D embed dim, N query heads, G key and value heads, H head dim, F mlp dim, E experts, X expert dim,
-V vocabulary without padding, P learned positions. `(N H)` is one dim of a file in which both stand, N outermost. `3` is
-the dim of a file in which queries, keys and values stand side by side, `2` that of gates and what they multiply. `J`
-has the heads of queries, keys and values one after the other. Rotary pairs are halves of a head in both, so no head is
-permuted; those of latent attention are neighbours in both. Of that, Q is the latent of queries, R that of keys and
-values, A the same with the rotary channels beside it, B a head's key channels and values, W values. I is the mlp dim of
-layers before those with experts, S that of shared experts.
+A layout lists dims by letter: D embed dim, N query heads, G key and value heads, H head dim, F mlp dim, E experts, X
+expert dim, V vocabulary without padding, P learned positions. `(N H)` is one dim of a file that merges N and H, with N
+outermost. `3` is a dim of a file that stacks queries, keys and values; `2` stacks the gate and up projections. `J`
+concatenates the heads of queries, keys and values. I is the mlp dim of the dense layers before those with experts, and
+S is the dim of the shared experts.
 
-The names are those of the state dicts of the package transformers (Wolf et al. 2020).
+For latent attention, Q is the query latent, R the latent of keys and values, A is R plus the rotary channels, B is a
+head's key channels plus its values, and W is the value dim of a head. Both sides pair rotary channels in the same way
+(the two halves of a head; neighbors in latent attention), so no head is permuted.
+
+The names are the state dict keys of the package transformers (Wolf et al. 2020).
 """
 
 import collections
@@ -22,22 +24,22 @@ import numpy as np
 from meshtrain.hf import mxfp4
 from meshtrain.models.transformer.decoder import DecoderOptions
 
-_GPT2_PREFIX = "transformer."  # old files lack it
+_GPT2_PREFIX = "transformer."  # missing in old files
 _SIDE_BY_SIDE = {"3": 3, "2": 2}
 _JOINT, _HEADS_OF = "J", ("N", "G", "G")  # the heads of each part of J
 _FIRST = "first_layers"
 
 
 class Weight(NamedTuple):
-    """One of the decoder's weights, and where a Hugging Face model has it.
+    """A weight of the decoder, and its tensor in a Hugging Face model.
 
     Attributes:
-      path: of our leaf, without `params/`.
-      name: of the tensor; a first `{}` stands for the layer's index, a second one for the expert's.
-      layout: of our leaf, without the dims that stack layers and experts with a tensor of their own.
+      path: the path of our leaf, without `params/`.
+      name: the name of the tensor; the first `{}` is replaced by the index of the layer, the second by the expert's.
+      layout: the dims of our leaf, without the leading dims that stack the tensors of layers and experts.
       stored: the layout of the tensor.
-      part: index into the dim `3` or `2` of `stored`, or which heads of `J` these are.
-      is_packed: whether the last dim of `stored` is in blocks of MXFP4; E is then the first of both layouts.
+      part: index into the dim `3` or `2` of `stored`, or into the parts of `J`.
+      is_packed: whether the last dim of `stored` is in blocks of MXFP4; E is then the first dim of both layouts.
     """
 
     path: str
@@ -49,15 +51,15 @@ class Weight(NamedTuple):
 
     @property
     def stacks(self) -> str:
-        """The leading dims of our leaf that are not in `layout`: L stacks layers, E experts.
+        """The leading dims of our leaf that are missing in `layout`: L stacks layers, E stacks experts.
 
-        K stacks the layers before those that are alike.
+        K stacks the dense layers before the repeated layers.
         """
         return ("KE" if self.path.startswith(_FIRST) else "LE")[: self.name.count("{}")]
 
     @property
     def letters(self) -> list[str]:
-        """The dims of `stored`, with the own heads in the place of J."""
+        """The dims of `stored`, with J replaced by the heads of this part."""
         return [_HEADS_OF[self.part] if letter == _JOINT else letter for letter in re.findall(r"\w", self.stored)]
 
 
@@ -108,7 +110,7 @@ _QWEN3_MOE = (
     Weight("layers/experts/up", "model.layers.{}.mlp.experts.{}.up_proj.weight", "D X", "X D"),
     Weight("layers/experts/down", "model.layers.{}.mlp.experts.{}.down_proj.weight", "X D", "D X"),
 )
-# One tensor for all experts of a layer: what newer versions of transformers have in memory, and some files as well.
+# One tensor for all experts of a layer: the layout of newer transformers versions in memory, and of some files.
 _FUSED = (
     Weight("layers/experts/router", "model.layers.{}.mlp.gate.weight", "D E", "E D"),
     Weight("layers/experts/gate", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (2 X) D", 0),
@@ -127,20 +129,20 @@ _GPT_OSS = (
     Weight("layers/experts/down", "model.layers.{}.mlp.experts.down_proj", "E X D", "E X D"),
     Weight("layers/experts/down_bias", "model.layers.{}.mlp.experts.down_proj_bias", "E D", "E D"),
 )
-# The same matrices in 4 bits, the other way round.
+# The same matrices in 4 bits, transposed.
 _PACKED = (
     Weight("layers/experts/gate", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (X 2) D", 0, True),
     Weight("layers/experts/up", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (X 2) D", 1, True),
     Weight("layers/experts/down", "model.layers.{}.mlp.experts.down_proj", "E X D", "E D X", 0, True),
 )
-# The name of the norm before the mlp is that of another one where there are four norms.
+# In layers with four norms, "post_attention_layernorm" is not the norm before the mlp.
 _GEMMA2 = (
     *(row for row in _LLAMA if row.path != "layers/mlp_norm/scale"),
     Weight("layers/attention_post_norm/scale", "model.layers.{}.post_attention_layernorm.weight", "D", "D"),
     Weight("layers/mlp_norm/scale", "model.layers.{}.pre_feedforward_layernorm.weight", "D", "D"),
     Weight("layers/mlp_post_norm/scale", "model.layers.{}.post_feedforward_layernorm.weight", "D", "D"),
 )
-# Norms after attention and mlp alone.
+# Norms only after attention and mlp.
 _OLMO2 = tuple(row for row in _GEMMA2 if row.path not in ("layers/attention_norm/scale", "layers/mlp_norm/scale"))
 _PHI3 = (
     *(row for row in _LLAMA if row.path.rpartition("/")[2] not in ("query", "key", "value", "gate", "up")),
@@ -195,7 +197,7 @@ _OF_LATENT = (
     ("attention/output", "self_attn.o_proj.weight", "N W D", "D (N W)"),
     ("mlp_norm/scale", "post_attention_layernorm.weight", "D", "D"),
 )
-_WHOLE_QUERY = ("attention/query", "self_attn.q_proj.weight", "D N H", "(N H) D")  # without a latent of queries
+_WHOLE_QUERY = ("attention/query", "self_attn.q_proj.weight", "D N H", "(N H) D")  # if there is no query latent
 _DENSE = (
     ("mlp/gate", "mlp.gate_proj.weight", "D I", "I D"),
     ("mlp/up", "mlp.up_proj.weight", "D I", "I D"),
@@ -225,19 +227,19 @@ _TABLES = {
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
 }
-# Constants that old files store beside the weights: causal masks, rotary frequencies. The model computes them.
+# Constants that old files store in addition to the weights: causal masks, rotary frequencies. The model computes them.
 _CONSTANTS = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 )
 
 
-# Of files with a model of images: what stands before the names of the text, and the names of all else.
-_OF_TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefix -> what it replaces
+# In multimodal files: the prefix of the text model's names, and the pattern of all other names.
+_OF_TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefix -> the prefix it replaces
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 
 
 def _deepseek(options: DecoderOptions) -> list[Weight]:
-    """Returns the rows of latent attention, whose first layers have an mlp and all others experts."""
+    """Returns the rows of models with latent attention; the first layers have a dense mlp, the others experts."""
     attention = [row for row in _OF_LATENT if options.query_latent_dim or not row[0].startswith("attention/query")]
     attention += [] if options.query_latent_dim else [_WHOLE_QUERY]
     experts = [row for row in _OF_EXPERTS if options.shared_experts or "/shared/" not in row[0]]
@@ -252,7 +254,7 @@ def _deepseek(options: DecoderOptions) -> list[Weight]:
 
 
 def weights(family: str, options: DecoderOptions) -> list[Weight]:
-    """Returns a row for each weight of the decoder with these options; a family is a key of `config.FAMILIES`."""
+    """Returns a row for each weight of the decoder with these options; a family is a key of `families.FAMILIES`."""
     if options.latent_dim:
         return [*_deepseek(options), *(() if options.tied_embeddings else (_HEAD,))]
     table = [*(_TABLES[family] if family in _TABLES else _LLAMA), *(() if options.tied_embeddings else (_HEAD,))]
@@ -264,25 +266,25 @@ def weights(family: str, options: DecoderOptions) -> list[Weight]:
 
 
 def table_and_head(family: str, options: DecoderOptions, names: Collection[str]) -> tuple[str, str]:
-    """Returns the names that the embedding table and a separate output head have in files with these tensor names."""
+    """Returns the tensor names of the embedding table and of a separate output head, given the names in the files."""
     untied = as_in_files(weights(family, dataclasses.replace(options, tied_embeddings=False)), names)
     name_of = {row.path: row.name for row in untied}
     return name_of["embedding/table"], name_of[_HEAD.path]
 
 
 def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]:
-    """Returns the table with the names and layouts that files use.
+    """Returns the table with the names and layouts that the files use.
 
-    Old files of GPT-2 have no prefix, some of experts have one tensor for all experts of a layer, some have these in 4
-    bits, and some with images have another prefix.
+    Files vary: old GPT-2 files have no prefix, some MoE files have one tensor for all experts of a layer, some have
+    these in 4 bits, and multimodal files have another prefix.
 
     Args:
       table: from `weights`.
-      names: of the tensors in the files, as keys.
+      names: the names of the tensors in the files.
     """
     fused = {row.path: row for row in _FUSED if row.name.format(0) in names}
     has_own = any(row.stacks == "LE" for row in table)
-    if len(fused) > 1 and has_own:  # files with a tensor for each expert may have the router's name as well
+    if len(fused) > 1 and has_own:  # files with a tensor for each expert may also have the router's name
         table = [fused[row.path] if row.path in fused else row for row in table]
     packed = {row.path: row for row in _PACKED if f"{row.name.format(0)}{mxfp4.BLOCKS}" in names}
     table = [packed[row.path] if row.path in packed else row for row in table]
@@ -295,21 +297,21 @@ def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]
 
 
 def is_of_images(name: str) -> bool:
-    """Returns whether a tensor belongs to a model of images beside that of text, which is left out."""
+    """Returns whether a tensor belongs to the image part of a multimodal model, which is not imported."""
     return _OF_IMAGES.fullmatch(name) is not None
 
 
 def is_ignored(name: str, options: DecoderOptions) -> bool:
-    """Returns whether a tensor without a row in the table is no weight of the text: a constant, a tied table's copy."""
+    """Returns whether a tensor without a table row is ignored: a constant, an image weight, a copy of a tied table."""
     is_copy = options.tied_embeddings and name.endswith(_HEAD.name)
     layer = re.match(r"model\.layers\.(\d+)\.", name) if options.latent_dim else None
     if layer and int(layer[1]) >= options.num_layers:
-        return True  # of the prediction of further tokens
+        return True  # layers for multi-token prediction
     return is_copy or is_of_images(name) or _CONSTANTS.fullmatch(name) is not None
 
 
 def sizes(options: DecoderOptions) -> dict[str, int]:
-    """Returns letter -> size for each dim of a layout and of a stack, the vocabulary without padding."""
+    """Returns letter -> size for each dim of a layout and of a stack; the vocabulary is without padding."""
     return {
         "K": options.num_dense,
         "L": options.num_repeated,
@@ -335,12 +337,12 @@ def sizes(options: DecoderOptions) -> dict[str, int]:
 
 
 def stack(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the leading dims of our leaf that stack tensors of a file; `size` is from `sizes`."""
+    """Returns the sizes of the leading dims of our leaf that stack tensors of a file; `size` is from `sizes`."""
     return tuple(size[letter] for letter in weight.stacks)
 
 
 def tensor_names(weight: Weight, size: Mapping[str, int]) -> list[str]:
-    """Returns the names of the tensors that hold a weight, the last dim of `stack` innermost.
+    """Returns the names of the tensors that contain a weight, in row-major order of `stack`.
 
     >>> tensor_names(Weight("x", "a.{}.b.{}", "D", "D"), {"K": 1, "L": 2, "E": 2})
     ['a.1.b.0', 'a.1.b.1', 'a.2.b.0', 'a.2.b.1']
@@ -349,13 +351,13 @@ def tensor_names(weight: Weight, size: Mapping[str, int]) -> list[str]:
 
 
 def tensor_name(weight: Weight, place: tuple[int, ...], size: Mapping[str, int]) -> str:
-    """Returns the name of the tensor at one place of `stack`; a file counts all layers together."""
+    """Returns the name of the tensor at one index of `stack`; a file numbers dense and repeated layers together."""
     first = size["K"] if weight.stacks.startswith("L") else 0
     return weight.name.format(*(index + first * (dim == 0) for dim, index in enumerate(place)))
 
 
 def by_tensor(table: Sequence[Weight]) -> list[list[Weight]]:
-    """Returns the rows of a table, those of one tensor together."""
+    """Groups the rows of a table by tensor."""
     rows = collections.defaultdict(list)
     for weight in table:
         rows[weight.name, weight.stacks].append(weight)
@@ -378,7 +380,7 @@ def stored_shape(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def tensor_shapes(weight: Weight, size: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Returns name -> shape of the tensors of a file that hold a weight, or other weights with it."""
+    """Returns name -> shape of the tensors that contain a weight; a tensor may also contain other weights."""
     shape, result = stored_shape(weight, size), dict[str, tuple[int, ...]]()
     for name in tensor_names(weight, size):
         result |= mxfp4.shapes(name, shape) if weight.is_packed else {name: shape}
@@ -388,20 +390,20 @@ def tensor_shapes(weight: Weight, size: Mapping[str, int]) -> dict[str, tuple[in
 def packed_as_ours(
     tensors: Mapping[str, np.ndarray], name: str, weight: Weight, size: Mapping[str, int]
 ) -> list[mxfp4.Packed]:
-    """Returns the matrix of each expert from a layer's two tensors in MXFP4: views, which read nothing."""
+    """Returns the matrix of each expert from a layer's two MXFP4 tensors; the matrices are views and read no data."""
     blocks, scales = tensors[f"{name}{mxfp4.BLOCKS}"], tensors[f"{name}{mxfp4.SCALES}"]
     of_blocks = {**size, weight.letters[-1]: scales.shape[-1]}
-    whole = blocks.view([("bytes", np.uint8, mxfp4.BYTES)])[..., 0]  # so that a block is one element
+    whole = blocks.view([("bytes", np.uint8, mxfp4.BYTES)])[..., 0]  # makes each block one element
     numbers, exponents = as_ours(whole, weight, of_blocks)["bytes"], as_ours(scales, weight, of_blocks)
     return [mxfp4.Packed(*expert) for expert in zip(numbers, exponents, strict=True)]
 
 
 def as_ours(tensor: np.ndarray, weight: Weight, size: Mapping[str, int]) -> np.ndarray:
-    """Returns a tensor of a file, of shape `stored_shape`, in our layout: a view, which reads nothing.
+    """Returns a tensor of a file in our layout; the result is a view and reads no data.
 
     Args:
-      tensor: a numpy array, contiguous.
-      weight: its row of the table.
+      tensor: a contiguous numpy array of shape `stored_shape`.
+      weight: the table row of the weight.
       size: from `sizes`.
     """
     of_file, letters = re.findall(r"\w", weight.stored), weight.letters
@@ -418,11 +420,11 @@ def as_ours(tensor: np.ndarray, weight: Weight, size: Mapping[str, int]) -> np.n
 
 
 def as_stored(leaves: Sequence[np.ndarray], rows: Sequence[Weight], size: Mapping[str, int]) -> np.ndarray:
-    """Returns the tensor of a file from the weights that it holds; the inverse of `as_ours`.
+    """Returns the tensor of a file from the weights that it contains; the inverse of `as_ours`.
 
     Args:
-      leaves: numpy arrays in our layout, without the dims of `stack`, and with a vocabulary that may be padded.
-      rows: their rows of the table, all with one name, by `part`.
+      leaves: numpy arrays in our layout, without the dims of `stack`; the vocabulary may be padded.
+      rows: their table rows, all with the same tensor name, ordered by `part`.
       size: from `sizes`.
     """
     letters, parts = re.findall(r"\w", rows[0].stored), []

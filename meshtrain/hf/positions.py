@@ -1,6 +1,6 @@
-"""Rotary positions and windows of a config.json: of all layers alike, or in turns (Gemma 2 and 3, OLMo 3, SmolLM 3).
+"""Reads RoPE and windows of a config.json: equal in all layers, or alternating (Gemma 2, 3, OLMo 3, SmolLM 3).
 
-The rules are those of the configuration classes of the package transformers (Wolf et al. 2020).
+The rules follow the configuration classes of the package transformers (Wolf et al. 2020).
 """
 
 from collections.abc import Mapping
@@ -45,31 +45,32 @@ WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 WINDOWED, FULL = "sliding_attention", "full_attention"
 GEMMA3, OLMO3, SMOLLM3, DEEPSEEK = "gemma3_text", "olmo3", "smollm3", "deepseek_v3"
-# By how much whole queries and keys grow with YaRN in DeepSeek's files: by as much as `rope_attention` of 0 says.
+# DeepSeek's YaRN keys for the growth of queries and keys; these values equal `rope_attention` of 0.
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
-IN_HALVES = (GEMMA3, OLMO3)  # with rotary positions for layers with a window, and others for those without
+IN_HALVES = (GEMMA3, OLMO3)  # separate RoPE settings for layers with and without a window
 LOCAL_BASE = "rope_local_base_freq"
-# Every how many layers one has no window, where no key says it.
+# Every nth layer has no window: n for families whose config.json does not state it.
 TURNS = {"gemma2": 2, GEMMA3: 6, OLMO3: 4, "gpt_oss": 2}
 UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
 _UNROTATED_EVERY = 4
-# Option of the decoder -> the key that states it.
+# Option of the decoder -> its key in config.json.
 KEYS = {name: key for each in (_ROPE_KEYS, *SCALINGS.values()) for key, name in each.items() if name}
 KEYS |= {"window": "sliding_window", "rope_local_base": LOCAL_BASE}
 
 
 def keys(kind: str) -> set[str]:
-    """Returns the keys that `rotary` and `windows` read, of a family."""
+    """Returns the keys that `rotary` and `windows` read for a family."""
     result = {"layer_types", *(WINDOW_KEYS[kind] if kind in WINDOW_KEYS else ())}
     result |= {"rope_theta", "rope_scaling", "rope_parameters"} if FAMILIES[kind].is_rotary else set()
     return result | ({LOCAL_BASE} if kind == GEMMA3 else set()) | ({*UNROTATED} if kind == SMOLLM3 else set())
 
 
 def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
-    """Returns the options of rotary positions, and one line for each problem with them.
+    """Returns the RoPE options, and one line for each problem with them.
 
-    In files of Gemma 3 and OLMo 3 `rope_parameters` has an object for layers with a window and one for those without.
-    In older files `rope_local_base_freq` is for those with a window, or the base is that of all layers (OLMo 3).
+    In files of Gemma 3 and OLMo 3, `rope_parameters` contains one object for layers with a window and one for layers
+    without. In older files of Gemma 3, `rope_local_base_freq` applies to layers with a window; in older files of OLMo 3
+    all layers have the same base.
 
     Args:
       given: the JSON object.
@@ -102,7 +103,7 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
 
 
 def _of_latent(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
-    """Returns the options of DeepSeek's rotary positions, where YaRN has keys of its own in place of a factor."""
+    """Returns the RoPE options of DeepSeek, whose YaRN has its own keys instead of `attention_factor`."""
     plain, problems = dict(given), list[str]()
     for key in ("rope_scaling", "rope_parameters"):
         inner = given.get(key)
@@ -116,7 +117,7 @@ def _of_latent(given: Mapping[str, Json], family: Family) -> tuple[Values, list[
 
 
 def _unrotated(given: Mapping[str, Json]) -> tuple[Values, list[str]]:
-    """Returns `unrotated_every`, by the list of layers (1: it is rotated), otherwise by the length of a turn."""
+    """Returns `unrotated_every`, from the list of layers (1: with RoPE) or, if it is absent, from the interval."""
     layers, every = (given.get(key) for key in UNROTATED)
     if layers is None:
         fields, problems = dict[str, Value](), list[str]()
@@ -124,7 +125,7 @@ def _unrotated(given: Mapping[str, Json]) -> tuple[Values, list[str]]:
         return fields, problems
     every = layers.index(0) + 1 if isinstance(layers, list) and 0 in layers else 0
     num_layers = given.get("num_hidden_layers")
-    # Lengths first: of a foreign number of layers no list is made.
+    # Compare lengths first: a corrupt layer count must not create a huge list.
     if isinstance(num_layers, int) and (not _has_length(layers, num_layers) or layers != rotated(num_layers, every)):
         return {}, [refusal(UNROTATED[0], layers, f"{num_layers} layers, of which every nth is 0 and the others are 1")]
     return {"unrotated_every": every}, []
@@ -135,14 +136,14 @@ def _has_length(layers: Json, num_layers: int) -> bool:
 
 
 def rotated(num_layers: int, every: int) -> list[Json]:
-    """Returns 1 for each layer, and 0 where each `every`th has no rotary positions; 0: all have them."""
+    """Returns 1 for each layer with RoPE and 0 for every `every`th layer, which has none; 0: all have RoPE."""
     return [int(not every or layer % every != 0) for layer in range(1, num_layers + 1)]
 
 
 def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
-    """Returns the options of rotary positions, and one line for each problem with them.
+    """Returns the RoPE options, and one line for each problem with them.
 
-    Newer files have `rope_parameters`, older ones `rope_theta` and `rope_scaling`; some have both, with equal values.
+    Newer files have `rope_parameters`, older files `rope_theta` and `rope_scaling`; some have both, with equal values.
     """
     if not family.is_rotary:
         return {}, []
@@ -187,7 +188,7 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]
 
 
 def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
-    """Returns the options of windows, and one line for each problem with them.
+    """Returns the window options, and one line for each problem with them.
 
     Args:
       given: the JSON object.
@@ -198,7 +199,7 @@ def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     own = WINDOW_KEYS[kind] if kind in WINDOW_KEYS else ()
     fields, problems = _alike(given, kind) if own else ({}, [])
     types = None if "layer_types" in own else given.get("layer_types")
-    # Of families whose layers are alike, transformers reads `sliding_window` alone.
+    # If all layers of a family are equal, transformers reads only `sliding_window`.
     kinds = {*map(str, types)} if isinstance(types, list) else {str(types)}
     if types is not None and kinds not in ({FULL}, {WINDOWED if fields else FULL}):
         problems.append(refusal("layer_types", types, f"{FULL} in all layers"))
@@ -206,12 +207,12 @@ def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
 
 
 def turns(num_layers: int, every: int) -> list[str]:
-    """Returns the kind of each layer where each `every`th has no window; 0: all have one."""
+    """Returns the kind of each layer if every `every`th layer has no window; `every` of 0: all layers have a window."""
     return [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, num_layers + 1)]
 
 
 def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
-    """Returns `window` and `global_every`, the length of a turn: by `layer_types`, otherwise by a pattern's length."""
+    """Returns `window` and `global_every`, the period: from `layer_types`, or else from the pattern's length."""
     num_layers, window, types = (given.get(key) for key in ("num_hidden_layers", "sliding_window", "layer_types"))
     patterns = {key: given[key] for key in WINDOW_KEYS[kind] if key.endswith("_pattern") and given.get(key) is not None}
     key, every = next(iter(patterns.items()), ("", TURNS[kind]))
@@ -220,7 +221,7 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     elif any(value != every for value in patterns.values()) or type(every) is not int or every < 1:
         return {}, [refusal(key, every, f"one whole number, at least 1, in each of {', '.join(patterns)}")]
     if not isinstance(num_layers, int):
-        return {}, []  # another line names it
+        return {}, []  # reported by another check
     if types is not None and (not _has_length(types, num_layers) or types != turns(num_layers, every)):
         return {}, [refusal("layer_types", types, f"{num_layers} layers, of which every nth is {FULL}")]
     if every == 1:
@@ -234,7 +235,7 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
 
 
 def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
-    """Returns the option `window`, and one line if some layers have a window and others have none."""
+    """Returns the option `window`, and one line if only some of the layers have a window."""
     window, types, absent = given.get("sliding_window"), None, FAMILIES[kind].absent
     if "sliding_window" not in given and "sliding_window" in absent:
         window = absent["sliding_window"]
@@ -255,11 +256,11 @@ def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
 
 
 def _windowed_layers(given: Mapping[str, Json], window: Json) -> set[str]:
-    """Returns the kinds of layers: those of `layer_types`, otherwise a window from layer `max_window_layers` on."""
+    """Returns the set of layer kinds: from `layer_types`, otherwise windowed from layer `max_window_layers` on."""
     types, first, num_layers = (given.get(key) for key in ("layer_types", "max_window_layers", "num_hidden_layers"))
     if types is not None:
         is_list = isinstance(types, list) and all(isinstance(one, str) for one in types)
-        return set(types) if is_list else {"", str(types)}  # of two kinds: no list that the decoder has
+        return set(types) if is_list else {"", str(types)}  # two kinds, so that the caller rejects the list
     if window is None or not isinstance(first, int) or not isinstance(num_layers, int) or first >= num_layers:
         return {FULL}
     return {WINDOWED} if first <= 0 else {WINDOWED, FULL}

@@ -1,9 +1,9 @@
-"""The safetensors files of a folder: what their headers say, and each tensor as a view of its file.
+"""Reads the headers of a folder's safetensors files, and returns each tensor as a view of its file.
 
-A file is a length (uint64, little-endian), a JSON object name -> {dtype, shape, data_offsets}, and the bytes of the
-tensors without gaps; https://github.com/huggingface/safetensors describes it. The files come from strangers: its
-library compares headers with files, and all problems of all files are reported together. It copies what it reads;
-views of the mapped file take no memory.
+A file consists of a length (uint64, little-endian), a JSON object name -> {dtype, shape, data_offsets}, and the bytes
+of the tensors without gaps; see https://github.com/huggingface/safetensors. The files are not trusted: the safetensors
+library compares headers with files, and all problems of all files are reported together. Tensors are not read with this
+library, since it copies them; views of the mapped file need no memory.
 """
 
 import collections
@@ -28,26 +28,26 @@ ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 READABLE: Mapping[str, np.dtype] = {
     "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16),
 }  # fmt: skip
-_VIEWED = {**READABLE, mxfp4.DTYPE: np.dtype(np.uint8)}  # from which `mxfp4` makes numbers
+_VIEWED = {**READABLE, mxfp4.DTYPE: np.dtype(np.uint8)}  # decoded by `mxfp4`
 _PICKLES = re.compile(r".*\.(bin|pth|pt|ckpt)")
 _AGAIN = "nearest: download it again"
 _LENGTH_BYTES = 8
-_HASHED_BYTES = 4096  # of each tensor, to compare two copies of a folder
-_COMPARED_ROWS = 4096  # of two tensors at a time
+_HASHED_BYTES = 4096  # of each tensor, to compare the copies of a folder on several hosts
+_COMPARED_ROWS = 4096  # rows of two tensors that are compared at a time
 _SHARD = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.safetensors")
 _MOST_SHARDS = 10_000
-_CHECKED = 1 << 18  # numbers of a tensor at a time
-_NAMED = 3  # tensors in a warning
+_CHECKED = 1 << 18  # numbers of a tensor that are checked at a time
+_NAMED = 3  # tensors that a warning names
 
 
 class Stored(NamedTuple):
     """A tensor in a safetensors file.
 
     Attributes:
-      file: that holds it.
-      dtype: as the format names it; one of `READABLE` can be read, and `U8` where it holds numbers of 4 bits.
-      shape: of the tensor.
-      begin: its first byte, from the start of the file.
+      file: the path of its file.
+      dtype: the dtype in the format's notation; a key of `READABLE`, or `U8` for packed 4-bit numbers, can be read.
+      shape: its shape.
+      begin: offset of its first byte from the start of the file.
     """
 
     file: Path
@@ -57,12 +57,12 @@ class Stored(NamedTuple):
 
 
 def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
-    """Returns name -> tensor for all tensors of a folder, and a line for each problem of its files.
+    """Returns name -> tensor for all tensors of a folder, and one line for each problem of its files.
 
-    `model.safetensors` is read if it is there, otherwise the files of the index, otherwise all safetensors files.
+    Reads `model.safetensors` if it exists, otherwise the files of the index, otherwise all safetensors files.
 
     Args:
-      folder: that exists.
+      folder: an existing folder.
     """
     problems, placed = Problems(), dict[str, str]()
     if what_is_at(folder / ONE_FILE) != "nothing there":
@@ -93,7 +93,7 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
 
 
 def opened(stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
-    """Returns name -> tensor as a read-only view of its file, whose bytes are read where it is used."""
+    """Returns name -> tensor as a read-only view of its file; bytes are read from disk when they are used."""
     maps = {file: np.memmap(file, np.uint8, "r") for file in {one.file for one in stored.values()}}
     result = {}
     for name, one in stored.items():
@@ -102,9 +102,9 @@ def opened(stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
 
 
 def same_values(one: Stored, other: Stored) -> bool:
-    """Returns whether two tensors have equal shapes and values; tensors of a dtype that is not readable have not.
+    """Returns whether two tensors have equal shapes and values; False if a dtype is not readable.
 
-    It reads both in parts, once for each state of their files.
+    Reads both tensors in parts. The result is cached until a file changes.
     """
     return _same_values(one, other, one.file.stat().st_mtime_ns, other.file.stat().st_mtime_ns)
 
@@ -117,16 +117,16 @@ def _same_values(one: Stored, other: Stored, *mtimes_ns: int) -> bool:
     for begin in range(0, len(first), _COMPARED_ROWS):
         left, right = (array[begin : begin + _COMPARED_ROWS] for array in (first, second))
         has_equal_bytes = one.dtype == other.dtype and np.array_equal(left.view(np.uint8), right.view(np.uint8))
-        # In float32, which holds the values of all readable dtypes.
+        # float32 represents the values of all readable dtypes exactly.
         if not has_equal_bytes and not np.array_equal(left.astype("<f4"), right.astype("<f4"), equal_nan=True):
             return False
     return True
 
 
 def has_only_finite(numbers: np.ndarray) -> bool:
-    """Returns whether a contiguous array has neither NaN nor infinity, the only numbers with the largest exponent.
+    """Returns whether a contiguous array has neither NaN nor infinity: the only numbers with the largest exponent.
 
-    It looks at the bits of a part at a time, so it needs no memory for the whole array.
+    Examines the bits in parts, so it needs little extra memory.
     """
     if not jnp.issubdtype(numbers.dtype, jnp.floating):
         return True
@@ -145,7 +145,7 @@ def warn_not_finite(place: str | Path, tensors: Collection[str]) -> None:
 
 
 def content_hash(stored: Mapping[str, Stored]) -> str:
-    """Returns a hash of names, dtypes, shapes, and up to 4 KiB at the beginning of each tensor, hexadecimal."""
+    """Returns a hexadecimal hash of the names, dtypes, shapes and first 4 KiB of all tensors."""
     digest, files = hashlib.sha256(), dict[Path, BinaryIO]()
     with contextlib.ExitStack() as opened_files:
         for name, one in sorted(stored.items()):
@@ -157,7 +157,7 @@ def content_hash(stored: Mapping[str, Stored]) -> str:
 
 
 def unreadable(stored: Mapping[str, Stored], readable: Collection[str] = READABLE) -> list[str]:
-    """Returns one line for each tensor of another dtype than the readable ones."""
+    """Returns one line for each tensor whose dtype is not readable."""
     return [
         f"{one.file}: {name}: got dtype {one.dtype}; allowed: {', '.join(readable)}; nearest: the model before it was "
         "quantized"
@@ -175,7 +175,7 @@ def _no_files(folder: Path) -> str:
 
 
 def _missing_shards(folder: Path, files: Collection[str]) -> list[str]:
-    """Returns one line if files are missing, by names such as model-00001-of-00002.safetensors."""
+    """Returns one line if files are missing, judged by names such as model-00001-of-00002.safetensors."""
     parts = [match for match in map(_SHARD.fullmatch, files) if match]
     if not parts or not int(parts[0][2]) <= int(parts[0][3]) <= _MOST_SHARDS:
         return []
@@ -190,7 +190,7 @@ def _missing_shards(folder: Path, files: Collection[str]) -> list[str]:
 
 
 def _index(folder: Path, problems: Problems) -> dict[str, str]:
-    """Returns name -> file of the index; '' where the entry is a problem."""
+    """Returns name -> file from the index; '' for an invalid entry."""
     path = folder / INDEX_FILE
     try:
         if (what := what_is_at(path)) != "a file":
@@ -220,12 +220,12 @@ def _index(folder: Path, problems: Problems) -> dict[str, str]:
 
 
 def _is_plain(file: str) -> bool:
-    """Returns whether a name can only be that of a file in the folder itself."""
+    """Returns whether a string is a plain file name, so that it cannot refer to a file outside of the folder."""
     return file not in ("", "..") and Path(file).name == file and not set(file) & {"\\", "\0"} and is_utf8(file)
 
 
 def _header(path: Path, problems: Problems) -> dict[str, Stored]:
-    """Returns name -> tensor of a file; none where the library refuses the header, or the file cannot be read."""
+    """Returns name -> tensor of a file; empty if the header is invalid or the file cannot be read."""
     result: dict[str, Stored] = {}
     try:
         if (what := what_is_at(path)) != "a file":
@@ -246,7 +246,7 @@ def _header(path: Path, problems: Problems) -> dict[str, Stored]:
 
 
 def _once(pairs: Sequence[tuple[str, Json]]) -> JsonObject:
-    """Returns an object; raises SafetensorError if a name stands twice in it: the library takes the last one."""
+    """Returns a JSON object; raises SafetensorError if a key occurs twice (the library would use the last value)."""
     counts = collections.Counter(name for name, _ in pairs)
     if len(counts) < len(pairs):
         raise SafetensorError(f"'{counts.most_common(1)[0][0]}' stands there twice")

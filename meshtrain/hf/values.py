@@ -1,4 +1,4 @@
-"""Values of a config.json in the types of the decoder's options, and the lines that refuse others."""
+"""Converts values of a config.json to the types of the decoder's options; formats errors about other values."""
 
 import typing
 
@@ -13,7 +13,7 @@ UNQUANTIZED = "nearest: the copy of this model that is not quantized, in bfloat1
 
 
 def take(fields: Values, problems: list[str], name: str, key: str, value: Json) -> None:
-    """Adds an option of the decoder to `fields`, or to `problems` the line about a key with a value of another type."""
+    """Adds an option of the decoder to `fields`; if the value has the wrong type, adds an error line to `problems`."""
     kind = typing.get_type_hints(DecoderOptions)[name]
     if value is None:
         problems.append(f"{key}: got nothing; allowed: {kind.__name__}; {PUBLISHED}")
@@ -25,11 +25,11 @@ def take(fields: Values, problems: list[str], name: str, key: str, value: Json) 
 
 
 def refusal(key: str, value: Json, allowed: str, near: str = NO_WAY) -> str:
-    """Returns the line about a key with a value for which the decoder has nothing."""
+    """Returns the error line about a key whose value the decoder does not support."""
     return f"{key}: got {shown(value)}; allowed: {allowed}; {near}"
 
 
 def shown(value: Json) -> str:
-    """Returns a value as text of at most 200 characters."""
+    """Returns a value as text, truncated to 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
