@@ -1,8 +1,8 @@
-r"""Which characters a regular expression of a tokenizer.json can match side by side, from its structure.
+r"""Analyzes whether a match of a tokenizer.json's regular expression can contain two given characters side by side.
 
-If no match contains x directly before y, every match that meets a boundary between x and y ends or begins there. Then
-the matches on either side do not depend on the other side, as long as the expression looks at nothing else: no anchor,
-no reference, and no lookaround except `(?!\S)`, the end of a run of blanks.
+Suppose that no match contains x directly before y. Then every match that touches a boundary between x and y starts or
+ends at this boundary. The matches on one side are independent of the text on the other side if the expression looks at
+nothing else: it has no anchor, no reference, and no lookaround except `(?!\S)`, which marks the end of a run of blanks.
 """
 
 import functools
@@ -15,22 +15,22 @@ from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
 _PROPERTY = re.compile(r"\\([pP])\{(\^?)([A-Z][a-z]?)\}|\\p([LMNPSZC])")
-_FIRST_PLACEHOLDER = 0xF0000  # private characters stand for properties while the expression is parsed
+_FIRST_PLACEHOLDER = 0xF0000  # private characters replace properties while the expression is parsed
 _UNSUPPORTED = re.compile(r"\\[hHRXGKkgyYzbB]|&&|\[\[|\(\?[<=P#]|\\[pP]\{(?!\^?[A-Z][a-z]?\})")
 _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT, ops.POSSESSIVE_REPEAT)
 
 
 class Unknown(Exception):
-    """The structure of the expression allows no conclusion."""
+    """Raised if the structure of the expression allows no conclusion."""
 
 
 class Facts(NamedTuple):
-    """Facts about an expression and two characters x and y, which may stand side by side in a text.
+    """Facts about an expression and two characters x and y that may be adjacent in a text.
 
     Attributes:
-      joins: a match may contain x directly before y, or depends on the character behind x.
-      matches_y: y alone is a match, whatever follows it.
-      meets: some part of the expression matches x or y.
+      joins: whether a match may contain x directly before y, or depends on the character after x.
+      matches_y: whether y by itself is a match, whatever follows it.
+      meets: whether some part of the expression matches x or y.
     """
 
     joins: bool
@@ -39,7 +39,12 @@ class Facts(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """Facts about a part: may match nothing, also without lookaround; may end with x, begin with y."""
+    """Facts about a part of an expression, for two adjacent characters x and y.
+
+    A part may match the empty string (`empty`), and may do so without any lookaround (`plainly_empty`). Its match may
+    end with x or begin with y, may contain x directly before y (`joins`), or may be just y (`alone`). `meets`: some
+    part matches x or y.
+    """
 
     empty: bool
     plainly_empty: bool
@@ -55,7 +60,7 @@ _NOTHING = _Node(True, True, False, False, False, False, False)
 
 @functools.cache
 def _parsed(pattern: str) -> tuple[Any, tuple[str, ...]]:
-    """Returns the parts of an expression, and the properties for which the placeholders in it stand."""
+    """Returns the parse tree of an expression, and the Unicode property that each placeholder in it replaces."""
     if _UNSUPPORTED.search(pattern):
         raise Unknown
     properties: list[str] = []
@@ -77,10 +82,10 @@ def _parsed(pattern: str) -> tuple[Any, tuple[str, ...]]:
 
 
 def facts(pattern: str, left: str, right: str) -> Facts:
-    """Returns facts about an expression and the characters x = `left` and y = `right`.
+    """Returns facts about an expression for the characters x = `left` and y = `right`.
 
     Raises:
-      Unknown: it has parts whose matches depend on more than the characters that they match.
+      Unknown: a match depends on more than the characters that it contains.
     """
     parts, properties = _parsed(pattern)
     node = _sequence(parts, left, right, properties, False)
@@ -126,7 +131,7 @@ def _part(part: Any, x: str, y: str, properties: Sequence[str], ignores_case: bo
             alone=node.alone and (least <= 1 or node.plainly_empty),
         )
     if kind is ops.ASSERT_NOT and _is_not_blank(value):
-        # Behind x it sees y, or the end of a piece that ends with x: the same only if y is blank.
+        # After x, the lookahead sees y, or the end of the text if the text is cut there. Both agree only if y is blank.
         return _NOTHING._replace(plainly_empty=False, begins=not y.isspace())
     if kind not in (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.ANY):
         raise Unknown
@@ -140,7 +145,7 @@ def _is_not_blank(value: Any) -> bool:
 
 
 def _matches(part: Any, one: str, properties: Sequence[str], ignores_case: bool) -> bool:
-    """Returns whether a part that matches one character matches `one`."""
+    """Returns whether a part that matches a single character matches the character `one`."""
     kind, value = part
     forms = {one, one.lower(), one.upper()} if ignores_case else {one}
     if kind is ops.ANY:
@@ -161,7 +166,7 @@ def _is_item(item: Any, one: str, properties: Sequence[str]) -> bool:
             raise Unknown
         return len(one) == 1 and bool(value[0] <= ord(one) <= value[1])
     if value in (ops.CATEGORY_WORD, ops.CATEGORY_NOT_WORD) and not one.isascii() and not one.isalpha():
-        raise Unknown  # programs differ in what a word is
+        raise Unknown  # regular expression libraries define word characters differently
     is_of = {
         ops.CATEGORY_SPACE: one.isspace(),
         ops.CATEGORY_DIGIT: one.isdecimal(),

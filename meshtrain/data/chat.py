@@ -1,6 +1,7 @@
-"""Fine-tuning data: lines or rows of files -> texts with their answers -> examples, packed by first fit.
+"""Fine-tuning data: reads lines or rows, writes their text, finds the answers, and packs them by first fit.
 
-Lines stay whole, and tokens of answers alone count as targets. `chat_lines.py` has the formats of lines.
+A line is never split over several examples, and only tokens of answers count as targets. `chat_lines.py` parses the
+formats of lines.
 
 Shapes: T sequence_length, N tokens of a line.
 """
@@ -33,10 +34,10 @@ class Written(NamedTuple):
     """The text of a line.
 
     Attributes:
-      text: prompt and completion, or what the chat template writes.
-      answers: where each answer begins and ends, in characters.
-      ends: whether the tokens before a text and the end token are added, the latter as part of the answer if there is
-        one; a template writes its own.
+      text: prompt and completion, or the output of the chat template.
+      answers: begin and end of each answer, in characters.
+      ends: whether the begin tokens and the end token are added around the text; the end token then belongs to the
+        answer, if there is an answer. False for a template, which writes its own tokens.
     """
 
     text: str
@@ -48,9 +49,9 @@ def read_lines(path: Place, problems: Problems) -> list[Line]:
     """Returns the lines of a file that are not empty.
 
     Args:
-      path: of lines or rows.
-      problems: gets a line for each kind of broken ones, or where the file cannot be read; reading ends once they are
-        enough.
+      path: a file of lines or rows.
+      problems: receives an error line for each kind of broken line, or if the file cannot be read. Reading stops once
+        `problems` is full.
     """
     result, num_marks = list[Line](), 0
     try:
@@ -82,15 +83,15 @@ def written(
     special: SpecialTokens = SpecialTokens({}),  # noqa: B008  frozen
     last_only: bool = False,
 ) -> list[Written]:
-    """Returns the text of each line, with the answers that are trained.
+    """Returns the text of each line with the positions of the answers to train on.
 
     Args:
       lines: of all files.
-      tokenizer: `data.tokenizer`, whose folder may bring the chat template.
-      template_file: `data.chat_template`; `` takes the folder's.
-      problems: gets a line for each conversation that the template does not take, and one where there is no template.
+      tokenizer: `data.tokenizer`; its folder may contain the chat template.
+      template_file: `data.chat_template`; `` uses the template of the folder.
+      problems: receives an error line for each conversation that the template rejects, and if the template is missing.
       special: the special tokens of the tokenizer.
-      last_only: whether only the last answer of a conversation is trained.
+      last_only: whether only the last answer of a conversation is trained on.
     """
     template: ChatTemplate | None = None
     try:
@@ -117,7 +118,7 @@ def written(
 
 
 def last_answer_counts(line: Line) -> bool:
-    """Returns whether the last answer of a conversation is trained."""
+    """Returns whether the last answer of a conversation is trained on."""
     answers = [
         counts for message, counts in zip(line.messages, line.learned, strict=True) if message["role"] == ASSISTANT
     ]
@@ -125,7 +126,7 @@ def last_answer_counts(line: Line) -> bool:
 
 
 def num_special(lines: Iterable[Line], special: SpecialTokens) -> int:
-    """Returns how many special tokens the prompts, completions and messages of lines contain."""
+    """Returns the number of special tokens in the prompts, completions and messages of lines."""
     return sum(special.count([*(line.pair or ()), *line.messages]) for line in lines)
 
 
@@ -135,7 +136,7 @@ class Tokens:
 
     Attributes:
       ids: unsigned [N].
-      counted: bool [N], whether a token is part of an answer.
+      counted: bool [N], True for tokens of an answer.
     """
 
     ids: np.ndarray
@@ -144,13 +145,13 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """Lines of at most T + 1 tokens as examples, and what became of the others.
+    """Lines packed into examples, with counts of the truncated and the dropped lines.
 
     Attributes:
-      examples: T tokens each.
+      examples: T tokens each; a line has at most T + 1 tokens.
       num_lines: lines in the examples.
-      num_truncated: how many of them have lost tokens.
-      num_dropped: lines that are left out, as no target of theirs would count.
+      num_truncated: how many of these lines were truncated.
+      num_dropped: lines that were dropped, because none of their targets would count.
     """
 
     examples: FirstFitExamples
@@ -164,11 +165,10 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
 
     Args:
       options: `path`, `tokenizer`, `chat_template`, `end_token`, `loss_on` and `validation_fraction`.
-      asked: by the run; its batch has an entry `weights`.
+      asked: the request of the run; its batch must have an entry `weights`.
 
     Raises:
-      UserError: one line for each broken line of a file; or the tokenizer or the task does not fit; or no answer is
-        left.
+      UserError: a line of a file is broken, the tokenizer or the task does not fit, or no answer remains.
     """
     if "weights" not in asked.batch:
         raise UserError(
@@ -205,7 +205,7 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
 def open_whole(
     options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, asked: Asked
 ) -> dict[str, FirstFitExamples]:
-    """Returns the path of each file -> its examples; see `corpus.open_whole`."""
+    """Returns the examples of each file, by its path; see `corpus.open_whole`."""
     examples, empty = dict[str, FirstFitExamples](), Problems()
     for path in files:
         lines = tokenized(tokenizer, lines_of(options, [path], tokenizer, asked.ids_below)[0])
@@ -225,10 +225,10 @@ def open_whole(
 def lines_of(
     options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[list[Written], str]:
-    """Returns the text of each line of some files, with the answers that are targets, and the special tokens in words.
+    """Returns the text of each line of some files with its answers, and a text that counts their special tokens.
 
     Raises:
-      UserError: a line for each one that is broken, and if the tokenizer has ids that the model does not have.
+      UserError: a line of a file is broken, or the tokenizer has ids outside the model's vocabulary.
     """
     problems, lines = Problems(vocabulary_problems(tokenizer, vocab_size)), []
     for path in files:
@@ -260,8 +260,9 @@ def in_spans(places: np.ndarray, spans: Spans) -> np.ndarray:
     """Returns which tokens have a character in a span, bool [N].
 
     Args:
-      places: int [N, 2], where each token begins and ends. One of blanks alone may be empty, at its end.
-      spans: of characters.
+      places: int [N, 2], begin and end of each token in characters. A token of blanks only may have an empty range at
+        its end.
+      spans: begin and end of each span, in characters.
     """
     begins, ends = places[:, 0], places[:, 1]
     is_inside = np.zeros(len(places), bool)
@@ -271,15 +272,15 @@ def in_spans(places: np.ndarray, spans: Spans) -> np.ndarray:
 
 
 def as_examples(lines: Sequence[Tokens], sequence_length: int, tokenizer: Tokenizer) -> Fitted:
-    """Returns lines as examples: too long ones are truncated, and those without a target that counts left out.
+    """Packs lines into examples: truncates lines that are too long, and drops lines without a target that counts.
 
-    A line gives N - 1 inputs and targets. One with N > T + 1 keeps the T + 1 tokens up to its last answer's end, so it
-    loses its beginning; a warning counts those that lose a part of an answer.
+    A line gives N - 1 inputs and targets. A line with N > T + 1 keeps the T + 1 tokens that end with its last answer,
+    so its first tokens are lost. If tokens of answers are lost, a warning counts these lines.
 
     Args:
       lines: any number.
       sequence_length: T.
-      tokenizer: of the lines.
+      tokenizer: encoded the lines.
     """
     kept, num_truncated, num_cut = list[Tokens](), 0, 0
     for line in lines:
@@ -291,7 +292,7 @@ def as_examples(lines: Sequence[Tokens], sequence_length: int, tokenizer: Tokeni
             line = Tokens(line.ids[place], line.counted[place])
         if line.counted[1:].any():
             counted = line.counted.copy()
-            counted[0] = False  # it is nothing's target
+            counted[0] = False  # the first token is never a target
             kept.append(Tokens(line.ids, counted))
             num_truncated += is_long
     if num_cut and peers.is_main_process():
@@ -306,7 +307,7 @@ def as_examples(lines: Sequence[Tokens], sequence_length: int, tokenizer: Tokeni
 
 
 def summary(fitted: Sequence[Fitted]) -> str:
-    """Returns what the examples of some splits or files hold, and what was lost, in words."""
+    """Returns a text that counts the lines, sequences and answer tokens of some splits or files, and the lost lines."""
     lines, rows = (" + ".join(f"{number:,}" for number in numbers) for numbers in (
         [one.num_lines for one in fitted], [len(one.examples) for one in fitted]))  # fmt: skip
     counted = [one.examples.counted for one in fitted if one.examples.counted is not None]
@@ -316,13 +317,13 @@ def summary(fitted: Sequence[Fitted]) -> str:
 
 
 def losses(fitted: Sequence[Fitted]) -> str:
-    """Returns in words how many lines were truncated, and how many dropped."""
+    """Returns a text that counts the truncated and the dropped lines."""
     truncated, dropped = sum(one.num_truncated for one in fitted), sum(one.num_dropped for one in fitted)
     return f"{truncated:,} lines truncated, {dropped:,} dropped without a token of an answer"
 
 
 def fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
-    """Returns a hexadecimal sha256 over the ids of lines, which of them count, and the splits."""
+    """Returns a hexadecimal sha256 over the ids of lines, their answer masks, and the splits."""
     digest = hashlib.sha256()
     for lines in splits:
         digest.update(f"{len(lines)}".encode())
@@ -334,5 +335,5 @@ def fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
 
 
 def _prompted(lines: Sequence[Written]) -> Written | None:
-    """Returns the first line with text before its first target, for the sample at the end of a run."""
+    """Returns the first line with text before its first answer; this text is the prompt of the sample after a run."""
     return next((line for line in lines if line.answers and line.answers[0][0]), None)

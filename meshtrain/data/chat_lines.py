@@ -1,8 +1,8 @@
-"""Rows of fine-tuning data: the fields of one line -> a prompt and its completion, or the messages of a conversation.
+"""Parses rows of fine-tuning data: the fields of a row become a prompt and its completion, or a conversation.
 
 A row has `messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `completion` (two texts, or TRL's two lists of
-messages), or `instruction` and `output` (Alpaca). Other fields are ignored, except for those that change what is
-trained in a format that people use: these take effect, or they are errors that name the field.
+messages), or `instruction` and `output` (Alpaca). Other fields are ignored, with an exception: fields by which a known
+format changes what is trained either take effect or raise an error that names the field.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -18,11 +18,11 @@ ALPACA = ("instruction", "output")
 MESSAGES, SHAREGPT = "messages", "conversations"
 ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT}  # of ShareGPT
 
-# Of a message: whether it is trained, 0 or 1. OpenAI, Mistral, Together; Axolotl; ms-swift.
+# Fields of a message, 0 or 1: whether it is trained on. OpenAI, Mistral, Together; Axolotl; ms-swift.
 SWITCHES = ("weight", "train", "training", "loss_weight", "loss", "loss_scale")
-INVERSE_SWITCHES = ("masked",)  # of torchtune: 1 is not trained
+INVERSE_SWITCHES = ("masked",)  # of torchtune: 1 excludes a message from training
 
-# Of a message, in formats whose meaning differs from program to program.
+# Fields of a message whose meaning differs from program to program.
 _OTHER_SWITCHES = ("mask", "loss_mask", "train_detail", "training_detail")
 # Fields of a row that rate answers -> their type, in formats of DPO, OpenAI, ms-swift, KTO and stepwise supervision.
 _RATINGS: Mapping[str, type] = {
@@ -32,14 +32,14 @@ _RATINGS: Mapping[str, type] = {
     "kto_tag": bool,
     "labels": list,
 }
-# Fields of a row that would change what is trained -> the values that describe what is trained here.
+# Fields of a row that would change what is trained -> the values that agree with this program's training.
 _ROW_SWITCHES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("weight", "loss_weight", "sample_weight", "example_weight", "train"), (1,)),
     **dict.fromkeys(("train_on_input", "train_on_inputs", "train_on_prompt"), (0,)),
     **dict.fromkeys(("mask", "loss_mask", "completion_mask", "assistant_mask", "assistant_masks"), ()),
     "chat_template_kwargs": (),
 }
-# Fields with content that no text has: beside the messages, and in a message.
+# Fields with content other than text: of a row, and of a message.
 _BESIDE = ("tools", "functions", "documents", "images", "videos", "audios", "image", "video", "audio", "history")
 _INSIDE = ("tool_calls", "function_call", "images", "videos", "audios", "image", "video", "audio")
 
@@ -55,7 +55,7 @@ class Line(NamedTuple):
       where: the file and the line, for errors.
       pair: a prompt and its completion, which are texts; None for messages.
       messages: of a conversation, with `role` and `content`.
-      learned: for each message, whether it is an answer that is trained.
+      learned: for each message, whether it is an answer to train on.
     """
 
     where: str
@@ -65,7 +65,11 @@ class Line(NamedTuple):
 
 
 def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
-    """Returns the fields of a line or row. Raises ValueError: what it got, and what is allowed."""
+    """Returns the fields of a line or row.
+
+    Raises:
+      ValueError: the row is not a JSON object; the message ends with `allowed`.
+    """
     try:
         fields = read_json(row) if isinstance(row, bytes) else row
     except ValueError as error:
@@ -76,7 +80,11 @@ def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
 
 
 def line_of(row: bytes | JsonObject, where: str) -> Line:
-    """Returns the content of a line or row. Raises ValueError: what it got, and what is allowed."""
+    """Returns the content of a line or row.
+
+    Raises:
+      ValueError: the row has no known form; the message states the value and the allowed ones.
+    """
     fields = fields_of(row, ALLOWED)
     _refuse_ratings(fields)
     given, num_before = _turns(fields)
@@ -98,7 +106,7 @@ def line_of(row: bytes | JsonObject, where: str) -> Line:
 
 
 def _turns(fields: JsonObject) -> tuple[Json, int]:
-    """Returns the messages of a row, not checked, and how many of them are a prompt; None for a pair of texts.
+    """Returns the messages of a row, unchecked, and how many of them form the prompt; None and 0 for a pair of texts.
 
     Raises:
       ValueError: the row has no known form.
@@ -130,7 +138,7 @@ def _system(fields: JsonObject) -> list[Json]:
 
 
 def _behind_system(fields: JsonObject, given: Json) -> Json:
-    """Returns messages behind the row's field `system`, if it has one."""
+    """Returns messages, preceded by the text of the row's field `system` if it has this field."""
     system = _system(fields)
     if (
         system
@@ -142,7 +150,7 @@ def _behind_system(fields: JsonObject, given: Json) -> Json:
 
 
 def _of_sharegpt(turn: Json) -> Json:
-    """Returns a turn of `from` and `value` as a message; any other turn as it is."""
+    """Returns a turn with `from` and `value` as a message; returns any other turn unchanged."""
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
     if (role := ROLES.get(str(turn["from"]))) is None:
@@ -153,7 +161,7 @@ def _of_sharegpt(turn: Json) -> Json:
 
 
 def refuse_ignored(fields: JsonObject) -> None:
-    """Raises ValueError for a field of a row that would change what is trained, and that nothing reads."""
+    """Raises ValueError for a field of a row that would change what is trained, but is not supported here."""
     for name, values in _ROW_SWITCHES.items():
         value = fields.get(name)
         if value is not None and value not in ("", [], {}) and not _is_in(value, values):
@@ -177,13 +185,14 @@ def _is_in(value: Json, values: Container[Json]) -> bool:
 
 
 def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
-    """Returns the messages of a conversation, and for each whether it is an answer that is trained.
+    """Returns the messages of a conversation, and for each whether it is an answer to train on.
 
-    Contents in parts of text become one text. The switches of a message decide whether it is trained, and are not
-    handed to the template.
+    A content that is a list of text parts is joined into one text. Fields that switch the training of a message are
+    evaluated here and not passed to the template.
 
     Raises:
-      ValueError: `given` is no list of messages, or a field would have no effect: what it got, and what is allowed.
+      ValueError: `given` is no list of messages, or a field would have no effect; the message states the allowed
+        values.
     """
     if not isinstance(given, list) or not given:
         raise ValueError(f"got {shown(given)} for 'messages'; allowed: a list like [{_A_MESSAGE}]")
@@ -208,10 +217,10 @@ def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
 
 
 def _is_switched_off(message: JsonObject, number: int) -> bool:
-    """Returns whether a switch of a message excludes it from training.
+    """Returns whether a field of a message excludes the message from training.
 
     Raises:
-      ValueError: a switch is not 0 or 1, or asks for the training of a message that is no answer.
+      ValueError: a switch is not 0 or 1, or requests training on a message that is no answer.
     """
     if other := [name for name in _OTHER_SWITCHES if message.get(name) is not None]:
         raise ValueError(f"got '{other[0]}' in message {number}; allowed: 'weight', 0 or 1, for a complete message")
@@ -226,7 +235,11 @@ def _is_switched_off(message: JsonObject, number: int) -> bool:
 
 
 def _text_of_part(part: Json) -> str:
-    """Returns the text of a part of a message. Raises ValueError: what it got, and what is allowed."""
+    """Returns the text of one part of a message's content.
+
+    Raises:
+      ValueError: the part is no text; the message states the allowed form.
+    """
     kind = part.get("type") if isinstance(part, dict) else part
     if not isinstance(part, dict) or kind != "text":
         raise ValueError(f"got a part of type {shown(kind)} in a message; allowed: parts of type text")

@@ -1,8 +1,8 @@
-"""Chat templates: the messages of a conversation -> its text, and which of its characters are answers.
+"""Chat templates: write the text of a conversation and find the characters of its answers.
 
-A template is Jinja source that comes with a tokenizer. The context, the filters and the tag `generation` are those of
-Hugging Face's chat templates (https://huggingface.co/docs/transformers/chat_templating). A template is code from a
-stranger, so it runs in Jinja's sandbox: it reaches no attribute of Python's own, no file and no module.
+A template is Jinja source that comes with a tokenizer. The context, the filters and the tag `generation` are those that
+Hugging Face defines for chat templates (https://huggingface.co/docs/transformers/chat_templating). A template is
+untrusted code, so it runs in Jinja's sandbox: it cannot reach Python's internal attributes, files or modules.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject, is_utf8, what_is_at
 
 ASSISTANT = "assistant"
-# Unicode keeps these two code points for a program's own use: no text that is exchanged has them.
+# Unicode reserves these two code points for internal use of programs, so valid texts do not contain them.
 BEGIN, END = "\ufdd0", "\ufdd1"
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -30,8 +30,8 @@ class ChatTemplate:
     Attributes:
       name: its file, for errors.
       marks_answers: whether it has the tag `{% generation %}` around answers.
-      render: (messages, whether the beginning of an answer follows) -> text, with `BEGIN` and `END` around what the tag
-        encloses. It raises ValueError where the template does not take the messages.
+      render: (messages, whether to append the start of an answer) -> text, with `BEGIN` and `END` around the content of
+        the tag. It raises ValueError if the template rejects the messages.
     """
 
     name: str
@@ -39,24 +39,24 @@ class ChatTemplate:
     render: Callable[[Sequence[Message], bool], str]
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Returns the text of a conversation that an answer is to continue.
+        """Returns the text of a conversation up to the start of the next answer.
 
         Raises:
-          ValueError: the template does not take these messages.
+          ValueError: the template rejects these messages.
         """
         return _cut(self.render(messages, True))[0]
 
     def written(self, messages: Sequence[Message], learned: Sequence[bool] | None = None) -> tuple[str, Spans]:
-        """Returns the text of a conversation, and where each answer begins and ends in it, in characters.
+        """Returns the text of a conversation, and begin and end of each answer in it, in characters.
 
-        Without the tag, an answer is what its message adds to the text of a prompt with the messages before it.
+        Without the tag, an answer is the text that its message adds to the prompt of the messages before it.
 
         Args:
           messages: of the conversation.
           learned: for each message, whether its answer is returned; None returns all answers.
 
         Raises:
-          ValueError: the template does not take these messages, or there is no telling its answers.
+          ValueError: the template rejects these messages, or their answers cannot be located.
         """
         text, spans = _cut(self.render(messages, False))
         counts = [learned is None or learned[index] for index, one in enumerate(messages) if one["role"] == ASSISTANT]
@@ -83,11 +83,11 @@ class ChatTemplate:
 
 
 def open_template(tokenizer: str, file: str) -> ChatTemplate:
-    """Returns the chat template of a tokenizer's folder, or of a file of its own.
+    """Returns the chat template in a separate file, or otherwise of a tokenizer's folder.
 
     Args:
-      tokenizer: `data.tokenizer`: the special tokens of its folder can be named in the template.
-      file: `data.chat_template`; `` takes the folder's.
+      tokenizer: `data.tokenizer`; the template may use the names of the special tokens in its folder.
+      file: `data.chat_template`; `` uses the template of the folder.
 
     Raises:
       UserError: there is no template, or it cannot be read or compiled.
@@ -108,7 +108,11 @@ def open_template(tokenizer: str, file: str) -> ChatTemplate:
 
 
 def template_text(file: str | Path) -> str:
-    """Returns the text of a template's file. Raises UserError: it cannot be read."""
+    """Returns the text of a template file.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -119,7 +123,10 @@ def template_text(file: str | Path) -> str:
 
 
 def _of_settings(content: JsonObject) -> str:
-    """Returns the template in a tokenizer_config.json; of several the one that is called `default`; `` without one."""
+    """Returns the template in a tokenizer_config.json; if there are several, the template called `default`.
+
+    `` without any.
+    """
     given = content["chat_template"] if "chat_template" in content else ""
     if isinstance(given, list):
         named = [one for one in given if isinstance(one, dict) and {"name", "template"} <= one.keys()]
@@ -128,7 +135,7 @@ def _of_settings(content: JsonObject) -> str:
 
 
 def file_problems(path: str) -> list[str]:
-    """Returns one line if `data.chat_template` names no file."""
+    """Returns an error line if `data.chat_template` names no file, otherwise []."""
     what = what_is_at(path)
     if not path or what == "a file":
         return []
@@ -140,24 +147,24 @@ def file_problems(path: str) -> list[str]:
 
 
 def compiled(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
-    """Returns a template that is ready to render.
+    """Compiles a template.
 
-    The day's date is not in the context (`strftime_now`): the text of a run's data must not change overnight.
+    The current date is not in the context (`strftime_now`): the text of a run's data must not change from day to day.
 
     Args:
       source: Jinja.
-      name: what the template is called in errors.
-      tokens: name -> text of special tokens, for the template.
+      name: the template's name in errors.
+      tokens: name -> text of special tokens, available in the template.
 
     Raises:
-      UserError: the source is no template.
+      UserError: the source is no valid template.
     """
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}`: an answer."""
+        """The tag `{% generation %} ... {% endgeneration %}`, which encloses an answer."""
 
         tags = {"generation"}  # noqa: RUF012  of the base class
 
@@ -174,7 +181,7 @@ def compiled(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
     environment.globals["raise_exception"] = _refuse
     try:
         template = environment.from_string(source)
-    except Exception as error:  # Python may refuse what Jinja compiles to
+    except Exception as error:  # Python may reject the code that Jinja generates
         raise UserError(
             f"data.chat_template: '{name}' is no template ({error}); allowed: Jinja, as in {TEMPLATE};"
             " nearest: data.chat_template=FILE"
@@ -184,7 +191,7 @@ def compiled(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
         given = {**tokens, "messages": list(messages), "tools": None, "documents": None}
         try:
             text = template.render(given, add_generation_prompt=wants_answer)
-        except Exception as error:  # a stranger's code raises anything
+        except Exception as error:  # untrusted code may raise any exception
             raise ValueError(f"got messages that {name} does not take ({type(error).__name__}: {error})") from error
         if not is_utf8(text):
             raise ValueError(f"got half of a surrogate pair from {name}; allowed: whole characters")
@@ -203,7 +210,7 @@ def _as_json(value: Json, ensure_ascii: bool = False, **options: Json) -> str:
 
 
 def _cut(marked: str) -> tuple[str, Spans]:
-    """Returns a text without `BEGIN` and `END`, and where they were.
+    """Removes `BEGIN` and `END` from a text; also returns the spans between them, in characters of the result.
 
     >>> _cut("a" + BEGIN + "bc" + END + "d")
     ('abcd', ((1, 3),))

@@ -1,4 +1,4 @@
-"""The sources of packed tokens: text, token files, fine-tuning data, synthetic data; and a bigram model of them.
+"""Sources of packed tokens: text, token files, fine-tuning data, synthetic data; and a bigram model as a baseline.
 
 Shapes: T sequence_length, V vocabulary.
 """
@@ -53,11 +53,11 @@ _STRENGTHS = tuple(2.0**power for power in range(-6, 13))
 
 @dataclasses.dataclass(frozen=True)
 class Corpus(Data):
-    """Data whose examples are packed tokens, of which a bigram model can count the pairs.
+    """A dataset of packed tokens, to which a bigram model can be fitted.
 
     An example has tokens, targets, segment_ids, positions (int32 [T]) and weights (float32 [T]). Validation examples
-    are from documents or tokens that `train` does not hold. The fingerprint is a hexadecimal sha256 over the ids and
-    the position of the split.
+    come from documents or tokens that are not in `train`. The fingerprint is a hexadecimal sha256 over the ids and the
+    position of the split.
     """
 
     train: Examples
@@ -69,10 +69,10 @@ def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
 
     Args:
       options: as for training.
-      vocab_size: the model's, which is also that of synthetic data.
+      vocab_size: the model's vocabulary size; also the vocabulary of synthetic data.
 
     Raises:
-      UserError: a file that it needs is missing or wrong.
+      UserError: a file of the tokenizer is missing or invalid.
     """
     if options.source == "synthetic":
         return number_tokenizer(vocab_size)
@@ -88,10 +88,10 @@ def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
 
 
 def vocabulary_of(options: DataOptions) -> int:
-    """Returns the vocabulary size of a source; for synthetic data, which has any, 257 as for bytes.
+    """Returns the vocabulary size of a source; 257 (as for bytes) for synthetic data, which can have any.
 
     Raises:
-      UserError: the tokenizer or the description of the tokens is missing or wrong.
+      UserError: the tokenizer or the description of the token files is missing or invalid.
     """
     if options.source == "tokens":
         return read_sidecar(_first_file(options)).vocab_size
@@ -106,7 +106,7 @@ def _first_file(options: DataOptions) -> Path:
 
 
 def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
-    """Returns the ids of documents end to end, each followed by the end id."""
+    """Returns a stream of the documents' ids, each document followed by the end id."""
     pieces: list[np.ndarray] = []
     end = np.asarray([tokenizer.end_id], tokenizer.dtype)
     documents = tokenizer.encode_documents(texts)
@@ -120,7 +120,7 @@ def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
     """Returns the documents of each file.
 
     Raises:
-      UserError: a line for each file, or line of one, that holds none.
+      UserError: a file, or a line of a file, contains no document; one error line for each.
     """
     problems, texts = Problems(), list[list[str]]()
     for path in files:
@@ -134,12 +134,11 @@ def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
 def _text_streams(
     options: DataOptions, files: Sequence[Place], tokenizer: Tokenizer
 ) -> tuple[TokenStream, TokenStream, str]:
-    """Returns the streams of both splits, of each document by a hash, or one stream of few documents cut in two.
+    """Returns the training and the validation stream of documents, and a text that counts their special tokens.
 
-    The third result says how many special tokens the documents contain, see `SpecialTokens.counted`.
-
-    The hash is of a document's content, which keeps its split when its file is renamed or copied; of the standard
-    library's, it is of the path.
+    Documents are assigned to a split by a hash of their content, so a document keeps its split if its file is renamed
+    or copied. For the standard library, the hash is of the path. If there are few documents, one stream is cut at a
+    position instead.
     """
     if options.source == "python":
         documents = standard_library()
@@ -156,7 +155,7 @@ def _text_streams(
 
 
 def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, TokenStream]:
-    """Splits a stream at one position; the part after it is for validation."""
+    """Splits a stream at one position; the second part is for validation."""
     place = len(stream) - int(len(stream) * validation_fraction)
     return stream.cut(0, place), stream.cut(place, len(stream))
 
@@ -177,7 +176,7 @@ def _streams(
     ids = hashlib.sha256()
     for part in (*train.parts, *validation.parts):
         ids.update(np.ascontiguousarray(part).data)
-    for stream in (train, validation):  # the same ids may be other documents
+    for stream in (train, validation):  # the same ids may form different documents
         ids.update(stream.inner_ends.astype("<i8").data)
     version = ".".join(str(number) for number in sys.version_info[:3])
     what = f"standard library of Python {version}" if options.source == "python" else f"text of {options.path}"
@@ -185,15 +184,15 @@ def _streams(
 
 
 def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
-    """Opens the data. Token files stay on disk; text is held as ids.
+    """Opens the data. Token files stay on disk; the ids of text are kept in memory.
 
     Args:
       options: of `python`, `text`, `tokens` or `synthetic` data; real data does not depend on the run's seed.
-      asked: by the run.
+      asked: the request of the run.
 
     Raises:
-      UserError: a line for each thing wrong with the data: missing, empty, unreadable, not UTF-8, ids past the
-        vocabulary, too little for one sequence.
+      UserError: an error line for each problem: the data are missing, empty, unreadable, not UTF-8, too short for one
+        sequence, or have ids outside the vocabulary.
     """
     files = checked_files(options)
     if options.source == "synthetic":
@@ -221,15 +220,15 @@ def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
 
 
 def open_parts(open_one: Callable[[DataOptions, Asked], Data], options: DataOptions, asked: Asked) -> Data:
-    """Opens the sources of `data.path` and the sets of `data.validation_path`, each as a source of its own.
+    """Opens each source of `data.path` and each validation set of `data.validation_path`, and combines them.
 
     Args:
       open_one: opens one source, such as `open_corpus`.
       options: of a source of packed tokens.
-      asked: by the run.
+      asked: the request of the run.
 
     Raises:
-      UserError: a line for each problem of each of them.
+      UserError: an error line for each problem of each source or set.
     """
     parts, problems = named_parts(options.path, options.validation_path)
     if problems and options.path:  # some sources read no files
@@ -252,7 +251,7 @@ def open_parts(open_one: Callable[[DataOptions, Asked], Data], options: DataOpti
 
 
 def _other_tokenizers(parts: Sequence[Part]) -> list[str]:
-    """Returns one line for each part whose token files another tokenizer wrote than those of the first."""
+    """Returns an error line for each part whose token files have another tokenizer than the first part's files."""
     files = [read_sidecar(part.files[0]) for part in parts]
     written = [tuple(getattr(file, name) for name in TOKENIZER_FIELDS) for file in files]
     return [
@@ -264,7 +263,7 @@ def _other_tokenizers(parts: Sequence[Part]) -> list[str]:
 
 
 def _joined(parts: Sequence[Part], opened: Sequence[Data]) -> Data:
-    """Returns the data of a run: a mixture of several sources, and several validation sets by their names."""
+    """Returns one dataset: the mixture of several sources, and the validation sets by their names."""
     named = [(part, typing.cast(Examples, data.train)) for part, data in zip(parts, opened, strict=True)]
     sources = {part.name: examples for part, examples in named if part.key == PATH}
     sets = {part.name: examples for part, examples in named if part.key != PATH}
@@ -308,18 +307,18 @@ def _synthetic(asked: Asked) -> Corpus:
 
 
 def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
-    """Returns the path of each file -> its examples, in which every token but a document's first is a target once.
+    """Returns the examples of each file, by its path; every token except a document's first is a target exactly once.
 
-    Of fine-tuning data, tokens of answers alone are targets; a warning says where lines were truncated or dropped.
-    Documents are packed whole into padded rows (`first_fit`), whatever `data.packing` says: windows of a stream would
-    leave out the tokens after the last whole window.
+    In fine-tuning data, only tokens of answers are targets; a warning counts truncated and dropped lines. Documents are
+    packed into padded rows (`first_fit`) regardless of `data.packing`, because windows of a stream would leave out the
+    tokens after the last complete window.
 
     Args:
       options: of a source of packed tokens that reads `path`.
-      asked: by the run.
+      asked: the request of the run.
 
     Raises:
-      UserError: a line for each thing wrong with the files, and for each file without a document of two tokens.
+      UserError: an error line for each problem of the files, and for each file without a document of two tokens.
     """
     files, vocab_size = checked_files(options), asked.ids_below
     tokenizer, texts = tokenizer_for(options, vocab_size), list[list[str]]()
@@ -360,7 +359,7 @@ SOURCES: Mapping[str, Source] = {
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticExamples:
-    """Example i counts up by a step of 1 .. 4, from a random start, modulo the vocabulary.
+    """Synthetic examples: example i counts up by a step of 1 .. 4, from a random start, modulo the vocabulary.
 
     One token in ten is replaced by a random one, so that even a perfect model has a positive loss. Each sequence has
     its own step: a model has to look at two tokens to predict the next one, which a bigram model cannot.
@@ -400,14 +399,14 @@ class SyntheticExamples:
         }
 
     def pairs(self) -> TokenPairs:
-        """Yields (token, target) for every position."""
+        """Yields (tokens, targets) of each example, int32 [T] each."""
         for index in range(len(self)):
             example = self[index]
             yield example["tokens"], example["targets"]
 
 
 def _count(pairs: TokenPairs) -> np.ndarray | None:
-    """Returns how often each token follows each other one, float64 [512, 512]; None if an id is above 511."""
+    """Returns how often each token follows another, float64 [512, 512], or None if an id is above 511."""
     counts = np.zeros(LARGEST_VOCAB * LARGEST_VOCAB)
     for tokens, targets in pairs:
         if max(tokens.max(initial=0), targets.max(initial=0)) >= LARGEST_VOCAB:
@@ -449,15 +448,16 @@ def _strength(counts: np.ndarray) -> float:
 def bigram_loss(train: Examples, validation: Examples, *, indices: Iterable[int] | None = None) -> float | None:
     """Returns the validation loss of a smoothed bigram model, in nats per token.
 
-    Counts and smoothing are fitted to the training tokens. The loss is taken over the tokens that an evaluation uses.
+    Counts and smoothing are fitted to the training tokens. The loss covers the same tokens as an evaluation of the
+    model.
 
     Args:
       train: examples to count in.
       validation: examples to score.
-      indices: which validation examples; None is all.
+      indices: the validation examples to score; None scores all.
 
     Returns:
-      The mean over the positions with weight 1; None for more than 512 ids, or without any such position.
+      The mean over the positions with weight 1; None for more than 512 ids, or without any position of weight 1.
     """
     counts = _count(itertools.islice(train.pairs(), _MOST_TRAIN_CHUNKS))
     asked = _count(validation.pairs() if indices is None else _scored(validation, indices))

@@ -1,11 +1,10 @@
-"""Global batches from examples. The index of a sample determines its example, on any mesh and number of processes.
+"""Builds global batches from examples. The index of a sample determines its example, on any mesh and process count.
 
 Shapes: B batch_size (global).
 
-Sample g of a run is row g % B of step g // B, and example `order[g % E]` of epoch g // E, where E is the number of
-examples and the order is drawn anew for each epoch. Of a mixture, the source of sample g depends on g and the weights,
-and each source has its own epochs. So the state of the data is one integer, the next sample index, B * step, and a
-resumed run replays no data.
+Sample g of a run is row g % B of step g // B. It is example `order[g % E]` of epoch g // E, for E examples; each epoch
+has a new random order. In a mixture, the source of sample g depends on g and the weights, and each source has separate
+epochs. So the state of the data is one integer, the next sample index B * step, and a resumed run does not repeat data.
 """
 
 import functools
@@ -24,25 +23,25 @@ from meshtrain.data.packing import Parts
 from meshtrain.errors import nearest, refuse
 
 _NUM_HASHED_SAMPLES, _LEAST_HASHED_SAMPLES = 1024, 64
-FromUser: TypeAlias = Any  # what a user's function returns, or a part of it, before it is checked
+FromUser: TypeAlias = Any  # the unchecked result of a user's function, or a part of the result
 # The abstract global batch: name -> shape [B, ...], dtype and sharding.
 Batch = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Shaped(Protocol):
-    """An entry of the global batch, with or without a sharding."""
+    """An entry of the global batch: an array or array type with a shape and a dtype; a sharding is optional."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[B, ...]."""
+        """The global shape, [B, ...]."""
 
     @property
     def dtype(self) -> DTypeLike:
-        """Of its elements."""
+        """The dtype of the elements."""
 
 
 class Examples(Protocol):
-    """Random access to examples: dicts of NumPy arrays, from several threads at once."""
+    """Numbered examples, each a dict of NumPy arrays; several threads may read them at once."""
 
     def __len__(self) -> int: ...
 
@@ -50,19 +49,19 @@ class Examples(Protocol):
 
 
 def next_sample(step: int, batch_size: int) -> int:
-    """Returns the whole state of the data before step `step`: the index of the next sample."""
+    """Returns the index of the next sample before step `step`, which is the complete state of the data."""
     return step * batch_size
 
 
 def sample_order(
     num_examples: int, *, seed: int | Sequence[int], shuffle: bool = True, num_epochs: int | None = None
 ) -> grain.MapDataset[int]:
-    """Returns which example each sample is, by the sample's index.
+    """Returns a Grain dataset that maps a sample's index to the number of its example.
 
     Args:
-      num_examples: how many examples an epoch has.
-      seed: of the shuffle, one or several of 0 .. 2**32 - 1; each epoch is shuffled differently.
-      shuffle: False keeps the examples' own order.
+      num_examples: number of examples in an epoch.
+      seed: of the shuffle: one or several integers of 0 .. 2**32 - 1; each epoch is shuffled differently.
+      shuffle: False keeps the order of the examples.
       num_epochs: None repeats forever.
     """
     order = grain.MapDataset.range(num_examples)
@@ -74,15 +73,16 @@ def sample_order(
 
 @functools.cache
 def turns(weights: tuple[int, ...]) -> np.ndarray:
-    """Returns which source each of sum(weights) samples in a row is from, int32 [sum(weights)].
+    """Returns the source of each of sum(weights) consecutive samples of a mixture, int32 [sum(weights)].
 
-    At every sample each source is less than one sample away from its share s: its sample n has a turn at one of the
-    places floor((n - 1) / s) <= place < ceil(n / s), and of the sources that may have one, that with the nearest end
-    has it. Source: Tijdeman, The chairman assignment problem, 1980. Grain's `MapDataset.mix` rounds weights, so that
-    7 : 3 becomes 233 : 100, and may be two samples off with three sources.
+    The number of samples that a source has contributed differs from its share s of all samples by less than one, at
+    every sample. Sample n of a source may be at any place with floor((n - 1) / s) <= place < ceil(n / s). Of all
+    sources that may come next, the source with the nearest upper end is chosen. Source: Tijdeman, The chairman
+    assignment problem, 1980. Grain's `MapDataset.mix` rounds weights, so that 7 : 3 becomes 233 : 100, and may deviate
+    by two samples with three sources.
 
     Args:
-      weights: whole numbers above 0 without a common divisor, so that the pattern is the shortest.
+      weights: positive integers without a common divisor, so that the pattern is as short as possible.
     """
     total, had, result = sum(weights), [0] * len(weights), list[int]()
     ends = [-(-total // weight) for weight in weights]
@@ -96,16 +96,19 @@ def turns(weights: tuple[int, ...]) -> np.ndarray:
 
 
 def drawn_of(weights: tuple[int, ...], num_samples: int) -> np.ndarray:
-    """Returns how many of the first samples of a mixture are from each source, int64 [sources]."""
+    """Returns how many of the first `num_samples` samples of a mixture come from each source, int64 [sources]."""
     periods, rest = divmod(num_samples, sum(weights))
     return periods * np.asarray(weights) + np.bincount(turns(weights)[:rest], minlength=len(weights))
 
 
 def mixed_order(mixture: Parts, *, seed: int) -> grain.MapDataset[int]:
-    """Returns which example of a mixture each sample is, forever; each source has an order and epochs of its own."""
+    """Returns a Grain dataset, without end, that maps a sample of a mixture to its example.
+
+    Each source is shuffled separately.
+    """
     sizes, pattern = [len(part) for part in mixture.parts.values()], turns(mixture.weights)
     orders = [sample_order(size, seed=(seed, source)) for source, size in enumerate(sizes)]
-    before = np.empty(len(pattern), np.int64)  # of the same source, in the pattern
+    before = np.empty(len(pattern), np.int64)  # number of earlier samples of the same source in the pattern
     for source, weight in enumerate(mixture.weights):
         before[pattern == source] = np.arange(weight)
 
@@ -120,14 +123,14 @@ def mixed_order(mixture: Parts, *, seed: int) -> grain.MapDataset[int]:
 def order_of(
     examples: Examples, *, seed: int, shuffle: bool = True, num_epochs: int | None = None
 ) -> grain.MapDataset[int]:
-    """Returns which example each sample of a run is, by the sample's index; for the arguments see `batches`."""
+    """Returns a Grain dataset that maps a sample of a run to its example; for the arguments see `batches`."""
     if isinstance(examples, Parts) and examples.weights:
         return mixed_order(examples, seed=seed)
     return sample_order(len(examples), seed=seed, shuffle=shuffle, num_epochs=num_epochs)
 
 
 def order_hash(examples: Examples, *, seed: int, first_sample: int) -> str:
-    """Returns a hash of which examples up to 1,024 samples are, hexadecimal."""
+    """Returns a hexadecimal hash of the example numbers of up to 1,024 samples, starting with `first_sample`."""
     order = order_of(examples, seed=seed)
     # Grain takes a millisecond for a sample of a small data set, whose epochs are short.
     count = min(_NUM_HASHED_SAMPLES, _LEAST_HASHED_SAMPLES + len(examples))
@@ -136,7 +139,10 @@ def order_hash(examples: Examples, *, seed: int, first_sample: int) -> str:
 
 
 def content_hash(examples: Examples) -> str:
-    """Returns a hash of the first, the middle and the last example, hexadecimal; `` if two reads of one differ."""
+    """Returns a hexadecimal hash of the first, middle and last example.
+
+    Returns `` if reading an example twice gives two results.
+    """
     digest = hashlib.sha256()
     for number in sorted({0, len(examples) // 2, len(examples) - 1} if len(examples) else ()):
         first, second = ([*map(_hashed, sorted(examples[number].items()))] for _ in range(2))
@@ -155,13 +161,13 @@ def _hashed(entry: tuple[str, np.ndarray]) -> tuple[str, str, str]:
 def example_problems(
     example: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], where: str
 ) -> list[str]:
-    """Returns one line for each entry of a batch that an example lacks, or has with another shape, dtype or range.
+    """Returns an error line for each batch entry that is missing in an example or has a wrong shape, dtype or range.
 
     Args:
-      example: name -> array without the batch's dim; entries that the batch does not have are ignored.
-      batch: the global batch: name -> something with its shape [B, ...] and dtype.
-      limits: name -> the number that the entry's integers have to be below (they have to be at least 0).
-      where: what the example is called in the lines.
+      example: name -> array without the batch dim; other entries than the batch's are ignored.
+      batch: the global batch: name -> an object with its shape [B, ...] and dtype.
+      limits: name -> the exclusive upper bound of the entry's integers (the lower bound is 0).
+      where: the name of the example in the error lines.
     """
     if not isinstance(example, Mapping):
         entries = ", ".join(f"'{name}': array" for name in batch)
@@ -193,13 +199,13 @@ def example_problems(
 
 
 def _furthest(array: np.ndarray) -> int:
-    """Returns the least element if it is negative, otherwise the greatest."""
+    """Returns the minimum if it is negative, otherwise the maximum."""
     least = int(array.min())
     return least if least < 0 else int(array.max())
 
 
 def _local_rows(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the rows of the batch that this process's devices hold, sorted, int64 [number of rows]."""
+    """Returns the batch rows stored on this process's devices, sorted, int64 [number of rows]."""
     held = np.zeros(shape[0], bool)
     for index in sharding.addressable_devices_indices_map(shape).values():
         assert index is not None
@@ -208,7 +214,7 @@ def _local_rows(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> np.n
 
 
 def _global_arrays(local: Mapping[str, np.ndarray], batch: Batch) -> dict[str, jax.Array]:
-    """Returns the global arrays [B, ...] of a batch from this process's rows of them."""
+    """Returns the global arrays [B, ...] of a batch, built from this process's rows."""
     return {
         name: jax.make_array_from_process_local_data(entry.sharding, local[name], entry.shape)
         for name, entry in batch.items()
@@ -223,10 +229,10 @@ def _local_batch(
     batch: Batch,
     limits: Mapping[str, int],
 ) -> dict[str, np.ndarray]:
-    """Returns this process's rows of one batch; rows after the last sample are zero, so of weight 0.
+    """Returns this process's rows of one batch; rows after the last sample are zero, so their weight is 0.
 
     Raises:
-      UserError: an example that does not fit the batch.
+      UserError: an example does not fit the batch.
     """
     samples = first_sample + rows
     local = {name: np.zeros((len(rows), *entry.shape[1:]), entry.dtype) for name, entry in batch.items()}
@@ -252,28 +258,28 @@ def batches(
     num_threads: int = 2,
     num_prefetch_batches: int = 4,
 ) -> Iterator[dict[str, jax.Array]]:
-    """Yields global batches from step `start_step` on; each process reads only the rows that its devices hold.
+    """Yields global batches from step `start_step` on; each process reads only the rows for its own devices.
 
-    Threads start to read at once. To end them before the iterator is exhausted, call its `.close()`.
+    Background threads start to read immediately. To stop them before the iterator is exhausted, call its `.close()`.
 
     Args:
-      examples: by number; each a dict of NumPy arrays that has the batch's entries, without its first dim.
-      batch: the abstract global batch over all processes, each entry [B, ...] with its sharding, which must split B
+      examples: numbered; each a dict of NumPy arrays with the batch's entries, without the batch dim.
+      batch: the abstract global batch over all processes: each entry [B, ...] with its sharding, which must split B
         evenly, and in the same way for all entries.
-      limits: name -> the number that the entry's integers have to be below.
+      limits: name -> the exclusive upper bound of the entry's integers.
       seed: determines the order of the examples.
-      start_step: how many batches came before.
-      end_step: how many batches there are with those, so that none is read ahead of the last; 0: all.
-      shuffle: False keeps the examples' own order.
-      num_epochs: None repeats forever. Otherwise the last batch is padded with rows of zeros, so of weight 0.
-      num_threads: threads that read ahead; 0: each batch is read when it is needed.
-      num_prefetch_batches: batches held ready, on the host.
+      start_step: number of batches before the first.
+      end_step: the step after the last batch, so that no later batch is read ahead; 0 for no end.
+      shuffle: False keeps the order of the examples.
+      num_epochs: None repeats forever. Otherwise the last batch is padded with rows of zeros, which have weight 0.
+      num_threads: threads that read ahead; 0 reads each batch when it is requested.
+      num_prefetch_batches: number of batches that are kept ready in host memory.
 
     Yields:
-      A dict of global arrays as `batch` says.
+      A dict of global arrays with the shapes, dtypes and shardings of `batch`.
 
     Raises:
-      UserError: an example does not fit the batch; raised when its batch is due.
+      UserError: an example does not fit the batch; raised when its batch is requested.
     """
     if not len(examples):
         return iter(())

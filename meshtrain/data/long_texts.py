@@ -1,8 +1,8 @@
-"""Places where a long text can be cut so that the ids of its pieces, one after another, are the ids of the text.
+"""Cuts a long text where tokenizing the pieces one by one gives the same ids as tokenizing the complete text.
 
 The package tokenizers needs about 170 bytes of memory for each byte of a text. A place between two characters is safe
 if no step of the tokenizer.json (added tokens, normalizer, pre-tokenizer, model) looks across it. This follows from the
-steps' definitions; a step that is not known here makes no place safe.
+definitions of the steps; if a step is unknown to this module, no place is safe.
 """
 
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PIECE_CHARACTERS = 1 << 16
 BATCH_CHARACTERS = 1 << 20
-MOST_CHARACTERS = 1 << 24  # of a piece, if there is no safe place before: 3 GB of memory
+MOST_CHARACTERS = 1 << 24  # in a piece without an earlier safe place: 3 GB of memory
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel
 _WORDS = r"\w+|[^\w\s]+"  # of Whitespace
 _ASCII = frozenset(string.printable[:95])
@@ -28,7 +28,7 @@ _JAMO = range(0x1160, 0x1200)  # compose with the syllable before them
 
 
 class _Place(NamedTuple):
-    """The characters beside a place, as a step of the tokenizer leaves them; and whether a word ends there."""
+    """The two characters around a place, as transformed by a tokenizer step so far; `is_split` if a word ends there."""
 
     left: str
     right: str
@@ -37,17 +37,17 @@ class _Place(NamedTuple):
 
 
 class _Unsafe(Exception):
-    """A step may look across the place."""
+    """Raised if a step may look across the place."""
 
 
 def batches(
     texts: Sequence[str], pieces_of: Callable[[str], Iterable[tuple[int, int]]]
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Yields pieces of texts, about `BATCH_CHARACTERS` at a time: the text's number, begin and end of the piece.
+    """Yields pieces of texts, about `BATCH_CHARACTERS` at a time, as (number of the text, begin, end).
 
     Args:
       texts: any number.
-      pieces_of: a long text -> where its pieces begin and end.
+      pieces_of: returns begin and end of each piece of a long text.
     """
     batch, size = list[tuple[int, int, int]](), 0
     for number, text in enumerate(texts):
@@ -63,21 +63,21 @@ def batches(
 
 
 class Cuts:
-    """Safe places of one tokenizer.json.
+    """Finds the safe places of one tokenizer.json.
 
     Args:
       description: the content of the tokenizer.json.
-      normalize: a text -> what the normalizer makes of it.
+      normalize: applies the normalizer to a text.
     """
 
     def __init__(self, description: JsonObject, normalize: Callable[[str], str]) -> None:
-        """Reads the steps; their facts about pairs of characters are computed when a text has them."""
+        """Reads the tokenizer's steps; facts about pairs of characters are computed on demand."""
         self._description, self._normalize = description, normalize
-        self._skips = dict[str, int | None]()  # two characters -> how many are left out at a place between them
+        self._skips = dict[str, int | None]()  # two characters -> how many are dropped between them; None: unsafe
         self._vocabulary_pairs: frozenset[str] | None = None
 
     def pieces(self, text: str, name: str) -> list[tuple[int, int]]:
-        """Returns where the pieces of a text begin and end; short texts are one piece.
+        """Returns begin and end of each piece of a text; short texts are one piece.
 
         Args:
           text: a document.
@@ -108,7 +108,7 @@ class Cuts:
         return self._skips[pair] is not None and not self._meets_added_token(text, place)
 
     def _meets_added_token(self, text: str, place: int) -> bool:
-        """Returns whether an added token may lie across or beside a place, in the text or in the normalized text."""
+        """Returns whether an added token may overlap or touch a place, in the text or in the normalized text."""
         for token in self._description["added_tokens"] or ():
             content = token["content"]
             around = text[max(place - len(content) - 1, 0) : place + len(content) + 2]
@@ -119,9 +119,12 @@ class Cuts:
         return False
 
     def _skipped(self, left: str, right: str) -> int | None:
-        """Returns how many characters the tokens leave out at a place between two characters; None: it is not safe."""
+        """Returns how many characters the tokenizer drops at a place between two characters.
+
+        None for an unsafe place.
+        """
         if any(not _is_simple(one) for one in (left, right)) or (left.isspace() and right.isspace()):
-            return None  # an added token may take a run of blanks beside it
+            return None  # an added token may absorb adjacent blanks
         try:
             place = _Place(left, right)
             for step in _steps(self._description["normalizer"], "normalizers"):
@@ -137,7 +140,7 @@ class Cuts:
         return 0
 
     def _is_apart(self, place: _Place) -> bool:
-        """Returns whether no token of a BPE contains both characters side by side: then no merge crosses the place."""
+        """Returns whether no BPE token contains both characters side by side, so that no merge crosses the place."""
         model = self._description["model"]
         is_plain = not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
         if model["type"] != "BPE" or not is_plain or not {place.left, place.right} <= model["vocab"].keys():
@@ -149,12 +152,15 @@ class Cuts:
 
 
 def cuts_of(loaded: "tokenizers.Tokenizer") -> Cuts:
-    """Returns the safe places of a `tokenizers.Tokenizer`."""
+    """Returns the `Cuts` of a `tokenizers.Tokenizer`."""
     return Cuts(json.loads(loaded.to_str()), loaded.normalizer.normalize_str if loaded.normalizer else str)
 
 
 def _is_simple(one: str) -> bool:
-    """Returns whether a character is assigned, and neither a mark nor a control character besides line breaks."""
+    """Returns whether a character is assigned and is neither a mark nor a control character.
+
+    Line breaks and tabs are simple.
+    """
     category = unicodedata.category(one)
     return one in "\n\r\t" or not (category[0] in "MC" or unicodedata.combining(one) or ord(one) in _JAMO)
 
@@ -166,7 +172,11 @@ def _steps(step: Json, names: str) -> Iterable[JsonObject]:
 
 
 def _normalized(step: JsonObject, place: _Place) -> _Place:
-    """Returns a place behind a step of the normalizer. Raises _Unsafe: the step may look across it."""
+    """Applies a step of the normalizer to a place.
+
+    Raises:
+      _Unsafe: the step may look across the place.
+    """
     kind, both = step["type"], (place.left, place.right)
     if kind in ("NFC", "NFD", "NFKC", "NFKD"):
         if unicodedata.normalize(kind, place.left + place.right) != place.left + place.right:
@@ -205,7 +215,11 @@ def _single(text: str) -> str:
 
 
 def _pre_tokenized(step: JsonObject, place: _Place) -> _Place:
-    """Returns a place behind a step of the pre-tokenizer. Raises _Unsafe: the step may look across it."""
+    """Applies a step of the pre-tokenizer to a place.
+
+    Raises:
+      _Unsafe: the step may look across the place.
+    """
     kind, both = step["type"], (place.left, place.right)
     is_blank, is_sign = any(one.isspace() for one in both), any(_is_punctuation(one) for one in both)
     if kind == "ByteLevel":
@@ -243,7 +257,7 @@ def _pre_tokenized(step: JsonObject, place: _Place) -> _Place:
 
 
 def _at_blank(step: JsonObject, place: _Place) -> _Place:
-    """Returns a place behind Metaspace, which writes blanks as `▁` and begins a word with each of them."""
+    """Applies Metaspace to a place: it writes blanks as `▁` and starts a new word with each of them."""
     mark = step["replacement"]
     left, right = (mark if one == " " else one for one in (place.left, place.right))
     if right != mark and step["prepend_scheme"] != "never":
@@ -252,7 +266,7 @@ def _at_blank(step: JsonObject, place: _Place) -> _Place:
 
 
 def _matched(pattern: str, behavior: str, place: _Place) -> _Place:
-    """Returns a place behind a step that splits at the matches of a regular expression."""
+    """Applies a step that splits at the matches of a regular expression to a place."""
     found = adjacent.facts(pattern, place.left, place.right)
     if not found.meets:
         return place
@@ -266,7 +280,7 @@ def _is_punctuation(one: str) -> bool:
 
 
 def _byte_characters() -> Sequence[str]:
-    """Returns the character as which ByteLevel writes each byte; source: GPT-2's encoder.py, bytes_to_unicode."""
+    """Returns the character by which ByteLevel represents each byte; source: GPT-2's encoder.py, bytes_to_unicode."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,7 +1,7 @@
 """Training data from a user's function, checked against the task's batch.
 
-`train(config, directory, make_task, make_data)`, or `config.data.source = "package.module:function"`: a function
-config -> `Data`, in plain Python or Grain.
+The function is an argument, `train(config, directory, make_task, make_data)`, or is named by `config.data.source =
+"package.module:function"`. It takes the config and returns a `Data`, in plain Python or Grain.
 """
 
 import dataclasses
@@ -12,23 +12,23 @@ from meshtrain.data.loader import Examples, FromUser, Shaped, example_problems
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problems, nearest, refuse
 
-Configuration: TypeAlias = Any  # `config.fields.Config`, of a room that stands above this one
+Configuration: TypeAlias = Any  # `config.fields.Config`; the package config imports this package
 MakeData = Callable[[Configuration], FromUser]
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """A user's examples. Any object with these attributes is accepted.
+    """A dataset: numbered training and validation examples. Any object with these attributes is accepted.
 
     Attributes:
-      train: examples by number (`len`, `[i]`), such as a list, a `grain.MapDataset`, or another class; each a dict of
-        NumPy arrays with the entries of `Task.batch` without the batch's dim. Several threads read them at once.
-      validation: likewise; () for none.
-      fingerprint: a text that differs where the data differ: a run is resumed on data of the same fingerprint only.
-      summary: one line for people.
-      text: encodes prompts and decodes what a model generates; None: the data are no text.
-      prompts: those of the sample that a run draws at its end; () for none, or for a task whose texts continue prompts.
-      are_templated: whether a chat template wrote the prompts, with the tokens before a text.
+      train: numbered examples (`len`, `[i]`), such as a list, a `grain.MapDataset`, or another class; each a dict of
+        NumPy arrays with the entries of `Task.batch` without the batch dim. Several threads read them at once.
+      validation: numbered examples as in `train`; () for none.
+      fingerprint: a text that differs if the data differ; a run resumes only on data with the same fingerprint.
+      summary: a one-line description for people.
+      text: the tokenizer, which encodes prompts and decodes generated ids; None: the data are no text.
+      prompts: for the texts that a run generates at its end; () for none, or for a task whose texts continue no prompt.
+      are_templated: whether a chat template wrote the prompts, including the tokens before a text.
     """
 
     train: Examples
@@ -41,17 +41,19 @@ class Data:
 
 
 def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], num_eval_batches: int) -> Data:
-    """Returns the result of a user's data function. All examples of a list are checked, otherwise the first.
+    """Checks the result of a user's data function and returns it as `Data`.
+
+    All examples of a list are checked; otherwise only the first example is.
 
     Args:
       given: `Data`, or an object with its attributes.
       batch: the entries of the global batch, each with shape [B, ...] and dtype.
-      limits: name -> the number that the entry's integers have to be below.
+      limits: name -> the exclusive upper bound of the entry's integers.
       num_eval_batches: batches of an evaluation, 0 for all.
 
     Raises:
-      UserError: one line for each attribute that is missing or wrong, for each entry that a checked example
-        lacks or has with another shape, dtype or range, and if an evaluation would count padding as examples.
+      UserError: one line for each missing or invalid attribute, for each batch entry that a checked example lacks or
+        has with another shape, dtype or range, and if an evaluation would count padding as examples.
     """
     problems = []
     for name, wanted in (("train", "examples by number"), ("fingerprint", "a text that is not empty")):
@@ -101,7 +103,7 @@ def _split_problems(
     if not len(examples):
         problem = f"data.{split}: got no example; allowed: at least one; nearest: one example"
         return [problem] if split == "train" else []
-    # To read all of a data set may take hours; a list is in memory.
+    # Reading a complete dataset may take hours; a list is already in memory.
     number = len(examples) if isinstance(examples, list | tuple) else 1
     problems = Problems()
     for index in range(number):
@@ -112,9 +114,9 @@ def _split_problems(
 
 
 def _uneven_evaluation(num_examples: int, batch: Mapping[str, Shaped], num_eval_batches: int) -> list[str]:
-    """Returns one line if an evaluation would count the padding of its last batch as examples.
+    """Returns an error line if an evaluation would count the padding of its last batch as examples.
 
-    The last batch is padded with zeros in every entry. With an entry `weights`, padding has weight 0.
+    The last batch is padded with zeros in every entry. If the batch has an entry `weights`, padding has weight 0.
     """
     batch_size = next(iter(batch.values())).shape[0]
     wanted = num_eval_batches * batch_size or num_examples

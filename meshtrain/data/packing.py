@@ -1,8 +1,8 @@
-"""Token streams cut or packed into examples of one length, with random access by number.
+"""Cuts or packs token streams into numbered examples of equal length.
 
 Shapes: T sequence_length, N tokens of a stream, P pieces of documents, R rows.
 
-An example is a dict of arrays [T]: tokens, targets, segment_ids, positions (int32) and weights (float32: 1 where the
+An example is a dict of arrays [T]: tokens, targets, segment_ids, positions (int32) and weights (float32: 1 if the
 target counts, else 0). Segment ids count from 1 within a row; 0 is padding. Positions count from 0 within a segment.
 """
 
@@ -21,14 +21,17 @@ _NUM_OPEN_ROWS = 64
 
 
 class Examples(Protocol):
-    """Random access to examples, and to the token pairs that they are scored on."""
+    """Numbered examples, and the token pairs on which they are scored."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Example: ...
 
     def pairs(self) -> TokenPairs:
-        """Yields (token, target) int arrays of equal length: every position with weight 1, once, in chunks."""
+        """Yields (tokens, targets) in chunks, int arrays of equal length.
+
+        Contains each position with weight 1 exactly once.
+        """
         ...
 
 
@@ -44,13 +47,13 @@ class Ids(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TokenStream:
-    """The concatenation of one or more 1-D arrays of tokens; those of files are loaded only where they are read.
+    """The concatenation of one or more 1-D arrays of tokens; tokens of files are loaded only when they are read.
 
     Attributes:
       parts: unsigned integers, in order.
       end_id: the token that ends a document.
-      find_ends: () -> what `document_ends` returns; None: the tokens are read.
-      inner_ends: int64, ordered: where an end token ends no document, because it is part of one.
+      find_ends: returns the result of `document_ends` without reading the tokens; None: the tokens are read.
+      inner_ends: int64, sorted: positions of end tokens that are part of a document and do not end it.
     """
 
     parts: tuple[Ids, ...]
@@ -91,14 +94,14 @@ class TokenStream:
         return ends[first:last] - start
 
     def ends_documents(self, start: int, tokens: np.ndarray) -> np.ndarray:
-        """Returns which tokens, read from `start` on, end a document, bool [tokens]."""
+        """Returns which of `tokens`, read from position `start` on, end a document, bool [tokens]."""
         is_end = tokens == self.end_id
         first, last = np.searchsorted(self.inner_ends, (start, start + len(tokens)))
         is_end[self.inner_ends[first:last] - start] = False
         return is_end
 
     def document_ends(self) -> np.ndarray:
-        """Returns the position after each end of a document, int64 [documents]."""
+        """Returns the position after the end of each document, int64 [documents]."""
         if self.find_ends:
             return self.find_ends()
         ends = [np.empty(0, np.int64)]
@@ -117,10 +120,12 @@ class TokenStream:
 
 @dataclasses.dataclass(frozen=True)
 class StreamExamples:
-    """Example i is the window of tokens i*T .. i*T+T. The tokens after the last whole window are not used.
+    """Consecutive windows of a stream: example i has the tokens i*T .. i*T+T.
+
+    Tokens after the last full window are unused.
 
     A document that began in an earlier window continues as a new segment, from position 0. The end token is a target;
-    its own target belongs to another document and has weight 0.
+    the target of the end token belongs to another document and has weight 0.
     """
 
     stream: TokenStream
@@ -147,25 +152,25 @@ class StreamExamples:
         }
 
     def pairs(self) -> TokenPairs:
-        """Yields (token, target) for every position with weight 1."""
+        """Yields (tokens, targets) in chunks, for every position with weight 1."""
         return self.stream.pairs(len(self) * self.sequence_length)
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstFitExamples:
-    """Example i is row i of whole documents, packed by first fit; a document longer than T is cut into pieces.
+    """Rows of complete documents, packed by first fit: example i is row i. A document longer than T is cut into pieces.
 
-    A document of L tokens (its end token among them) has L - 1 inputs. A piece's last target is the next piece's first
-    input, so every token but a document's first is a target once.
+    A document of L tokens, including its end token, has L - 1 inputs. The last target of a piece is the first input of
+    the next piece, so every token except a document's first is a target exactly once.
 
     Attributes:
-      stream: the documents, end to end.
+      stream: the concatenated documents.
       sequence_length: T.
-      piece_starts: int64 [P], where each piece begins in the stream, ordered by row.
+      piece_starts: int64 [P], position of each piece in the stream, ordered by row.
       piece_lengths: int64 [P], number of inputs.
-      row_starts: int64 [R + 1]: row r holds the pieces row_starts[r] .. row_starts[r + 1].
-      counted: bool [N], whether a token counts as a target; False for the first of each document. None: all others
-        count.
+      row_starts: int64 [R + 1]: row r consists of the pieces row_starts[r] .. row_starts[r + 1].
+      counted: bool [N], whether a token counts as a target; False for the first token of each document. None: all other
+        tokens count.
     """
 
     stream: TokenStream
@@ -200,19 +205,19 @@ class FirstFitExamples:
         return row
 
     def pairs(self) -> TokenPairs:
-        """Yields (token, target) for every position with weight 1, where all tokens but a document's first count."""
+        """Yields (tokens, targets) in chunks, for every position with weight 1; requires `counted` to be None."""
         assert self.counted is None, "answers are no corpus"
         return self.stream.pairs(max(len(self.stream) - 1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Examples of several sources, one after the other.
+    """The concatenated examples of several sources.
 
     Attributes:
       parts: name -> its examples.
-      weights: of a mixture, how many of sum(weights) samples in a row each source has; () for examples that are not
-        drawn by weight.
+      weights: for a mixture, how many of sum(weights) consecutive samples come from each source; () if the examples are
+        not sampled by weight.
     """
 
     parts: Mapping[str, Examples]
@@ -232,18 +237,21 @@ class Parts:
         return part[place]
 
     def part_of(self, index: int) -> tuple[Examples, int]:
-        """Returns the source of an example, and the example's number there."""
+        """Returns the source of an example, and the number of the example within this source."""
         number = int(np.searchsorted(self.starts, index, side="right")) - 1
         return list(self.parts.values())[number], index - int(self.starts[number])
 
     def pairs(self) -> TokenPairs:
-        """Yields (token, target) of each source, once and without regard to the weights."""
+        """Yields the (tokens, targets) of each source once, ignoring the weights."""
         for part in self.parts.values():
             yield from part.pairs()
 
 
 def inner_ends(documents: Sequence[np.ndarray], end_id: int) -> np.ndarray:
-    """Returns where documents, end to end and each with an end token behind it, contain the end token, int64."""
+    """Returns the positions of end tokens inside documents, in a stream of documents each followed by `end_id`.
+
+    The positions are int64.
+    """
     places, start = [np.empty(0, np.int64)], 0
     for ids in documents:
         places.append(np.flatnonzero(ids == end_id) + start)
@@ -252,7 +260,7 @@ def inner_ends(documents: Sequence[np.ndarray], end_id: int) -> np.ndarray:
 
 
 def inner_end_targets(examples: Examples, index: int) -> np.ndarray | None:
-    """Returns which targets of an example are end tokens inside a document, bool [T]; None: no document has any."""
+    """Returns which targets of an example are end tokens inside a document, bool [T]; None if no document has any."""
     if isinstance(examples, Parts):
         return inner_end_targets(*examples.part_of(index))
     if not isinstance(examples, StreamExamples | FirstFitExamples) or not len(examples.stream.inner_ends):
@@ -271,7 +279,7 @@ def inner_end_targets(examples: Examples, index: int) -> np.ndarray | None:
 
 
 def num_inputs(examples: Examples) -> int:
-    """Returns how many tokens are inputs, padding left out."""
+    """Returns the number of input tokens, without padding."""
     if isinstance(examples, FirstFitExamples):
         return int(examples.piece_lengths.sum())
     assert isinstance(examples, StreamExamples), examples
@@ -279,9 +287,11 @@ def num_inputs(examples: Examples) -> int:
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Assigns each piece to the oldest open row with room for it. If none has, a new row replaces the fullest.
+    """Assigns each piece to the oldest open row with enough space.
 
-    At most 64 rows are open, so that the time is linear in the number of pieces; rows are then about 90 % full.
+    If no row fits, a new row replaces the fullest open row.
+
+    At most 64 rows are open, so the time is linear in the number of pieces, and rows are about 90 % full.
 
     Args:
       lengths: int [P], each 1 .. capacity.
@@ -300,7 +310,7 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
         fits = room >= length
         slot = fits.argmax()
         if not fits[slot]:
-            # Slots are ordered by age: those behind the fullest move up, and the new row takes the last one.
+            # Slots are ordered by age: slots after the fullest move up, and the new row takes the last slot.
             fullest = room.argmin()
             room[fullest:-1], row_of_slot[fullest:-1] = room[fullest + 1 :], row_of_slot[fullest + 1 :]
             slot = _NUM_OPEN_ROWS - 1
@@ -317,9 +327,9 @@ def pack(stream: TokenStream, sequence_length: int, packing: str) -> Examples:
     """Returns the examples of a stream.
 
     Args:
-      stream: documents end to end.
+      stream: concatenated documents.
       sequence_length: T.
-      packing: `stream` or `first_fit`, which takes the ends of the documents.
+      packing: `stream`, or `first_fit`, which requires the positions of the document ends.
     """
     if packing == "stream":
         return StreamExamples(stream, sequence_length)
@@ -341,14 +351,14 @@ def pack(stream: TokenStream, sequence_length: int, packing: str) -> Examples:
 def pack_whole(
     stream: TokenStream, lengths: np.ndarray, sequence_length: int, counted: np.ndarray, *, shares_rows: bool = True
 ) -> FirstFitExamples:
-    """Returns the examples of whole documents, by first fit.
+    """Packs complete documents into examples by first fit.
 
     Args:
-      stream: documents end to end.
-      lengths: int [documents], tokens of each, 2 .. T + 1.
+      stream: concatenated documents.
+      lengths: int [documents], number of tokens of each, 2 .. T + 1.
       sequence_length: T.
       counted: bool [N], which tokens count as targets; False for the first of each document.
-      shares_rows: whether several documents may stand in one row; if not, each has its own.
+      shares_rows: whether a row may contain several documents; if not, each document has its own row.
     """
     assert int(lengths.sum()) == len(stream) == len(counted), (lengths.sum(), len(stream), len(counted))
     rows = first_fit(lengths - 1, sequence_length) if shares_rows else np.arange(len(lengths))

@@ -1,6 +1,6 @@
 """Writes text as token files: `python -m meshtrain prepare --path='books/*.txt' --output=books.bin`.
 
-An output that ends in / is a folder, with a token file for each file of text; those that are whole stay as they are.
+An output that ends in / is a folder with a token file for each file of text; complete token files are kept.
 """
 
 import collections
@@ -44,20 +44,20 @@ from meshtrain.errors import Problems, UserError, refuse, run
 from meshtrain.files import expanded, identities, replacing, what_is_at, write_whole
 from meshtrain.store.buckets import Place, version
 
-# Text tokenized at a time: enough for the tokenizer's threads, few enough that little memory is taken.
+# Text tokenized at a time: enough for the tokenizer's threads, but small in memory.
 _GROUP_BYTES = 1 << 20
 _NUM_GROUPS_AHEAD = 2
-# Fields of a description that are known once all is written.
+# Fields of a description that are known only after all tokens are written.
 _COUNTED = ("num_tokens", "num_documents", "sha256", "num_special", "inner_ends")
-_QUIET_SECONDS = 60.0  # between two lines of progress where standard error is no terminal
+_QUIET_SECONDS = 60.0  # between two lines of progress if standard error is no terminal
 
 
 def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str], int]]:
-    """Yields documents about a MiB at a time, and how many bytes of the files they took.
+    """Yields (documents, bytes read from the files), about 1 MiB of documents at a time.
 
     Raises:
-      UserError: one line for each problem, once all files are read, or all documents are empty. After the first problem
-        nothing is yielded.
+      UserError: one line for each problem, after all files are read; or all documents are empty. After the first
+        problem nothing more is yielded.
     """
     texts: list[str] = []
     size = num_bytes = num_documents = num_with_text = 0
@@ -84,7 +84,10 @@ def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str]
 def _tokenized(
     groups: Iterable[tuple[list[str], int]], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[np.ndarray], int, int]]:
-    """Yields the ids of each document of a group, its bytes and special tokens, while the next groups are tokenized."""
+    """Yields (ids of each document, bytes, number of special tokens) of each group.
+
+    Tokenizes the next groups in threads.
+    """
     ahead = collections.deque[tuple[Future[list[np.ndarray]], int, int]]()
     with ThreadPoolExecutor(_NUM_GROUPS_AHEAD) as threads:
         for texts, num_bytes in groups:
@@ -100,10 +103,10 @@ def _tokenized(
 def _write_tokens(
     files: Iterable[Place], text_field: str, tokenizer: Tokenizer, described: TokenFile, out: BinaryIO, bar: tqdm
 ) -> TokenFile:
-    """Writes the ids of all documents, each followed by the end id; returns the description with what was written.
+    """Writes the ids of all documents, each followed by the end id; returns the description completed with the counts.
 
     Raises:
-      UserError: see `_groups`; or the texts contain more end tokens than a description lists.
+      UserError: see `_groups`; or the texts contain more end tokens than a description may list.
     """
     num_tokens = num_documents = num_special = 0
     digest, ends = hashlib.sha256(), list[int]()
@@ -134,14 +137,17 @@ def _write_tokens(
 
 
 def _progress(file_bytes: Iterable[int], what: str = "prepare") -> tqdm:
-    """Returns a bar over the bytes of the files, with the rate and the time left; in a log it is a line a minute."""
+    """Returns a progress bar over the bytes of the files, with rate and remaining time.
+
+    In a log it prints a line a minute.
+    """
     quiet = 0.1 if sys.stderr.isatty() else _QUIET_SECONDS
     options = {"unit": "B", "unit_scale": True, "mininterval": quiet, "delay": quiet, "ascii": quiet > 1}
     return tqdm(total=sum(file_bytes), desc=what, **options)
 
 
 def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool) -> list[str]:
-    """Returns one line for each reason not to write `targets`, the token file first.
+    """Returns an error line for each reason not to write `targets`; the first target is the token file.
 
     Args:
       targets: the files to write.
@@ -151,7 +157,7 @@ def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool
     problems, out_path = [], targets[0]
     stands = {target: what for target in targets if (what := what_is_at(target)) != "nothing there"}
     for target, what in stands.items():
-        # Other programs may use a link, a pipe or a device: it is not replaced by a file.
+        # Other programs may use a link, a pipe or a device, so it must not be replaced by a file.
         if what != "a file" or os.path.islink(target):
             got = "a link" if os.path.islink(target) else what
             fix = Path("tokens.bin") if target == out_path else f"--output={out_path}.new.bin"
@@ -172,7 +178,7 @@ def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool
 
 
 def _folder_problems(output: str, folder: Path, overwrite: bool) -> list[str]:
-    """Returns one line for each reason not to write token files into a folder, which need not be there."""
+    """Returns an error line for each reason not to write token files into a folder; the folder may be missing."""
     if (what := what_is_at(folder)) == "nothing there":
         return _output_problems([folder], set(), overwrite)
     allowed = "allowed: a folder, or a new name; nearest: tokens/"
@@ -197,25 +203,26 @@ def prepare(
     text_field: str = "text",
     overwrite: bool = False,
 ) -> TokenFile:
-    """Writes OUTPUT (ids, uint16 or uint32), OUTPUT.json (their description) and OUTPUT.index, copies a tokenizer.json.
+    """Writes OUTPUT (ids, uint16 or uint32), OUTPUT.json (description), OUTPUT.index, and a copy of the tokenizer.json.
 
-    The description is written after the ids: a token file without one is refused, and in a folder written again.
+    The description is written after the ids. A token file without a description is rejected; in a folder it is written
+    again.
 
     Args:
       path: files, objects of buckets (`gs://`), or globs, comma separated.
-      output: the .bin file to write; or, with / at its end, a folder to make, for a NAME.bin of each file NAME.
+      output: the .bin file to write; or, with / at its end, a folder to create, with a NAME.bin for each file NAME.
       tokenizer: `bytes`, or the path of a tokenizer.json or its folder.
-      end_token: the token that ends a document; `` takes the folder's, else a well-known one, or adds one id.
+      end_token: the token that ends a document; `` uses the folder's, else a well-known one, or adds one id.
       begin_token, special_tokens: see `file_tokenizer`.
-      text_field: the field of a line, or the column of a table, that holds the document.
+      text_field: the field of a line, or the column of a table, that contains the document.
       overwrite: replace existing files.
 
     Returns:
-      The description that was written; of a folder, with the counts of all its files.
+      The written description; for a folder, with the total counts of all its files.
 
     Raises:
       UserError: the text or the tokenizer cannot be read, or the output exists or cannot be written. In a folder, the
-        files that can be are written first.
+        valid files are written first.
     """
     out_path, is_folder = _named(output), output.endswith("/")
     files, problems = find_files(path)
@@ -237,7 +244,7 @@ def prepare(
             described = _write_each(files, described, out_path, overwrite, text_field, write)
             copy = out_path / described.tokenizer
             if content and (what_is_at(copy) != "a file" or copy.read_bytes() != content):
-                write_whole(copy, content)  # of complete files, whose copy is lost
+                write_whole(copy, content)  # the token files are complete, but the copy was lost
             return described
         if len(files) == 1:
             described = _with_source(described, *next(iter(files.items())), text_field)
@@ -249,9 +256,10 @@ def prepare(
 
 
 def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str) -> TokenFile:
-    """Returns the description of the token file `name` before it is written; `` in a folder, whose files share a copy.
+    """Returns the description of the token file `name` before it is written.
 
-    `content` is of the tokenizer.json, b"" if there is none.
+    `name` is `` for a folder, whose files share one copy of the tokenizer.json. `content` is the tokenizer.json, b"" if
+    there is none.
     """
     digest = hashlib.sha256(content).hexdigest() if content else ""
     copied = f"{name}.tokenizer.json" if name else f"tokenizer.{digest[:8]}.json"
@@ -270,7 +278,10 @@ def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str
 
 
 def _with_source(described: TokenFile, file: Place, num_bytes: int, text_field: str) -> TokenFile:
-    """Returns a description with the file of text, before it is read: a change during the reading is noticed later."""
+    """Returns a description that records the file of text.
+
+    It is called before reading, so that a later change is detected.
+    """
     return dataclasses.replace(
         described,
         text_field=text_field if is_table(file) else "",
@@ -290,7 +301,7 @@ def _write(
     content: bytes,
     described: TokenFile,
 ) -> TokenFile:
-    """Writes a token file and what stands beside it; `content` is of the tokenizer.json, b"" if there is none."""
+    """Writes a token file, its description and its index; `content` is the tokenizer.json, b"" if there is none."""
     with replacing(out_path) as out:
         described = _write_tokens(files, text_field, tokenizer, described, out, bar)
         # The old description is deleted first and the new one written last: it never describes other tokens.
@@ -311,7 +322,7 @@ def _write_each(
     text_field: str,
     write: Callable[..., TokenFile],
 ) -> TokenFile:
-    """Writes a token file for each file of text, except for those that are complete; see `prepare`."""
+    """Writes a token file for each file of text, except for token files that are complete; see `prepare`."""
     parts = {folder / f"{path.name}.bin": path for path in files}
     if len(parts) < len(files):
         raise UserError(f"--path: got {len(files) - len(parts)} files of a name that another has; allowed: a name once "
@@ -342,14 +353,14 @@ def _write_each(
 
 
 def _complete(wanted: Mapping[Path, TokenFile]) -> tuple[dict[Path, TokenFile], dict[Path, str], Problems]:
-    """Compares the token files of a folder with what this command would write; reads each of them to its end.
+    """Compares the token files of a folder with this command's output; reads each of them to its end.
 
     Args:
       wanted: token file -> its description, without counts and sha256.
 
     Returns:
-      The descriptions of the complete files; the files that are made again, with the reason; and one line for each file
-      that was prepared in another way, which only `--overwrite` replaces.
+      The descriptions of the complete files; the files to write again, with the reason; and an error line for each file
+      that was prepared with other options, which only `--overwrite` replaces.
     """
     whole, again, problems = dict[Path, TokenFile](), dict[Path, str](), Problems()
     sizes = {part: part.stat().st_size for part in wanted if what_is_at(part) == "a file"}
@@ -374,9 +385,10 @@ def _complete(wanted: Mapping[Path, TokenFile]) -> tuple[dict[Path, TokenFile], 
 
 
 def _difference(part: Path, old: TokenFile, new: TokenFile) -> tuple[str, str]:
-    """Returns the problem of a token file that was prepared in another way, and why a token file is made again.
+    """Returns the problem of a token file prepared with other options, and the reason to write a token file again.
 
-    Both are empty for a complete file. Tokens of another text or with other options are not replaced unasked.
+    Both are empty for a complete file. Tokens of another text or with other options are not replaced without
+    `--overwrite`.
     """
     found = {
         field.name: (getattr(old, field.name), getattr(new, field.name)) for field in dataclasses.fields(TokenFile)
@@ -395,14 +407,14 @@ def _difference(part: Path, old: TokenFile, new: TokenFile) -> tuple[str, str]:
 
 
 def _as_flags(problem: str) -> str:
-    """Returns a problem of the data with this program's flags instead of the configuration's fields."""
+    """Replaces the configuration's keys in an error line by the flags of this command."""
     problem = problem.replace("data.source=tokens", "train on it with data.source=tokens")
     problem = problem.replace("nearest: data.source=python", "nearest: --path='*.txt'")
     return re.sub(r"\bdata\.(path|text_field|tokenizer|end_token|begin_token|special_tokens)\b", r"--\1", problem)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, writes the token file, and prints what it holds."""
+    """Parses the command line, writes the token file, and prints its counts and the options to train on it."""
     parser = flags.Parser(prog="python -m meshtrain prepare", description=__doc__, allow_abbrev=False)
     kinds = ".txt, .py, .jsonl, .parquet, and text as .gz or .zst"
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What a source of data by name is made of; the options of the data, and the checks that read no packed tokens."""
+"""The interface of a built-in data source, the options of the data, and the checks that do not read packed tokens."""
 
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -18,7 +18,7 @@ from meshtrain.options import Options, idle, option
 from meshtrain.options import problems as option_problems
 from meshtrain.store.buckets import Place
 
-# Sources of packed tokens -> what they read of what a user may name.
+# Sources of packed tokens -> the options with files or a tokenizer that they read.
 INPUTS: Mapping[str, tuple[str, ...]] = {
     "python": ("tokenizer", "chat_template"),
     "text": ("path", "validation_path", "tokenizer", "chat_template"),
@@ -36,7 +36,7 @@ ANY_VOCABULARY = 2**31 - 1  # ids are int32: every id is legal if the task state
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """Where the data come from, and how they are packed and read: the options that all sources have."""
+    """The options of the data that all sources share: files, tokenizer, packing, and read-ahead."""
 
     source: str = option(
         "python",
@@ -103,13 +103,13 @@ class DataOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a run asks of its data.
+    """The request of a run to its data source.
 
     Attributes:
       batch: the entries of the global batch, each with shape [B, ...] and dtype.
-      limits: name -> the number that the entry's integers have to be below.
-      sequence_length: T, tokens an example.
-      vocab_size: the task's, which every id must be below; 0: it states none.
+      limits: name -> the exclusive upper bound of the entry's integers.
+      sequence_length: T, tokens per example.
+      vocab_size: the task's vocabulary size, which every id must be below; 0: the task has none.
       seed: of the run.
     """
 
@@ -121,23 +121,24 @@ class Asked:
 
     @property
     def ids_below(self) -> int:
-        """The number that every id has to be below."""
+        """The exclusive upper bound of ids."""
         return self.vocab_size or ANY_VOCABULARY
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A source of data, as `data.source` names it.
+    """A built-in data source, which `data.source` names.
 
     Attributes:
-      open: (options, what a run asks) -> its examples. It raises UserError where they are missing, wrong, or fit no
-        such task.
-      check: (options, whether their files must exist on this machine) -> one line for each problem that can be seen
+      open: (options, request of a run) -> the dataset. It raises UserError if the data are missing or invalid, or do
+        not fit the task.
+      check: (options, whether their files must exist on this machine) -> an error line for each problem that is visible
         before the data are opened.
-      tokenizer: (options, the task's vocabulary) -> what encodes and decodes text; it reads no examples.
-      vocab_size: options -> the vocabulary of a model that is as large as the data's.
+      tokenizer: (options, vocabulary size of the task) -> the tokenizer; it reads no examples.
+      vocab_size: options -> the vocabulary size of the data, used for a model without an explicit one.
       options: the frozen dataclass under `config.data`, each field an `option(default, text)`.
-      open_files: (options, what a run asks) -> each file of `data.path` whole, by its path; None: it reads no files.
+      open_files: (options, request of a run) -> the examples of each file of `data.path`, by its path; None: the source
+        reads no files.
     """
 
     open: Callable[[Options, Asked], Data]
@@ -159,7 +160,7 @@ def reads_documents(options: DataOptions) -> bool:
 
 
 def tokenizer_of(options: DataOptions) -> Tokenizer:
-    """Returns the tokenizer that the options name.
+    """Returns the tokenizer of the options.
 
     Raises:
       UserError: see `open_tokenizer`.
@@ -168,17 +169,17 @@ def tokenizer_of(options: DataOptions) -> Tokenizer:
 
 
 def source_of(path: str) -> str:
-    """Returns the source of packed tokens that reads a file, judged by its name."""
+    """Returns the source of packed tokens that reads a file, according to the file's name."""
     return "tokens" if path.endswith(".bin") else "text"
 
 
 def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[str], str] = source_of) -> list[str]:
-    """Returns one line for each input that the user names and a source would not read.
+    """Returns an error line for each input that the user has set but the source would not read.
 
     Args:
       options: of the source.
-      inputs: what it reads of `path`, `validation_path`, `tokenizer` and `chat_template`.
-      source_of: the name of a file -> the source that reads it, for the lines.
+      inputs: the options that it reads, of `path`, `validation_path`, `tokenizer` and `chat_template`.
+      source_of: the name of a file -> the source that reads it, for the error lines.
     """
     problems, got = [], f"with data.source={options.source}"
     if "path" not in inputs and options.path:
@@ -206,25 +207,25 @@ def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[st
 
 
 def unmounted(options: DataOptions) -> list[str]:
-    """Returns one line for each URL of a source that reads files of this machine alone, by maps or in pieces."""
+    """Returns an error line for each URL, for a source that can only read local files."""
     paths = {"data.path": options.path, "data.validation_path": options.validation_path}
     return [line for key, path in paths.items() for line in url_problems(key, path, f"data.source={options.source}")]
 
 
 def fraction_problems(options: DataOptions) -> list[str]:
-    """Returns one line where the whole of the data would be for validation."""
+    """Returns an error line if `data.validation_fraction` leaves no training data."""
     if options.validation_fraction < 1:
         return []
     return [f"data.validation_fraction: got {options.validation_fraction}; allowed: 0 to below 1; nearest: 0.5"]
 
 
 def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list[str]:
-    """Returns one line for each problem that can be seen without reading packed tokens: paths, sizes, descriptions.
+    """Returns an error line for each problem that is visible without reading tokens: paths, sizes, descriptions.
 
     Args:
       options: each within its own bounds.
       reads_data: whether the files must exist on this machine; if not, only the options themselves are checked.
-      like: the source in `TOKENS` whose files a side room's are like; '': the options' own.
+      like: the source in `TOKENS` whose file format an optional package's source shares; '': `options.source`.
     """
     like = like or options.source
     inputs = INPUTS[like]
@@ -249,10 +250,10 @@ def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list
 
 
 def checked_files(options: DataOptions, like: str = "") -> list[Place]:
-    """Returns the files of `data.path`, of a source of packed tokens or one `like` it, see `check`.
+    """Returns the files of `data.path` for a source of packed tokens, or with the same file format; see `check`.
 
     Raises:
-      UserError: a line for each problem of the options and of these files, see `check`; or it is a mixture.
+      UserError: an error line for each problem of the options and of these files; or the path is a mixture.
     """
     refuse(option_problems(options, "data") + check(options, like=like))
     first, *others = named_parts(options.path, "")[0]
@@ -265,7 +266,7 @@ def checked_files(options: DataOptions, like: str = "") -> list[Place]:
 
 
 def _text_of(path: Path) -> list[tuple[str | int, ...]]:
-    """Returns the file of text that a token file was prepared from, and its field; nothing if this is not recorded."""
+    """Returns the file and field of text from which a token file was prepared; [] if this is not recorded."""
     described = read_sidecar(path)
     text = (described.source, described.source_bytes, described.source_version, described.text_field)
     return [text] if described.source else []
@@ -276,7 +277,7 @@ def _sidecar_problems(files: Iterable[Path]) -> list[str]:
 
 
 def _no_lines(files: Iterable[Place]) -> list[str]:
-    """Returns one line for each file that holds no lines or rows, judged by its name."""
+    """Returns an error line for each file that, according to its name, contains no lines or rows."""
     lines = "jq -c '.[]' FILE.json > FILE.jsonl, for a file with one list"
     return [
         f"data.path: got '{path}', which has no lines; allowed: files that end in {', '.join(TABLES)}; nearest: "
@@ -286,7 +287,7 @@ def _no_lines(files: Iterable[Place]) -> list[str]:
     ]
 
 
-# Of each source that reads `path`: files -> one line for each of another kind.
+# For each source that reads `path`: a check that returns an error line for each file of another kind.
 _KINDS: Mapping[str, Callable[[Iterable[Place]], list[str]]] = {
     "text": tokens_as_text,
     "tokens": _sidecar_problems,

@@ -1,4 +1,4 @@
-"""Documents: from files that the user names, or from the running Python's standard library."""
+"""Reads documents from files that the user names, or from the running Python's standard library."""
 
 import contextlib
 import glob
@@ -21,16 +21,16 @@ from meshtrain.store.buckets import Place, objects, reached
 _T = TypeVar("_T")
 
 PARQUET = ".parquet"
-# Names of files with a document in each line or row; corpora call lines .json too where they are compressed.
+# Suffixes of files with a document in each line or row; published corpora use .json too for compressed lines.
 TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", PARQUET)
 _BUFFER_BYTES = 1 << 20
-_ROWS = 64  # of a .parquet decoded at a time: a document may have megabytes
-# What pyarrow, gzip and zlib raise for content that is cut or broken.
+_ROWS = 64  # rows of a .parquet decoded at a time: a document may have megabytes
+# Exceptions of pyarrow, gzip and zlib for truncated or corrupt content.
 _BROKEN = (OSError, EOFError, ValueError, NotImplementedError, TypeError, MemoryError, zlib.error)
 _KEY = "data.path"
-SPLIT_BY_HASH_FROM = 100  # items; fewer are split at one position: the share of few hashes would be far off
+SPLIT_BY_HASH_FROM = 100  # items; fewer are split at one position, because few hashes would miss the fraction by far
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-_ZEROS_IN = 1 << 16  # bytes of a file's beginning in which zero bytes are looked for
+_ZEROS_IN = 1 << 16  # bytes at the start of a file that are searched for zero bytes
 
 
 def standard_library() -> list[tuple[str, str]]:
@@ -62,7 +62,7 @@ def standard_library() -> list[tuple[str, str]]:
 
 
 def share(key: str) -> float:
-    """Returns a number in [0, 1) that is a hash of `key`: documents below `validation_fraction` are for validation.
+    """Returns a hash of `key` in [0, 1). Documents whose hash is below `validation_fraction` are used for validation.
 
     The prefix was chosen so that no single large file of the standard library fills the validation split.
     """
@@ -70,7 +70,10 @@ def share(key: str) -> float:
 
 
 def split(items: Sequence[_T], keys: Sequence[str], validation_fraction: float) -> tuple[list[_T], list[_T]]:
-    """Returns the items to train on and those for validation: by `share` of their keys, or the last ones of few."""
+    """Splits items into training and validation by a hash of their keys (`share`).
+
+    Few items are split at one position.
+    """
     if len(items) < SPLIT_BY_HASH_FROM:
         num_validation = max(round(len(items) * validation_fraction), 1) if validation_fraction else 0
         place = len(items) - num_validation
@@ -82,7 +85,7 @@ def split(items: Sequence[_T], keys: Sequence[str], validation_fraction: float) 
 
 
 def _beside(path: Path) -> str:
-    """Returns a hint at the file in the folder of `path` with the closest name, else at the folder that exists."""
+    """Returns a hint: the file with the closest name in the folder of `path`, otherwise the nearest existing folder."""
     folder = path.parent
     while what_is_at(folder) != "a folder" and folder != folder.parent:
         folder = folder.parent
@@ -96,13 +99,13 @@ def _beside(path: Path) -> str:
 
 
 def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
-    """Returns the files of `data.path`; none of them is read.
+    """Returns the files of `data.path` without reading them.
 
     Args:
       paths: files, objects of buckets, or globs (`**` for any depth), comma separated.
 
     Returns:
-      The files in order -> their bytes, and one line for each problem. Globs skip empty files. A file that several
+      The files in order -> their bytes, and an error line for each problem. Globs skip empty files. A file that several
       items name, also by a link, is returned once.
     """
     files: dict[Place, int] = {}
@@ -147,7 +150,10 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
 
 
 def _each_once(files: Mapping[Place, int]) -> dict[Place, int]:
-    """Returns the files without further names of the same file; a name in a bucket is an object of its own."""
+    """Returns the files without duplicates: links to the same file are dropped.
+
+    Objects of buckets are compared by name.
+    """
     first: dict[Place | tuple[int, int], Place] = {}
     for path in files:
         key: Place | tuple[int, int] = path
@@ -159,7 +165,10 @@ def _each_once(files: Mapping[Place, int]) -> dict[Place, int]:
 
 
 def _find_objects(pattern: str) -> tuple[dict[Place, int], list[str]]:
-    """Returns what `find_files` does, of a URL."""
+    """Returns the objects that a URL or its glob matches, with their bytes, and error lines.
+
+    As `find_files` does for files.
+    """
     if lines := url_problems(_KEY, pattern):  # another scheme, after a `NAME=`
         return {}, lines
     folder, _, name = pattern.rpartition("/")
@@ -178,7 +187,7 @@ def _find_objects(pattern: str) -> tuple[dict[Place, int], list[str]]:
 
 
 def _can_read(path: Path) -> bool:
-    # A real attempt: `os.access` answers for the real user, and the process may run with the rights of another.
+    # Opens the file, because `os.access` checks the real user, and the process may run with the rights of another user.
     try:
         path.open("rb").close()
     except OSError:
@@ -187,10 +196,10 @@ def _can_read(path: Path) -> bool:
 
 
 def tokens_as_text(files: Iterable[Place]) -> list[str]:
-    """Returns one line for each file that holds prepared tokens, to be called where text is to be read.
+    """Returns an error line for each file of prepared tokens, for a caller that expects text.
 
-    A token file has its description beside it, or zero bytes. It has to be refused here: the bytes of small ids are
-    legal UTF-8, so a model would learn from them without an error.
+    A token file has a description next to it, or contains zero bytes. It must be rejected here: the bytes of small ids
+    are legal UTF-8, so a model would train on them without an error.
     """
     problems = []
     for path in files:
@@ -206,7 +215,7 @@ def tokens_as_text(files: Iterable[Place]) -> list[str]:
 
 
 def _has_zeros(path: Place) -> bool:
-    if is_table(path):  # refused line by line, and there may be thousands of objects
+    if is_table(path):  # its lines are checked one by one later, and there may be thousands of objects
         return False
     try:
         with opened(path) as (file, _):
@@ -217,13 +226,13 @@ def _has_zeros(path: Place) -> bool:
 
 @contextlib.contextmanager
 def opened(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file of documents; whatever it is that cannot be read in the block is one line.
+    """Opens a file of documents; any read error in the block is raised as a one-line UserError.
 
     Yields:
-      Its content, decompressed where its name ends in .gz or .zst, and the file itself.
+      Its content, decompressed if its name ends in .gz or .zst, and the underlying file.
 
     Raises:
-      UserError: it cannot be read, is cut or broken, or needs a package that is not installed.
+      UserError: the file cannot be read, is truncated or corrupt, or needs a package that is not installed.
     """
     with reached(path, _KEY):
         try:
@@ -234,7 +243,7 @@ def opened(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 elif path.suffix == ".zst":
                     import pyarrow
 
-                    # Unlike the package zstandard, it notices where a file was cut.
+                    # Unlike the package zstandard, pyarrow detects a truncated file.
                     content = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), _BUFFER_BYTES)
                 yield content, file
         except UserError:
@@ -253,23 +262,23 @@ def opened(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def is_table(path: Place) -> bool:
-    """Returns whether each line or row of a file is a document, judged by its name."""
+    """Returns whether each line or row of a file is a document, according to the file's name."""
     return path.name.endswith(TABLES)
 
 
 def read_rows(path: Place, column: str = "") -> Iterator[tuple[str, bytes | JsonObject, int]]:
-    """Yields the lines of a file that are not empty, or the rows of a .parquet, with little of it in memory.
+    """Yields the lines of a file that are not empty, or the rows of a .parquet, reading a small part at a time.
 
     Args:
-      path: a file as `is_table` has it.
-      column: the one column to read of a .parquet, which holds texts; ``: all of them.
+      path: a file for which `is_table` is true.
+      column: the only column to read of a .parquet, with texts; ``: all columns.
 
     Yields:
-      Where it stands; the line, or the row's values by their column, those that are null left out; and how many bytes
-      of the file it took.
+      The position for errors; the line, or the row's values by their column, without nulls; and the number of bytes
+      that it occupies in the file.
 
     Raises:
-      UserError: see `opened`; or there is no such column.
+      UserError: see `opened`; or there is no column of this name.
     """
     with opened(path) as (lines, file):
         if path.suffix == PARQUET:
@@ -285,7 +294,7 @@ def read_rows(path: Place, column: str = "") -> Iterator[tuple[str, bytes | Json
 def _parquet_rows(path: Place, file: BinaryIO, column: str) -> Iterator[tuple[str, JsonObject, int]]:
     import pyarrow.parquet
 
-    # Otherwise all that is asked for is read at once, and without a buffer all of a row group.
+    # Otherwise pyarrow reads all requested columns at once, and without a buffer a complete row group.
     bounded = {"pre_buffer": False, "buffer_size": _BUFFER_BYTES}
     table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True, **bounded)
     texts = [one.name for one in table.schema_arrow if "string" in str(one.type)]
@@ -303,14 +312,18 @@ def _parquet_rows(path: Place, file: BinaryIO, column: str) -> Iterator[tuple[st
 
 
 def _present(value: Json) -> Json:
-    """Returns a value without the null entries of its objects: a table has all of its columns in each row."""
+    """Returns a value without the null entries of its objects, because each row of a table has all columns."""
     if isinstance(value, dict):
         return {name: _present(one) for name, one in value.items() if one is not None}
     return [_present(one) for one in value] if isinstance(value, list) else value
 
 
 def _row_text(row: bytes | JsonObject, text_field: str) -> str:
-    """Returns the document of a line or row. Raises ValueError: the line of `Problems.add_at`."""
+    """Returns the document of a line or row.
+
+    Raises:
+      ValueError: the row has no such text; the message is a line for `Problems.add_at`.
+    """
     try:
         fields = json.loads(row) if isinstance(row, bytes) else row
     # JSONDecodeError and UnicodeDecodeError are both ValueErrors; brackets may be nested deeper than Python can follow.
@@ -333,7 +346,7 @@ def _row_text(row: bytes | JsonObject, text_field: str) -> str:
 
 
 def only_empty(num_documents: int) -> str:
-    """Returns the line for data of which each document is empty."""
+    """Returns the error line for data with only empty documents."""
     return (
         f"data.path: got {num_documents:,} empty documents, and no others; allowed: at least one with text; nearest: "
         "data.text_field=FIELD, the field with the text, or other files"
@@ -341,16 +354,16 @@ def only_empty(num_documents: int) -> str:
 
 
 def read_documents(path: Place, text_field: str, problems: Problems) -> Iterator[tuple[str, int]]:
-    """Yields the documents of one file: of each line or row as `is_table` has it, or the whole of any other file.
+    """Yields the documents of one file: one per line or row if `is_table(path)`, otherwise the complete file as one.
 
     Args:
       path: the file; .gz and .zst are decompressed.
-      text_field: the field of a line, or the column of a .parquet, that holds the document.
-      problems: gets a line where the file cannot be read or is not UTF-8, and for each row that holds no document;
-        reading continues after a problem until `problems.is_enough()`.
+      text_field: the field of a line, or the column of a .parquet, that contains the document.
+      problems: receives an error line if the file cannot be read or is not UTF-8, and for each row without a document.
+        Reading continues after a problem until `problems.is_enough()`.
 
     Yields:
-      The text, and how many bytes of the file it took.
+      The text, and the number of bytes that it occupies in the file.
     """
     try:
         if is_table(path):

@@ -1,6 +1,7 @@
-"""Prepared token files: NAME.bin holds token ids only, NAME.bin.json describes them, NAME.bin.index was read from them.
+"""Prepared token files: NAME.bin contains only token ids, NAME.bin.json their description, NAME.bin.index a summary.
 
-The index saves a start from reading the ids. It counts while the file has the size and the time of change that it had.
+The index is computed from the ids, so that a later start need not read them. It is valid as long as NAME.bin keeps its
+size and time of modification.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from meshtrain.errors import Problems, UserError, refuse, unknown
 from meshtrain.files import Json, read_json, what_is_at, write_whole
 
 DTYPES = ("uint16", "uint32")
-# Fields of a description that are equal in files that are used together.
+# Fields of a description that must be equal in files that are used together.
 TOKENIZER_FIELDS = ("vocab_size", "end_id", "tokenizer_sha256", "begin", "special_tokens")
 MOST_INNER_ENDS = 1_000_000  # in a file, because its description lists them
 
@@ -34,12 +35,12 @@ _NUM_SAMPLED_CHUNKS = 64
 _LENGTHS = ("uint8", "uint16", "uint32", "uint64")
 _MOST_HEAD_BYTES = 1 << 12  # of an index
 _MOST_OPEN = 256  # token files: a process may have 1,024 descriptors
-_TICK_NS = 20_000_000  # longer than file systems' clocks stand still
+_TICK_NS = 20_000_000  # longer than the resolution of file systems' clocks
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """The description of NAME.bin that NAME.bin.json holds.
+    """The content of NAME.bin.json, which describes NAME.bin.
 
     Attributes:
       dtype: `uint16` or `uint32`, little-endian.
@@ -47,19 +48,19 @@ class TokenFile:
       num_tokens: number of ids in the file.
       num_documents: number of documents.
       end_id: the id that ends each document; -1 for none.
-      tokenizer: `bytes`, or the name of a tokenizer.json beside the file.
-      tokenizer_sha256: of that tokenizer.json; `` for bytes.
-      end_token: the value of data.end_token when it was prepared.
+      tokenizer: `bytes`, or the name of a tokenizer.json in the same folder.
+      tokenizer_sha256: of this tokenizer.json; `` for bytes.
+      end_token: the value of data.end_token when the file was prepared.
       sha256: hexadecimal, of the file; `` if an earlier version prepared it.
-      text_field: the field of the lines or rows that were read; `` for files of text, which have no fields.
+      text_field: the field of the lines or rows that were read; `` for files of plain text, which have no fields.
       source: the resolved path or the URL of the file of text; `` for several files, or if an earlier version prepared
         it.
       source_bytes: size of the file of text.
-      source_version: its time of change in nanoseconds; in a bucket, its CRC32C.
+      source_version: its time of modification in nanoseconds; in a bucket, its CRC32C.
       begin: the ids before each document; [] if an earlier version prepared it.
-      special_tokens: the value of data.special_tokens when it was prepared.
-      num_special: how many special tokens the texts contained.
-      inner_ends: the positions of the end ids that end no document, in order; an earlier version took each for an end.
+      special_tokens: the value of data.special_tokens when the file was prepared.
+      num_special: number of special tokens in the texts.
+      inner_ends: sorted positions of end ids that do not end a document; an earlier version treated each as an end.
     """
 
     dtype: str
@@ -103,13 +104,13 @@ def read_sidecar(path: Path) -> TokenFile:
 
 
 def is_intact(path: Path, described: TokenFile) -> bool:
-    """Returns whether a token file has the sha256 of its description; the file is read to its end."""
+    """Returns whether a token file matches the sha256 in its description; reads the complete file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() == described.sha256
 
 
 def read_description(path: Path) -> TokenFile:
-    """Reads the description of the token file `path`, which need not be there.
+    """Reads the description of the token file `path`, which need not exist.
 
     Raises:
       UserError: the description is missing or malformed.
@@ -167,28 +168,31 @@ def _are_indices(values: Sequence[Json], stop: int) -> bool:
 
 
 def _chunks(path: Path, dtype: str, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (first position, ids): of the whole file up to 4 GiB, or if asked; else of 64 chunks, evenly spaced."""
+    """Yields (first position, ids) of the complete file if it has at most 4 GiB or `whole` is set.
+
+    Else of 64 spaced chunks.
+    """
     kind, num_bytes = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
     length, num_tokens = _CHUNK_BYTES // kind.itemsize, num_bytes // kind.itemsize
     if whole or num_bytes <= _WHOLE_UP_TO_BYTES:
         starts = list(range(0, num_tokens, length))
     else:
         starts = [int(start) for start in np.linspace(0, num_tokens - length, _NUM_SAMPLED_CHUNKS)]
-    for start in starts:  # not mapped: pages of a map count as this process's memory
+    for start in starts:  # no memory map, because its pages would count as this process's memory
         yield start, np.fromfile(path, kind, length, offset=start * kind.itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What the ids of a token file tell: in NAME.bin.index a line of JSON, and behind it the lengths as they are.
+    """The content of NAME.bin.index: a line of JSON, followed by the raw array of lengths.
 
     Attributes:
-      size: of the file, in bytes.
-      mtime_ns: its time of change.
-      digest: hexadecimal sha256 over dtype, number and ids; of files above 4 GiB over samples of them.
-      largest_id: of the ids that were read: of all, or of the samples.
-      is_whole: whether all were read, for the lengths.
-      lengths: unsigned [number of end ids], how many tokens each end id is behind the one before.
+      size: of the token file, in bytes.
+      mtime_ns: its time of modification.
+      digest: hexadecimal sha256 over dtype, number and ids; for files above 4 GiB, over samples of the ids.
+      largest_id: the maximum of all ids, or of the samples.
+      is_whole: whether all ids were read, as `lengths` requires.
+      lengths: unsigned [number of end ids], the distance in tokens of each end id from the previous end id.
     """
 
     size: int
@@ -204,7 +208,7 @@ def _index_path(path: Path) -> Path:
 
 
 def read_index(path: Path) -> Index | None:
-    """Returns the index of a token file; None: there is none, it is malformed, or the file has changed since."""
+    """Returns the index of a token file, or None if it is missing, malformed, or older than the token file."""
     wanted = {field.name: field.type for field in dataclasses.fields(Index)} | {"lengths": str}
     if what_is_at(_index_path(path)) != "a file":  # reading a pipe would block
         return None
@@ -224,23 +228,26 @@ def read_index(path: Path) -> Index | None:
 
 
 def write_index(path: Path, index: Index) -> None:
-    """Writes the index of a token file; in a folder that may only be read, the next start reads the ids again."""
+    """Writes the index of a token file.
+
+    If the folder is read-only, nothing is written and the next start reads the ids again.
+    """
     head = vars(index) | {"lengths": index.lengths.dtype.name}
     with contextlib.suppress(OSError):
         write_whole(_index_path(path), json.dumps(head).encode() + b"\n" + index.lengths.tobytes())
 
 
 def make_index(path: Path, described: TokenFile, *, whole: bool = False) -> Index:
-    """Returns the index of a token file from its ids.
+    """Computes the index of a token file from its ids.
 
     Args:
       path: the token file.
       described: its description.
-      whole: whether files above 4 GiB are read whole too, and the ends of documents looked for.
+      whole: whether to read files above 4 GiB completely, and to find the ends of documents.
     """
     about = path.stat()
     if time.time_ns() - about.st_mtime_ns < _TICK_NS:
-        time.sleep(_TICK_NS / 1e9)  # another change within one tick of the clock would leave the time as it is
+        time.sleep(_TICK_NS / 1e9)  # a second change within one clock tick would not change the time
     digest, largest_id = hashlib.sha256(f"{described.dtype} {described.num_tokens}".encode()), -1
     for _, ids in _chunks(path, described.dtype):
         digest.update(ids.data)
@@ -258,18 +265,18 @@ def make_index(path: Path, described: TokenFile, *, whole: bool = False) -> Inde
 
 
 def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
-    """Returns the digest of a token file and its first id outside the vocabulary, by its index.
+    """Returns the digest of a token file, and an error line for its first id outside the vocabulary.
 
-    Without one, the file is read once, and the index is written if its ids are in order. Files above 4 GiB are sampled
-    then: a change or a bad id between the samples goes unnoticed.
+    Uses the index if there is one. Otherwise the file is read, and the index is written if its ids are valid. Files
+    above 4 GiB are then only sampled: a change or an invalid id between the samples goes unnoticed.
 
     Args:
       path: the token file.
       described: its description.
-      vocab_size: the model's; every id must be below.
+      vocab_size: the model's vocabulary size; every id must be below it.
 
     Returns:
-      Hexadecimal sha256 over size and chunks, and a line for the problem or ``.
+      Hexadecimal sha256 over size and chunks, and an error line or ``.
     """
     found = read_index(path)
     index = found or make_index(path, described)
@@ -290,9 +297,9 @@ def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
 
 
 def document_ends(files: Sequence[Path]) -> np.ndarray:
-    """Returns the position after each document of token files end to end, int64 [documents].
+    """Returns the position after each document in a concatenation of token files, int64 [documents].
 
-    The positions of end ids are read from the files' indices; a file whose index lacks them is read once.
+    The positions of end ids come from the files' indices; a file whose index lacks them is read once.
     """
     ends, start = [np.empty(0, np.int64)], 0
     for path in files:
@@ -307,7 +314,10 @@ def document_ends(files: Sequence[Path]) -> np.ndarray:
 
 
 def ends_inside(files: Sequence[Path]) -> np.ndarray:
-    """Returns where token files, end to end, contain an end id that ends no document, int64, by their descriptions."""
+    """Returns the positions of end ids that do not end a document, in a concatenation of token files, int64.
+
+    The positions are read from the files' descriptions.
+    """
     places, start = [np.empty(0, np.int64)], 0
     for described in map(read_sidecar, files):
         places.append(np.asarray(described.inner_ends, np.int64) + start)
@@ -319,7 +329,7 @@ def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
     """Returns the tokenizer that wrote the token file `path`.
 
     Raises:
-      UserError: its tokenizer.json is no longer beside the file, or has changed.
+      UserError: its tokenizer.json is missing or has changed.
     """
     if described.tokenizer == "bytes":
         return byte_tokenizer()
@@ -331,7 +341,7 @@ def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
 
 
 class OpenFile:
-    """A token file while a run reads it. A memory map beyond the end of a file that shrinks would be a bus error."""
+    """A token file that a run reads. It is not memory-mapped: if a mapped file shrinks, reading it is a bus error."""
 
     def __init__(self, path: Path, dtype: str, *, stays_open: bool) -> None:
         """Opens the file.
@@ -339,7 +349,7 @@ class OpenFile:
         Args:
           path: of the file.
           dtype: `uint16` or `uint32`.
-          stays_open: whether its descriptor stays open; else each read opens it again.
+          stays_open: whether the file descriptor stays open; if not, each read opens the file again.
         """
         self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
         self._descriptor = os.open(path, os.O_RDONLY)
@@ -383,7 +393,7 @@ class OpenFile:
 
 @dataclasses.dataclass(frozen=True)
 class FileIds:
-    """Ids start..stop of a token file, which `np.asarray` reads; a slice reads nothing."""
+    """The ids start..stop of a token file; `np.asarray` reads them, while slicing reads nothing."""
 
     file: OpenFile
     start: int

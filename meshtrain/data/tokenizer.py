@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a tokenizer.json (or the folder of one), or plain numbers.
+"""Tokenizers: text to token ids and back, as bytes, by a tokenizer.json (or its folder), or as plain numbers.
 
 V: vocabulary.
 """
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 NUM_BYTES = 256
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 NO_TOKEN = "none"  # of `data.begin_token`
-_NUM_PROBES = 16  # pieces of a vocabulary that are tried as texts
+_NUM_PROBES = 16  # tokens of a vocabulary that are tried as texts
 _NO_CHARACTER = "\U0010ffff"  # no vocabulary has it
 
-# Tokens by which well-known tokenizers end a document, best known first.
+# Tokens that end a document in well-known tokenizers, best known first.
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back.
+    """Encodes text as ids, and decodes ids.
 
     Attributes:
       name: `bytes`, `numbers`, or the path of the tokenizer.json or its folder.
-      vocab_size: one more than the largest id, the end id among them.
-      end_id: the id that ends a document; -1 where there are no documents.
-      encode_documents: texts -> one unsigned integer array each, with the `begin` ids and without the end id.
-      decode: ids -> text; ids that are not text (the end id, padding of the vocabulary) are left out.
-      byte_lengths: () -> UTF-8 bytes of the text that each id stands for, int32 [vocab_size]; None: ids are no text.
-      with_places: texts -> for each, its ids without the `begin` ids, and where each id begins and ends in the text's
-        characters, int64 [N, 2]; None: unknown. A blank may be left out at the beginning of a place: an id of blanks
-        alone then has an empty one at its end.
-      also_end: ids besides `end_id` that end a generated text.
-      begin: ids before a text, unless a chat template wrote it.
+      vocab_size: one more than the largest id, including the end id.
+      end_id: the id that ends a document; -1 if there are no documents.
+      encode_documents: texts -> an unsigned integer array for each, with the `begin` ids and without the end id.
+      decode: ids -> text; ids without text (the end id, padding of the vocabulary) are left out.
+      byte_lengths: returns the number of UTF-8 bytes of each id's text, int32 [vocab_size]; None: ids are no text.
+      with_places: texts -> for each, its ids without the `begin` ids, and begin and end of each id in the text's
+        characters, int64 [N, 2]; None: unknown. The range of an id may omit its leading blank; an id of blanks only
+        then has an empty range at its end.
+      also_end: further ids that end a generated text, besides `end_id`.
+      begin: ids before a text, unless a chat template wrote the text.
       special: the special tokens, and whether texts that contain them are encoded as text.
-      blank: the ids of bytes that together stand for a blank, if the tokenizer has no other id for it.
-      added_blanks: blanks that the tokenizer puts before a text: 0 or 1.
+      blank: the ids of bytes that together encode a blank, if the tokenizer has no other id for it.
+      added_blanks: blanks that the tokenizer adds before a text: 0 or 1.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smaller of little-endian uint16 and uint32 that holds every id."""
+        """The smallest dtype for every id: little-endian uint16 or uint32."""
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
 
     @property
@@ -84,14 +84,14 @@ class Tokenizer:
         return [int(one) for one in ids]
 
     def encode_templated(self, text: str) -> list[int]:
-        """Returns the ids of a text that a chat template wrote: without `begin` ids."""
+        """Returns the ids of a text that a chat template wrote, without the `begin` ids."""
         assert self.with_places is not None, self.name
         [(ids, _)] = self.with_places([text])
         return [int(one) for one in ids]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Returns the tokenizer whose ids are UTF-8 bytes, and 256 the end of a document."""
+    """Returns the tokenizer whose ids are UTF-8 bytes; id 256 ends a document."""
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -110,13 +110,13 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _characters(text: str) -> np.ndarray:
-    """Returns where the character of each UTF-8 byte begins and ends, in characters, int64 [bytes, 2]."""
+    """Returns begin and end, in characters, of the character that each UTF-8 byte belongs to, int64 [bytes, 2]."""
     character = np.repeat(np.arange(len(text)), [len(one.encode()) for one in text])
     return np.stack([character, character + 1], axis=1)
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
-    """Returns the tokenizer of synthetic data, whose text is ids written as numbers with spaces between."""
+    """Returns the tokenizer of synthetic data; its text is a list of ids as decimal numbers, separated by spaces."""
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
         words = [text.split() for text in texts]
@@ -135,7 +135,10 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def file_problems(path: str) -> list[str]:
-    """Returns one line if the path is no file, nor a folder with one. Nothing is opened: opening a pipe would block."""
+    """Returns an error line if the path is neither a tokenizer file nor a folder with one.
+
+    Opens nothing: a pipe would block.
+    """
     file = tokenizer_file(path)
     what = what_is_at(file)
     if what == "a file":
@@ -176,14 +179,16 @@ def _loaded(path: str) -> "tokenizers.Tokenizer":
             f"data.tokenizer: got '{path}', which is no tokenizer.json ({error}); allowed: what Tokenizer.save writes; "
             "nearest: bytes"
         ) from error
-    # Documents are tokenized whole: truncation and padding stored in the file do not apply.
+    # Documents are never truncated or padded, even if the file requests it.
     loaded.no_truncation()
     loaded.no_padding()
     return loaded
 
 
 def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
-    """Returns the id that ends a document: of `end_token`, else of the folder's, else of a well-known one, else new.
+    """Returns the id that ends a document.
+
+    It is the id of `end_token`, else of the folder's end token, else of a well-known token, else a new id.
 
     Raises:
       UserError: the vocabulary lacks the token.
@@ -218,7 +223,7 @@ def _encodings(
 
 
 def _ids(loaded: "tokenizers.Tokenizer", text: str) -> list[int]:
-    """Returns the ids of a text; none if the tokenizer cannot encode it."""
+    """Returns the ids of a text; [] if the tokenizer cannot encode it."""
     try:
         return list(_encodings("", loaded.encode_batch, [text])[0].ids)
     except UserError:
@@ -231,7 +236,7 @@ def _begin_ids(
     """Returns the ids before a text; for the arguments see `file_tokenizer`.
 
     Raises:
-      UserError: the vocabulary lacks the token, or the post-processor puts tokens behind a text.
+      UserError: the vocabulary lacks the token, or the post-processor adds tokens after a text.
     """
     if begin_token == NO_TOKEN:
         return ()
@@ -252,7 +257,7 @@ def _begin_ids(
 
 
 def _processed(loaded: "tokenizers.Tokenizer", vocab: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the ids that the post-processor of a tokenizer.json puts before a text, and behind it."""
+    """Returns the ids that the post-processor of a tokenizer.json adds before a text, and those it adds after it."""
     if loaded.num_special_tokens_to_add(is_pair=False) == 0:
         return (), ()
     for text in ("a", *itertools.islice(vocab, _NUM_PROBES)):
@@ -265,11 +270,14 @@ def _processed(loaded: "tokenizers.Tokenizer", vocab: Iterable[str]) -> tuple[tu
 
 
 def with_begin_token(path: str, begin_token: str) -> str:
-    """Returns the text of a tokenizer.json whose post-processor puts the token before a text; `` if its own does so.
+    """Returns the text of a tokenizer.json with a post-processor that adds the token before a text.
 
     Args:
-      path: the tokenizer.json, or the folder that holds it.
+      path: the tokenizer.json, or its folder.
       begin_token: as in `file_tokenizer`.
+
+    Returns:
+      The text; `` if the file's post-processor already adds the token.
 
     Raises:
       UserError: the file cannot be read, or lacks the token.
@@ -285,7 +293,7 @@ def with_begin_token(path: str, begin_token: str) -> str:
     added = {"type": "TemplateProcessing", "single": single, "special_tokens": tokens}
     added["pair"] = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
     content = read_json(tokenizer_file(path).read_bytes())
-    # As the package writes it, which reads older forms and files without this key, too.
+    # In the package's current format, because the file may have an older form or lack this key.
     former = json.loads(loaded.to_str())["post_processor"] or {"type": ""}
     listed = former["processors"] if former["type"] == "Sequence" else [former]
     kept = [one for one in listed if one["type"] == "ByteLevel"]
@@ -304,7 +312,7 @@ def _special_tokens(
 def _as_text(
     path: str, loaded: "tokenizers.Tokenizer", special: SpecialTokens
 ) -> tuple["tokenizers.Tokenizer", np.ndarray]:
-    """Returns a tokenizer that encodes special tokens as text, and the id in `loaded` of each of its ids.
+    """Returns a tokenizer that encodes special tokens as text, and an array from its ids to the ids of `loaded`.
 
     Raises:
       UserError: the vocabulary itself turns the text of a special token into this token.
@@ -329,26 +337,26 @@ def _encoders(
     Args:
       path: of the tokenizer, for errors.
       encoder: a `tokenizers.Tokenizer`.
-      ids_of: the id of each id of the encoder, if it is a `marked_tokenizer`; None: they are the same.
+      ids_of: the original id of each id of the encoder, if it is a `marked_tokenizer`; None: the ids are the same.
       begin: ids before a document.
     """
-    cuts = functools.cache(lambda: cuts_of(encoder))  # takes seconds for a large vocabulary, and few texts need it
+    cuts = functools.cache(lambda: cuts_of(encoder))  # takes seconds for a large vocabulary; few texts need it
 
     def encoded(
         encode_batch: Callable[..., list["tokenizers.Encoding"]], texts: Sequence[str]
     ) -> Iterator[tuple[int, int, "tokenizers.Encoding"]]:
-        """Yields the number of a text, where a piece of it begins, and the piece's encoding: about a MiB at a time."""
+        """Yields (number of the text, start of the piece, encoding of the piece), encoding about 1 MiB at a time."""
         for batch in batches(texts, lambda text: cuts().pieces(text, path)):
             encodings = _encodings(path, encode_batch, [texts[number][start:end] for number, start, end in batch])
             yield from ((number, start, one) for (number, start, _), one in zip(batch, encodings, strict=True))
 
     def ids_in(encoding: "tokenizers.Encoding") -> np.ndarray:
-        # Five times as fast as from a list, and with many threads the list would be what takes the time.
+        # Five times faster than a list, which would take most of the time with many threads.
         ids = np.asarray(array.array("I", encoding.ids))
         return ids if ids_of is None else ids_of[ids]
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
-        if ids_of is not None:  # only a template's text has special tokens, each behind a mark
+        if ids_of is not None:  # only text of a template has special tokens, each after a mark
             texts = list(map(unmarked, texts))
         before = [np.asarray(begin, np.uint32)] if begin else []
         ids = [list(before) for _ in texts]
@@ -373,15 +381,15 @@ def file_tokenizer(
     """Returns the tokenizer of a Hugging Face tokenizer.json (package `tokenizers`).
 
     Args:
-      path: the tokenizer.json, or the folder that holds it.
-      end_token: the token that ends a document; `` takes the folder's `eos_token`, else a well-known one, or adds one
-        id after the last.
-      begin_token: the token before a text, or ids; `` takes those that the tokenizer.json's post-processor puts there,
-        `none` takes none.
-      special_tokens: how texts that contain special tokens are encoded: `encode`, as these tokens, or `text`.
+      path: the tokenizer.json, or its folder.
+      end_token: the token that ends a document; `` uses the folder's `eos_token`, else a well-known one, or adds one id
+        after the last.
+      begin_token: the token before a text, or ids; `` uses the tokens that the tokenizer.json's post-processor adds,
+        `none` uses no token.
+      special_tokens: how special tokens in texts are encoded: `encode` (as these tokens) or `text`.
 
     Raises:
-      UserError: the file cannot be read, is no tokenizer.json, has no such token, puts tokens behind a text, or cannot
+      UserError: the file cannot be read, is no tokenizer.json, lacks the token, adds tokens after a text, or cannot
         encode special tokens as text.
     """
     loaded = _loaded(path)
@@ -421,7 +429,7 @@ def open_tokenizer(name: str, end_token: str = "", begin_token: str = "", specia
     For the other arguments see `file_tokenizer`.
 
     Raises:
-      UserError: see `file_tokenizer`; or a token is to precede texts that are bytes.
+      UserError: see `file_tokenizer`; or a begin token is given for bytes, which have none.
     """
     if name != "bytes":
         return file_tokenizer(name, end_token, begin_token, special_tokens)
@@ -434,7 +442,7 @@ def open_tokenizer(name: str, end_token: str = "", begin_token: str = "", specia
 
 
 def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """Returns one line if the tokenizer, with its end of document, has ids that the model does not have."""
+    """Returns an error line if the tokenizer, including its end token, has ids outside the model's vocabulary."""
     if tokenizer.vocab_size <= vocab_size:
         return []
     return [
@@ -446,13 +454,13 @@ def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
 def bytes_of_targets(
     examples: Examples, indices: Iterable[int], lengths: np.ndarray, tokenizer: Tokenizer | None = None
 ) -> int:
-    """Returns the bytes of the text that the targets of examples stand for; a target of weight 0 does not count.
+    """Returns the number of text bytes that the targets of examples represent; targets of weight 0 are not counted.
 
     Args:
       examples: each with `targets` and `weights` of one shape.
-      indices: which of them.
+      indices: the numbers of the examples to count.
       lengths: bytes of each id, int [V]: the tokenizer's `byte_lengths`.
-      tokenizer: of the examples; None: each target stands for the bytes of its id, wherever it is.
+      tokenizer: of the examples; None: each target counts with the bytes of its id, regardless of its context.
     """
     total, end_text = 0, tokenizer.end_text if tokenizer else ""
     for index in indices:
@@ -466,10 +474,10 @@ def bytes_of_targets(
 
 
 def _num_bytes_too_many(example: Example, lengths: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Returns the difference to the sum of the targets' lengths, of blanks in bytes and of added blanks, in bytes."""
+    """Returns by how much the summed lengths exceed the text's bytes, due to byte-encoded and added blanks."""
     targets, is_target, result = example["targets"], example["weights"] > 0, 0
     if blank := tokenizer.blank:
-        # The first bytes may be in another example; then the others are taken for a blank.
+        # If the first bytes are in another example, the remaining bytes are assumed to be a blank.
         is_blank = is_target & (targets == blank[-1]) & _follows(example, blank[:-1], partial=True)
         result += (len(blank) - 1) * int(is_blank.sum())
     if tokenizer.begin and tokenizer.added_blanks:
@@ -479,7 +487,7 @@ def _num_bytes_too_many(example: Example, lengths: np.ndarray, tokenizer: Tokeni
 
 
 def _follows(example: Example, ids: Sequence[int], *, partial: bool) -> np.ndarray:
-    """Returns which targets are behind these ids, bool [T]; if `partial`, the first may lie before the segment."""
+    """Returns which targets follow these ids, bool [T]; if `partial`, the first ids may lie before the segment."""
     result = np.ones(len(example["tokens"]), bool)
     for distance, index in enumerate(reversed(ids)):
         is_outside = example["positions"] < distance
@@ -488,15 +496,15 @@ def _follows(example: Example, ids: Sequence[int], *, partial: bool) -> np.ndarr
 
 
 def tokenizer_file(path: str) -> Path:
-    """Returns the file that `data.tokenizer` means: the path itself, or the tokenizer.json in the folder."""
+    """Returns the file for `data.tokenizer`: the path itself, or the tokenizer.json in the folder."""
     return Path(path, TOKENIZER) if what_is_at(path) == "a folder" else Path(path)
 
 
 def settings(path: str, name: str = SETTINGS) -> JsonObject:
-    """Returns the content of a file in a tokenizer's folder; {} where `path` is no folder, or has no such file.
+    """Returns the content of a JSON file in a tokenizer's folder; {} if `path` is no folder, or the file is missing.
 
     Raises:
-      UserError: the file cannot be read, or holds no JSON object.
+      UserError: the file cannot be read, or is no JSON object.
     """
     file = Path(path, name)
     if what_is_at(file) != "a file":
@@ -531,16 +539,18 @@ def folder_end_token(path: str) -> str:
     """Returns the token that ends a document according to the folder's tokenizer_config.json; `` if it names none.
 
     Raises:
-      UserError: the file cannot be read, or holds no JSON object.
+      UserError: the file cannot be read, or is no JSON object.
     """
     return special_tokens(settings(path)).get("eos_token") or ""
 
 
 def end_ids(path: str) -> tuple[int, ...]:
-    """Returns the ids that end a generated text by the folder's generation_config.json, otherwise by its config.json.
+    """Returns the ids that end a generated text.
+
+    They are read from the folder's generation_config.json, otherwise from its config.json.
 
     Raises:
-      UserError: a file cannot be read, or has something else there.
+      UserError: a file cannot be read, or has an invalid value for them.
     """
     for name in ("generation_config.json", "config.json"):
         if (given := settings(path, name).get("eos_token_id")) is not None:

@@ -1,7 +1,7 @@
-"""What `data.path` and `data.validation_path` name: one source, or the sources of a mixture; and validation sets.
+"""Parses `data.path` and `data.validation_path`: a single source, or the sources of a mixture; and validation sets.
 
-A source of a mixture is `FILES:WEIGHT`, a validation set `FILES`, and either may have `NAME=` before it. A text that is
-the name of a file, or a glob that matches one, is that and nothing else.
+A source of a mixture is `FILES:WEIGHT`, a validation set is `FILES`; both may start with `NAME=`. A text that is the
+name of an existing file, or a glob that matches one, is always read as files.
 """
 
 import glob
@@ -17,18 +17,18 @@ from meshtrain.files import identities
 from meshtrain.store.buckets import Place
 
 PATH, VALIDATION_PATH = "data.path", "data.validation_path"
-MOST_PERIOD = 100_000  # samples after which each source has its whole share
+MOST_PERIOD = 100_000  # samples after which each source has its exact share
 
 
 class Part(NamedTuple):
-    """A source, or a validation set.
+    """A source of a mixture, or a validation set.
 
     Attributes:
       name: `` for the only source.
       paths: its files or globs, comma separated.
-      files: which these are, in order; in a bucket or on a disk.
+      files: the resolved files in order, in a bucket or on a disk.
       key: the option that names them.
-      weight: of a source of a mixture, a whole number.
+      weight: of a source of a mixture, a positive integer.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[str]]:
-    """Returns what the two options name, the sources first, and one line for each problem; no file is read."""
+    """Returns the parts that the two options name, sources first, and an error line for each problem; reads no file."""
     items = [_weighted(text) for text in _texts(path)]
     if any(weight is not None for _, weight in items):
         parts, problems = _named([paths for paths, _ in items], PATH)
@@ -59,12 +59,12 @@ def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[str]]
 def shared_files(
     parts: Sequence[Part], identities_of: Callable[[Place], Iterable[Hashable]], why: str = "which {} names too"
 ) -> list[str]:
-    """Returns one line for each file of a source or validation set that another source or set has too.
+    """Returns an error line for each file of a source or validation set that an earlier source or set also has.
 
     Args:
-      parts: the sources and the sets.
-      identities_of: a file -> its identities; two files are the same one if they have an identity in common.
-      why: what is wrong with a file, with a place for the option or the name of the other part.
+      parts: the sources and the validation sets.
+      identities_of: a file -> its identities; two files are the same if they have an identity in common.
+      why: the reason in the error line, with a placeholder for the option or the name of the other part.
     """
     if len(parts) == 1:
         return []
@@ -90,13 +90,13 @@ def _texts(paths: str) -> list[str]:
 
 
 def _weighted(text: str) -> tuple[str, str | None]:
-    """Returns what stands before and after the last colon; None: there is no weight."""
+    """Splits `path:weight`; the weight is None if absent."""
     paths, _, weight = text.rpartition(":")
     return (text, None) if not paths or "/" in weight or find_files(text)[0] else (paths, weight)
 
 
 def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[str]]:
-    """Returns the part that each item names, and one line for each that has no files or another one's name."""
+    """Returns the part for each item, and an error line for each item that has no files or repeats a name."""
     parts, problems = list[Part](), list[str]()
     for item in items:
         name, _, paths = item.rpartition("=")
@@ -115,7 +115,7 @@ def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[str]]:
 
 
 def _whole_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], list[str]]:
-    """Returns the smallest whole numbers with the ratios of the weights; or one line for each weight that is wrong.
+    """Returns the smallest integers with the ratios of the weights, or an error line for each invalid weight.
 
     >>> _whole_weights([("a", "0.7"), ("b", "0.25"), ("c", "0.05")])
     ([14, 5, 1], [])
@@ -140,7 +140,7 @@ def _whole_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], 
 
 
 def _positive(text: str | None) -> Fraction:
-    """Returns the number that a text says; 0 if it says none, or one that is not above 0 and finite."""
+    """Returns the number in a text; 0 if the text is no number, or the number is not positive and finite."""
     try:
         return Fraction(text or "") if 0 < float(text or "") < math.inf else Fraction()
     except ValueError:

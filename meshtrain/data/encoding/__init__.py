@@ -1,1 +1,1 @@
-"""Which text do ids stand for? Special tokens in texts, and the bytes of each id."""
+"""Special tokens in texts, and the bytes of text that each token id represents."""

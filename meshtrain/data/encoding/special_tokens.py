@@ -1,8 +1,9 @@
-"""Special tokens whose text occurs in documents and messages: counted, and encoded as text if the user asks for it.
+"""Special tokens whose text occurs in documents and messages: counts them, and encodes them as text if requested.
 
-A tokenizer encodes the text of a special token as this token, wherever the text comes from. With
-`data.special_tokens=text` only a chat template writes special tokens, as `split_special_tokens` of transformers has it
-for texts. `MARK` stands before these in a text, and the tokenizer knows them only with the mark.
+By default a tokenizer encodes the text of a special token as this token, wherever the text comes from. With
+`data.special_tokens=text`, only a chat template writes special tokens (`split_special_tokens` of transformers does this
+for texts). The template's special tokens are prefixed with `MARK`, and the tokenizer recognizes them only with the
+mark.
 """
 
 import copy
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 ENCODE, TEXT = MODES = ("encode", "text")
-# Unicode keeps these two code points for a program's own use, as `chat_template.BEGIN`.
+# Unicode reserves these two code points for internal use of programs, like `chat_template.BEGIN`.
 MARK, LITERAL = "\ufdd2", "\ufdd3"
 _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
@@ -34,8 +35,8 @@ class SpecialTokens:
     """The special tokens of a tokenizer.
 
     Attributes:
-      ids: text -> id: tokens that the tokenizer.json calls special, and the end token.
-      as_text: whether texts and messages that contain them are encoded as text.
+      ids: text -> id of the tokens that the tokenizer.json marks as special, and of the end token.
+      as_text: whether special tokens in texts and messages are encoded as text.
     """
 
     ids: Mapping[str, int]
@@ -47,19 +48,19 @@ class SpecialTokens:
         return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def count(self, value: Json) -> int:
-        """Returns how many special tokens a text contains, or the texts of a list or object together."""
+        """Returns the number of special tokens in a text, or in all texts of a list or object."""
         if isinstance(value, dict | list | tuple):
             return sum(map(self.count, value.values() if isinstance(value, dict) else value))
         return len(self._pattern.findall(value)) if self._pattern and isinstance(value, str) else 0
 
     def counted(self, number: int) -> str:
-        """Returns the end of a summary that says how many special tokens the texts contain; `` if they contain none."""
+        """Returns the end of a summary that counts the special tokens in the texts; `` if `number` is 0."""
         return f" with {number:,} special tokens in texts, encoded as {'text' if self.as_text else 'these tokens'}" * (
             number > 0
         )
 
     def literal(self, value: Json) -> Json:
-        """Returns a copy of the messages with `LITERAL` inside each special token, so that no template writes one."""
+        """Returns a copy of messages with `LITERAL` inside each special token, so that no message contains one."""
         if isinstance(value, dict):
             return {name: self.literal(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -71,23 +72,23 @@ class SpecialTokens:
     def through_template(
         self, write: Callable[[Sequence[Message]], tuple[str, Spans]], messages: Sequence[Message]
     ) -> tuple[str, Spans]:
-        """Returns the text that a template writes of messages, and spans of it; if `as_text`, with marks.
+        """Returns the text that a template writes for messages, and its spans; with marks if `as_text`.
 
         Args:
-          write: messages -> text and spans, such as where answers are.
+          write: messages -> text and spans, such as the positions of answers.
           messages: of one conversation.
         """
         return self.marked(*write(self.literal(messages))) if self.as_text else write(messages)
 
     def marked(self, text: str, spans: Spans = ()) -> tuple[str, Spans]:
-        """Returns a text with `MARK` before each special token that a template wrote, and without `LITERAL`.
+        """Inserts `MARK` before each special token that a template wrote, and removes `LITERAL`.
 
         Args:
-          text: that the template wrote of `literal` messages.
+          text: written by the template for `literal` messages.
           spans: of characters of `text`.
 
         Returns:
-          The text, and the same spans in it.
+          The new text, and the spans moved accordingly.
 
         >>> SpecialTokens({"</s>": 2}, True).marked(f"<{LITERAL}/s>b</s>", ((6, 10),))[1]
         ((5, 10),)
@@ -109,7 +110,7 @@ def unmarked(text: str) -> str:
 
 
 def marked_tokenizer(loaded: "tokenizers.Tokenizer", special: Mapping[str, int]) -> "tokenizers.Tokenizer":
-    """Returns a copy of a tokenizer that knows the special tokens only with `MARK` before them.
+    """Returns a copy of a tokenizer that recognizes special tokens only with `MARK` before them.
 
     Args:
       loaded: a `tokenizers.Tokenizer`.
@@ -132,7 +133,10 @@ def marked_tokenizer(loaded: "tokenizers.Tokenizer", special: Mapping[str, int])
 
 
 def _hide(model: JsonObject, special: Mapping[str, int]) -> None:
-    """Takes the texts of special tokens out of a model's vocabulary, in place, where some models would find them."""
+    """Removes the texts of special tokens from a model's vocabulary, in place.
+
+    Some models would match them there.
+    """
     if isinstance(model["vocab"], list):  # Unigram: (piece, score)
         model["vocab"] = [[MARK + piece if piece in special else piece, score] for piece, score in model["vocab"]]
         return
@@ -144,7 +148,7 @@ def _hide(model: JsonObject, special: Mapping[str, int]) -> None:
 
 
 def _pieces_of(merge: Json) -> set[str]:
-    """Returns both pieces of a BPE merge, which may be one text, and the piece that they become."""
+    """Returns both pieces of a BPE merge (a list, or one text with a blank) and the merged piece."""
     left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
     return {left, right, left + right}
 

@@ -1,4 +1,4 @@
-"""The bytes of the text that ids stand for, whatever the tokenizer is made of.
+"""Computes the number of text bytes that each token id represents, for any kind of tokenizer.
 
 V: vocabulary.
 """
@@ -15,22 +15,22 @@ from meshtrain.files import Json
 if TYPE_CHECKING:
     import tokenizers
 
-HALF = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes the bytes of half a character
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how tokenizers with a byte fallback write one byte
+HALF = "\N{REPLACEMENT CHARACTER}"  # a tokenizer decodes an incomplete character as this
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # tokenizers with a byte fallback write one byte in this form
 
 
 def bytes_of_ids(loaded: "tokenizers.Tokenizer", end_id: int, vocab_size: int, begin: Sequence[int] = ()) -> np.ndarray:
-    """Returns the bytes of the text that each id stands for, int32 [V]; 0 for the end of a document and for no text.
+    """Returns the number of text bytes of each id, int32 [V]; 0 for the end of a document and for ids without text.
 
-    The text of an id is what it adds behind another token, so that the blank before a word counts. Byte-level
-    tokenizers write a byte as one character. An added token that is found in texts as they are stands for its own
-    text; another one, such as `▁▁` for two blanks, for what it is decoded to.
+    The text of an id is the text that it adds after another token, so a blank before a word counts. Byte-level
+    tokenizers write a byte as one character. An added token that is matched literally in texts counts with its own
+    text. Other added tokens, such as `▁▁` for two blanks, count with their decoded text.
 
     Args:
       loaded: a `tokenizers.Tokenizer`.
       end_id: the id that ends a document.
       vocab_size: V.
-      begin: the ids before a text; from the second on they are targets, of no text.
+      begin: the ids before a text; from the second on they are targets without text.
     """
     pieces = {index: piece for piece, index in loaded.get_vocab(with_added_tokens=True).items()}
     own, added = loaded.get_vocab(with_added_tokens=False), loaded.get_added_tokens_decoder()
@@ -61,8 +61,8 @@ def _decoders(decoder: Json) -> set[str]:
 
 
 def _anchor(loaded: "tokenizers.Tokenizer", vocab: Mapping[str, int]) -> tuple[list[int], int]:
-    """Returns an id, in a list, behind which other ids show their text, and the bytes of its own text."""
-    # A letter or digit of ASCII: nothing that a decoder joins with what follows, or cleans up.
+    """Returns a list with one id, after which other ids show their text when decoded, and the bytes of its own text."""
+    # A letter or digit of ASCII: a decoder neither joins it with the next token nor removes it.
     anchors = [index for piece, index in vocab.items() if re.fullmatch(r"[A-Za-z0-9]", piece)] or list(vocab.values())
     return anchors[:1], len(loaded.decode(anchors[:1]).encode())
 
@@ -70,7 +70,7 @@ def _anchor(loaded: "tokenizers.Tokenizer", vocab: Mapping[str, int]) -> tuple[l
 def _lengths_behind_another(
     loaded: "tokenizers.Tokenizer", pieces: dict[int, str], *, has_byte_pieces: bool
 ) -> dict[int, int]:
-    """Returns the bytes that each id adds to the text of a token before it."""
+    """Returns the bytes that each id adds to the decoded text after another token."""
     anchor, before = _anchor(loaded, {piece: index for index, piece in pieces.items()})
     texts = loaded.decode_batch([[*anchor, index] for index in pieces])
     return {
@@ -80,9 +80,9 @@ def _lengths_behind_another(
 
 
 def blank_in_bytes(ids: Sequence[int], vocab: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the ids of the bytes that stand for a blank in a tokenizer without another id for it; () if it has one.
+    """Returns the ids of the bytes that encode a blank in a tokenizer without a single id for it; () if it has one.
 
-    Llama 2 writes a blank as `▁`, and without a piece for that as the three bytes of this character.
+    Llama 2 writes a blank as `▁`, and if it has no piece for it, as the three bytes of this character.
 
     Args:
       ids: of the text `a a`.
@@ -99,7 +99,7 @@ def blank_in_bytes(ids: Sequence[int], vocab: Mapping[str, int]) -> tuple[int, .
 def num_added_blanks(
     loaded: "tokenizers.Tokenizer", ids: Sequence[int], vocab: Mapping[str, int], blank: tuple[int, ...]
 ) -> int:
-    """Returns how many blanks a tokenizer puts before a text, 0 or 1.
+    """Returns the number of blanks that a tokenizer adds before a text, 0 or 1.
 
     Args:
       loaded: a `tokenizers.Tokenizer`.
