@@ -45,7 +45,7 @@ _LEGAL: Mapping[str, tuple[Json, ...]] = {
     "alora_invocation_tokens": (None, []),  # tokens that turn adapters on
     "peft_type": (None, "LORA"),
 }
-_LEAST_ALPHA = 1e-30  # far below every alpha in use; alpha / rank is still a normal float32
+_LEAST_ALPHA = 1e-30  # far below every alpha in use; float32 still represents alpha / rank
 _WRITTEN = f"nearest: the {ADAPTERS_FILE} that peft wrote"
 _AGAIN = "nearest: peft's merge_and_unload(), then save_pretrained(DIR)"
 
@@ -233,7 +233,7 @@ def write(
 
     Args:
       folder: an existing folder.
-      family: a key of `config.FAMILIES`.
+      family: a key of `families.FAMILIES`.
       options: the options of the decoder.
       adapters: the LoRA options of the run; the rank is not 0.
       params: the parameters with layers in layer order, unboxed; every array is addressable by this process.

@@ -73,7 +73,7 @@ def write_weights(
 
     Args:
       folder: an existing folder.
-      family: a key of `config.FAMILIES`.
+      family: a key of `families.FAMILIES`.
       options: the options of the decoder.
       params: the parameters with layers in layer order, unboxed.
       dtype: a key of `DTYPES`; values are rounded to it.
@@ -130,7 +130,7 @@ def special_token_files(
       ids: `eos_token_id` and other ids of special tokens, as in config.json; empty: the ids of `original`.
       chosen: new values for the tokenizer's settings, such as `eos_token`; empty: the settings stay.
       original: the folder that the model was imported from; None if there is none.
-      of_text: the folder whose tokenizer is copied; None: only the file tokenizer.json is copied.
+      of_text: the folder whose tokenizer is copied; None: the tokenizer is a single file, without settings.
     """
     files = dict[str, JsonObject]()
     if ids:

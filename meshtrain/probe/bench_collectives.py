@@ -1,4 +1,4 @@
-"""Times every collective along every axis of a mesh, on the devices that a run would have.
+"""Times every collective along every axis of a mesh, on the devices that a run would use.
 
 python -m meshtrain bench-collectives --config.mesh.data=2 --config.mesh.fsdp=4 [--json=FILE] [--out=FILE.png]
 """
@@ -20,7 +20,7 @@ LEAST_BYTES, MOST_BYTES = 2**6, 2**34
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Returns the command's own arguments."""
+    """Returns the parser of the command's own arguments."""
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain bench-collectives",
         description="Times every collective along every axis of the mesh, and compares each result with numpy. The "
@@ -38,7 +38,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures and prints; returns 0, or 1 if a value was wrong.
+    """Measures and prints the collectives; returns 0, or 1 if a result was wrong.
 
     Raises:
       UserError: all problems of the arguments, or a mesh that does not fit the devices.
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     given = flags.arguments(argv, arguments())
     problems = [*given.problems, *_problems(given)]
     refuse(problems)
-    # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
+    # Imported here, by name: JAX takes seconds to load, and `--help` must be fast.
     collectives = importlib.import_module("meshtrain.probe.bench.benchmark")
     all_bytes = (_num_bytes(given.smallest), _num_bytes(given.largest))
     is_right: bool = collectives.measured(given, all_bytes, float(given.limit))
@@ -79,9 +79,9 @@ def _problems(given: argparse.Namespace) -> list[str]:
 
 
 def _num_bytes(text: str) -> int:
-    """Returns the bytes that a text such as 64K names, -1 if it names none."""
+    """Parses a number of bytes such as 64K; returns -1 if the text is invalid."""
     match = SIZE.match(text)
-    # A longer number is larger than any that is allowed.
+    # Truncated: a number with more digits is above the limit anyway.
     return int(match[1][:20]) * UNITS[match[2].upper()] if match else -1
 
 

@@ -1,8 +1,9 @@
-"""Checks the machines of a job before it starts: `python -m meshtrain doctor`, started as the job will be, on each.
+"""Checks the machines of a job before it starts: `python -m meshtrain doctor`, started on each machine like the job.
 
-In three stages. Alone, each process checks its own machine without JAX. Together, the processes register at process 0
-over TCP (`launch.rendezvous`) and compare machines, then what the job would refuse and its configuration. Only if these
-are equal does JAX connect them and run collectives. Process 0 prints. What hangs is given up after a limit, and named.
+The doctor has three stages. First, each process checks its own machine without JAX. Second, the processes register at
+process 0 over TCP (`launch.rendezvous`) and compare their machines, the errors that the job would raise, and its
+configuration. Third, if there are no differences, JAX connects the processes and runs collectives. Process 0 prints the
+report. A check that hangs is abandoned after a time limit, and the report names it.
 """
 
 import argparse
@@ -30,11 +31,11 @@ _FACT_SECONDS = 60.0  # to read one fact of this machine
 _END_SECONDS, _POLL_SECONDS = 5.0, 0.05
 _NUM_CLOCK_ROUNDS = 8
 _Exchange = Callable[[str, Json, float], Said]  # (name, value, seconds) -> process -> value
-_Work = Callable[[Callable[[str], None]], JsonObject]  # given what to tell when it begins to wait for something
+_Work = Callable[[Callable[[str], None]], JsonObject]  # the argument reports what the work waits for
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the command's own arguments."""
+    """Returns the parser of the command's own arguments."""
     result = argparse.ArgumentParser(
         prog="python -m meshtrain doctor",
         description="Checks the machines of a job before it starts. Start it as the job, with the job's arguments.",
@@ -49,10 +50,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs all checks, prints a line for each, and returns 0, or 2 if a job would fail.
+    """Runs all checks and prints a line for each; returns 0, or 2 if a job would fail.
 
     Args:
-      argv: the words after the command; those of `train` are allowed, so that both can be started alike.
+      argv: the words after the command; the arguments of `train` are allowed, so that both commands can start in the
+        same way.
 
     Raises:
       UserError: all problems of the arguments, or of the description of the processes.
@@ -71,18 +73,18 @@ def main(argv: Sequence[str]) -> int:
     code = diagnosed(arguments, meeting, os.environ)
     if meeting is None and not set(threading.enumerate()) - set(before):
         return code
-    # JAX's own farewell waits for all processes, of which one may be stuck. A thread of this process that is stuck, as
-    # in an import, would abort the process while Python ends.
+    # JAX's shutdown waits for all processes, and one of them may hang. A hanging thread of this process, for example in
+    # an import, would abort the process while Python exits.
     leave_at_once(code)
 
 
 def diagnosed(arguments: argparse.Namespace, meeting: Meeting | None, environ: Mapping[str, str]) -> int:
-    """Runs all checks, prints in process 0, or where that cannot be reached, and returns the exit code.
+    """Runs all checks and returns the exit code; process 0 prints, or this process if process 0 is unreachable.
 
     Args:
-      arguments: of the command line.
-      meeting: where the processes meet; None: this one is alone.
-      environ: of this process.
+      arguments: the arguments of the command line.
+      meeting: the address and number of the processes; None for a single process.
+      environ: the environment of this process.
     """
     result = machine_facts.findings(
         meeting, arguments.workdir, arguments.gpus, environ, min(_FACT_SECONDS, arguments.limit)
@@ -104,7 +106,10 @@ def diagnosed(arguments: argparse.Namespace, meeting: Meeting | None, environ: M
 
 
 def _together(arguments: argparse.Namespace, meeting: Meeting, call: Hub | Member, said: Said, seconds: float) -> int:
-    """Compares what the processes have said, and goes on with those that are there: all decide alike, one prints."""
+    """Compares all processes' reports; every process reaches the same verdict, process 0 prints it.
+
+    Continues with the processes that have registered if some are missing.
+    """
     hub, count = (call if isinstance(call, Hub) else None), meeting.num_processes
     strangers = [f"process {process} runs another version of meshtrain's doctor"
                  for process, each in said.items() if set(each) != set(said[0])]  # fmt: skip
@@ -163,16 +168,17 @@ def _clocks(exchange: _Exchange, num_processes: int, limit: float) -> list[Findi
 
 
 def _job() -> ModuleType:
-    # Imported here, by name: the first stages need no JAX, and find out whether it is whole.
+    # Imported here, by name: the first stages work without JAX, and check that its installation is complete.
     return options.imported_modules("meshtrain.probe.checks.job")[0]
 
 
 def _as_job(
     arguments: argparse.Namespace, exchange: _Exchange, num_processes: int, shared: Sequence[Finding]
 ) -> list[Finding]:
-    """Returns what the job would refuse, how its configurations differ, and, without such errors, what JAX does.
+    """Checks the job itself: the errors that it would raise, its configuration in all processes, JAX, collectives.
 
-    Before it stands `shared`, what was found about the workdirs, unless the processes meet in a bucket.
+    `shared` contains the findings about the workdirs; they are part of the result unless the processes meet in a
+    bucket. JAX runs only if there are no errors.
     """
     limit = arguments.limit
     own = _within_limit(limit, all_processes.IMPORT, lambda _: _job().compared(arguments))
@@ -190,9 +196,10 @@ def _as_job(
 
 
 def _within_limit(limit: float, first: str, work: _Work) -> JsonObject:
-    """Returns what `work` returns, or why it does not: `refused`, `failed` or `stuck` in a part for `limit` seconds.
+    """Returns the result of `work`, or why it has none: `refused`, `failed`, or `stuck` after `limit` seconds.
 
-    It runs in a thread, so that this one can give up and tell the others.
+    The limit applies to each part that `work` reports. `work` runs in a thread, so that this thread can give up and
+    inform the other processes.
     """
     progress, result = [(time.monotonic(), first)], JsonObject()
 
@@ -220,7 +227,7 @@ def _judged(said: Said, num_gpus: int | None) -> list[Finding]:
     for process, each in said.items():
         for partner, seconds in each["pairs"].items():
             pair = (min(process, int(partner)), max(process, int(partner)))
-            # The exchange has ended when both have.
+            # The exchange ends when the slower partner ends.
             pairs[pair] = [max(both) for both in zip(seconds, pairs[pair], strict=True)] if pair in pairs else seconds
     return results + all_processes.slow(pairs)
 

@@ -1,4 +1,4 @@
-"""The configuration and the mesh that a command line asks for, in the words of `train`."""
+"""Builds the configuration and the mesh from command-line arguments like those of `train`."""
 
 import argparse
 import dataclasses
@@ -10,17 +10,17 @@ from meshtrain.sharding.rules import AXES
 
 
 def names_mesh(given: argparse.Namespace) -> bool:
-    """Returns whether a command line names sizes of the mesh, by itself or in a file."""
+    """Returns whether a command line sets mesh sizes, directly or by a configuration file."""
     return given.config is not None or any(key.startswith("mesh.") for key in given.overrides)
 
 
 def typed(given: argparse.Namespace) -> Config:
-    """Returns the configuration of a command line that need not name a file, and whose rest need not fit the mesh.
+    """Builds the configuration of a command line; the file is optional, and only the mesh is checked.
 
-    A batch that does not divide is no matter here. Where no size is named, all devices are on the first axis.
+    For example, the batch size need not divide evenly. If no mesh size is set, all devices are on the first axis.
 
     Raises:
-      UserError: all problems of the file, of the overrides and of the sizes.
+      UserError: all problems of the file, of the overrides and of the mesh sizes.
     """
     made, problems = built(file_content(given.config), given.overrides)
     refuse([*problems, *check(made.mesh)])

@@ -1,4 +1,4 @@
 """Which files are in a bucket? Object stores (GCS): paths, listing, writing, and one-line errors.
 
-Checkpoints are written there, and text is read from there.
+Checkpoints are written to buckets, and text is read from them.
 """

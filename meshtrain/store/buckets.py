@@ -1,8 +1,9 @@
-"""A bucket, `gs://bucket/prefix`, with checkpoints or text: what differs from a folder on a disk.
+"""Accesses a bucket, `gs://bucket/prefix`, that contains checkpoints or text.
 
-A prefix has no rename: a save counts once its last objects are there, and a deletion begins with them. The listing has
-the size and the CRC32C of each object, so that no byte is read back. Orbax writes arrays through TensorStore, and small
-objects through etils.epath and gcsfs, as is done here.
+A bucket differs from a disk: a prefix cannot be renamed, so a save is complete once its last objects exist, and a
+deletion removes these objects first. The listing contains the size and the CRC32C of each object, so no data is read
+back to verify it. Orbax writes arrays through TensorStore, and small objects through etils.epath and gcsfs; this module
+uses the latter two.
 """
 
 import contextlib
@@ -23,11 +24,11 @@ from meshtrain.errors import UserError, first_line, warn
 from meshtrain.files import expanded, is_url, write_whole
 from meshtrain.options import imported_modules
 
-Place: TypeAlias = Path | epath.Path  # a folder of a disk, or a prefix of a bucket
-_ROUNDS, _MOST_MINUTES, _SILENCE_SECONDS = 4, 3, 60.0  # a round of gcsfs, six tries, takes 34 s
-COMMITTED = "commit_success.txt"  # Orbax writes it last, where it would rename a folder
+Place: TypeAlias = Path | epath.Path  # a folder on a disk, or a prefix in a bucket
+_ROUNDS, _MOST_MINUTES, _SILENCE_SECONDS = 4, 3, 60.0  # gcsfs makes six tries in a round of 34 s
+COMMITTED = "commit_success.txt"  # Orbax writes it last, instead of the rename on a disk
 
-# Words of what the store says -> what is wrong, and the fix. Any other error is taken for the network's.
+# Words in an error of the store -> the problem and its fix. Any other error is attributed to the network.
 _REASONS = (
     (("401", "nonymous", "redentials"), "no credentials", "gcloud auth application-default login"),
     (("403", "Forbidden"), "no permission", "the role storage.{} of the bucket"),
@@ -36,14 +37,14 @@ _REASONS = (
 
 
 class Unreached(UserError):
-    """A bucket does not answer, is not there, or refuses this user: one line."""
+    """A bucket does not answer, does not exist, or denies this user access; the text is one line."""
 
 
 def place(directory: str | os.PathLike[str], key: str = "") -> Place:
-    """Returns a folder with its absolute path, or a prefix of a bucket that is there.
+    """Returns a folder with its absolute path, or a prefix of an existing bucket.
 
     Args:
-      directory: as the user wrote it.
+      directory: the path or URL that the user wrote.
       key: see `reached`.
 
     Raises:
@@ -54,7 +55,8 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
     if not importlib.util.find_spec("gcsfs"):
         line = f"{directory}: got a bucket; allowed: with the extra 'gcs'; nearest: pip install gcsfs"
         raise UserError(_of(key, line))
-    # Otherwise a process never sees what others write, and what is raised is printed too, with its stack.
+    # Without these settings a process would not see other processes' writes, and errors would be printed twice, the
+    # second time with a stack trace.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     for library in ("gcsfs", "google.auth"):
         logging.getLogger(library).setLevel(logging.CRITICAL + 1)
@@ -62,7 +64,7 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
     found = epath.Path(str(directory))
     try:
         with reached(found, key):
-            _client().find(f"{found}/{COMMITTED}")  # an object that is missing is no error, but a bucket is
+            _client().find(f"{found}/{COMMITTED}")  # a missing object is not an error, a missing bucket is
     except FileNotFoundError as error:
         fix = f"gcloud storage buckets create gs://{str(found).split('/')[2]}"
         line = f"{found}: got no such bucket; allowed: one that is there; nearest: {fix}"
@@ -72,11 +74,11 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
 
 @contextlib.contextmanager
 def reached(place: Place, key: str = "") -> Iterator[None]:
-    """Raises what a bucket's client raises in the block as Unreached; leaves missing objects, and a disk's errors.
+    """Converts errors of a bucket's client in the block to Unreached, except for missing objects and errors of a disk.
 
     Args:
       place: in a bucket, or on a disk.
-      key: the option that names it, where it is only read; with it the line begins.
+      key: the option that names the place if it is only read; error lines begin with this key.
     """
     try:
         yield
@@ -96,9 +98,9 @@ def _of(key: str, line: str) -> str:
 
 @functools.cache
 def _wait_longer() -> None:
-    """Lets gcsfs try for minutes; alone it gives up after half of one.
+    """Makes gcsfs retry for minutes; by default it gives up after half a minute.
 
-    A save of several processes that fails in one of them would keep the others waiting, and stop the run.
+    If a save of several processes fails in one process, it blocks the others and stops the run.
     """
     gcsfs, retry = imported_modules("gcsfs", "gcsfs.retry")
     tries, said_seconds = gcsfs.GCSFileSystem._request, [-math.inf]
@@ -119,21 +121,22 @@ def _wait_longer() -> None:
 
 
 def _client() -> Any:
-    return fsspec.filesystem("gcs", finalize_on_close=True)  # as epath asks, and so the same object
+    # These are the arguments that epath uses, so that fsspec returns the same cached object.
+    return fsspec.filesystem("gcs", finalize_on_close=True)
 
 
 def listed(place: epath.Path) -> dict[str, tuple[int, str]]:
-    """Returns name -> (bytes, CRC32C in base64) of each object below a prefix, by one listing."""
+    """Returns name -> (bytes, CRC32C in base64) of each object below a prefix, with one listing request."""
     found = _client().find(str(place), detail=True)
     above = f"{str(place).partition('://')[2]}/"
     return {name.removeprefix(above): (int(one["size"]), one["crc32c"]) for name, one in found.items()}
 
 
 def objects(pattern: str, key: str) -> dict[epath.Path, int]:
-    """Returns the objects that a URL or a glob matches -> their bytes, in the order of their names, by one listing.
+    """Returns object -> bytes for the objects that match a URL or a glob, sorted by name, with one listing request.
 
     Args:
-      pattern: `gs://bucket/...`, where `**` is any depth.
+      pattern: `gs://bucket/...`, where `**` matches any depth.
       key: the option that names it.
 
     Raises:
@@ -146,7 +149,7 @@ def objects(pattern: str, key: str) -> dict[epath.Path, int]:
 
 
 def version(path: Place, key: str) -> str:
-    """Returns what changes with a file's content: its time of change in ns on a disk, its CRC32C in a bucket.
+    """Returns a text that changes with a file's content: its modification time in ns on a disk, its CRC32C in a bucket.
 
     Args:
       path: the file or object.
@@ -162,10 +165,10 @@ def version(path: Place, key: str) -> str:
 
 
 def make(directory: Place) -> None:
-    """Makes a folder and its parents; a prefix of a bucket is there with its first object.
+    """Creates a folder and its parents; does nothing for a bucket, where a prefix exists with its first object.
 
     Raises:
-      UserError: it cannot be made.
+      UserError: the folder cannot be created.
     """
     try:
         if isinstance(directory, Path):
@@ -178,7 +181,7 @@ def make(directory: Place) -> None:
 
 
 def write(path: Place, text: str, *, is_new: bool = False) -> None:
-    """Replaces a file or an object whole. Raises FileExistsError for a new one that another writer has made."""
+    """Replaces a file or an object atomically; with `is_new`, raises FileExistsError if it already exists."""
     if not isinstance(path, Path):
         _client().pipe_file(str(path), text.encode(), mode="create" if is_new else "overwrite")
     elif is_new and path.exists():
@@ -188,19 +191,22 @@ def write(path: Place, text: str, *, is_new: bool = False) -> None:
 
 
 def read(path: Place) -> str:
-    """Returns an object that others replace meanwhile. `read_text` asks for the size first, and cuts a new version."""
+    """Returns the text of a file or object; safe if another process replaces the object at the same time.
+
+    `epath.read_text` asks for the size first, and would truncate a newer, longer version.
+    """
     if isinstance(path, Path):
         return path.read_text(encoding="utf-8")
     return str(_client().cat_file(str(path)).decode())
 
 
 def delete(place: epath.Path, first: str) -> None:
-    """Deletes a checkpoint; what makes it count goes first, so that after a kill the rest does not."""
+    """Deletes a checkpoint; first the objects that mark it complete, so that a killed deletion leaves no valid one."""
     for name in (first, COMMITTED):
         (place / name).unlink(missing_ok=True)
     _client().rm(str(place), recursive=True)
 
 
 def move(place: epath.Path, to: epath.Path) -> None:
-    """Moves a checkpoint: the store copies it, and the old objects are deleted."""
+    """Moves a checkpoint: the store copies the objects, and the old objects are deleted."""
     _client().mv(str(place), str(to), recursive=True)

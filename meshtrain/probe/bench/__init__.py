@@ -1,1 +1,1 @@
-"""Collectives, timed: operations, a sweep over sizes and axes, and the link that fits the times."""
+"""Benchmark of collectives: operations, a sweep over sizes and axes, and a fitted model of each link."""

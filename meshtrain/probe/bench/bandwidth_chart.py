@@ -1,4 +1,4 @@
-"""A chart of measured collectives: for each axis time and bus bandwidth over size, and the fitted lines."""
+"""Draws a chart of measured collectives: time and bus bandwidth over size for each axis, and the fitted lines."""
 
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:  # imported where it is used, because it takes half a second
     from matplotlib.figure import Figure
 
 _PANEL_INCHES = (5.5, 3.6)
-_GREY = "#666666"  # of the seventh operation, the ring
+_GREY = "#666666"  # for the seventh operation, the ring
 
 
 def figure(found: Sweep) -> "Figure":
-    """Returns the chart: a row for each axis, with a solid line through the times and a dotted one for each fit."""
+    """Returns the chart with one row per axis: a solid line through the times, and a dotted line for each fit."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row.axis for row in found.rows))

@@ -1,4 +1,4 @@
-"""The part of `bench-collectives` that needs JAX: the mesh, the measurements, and what is printed and written."""
+"""The part of `bench-collectives` that needs JAX: builds the mesh, measures, prints and writes the results."""
 
 import argparse
 import dataclasses
@@ -20,15 +20,15 @@ from meshtrain.sharding.rules import AXES
 
 
 def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: float) -> bool:
-    """Measures all collectives of a mesh, prints and writes what was found, and returns whether all values were right.
+    """Measures all collectives of a mesh, prints and writes the results; returns whether all values were correct.
 
     Args:
-      given: the arguments of the command line, checked.
+      given: the checked arguments of the command line.
       ends: the smallest and the largest size in bytes.
       limit_seconds: see `sweep`.
 
     Raises:
-      UserError: problems of the mesh, or processes with other arguments.
+      UserError: problems of the mesh, or processes with different arguments.
       LostPeer: another process does not answer.
     """
     options = job_mesh.typed(given).mesh

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of a link, fitted to the times of collectives of several sizes."""
+"""Fits the latency and bandwidth of a link to the times of collectives of several sizes."""
 
 import dataclasses
 import math
@@ -11,19 +11,19 @@ from meshtrain.launch.links import Link
 from meshtrain.probe.bench.timed import Timed
 
 LEAST_SIZES = 3
-BUSY_SPREAD = 1.5  # beyond it the machine did something else, and the time means little
+BUSY_SPREAD = 1.5  # above this ratio another program used the machine, and the times are unreliable
 MOST_ERROR = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The line through the times of one operation along one axis, or why there is none.
+    """The line fitted to the times of one operation along one axis, or the reason why there is none.
 
     Attributes:
-      axis: of the mesh.
-      operation: one of `links.OPERATIONS`.
-      link: the fitted latency and bandwidth; None where the times allow none.
-      error: the median of |fitted - measured| / measured; not-a-number without a line.
+      axis: an axis of the mesh.
+      operation: an element of `links.OPERATIONS`.
+      link: the fitted latency and bandwidth; None if the times do not allow a fit.
+      error: the median of |fitted - measured| / measured; NaN without a fit.
       why_not: the reason why there is no link; empty otherwise.
     """
 
@@ -37,19 +37,19 @@ class Fit:
 def fit(rows: Sequence[Timed], num_hosts: int) -> Fit:
     """Fits seconds = latency + wire bytes / bandwidth by least squares of the relative errors.
 
-    Absolute errors would let the largest size decide alone. There is no fit where a value was wrong, where the spread
-    of a size says that the machine was busy, or where the times do not lie near a line that rises.
+    With absolute errors, the largest size would dominate. There is no fit if a value was wrong, if the spread of a size
+    shows that the machine was busy, or if the times are not close to a rising line.
 
     Args:
-      rows: of one operation along one axis, a size each; at least one.
-      num_hosts: over which the devices of a group are spread.
+      rows: the measurements of one operation along one axis, one per size; at least one.
+      num_hosts: the number of hosts over which the devices of a group are distributed.
     """
     axis, operation = rows[0].axis, rows[0].operation
     if why_not := _unusable(rows):
         return Fit(axis, operation, None, math.nan, why_not)
     seconds = np.array([row.fastest_seconds for row in rows])
     wire_bytes = np.array([row.wire_bytes for row in rows])
-    scale = wire_bytes.max()  # without it one column is 1e9 times the other
+    scale = wire_bytes.max()  # conditioning: unscaled, one column would be 1e9 times the other
     matrix = np.stack([1 / seconds, wire_bytes / scale / seconds], axis=1)
     (latency, rise), *_ = np.linalg.lstsq(matrix, np.ones(len(rows)))
     error = float(np.median(np.abs((latency + rise * wire_bytes / scale) / seconds - 1)))
@@ -61,7 +61,7 @@ def fit(rows: Sequence[Timed], num_hosts: int) -> Fit:
 
 
 def _unusable(rows: Sequence[Timed]) -> str:
-    """Returns why the times of these sizes are not to be fitted, or an empty string."""
+    """Returns the reason why these times cannot be fitted, or an empty string."""
     if any(row.wrong for row in rows):
         return "its values are wrong"
     busy = [row for row in rows if row.spread > BUSY_SPREAD]

@@ -1,4 +1,4 @@
-"""The measurements of collectives as text for people, and as JSON for programs and for `plan --links`."""
+"""Formats the measurements of collectives as text for people, and as JSON for programs and `plan --links`."""
 
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.files import JsonObject
@@ -15,7 +15,7 @@ _MEASURED = ("axis", "operation", "group_size", "num_bytes", "wire_bytes", "fast
 
 
 def text(found: Sweep) -> str:
-    """Returns the tables of all measurements and of the fits, and what is doubtful about them."""
+    """Returns the tables of all measurements and of the fits, and notes about doubtful results."""
     header = ("axis", "operation", "devices", "bytes", "us", "spread", "algorithm GB/s", "bus GB/s", "value")
     fitted = ("axis", "operation", "devices", "hosts", "latency us", "GB/s", "error")
     fits = [_fit_row(one.link, one.error) for one in found.fits if one.link]
@@ -66,7 +66,7 @@ def _fit_row(link: Link, error: float) -> tuple[str, ...]:
 
 
 def json_of(found: Sweep) -> JsonObject:
-    """Returns the content of a file that `plan --links` reads: the fitted links, and all measurements beside them."""
+    """Returns the content of a file for `plan --links`: the fitted links, and all measurements."""
     links = Links(found.platform, tuple(one.link for one in found.fits if one.link))
     return {
         **to_json(links),

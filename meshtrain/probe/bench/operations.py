@@ -1,7 +1,7 @@
-"""The collectives that are timed, each as a function of a device's array, and what numpy says of their results.
+"""The benchmarked collectives as functions of a device's array, and their expected results computed with numpy.
 
-E: elements of a device's array, n: devices along the axis; E divides by n. Every function returns an array of the shape
-that it takes, so that it can be repeated.
+E: elements of a device's array, n: devices along the axis; n divides E. Every function returns an array of its input's
+shape, so that it can be repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,13 @@ Function = Callable[[jax.Array], jax.Array]
 def operation(name: str, axis: str, size: int, platform: str) -> Function:
     """Returns a collective along a manual axis as a function float32 [E] -> [E].
 
-    A gather takes a device's own n-th part of its array. A reduce-scatter writes the sum into that part, the others
-    stay. XLA has a broadcast for GPUs only; elsewhere it is an all-reduce of zeros and of what the first device has.
+    An all-gather sends the device's own n-th part of its array. A reduce-scatter writes the sum into that part, and the
+    other parts stay. XLA supports broadcast only on GPUs; elsewhere it is an all-reduce of the first device's array and
+    zeros.
 
     Args:
-      name: one of `links.OPERATIONS`.
-      axis: of the mesh.
+      name: an element of `links.OPERATIONS`.
+      axis: an axis of the mesh.
       size: devices along the axis.
       platform: `jax.Device.platform`.
     """
@@ -39,7 +40,7 @@ def operation(name: str, axis: str, size: int, platform: str) -> Function:
 
     def broadcast(x: jax.Array) -> jax.Array:
         if platform == "gpu":
-            return lax.pbroadcast(x, (axis,), 0)  # it takes the letters of a name for axes
+            return lax.pbroadcast(x, (axis,), 0)  # a tuple, since pbroadcast would split a string into letters
         return lax.psum(jnp.where(lax.axis_index(axis) == 0, x, 0), axis)
 
     functions: dict[str, Function] = {
@@ -57,8 +58,8 @@ def operation(name: str, axis: str, size: int, platform: str) -> Function:
 def ring_all_reduce(x: jax.Array, axis: str, size: int) -> jax.Array:
     """Returns the sum over a manual axis, float32 [E], by permutes to the next device (Patarasuk and Yuan 2009).
 
-    In n - 1 hops each device adds its own part to the one that it receives and passes the sum on; then device i has
-    the sum of part i + 1. In n - 1 more hops the sums go round.
+    In the first n - 1 hops each device adds its own part to the received part and passes the sum on; then device i has
+    the complete sum of part i + 1. In n - 1 more hops the complete sums are passed around the ring.
     """
     me, right = lax.axis_index(axis), [(i, (i + 1) % size) for i in range(size)]
 
@@ -75,23 +76,23 @@ def ring_all_reduce(x: jax.Array, axis: str, size: int) -> jax.Array:
 
 
 def base(num_elements: int) -> np.ndarray:
-    """Returns what all devices' arrays have in common, float32 [E]: whole numbers, so that float32 sums are exact."""
+    """Returns the common part of all devices' arrays, float32 [E]: whole numbers, so that float32 sums are exact."""
     return np.resize((np.arange(251) * 7 % 251).astype(np.float32), num_elements)
 
 
 def shift(row: int) -> float:
-    """Returns what the device at this place of the mesh adds to `base`; sums over 5,000 devices stay exact."""
+    """Returns the number that the device with this mesh index adds to `base`; sums over 5,000 devices stay exact."""
     return float(3 * (row % 1021))
 
 
 def expected(name: str, common: np.ndarray, rows: Sequence[int], mine: int) -> np.ndarray:
-    """Returns what a device has after one collective, by numpy: float32 [E].
+    """Returns a device's array after one collective, computed with numpy: float32 [E].
 
     Args:
-      name: one of `links.OPERATIONS`.
+      name: an element of `links.OPERATIONS`.
       common: `base(E)`; before the collective, the device at row r has common + shift(r).
-      rows: the places in the mesh of the n devices of the group, along the axis.
-      mine: the device's index among them.
+      rows: the indices in the mesh of the n devices of the group, along the axis.
+      mine: the device's index in the group.
     """
     size = len(rows)
     parts = common.reshape(size, -1)
@@ -105,7 +106,7 @@ def expected(name: str, common: np.ndarray, rows: Sequence[int], mine: int) -> n
         kept = parts + shifts[mine]
         kept[mine] = total.reshape(size, -1)[mine]
         return kept.reshape(-1)
-    if name == "all-to-all":  # device j has sent its part of this device's index
+    if name == "all-to-all":  # device j has sent the part with this device's index
         return (parts[mine] + shifts[:, None]).reshape(-1)
     source = {"collective-permute": (mine - 1) % size, "collective-broadcast": 0}[name]
     return common + shifts[source]

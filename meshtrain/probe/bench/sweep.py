@@ -1,4 +1,4 @@
-"""All collectives along all axes of a mesh, for sizes from small to as large as fits."""
+"""Measures all collectives along all axes of a mesh, from small sizes up to the free memory."""
 
 import dataclasses
 import os
@@ -13,8 +13,8 @@ from meshtrain.launch.links import OPERATIONS
 from meshtrain.probe.bench.link_fit import Fit, fit
 from meshtrain.probe.bench.timed import NUM_ROUNDS, Timed, repeats, timed
 
-GROWTH = 4  # from one size to the next
-# Of the largest array on a device: input, first and last result, the loop's own, a gather's or an exchange's.
+GROWTH = 4  # factor from one size to the next
+# Copies of the largest array on a device: input, first and last result, loop state, temporary buffers of collectives.
 _COPIES = 8
 _UNKNOWN_BYTES = 2**32
 Measure = Callable[[Mesh, str, str, int], Timed]
@@ -27,9 +27,9 @@ class Sweep:
     Attributes:
       platform: `jax.Device.device_kind`.
       shape: the size of each axis.
-      num_processes: of the mesh.
-      num_hosts: on which these run.
-      sizes: that were asked for, in bytes; the largest ones of an operation may have been left out.
+      num_processes: the number of processes of the mesh.
+      num_hosts: the number of hosts of these processes.
+      sizes: the requested sizes in bytes; the largest sizes of a slow operation may have been skipped.
       rows: an entry for each axis, operation and size.
       fits: an entry for each axis and operation.
     """
@@ -44,7 +44,7 @@ class Sweep:
 
 
 def sizes(smallest_bytes: int, largest_bytes: int) -> list[int]:
-    """Returns the sizes to measure, each four times the one before.
+    """Returns the sizes to measure; each is four times the previous size.
 
     >>> sizes(1024, 70000)
     [1024, 4096, 16384, 65536]
@@ -56,7 +56,7 @@ def sizes(smallest_bytes: int, largest_bytes: int) -> list[int]:
 
 
 def room_bytes(mesh: Mesh) -> int:
-    """Returns the largest array that each device can be given, by the free memory of the fullest one.
+    """Returns the size in bytes of the largest array that fits on every device, given the free memory.
 
     Simulated devices share half of their host's memory. All processes call it, and get the same number.
     """
@@ -65,7 +65,7 @@ def room_bytes(mesh: Mesh) -> int:
         num_neighbours = peers.gathered("host", socket.gethostname()).count(socket.gethostname())
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // (num_neighbours * len(own))
     else:
-        memory = [device.memory_stats() for device in own]  # some allocators say nothing
+        memory = [device.memory_stats() for device in own]  # some allocators report no statistics
         free = min(each["bytes_limit"] - each["bytes_in_use"] if each else _UNKNOWN_BYTES for each in memory)
     return int(min(peers.gathered("room", free)) // _COPIES)
 
@@ -81,10 +81,9 @@ def sweep(
     """Measures every operation along every axis with at least two devices; all processes of the mesh call it.
 
     Args:
-      mesh: of the devices.
-      all_bytes: the sizes of a device's array, rising.
-      limit_seconds: an operation's larger sizes are left out if the next one would take longer; see
-        `expected_seconds`.
+      mesh: the mesh of the devices.
+      all_bytes: the sizes of a device's array, ascending.
+      limit_seconds: an operation's larger sizes are skipped if the next size would take longer; see `expected_seconds`.
       measure: measures one collective.
       tell: called with each measurement.
 
@@ -110,13 +109,13 @@ def sweep(
 
 
 def expected_seconds(found: Sequence[Timed], num_bytes: int) -> float:
-    """Returns how long all rounds of a larger size would take, by the line through the last two sizes.
+    """Returns the expected duration of all rounds of a larger size, extrapolated from the last two sizes.
 
-    It depends on what all processes know, so that all of them leave the same sizes out.
+    It depends only on values that all processes share, so that all of them skip the same sizes.
 
     Args:
-      found: the sizes measured so far, at least one; by a single one, time does not grow.
-      num_bytes: of the next size.
+      found: the sizes measured so far, at least one; with a single size the time is assumed constant.
+      num_bytes: the next size.
     """
     last, before = found[-1], found[max(0, len(found) - 2)]
     grown = max(0.0, last.fastest_seconds - before.fastest_seconds) / max(1, last.num_bytes - before.num_bytes)
@@ -125,6 +124,6 @@ def expected_seconds(found: Sequence[Timed], num_bytes: int) -> float:
 
 
 def hosts_along(mesh: Mesh, axis: str, hosts: Sequence[str]) -> int:
-    """Returns over how many hosts the devices of a group along an axis are spread; of several groups the most."""
+    """Returns the number of hosts of a device group along an axis; the maximum over all groups."""
     groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     return max(len({hosts[device.process_index] for device in group}) for group in groups)

@@ -1,9 +1,9 @@
-"""The time and the value of one collective along one axis of a mesh.
+"""Measures the time and checks the result of one collective along one axis of a mesh.
 
-A collective runs several times inside one compiled program, each time on the result of the one before, so that XLA can
-neither leave one out nor merge two. The first result is compared with numpy: it comes from the program that is timed.
-A round is one run of that program; the fastest round counts, because everything else that a machine does adds to it.
-Nothing is subtracted: a round's dispatch is in the time, divided by the repeats.
+A collective runs several times inside one compiled program, each time on the previous result, so that XLA can neither
+remove nor merge repetitions. The first result is compared with numpy: it is an output of the timed program. A round is
+one run of that program. The fastest round is reported, because other work of the machine only adds time. The dispatch
+of a round is included in the time, divided by the number of repeats.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from meshtrain.launch.links import wire_share
 from meshtrain.probe.bench.operations import base, expected, operation, shift
 
 NUM_ROUNDS = 7
-_MOST_REPEATS, _LEAST_REPEATS, _REPEATED_BYTES = 51, 5, 2**26  # all odd: a first one, and then pairs
-# These have a result in another buffer than their input. Two of them in the body of a loop end in the first buffer;
-# with one of them each round would copy the array. The others compute in place.
+_MOST_REPEATS, _LEAST_REPEATS, _REPEATED_BYTES = 51, 5, 2**26  # repeats are odd: one collective, and then pairs
+# These collectives write their result to another buffer than their input. With two of them in the loop body, the result
+# is in the first buffer again; with one, each iteration would copy the array. The others compute in place.
 _IN_PAIRS = ("all-to-all", "collective-permute")
 _ITEM_BYTES = 4  # float32
-Index: TypeAlias = Any  # of a shard in its array: a slice of each dim; JAX's own type has None besides
+Index: TypeAlias = Any  # index of a shard in its array: a slice of each dim; JAX's own type also has None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Timed:
     """The measurements of one collective of one size.
 
     Attributes:
-      axis: of the mesh.
-      operation: one of `links.OPERATIONS`.
+      axis: an axis of the mesh.
+      operation: an element of `links.OPERATIONS`.
       group_size: devices along the axis.
-      num_bytes: S of nccl-tests: of the larger of a device's input and output.
-      seconds: of one collective, for each round; of the slowest process.
-      wrong: a line for each process that has a wrong value; none where all are right.
+      num_bytes: S of nccl-tests: the bytes of the larger of a device's input and output.
+      seconds: the time of one collective in each round, of the slowest process.
+      wrong: one line for each process with a wrong value.
     """
 
     axis: str
@@ -57,12 +57,12 @@ class Timed:
 
     @property
     def spread(self) -> float:
-        """The median round over the fastest: 1 on an idle machine."""
+        """The ratio of the median round to the fastest: 1 on an idle machine."""
         return statistics.median(self.seconds) / self.fastest_seconds
 
     @property
     def wire_bytes(self) -> float:
-        """What one device sends in a ring; see `links.wire_share`."""
+        """The bytes that one device sends in a ring; see `links.wire_share`."""
         return self.num_bytes * wire_share(self.operation, self.group_size)
 
     @property
@@ -72,7 +72,7 @@ class Timed:
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """Wire bytes over seconds: busbw of nccl-tests, comparable with a link's speed whatever the group's size."""
+        """Wire bytes over seconds: busbw of nccl-tests, comparable with a link's speed for every group size."""
         return self.wire_bytes / self.fastest_seconds
 
 
@@ -88,12 +88,12 @@ def timed(
     """Measures one collective in all groups along one axis at once; all processes of the mesh call it.
 
     Args:
-      mesh: of these devices; the groups along the axis work at the same time, as they do in a step.
-      axis: one with at least two devices.
-      name: one of `links.OPERATIONS`.
-      num_bytes: of a device's array; rounded up until it divides among the devices of the axis.
-      num_rounds: how often the program runs after its first time, which compiles it.
-      clock: in seconds; asked before and after each round.
+      mesh: the mesh of the devices; the groups along the axis work at the same time, as in a training step.
+      axis: an axis with at least two devices.
+      name: an element of `links.OPERATIONS`.
+      num_bytes: the size of a device's array; rounded up to a multiple of the axis size.
+      num_rounds: how often the program runs after its first run, which compiles it.
+      clock: returns seconds; called before and after each round.
 
     Raises:
       LostPeer: another process does not answer.
@@ -116,12 +116,12 @@ def timed(
 
 
 def repeats(num_bytes: int) -> int:
-    """Returns how often a collective runs in one program: often if it is small, so that the dispatch hardly counts."""
+    """Returns the repetitions of a collective in one program: many for small sizes, to make the dispatch negligible."""
     return max(_LEAST_REPEATS, min(_MOST_REPEATS, _REPEATED_BYTES // num_bytes | 1))
 
 
 def inputs(mesh: Mesh, num_elements: int) -> jax.Array:
-    """Returns float32 [mesh.size, E], a row on each device, in the order of the mesh: `base` and the row's `shift`."""
+    """Returns float32 [mesh.size, E], one row per device in mesh order: `base` plus the row's `shift`."""
     common = base(num_elements)
 
     def row(index: Index) -> np.ndarray:
@@ -132,9 +132,10 @@ def inputs(mesh: Mesh, num_elements: int) -> jax.Array:
 
 
 def program(mesh: Mesh, axis: str, name: str, num_repeats: int) -> jax.stages.Wrapped:
-    """Returns the compiled function [mesh.size, E] -> (after the first collective, after the last of an odd number).
+    """Returns a jitted function [mesh.size, E] -> (result of the first collective, result of the last).
 
-    Sums grow with each repeat, to infinity at last, which takes no longer than other numbers.
+    The number of collectives is odd. Sums grow with each repeat and may overflow to infinity, which does not change the
+    time.
     """
     function = operation(name, axis, mesh.shape[axis], mesh.devices.flat[0].platform)
 
@@ -153,12 +154,12 @@ def program(mesh: Mesh, axis: str, name: str, num_repeats: int) -> jax.stages.Wr
 
 
 def difference(mesh: Mesh, axis: str, name: str, result: jax.Array) -> str:
-    """Returns one line about the first wrong element on this process' devices, or an empty string.
+    """Returns one line about the first wrong element on this process's devices, or an empty string.
 
     Args:
-      mesh: of the devices.
-      axis: along which the collective ran.
-      name: one of `links.OPERATIONS`.
+      mesh: the mesh of the devices.
+      axis: the axis along which the collective ran.
+      name: an element of `links.OPERATIONS`.
       result: float32 [mesh.size, E], after one collective on `inputs`.
     """
     common, places = base(result.shape[1]), np.arange(mesh.size).reshape(mesh.devices.shape)

@@ -1,1 +1,1 @@
-"""The doctor's checks: of one machine, of all processes, of the job itself."""
+"""The doctor's checks: of each machine, of all processes together, and of the job itself."""

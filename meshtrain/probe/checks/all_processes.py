@@ -1,6 +1,6 @@
-"""Checks of the processes together. Each is a function of what every process has said; none imports JAX.
+"""Checks that compare all processes. Each is a pure function of the processes' reports; none imports JAX.
 
-A test plants a fault by calling a check with other facts or other times.
+A test can plant a fault by calling a check with modified facts or times.
 """
 
 import collections
@@ -15,7 +15,7 @@ from meshtrain.probe.checks.verdicts import Finding, error, named, ok, warning
 _CLOCK_SECONDS = 1.0
 _SLOW = 2.0  # times the median: hosts of one kind differ by less
 _VISIBLE_SECONDS = 1.0
-# What JAX, XLA and NCCL read, and what of that belongs to one process or changes nothing.
+# Prefixes of variables that JAX, XLA and NCCL read, and variables that may differ between processes.
 _COMPARED = ("NCCL_", "XLA_FLAGS", "JAX_", "LIBTPU_INIT_ARGS", "CUDA_DEVICE_ORDER")
 _OWN = (
     "JAX_PROCESS_ID",
@@ -35,12 +35,12 @@ _START_ONCE = "start each process once, with its own number"
 
 
 def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str], seconds: float) -> list[Finding]:
-    """Checks who has come.
+    """Checks that all processes have registered.
 
     Args:
-      meeting: where the processes meet.
-      hosts: process -> its machine, of those that have registered.
-      refused: a line for each process that was refused.
+      meeting: the address and number of the processes.
+      hosts: process -> its machine, for the processes that have registered.
+      refused: one line for each process that was rejected.
       seconds: how long process 0 has waited.
     """
     results = [error("registered", line, _START_ONCE) for line in refused]
@@ -55,7 +55,7 @@ def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str
 
 
 def cut_off(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
-    """Returns what a process says that cannot register at process 0, or cannot be it."""
+    """Returns the finding of a process that cannot register at process 0, or that cannot listen as process 0."""
     if isinstance(reason, Refused):
         return error("registered", str(reason), _START_ONCE)
     if isinstance(reason, Occupied):
@@ -75,10 +75,10 @@ def same(
     fix: str,
     made: Callable[[str, str, str, int], Finding] = error,
 ) -> list[Finding]:
-    """Checks that values are the same in every process. Those that differ from most are named; without any, nothing is.
+    """Checks that values are the same in every process, and names the processes whose value differs from the majority.
 
     Args:
-      check: its name.
+      check: the name of the check.
       facts: process -> name -> value.
       fix: what to do about a difference.
       made: `error` or `warning`.
@@ -97,19 +97,19 @@ def same(
 
 
 def compared(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that have to be the same in every process."""
+    """Returns the environment variables that must be the same in every process."""
     return {name: value for name, value in environ.items() if name.startswith(_COMPARED) and name not in _OWN}
 
 
 def clocks(times: Sequence[float], said: Sequence[Mapping[int, float]]) -> list[Finding]:
-    """Checks that clocks agree to a second.
+    """Checks that clocks agree to within a second.
 
-    A process reads its clock between the answers to the round before and to its own. The fastest round says most
-    (Cristian 1989).
+    A process reads its clock between the answers to the previous round and to its own round. The fastest round is the
+    most precise (Cristian 1989).
 
     Args:
-      times: of process 0, in seconds: before the first round and after each.
-      said: of each round, process -> what its clock says, in seconds.
+      times: process 0's clock in seconds, before the first round and after each round.
+      said: for each round, process -> its clock in seconds.
     """
     rounds = list(zip(times, said[1:], times[2:], strict=False))
     if not rounds:
@@ -130,11 +130,11 @@ def clocks(times: Sequence[float], said: Sequence[Mapping[int, float]]) -> list[
 
 
 def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: int) -> list[Finding]:
-    """Checks that every process sees what every other one has written into the workdir.
+    """Checks that every process sees the files that all other processes have written into the workdir.
 
     Args:
-      seen: process -> (its workdir, the processes whose file it has not read there, the seconds that it has looked).
-      num_processes: that have registered.
+      seen: process -> (its workdir, the processes whose file it could not read there, the seconds that it waited).
+      num_processes: the number of registered processes.
     """
     results = []
     for process, (folder, missing, _) in seen.items():
@@ -156,9 +156,9 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
     """Checks that JAX sees the same devices in every process.
 
     Args:
-      counts: process -> (how many devices of its own JAX has there, their kind).
-      num_gpus: that each is to have; None: as many as most have.
-      without: processes that have GPUs, and where JAX computes on the CPU.
+      counts: process -> (the number of its own devices, their kind).
+      num_gpus: the expected number of GPUs of each process; None: the most common number.
+      without: processes that have GPUs, but whose JAX runs on the CPU.
     """
     results = []
     for process in without:
@@ -174,17 +174,17 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
     return results or [ok("devices", f"{most} x {kind} in each process")]
 
 
-IMPORT = "the import of JAX"  # in which a process waits for no other
+IMPORT = "the import of JAX"  # a part in which no process waits for another
 
 
 def held_up(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: float) -> list[Finding]:
-    """Names the processes that hold up the others: those that refuse, fail or have ended, else those furthest behind.
+    """Names the processes that block the others: first those that refuse, fail or have ended, else the slowest.
 
     Args:
-      said: process -> `refused` or `failed` (its lines), `stuck` (the number of what it waits for, what that is), or
-        what it has found.
-      num_processes: of the job; those that have said nothing have ended, or are stopped.
-      limit: seconds that each of these may take.
+      said: process -> `refused` or `failed` (its error lines), `stuck` (index and name of the part it waits for), or
+        its results.
+      num_processes: the number of processes of the job; processes without a report have ended or are stopped.
+      limit: seconds that each part may take.
     """
     fix = "try the same on that machine alone"
     results = [error("job", line, "", process) for process, one in said.items() if "refused" in one
@@ -208,11 +208,11 @@ def held_up(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: f
 
 
 def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) -> list[Finding]:
-    """Checks the values of the collectives, and says their times.
+    """Checks the results of the collectives, and reports their times.
 
     Args:
       times: axis -> (devices along it, seconds of an all-reduce of 1 MiB).
-      wrong: a line for each process with a wrong value, which names it.
+      wrong: one line for each process with a wrong value; the line names the process.
     """
     fix = "take that machine out of the job: a link or a device changes data"
     results = [error("values", line, fix) for line in wrong]
@@ -221,14 +221,14 @@ def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) ->
 
 
 def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
-    """Names processes whose exchange with every partner is slow.
+    """Names processes that exchange data slowly with every partner.
 
-    A ring only shows its slowest link. In pairs, a process that is well is fast with at least one partner, and a slow
-    one with none, so the fastest pair of each process counts. It is slow beyond twice the median of all, if that is
-    also more than its own times spread: a machine that was busy for a moment is not slow.
+    A ring shows only its slowest link. In pairs, a healthy process is fast with at least one partner, and a slow
+    process with none, so each process is judged by its fastest pair. It is slow if it takes more than twice the median
+    of all processes, and the difference exceeds its own spread: a machine that was busy for a moment is not slow.
 
     Args:
-      pairs: (process, process) -> the seconds of each round; a single pair tells nobody from the other.
+      pairs: (process, process) -> the seconds of each round; with a single pair, the two cannot be distinguished.
     """
     best: dict[int, Sequence[float]] = {}
     for pair, seconds in pairs.items():

@@ -1,4 +1,4 @@
-"""The part of the doctor that needs JAX: the job's configuration, what it refuses, collectives on axes and in pairs."""
+"""The part of the doctor that needs JAX: the job's configuration and errors, collectives along axes and in pairs."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -16,34 +16,34 @@ from meshtrain.run import start
 from meshtrain.sharding.mesh import MeshOptions, make_mesh, mesh_shape, num_needed
 from meshtrain.sharding.rules import AXES, batch_axes, storage_axes
 
-_NUM_BYTES = 2**20  # a device's array
+_NUM_BYTES = 2**20  # the size of a device's array
 _NUM_ROUNDS = 3
 
 
 def compared(given: argparse.Namespace) -> dict[str, str]:
-    """Returns what a run compares between its processes, as text: the workdir and all fields of the configuration.
+    """Returns the values that a run compares between its processes, as text: the workdir and all configuration fields.
 
     Raises:
-      UserError: what a run would refuse before JAX starts; without a file the doctor asks for less than a run.
+      UserError: an error that a run would raise before JAX starts; without a file the doctor checks less than a run.
     """
     facts = start.compared(_configuration(given), given.workdir.absolute())
     return {name: repr(value) for name, value in facts.items()}
 
 
 def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> JsonObject:
-    """Returns what this process has seen, as JSON holds it.
+    """Returns this process's observations as a JSON object.
 
-    `devices` (number and kind of its own), `without_gpus` (whether JAX cannot use those that are there), `times` (axis
-    -> devices along it, seconds of an all-reduce), `wrong` (a line for each process with wrong values), `pairs`
+    `devices` (number and kind of local devices), `without_gpus` (whether JAX cannot use existing GPUs), `times` (axis
+    -> devices along it, seconds of an all-reduce), `wrong` (one line for each process with wrong values), `pairs`
     (partner -> seconds of each round).
 
     Args:
-      given: what `flags.arguments` returns. Without sizes of the mesh its first axis is across processes, and the last
-        one that splits the batch inside of each.
-      begin: told what this process begins to wait for.
+      given: the result of `flags.arguments`. Without mesh sizes, the first axis spans processes, and an inner batch
+        axis spans the devices of a process.
+      begin: called with the name of each part before this process waits for it.
 
     Raises:
-      UserError: JAX cannot start, the mesh does not fit the devices, or a run would be refused.
+      UserError: JAX cannot start, the mesh does not fit the devices, or a run would be rejected.
     """
     config = _configuration(given)
     options = config.mesh if job_mesh.names_mesh(given) else None

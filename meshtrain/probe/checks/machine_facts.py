@@ -31,20 +31,20 @@ _PACKAGE = Path(__file__).parents[2]
 _WRITTEN_BYTES = 2**24
 _LOOK_SECONDS, _POLL_SECONDS = 5.0, 0.05
 _NET = Path("/sys/class/net")
-_UP, _LOOPBACK = 0x1, 0x8  # of an interface's flags, linux/if.h
-_ALSO_INSTALLED = ("jax-cuda", "libtpu", "nvidia-nccl", "nvidia-cudnn")  # beginnings of distributions' names
+_UP, _LOOPBACK = 0x1, 0x8  # bits of an interface's flags, linux/if.h
+_ALSO_INSTALLED = ("jax-cuda", "libtpu", "nvidia-nccl", "nvidia-cudnn")  # prefixes of distribution names
 _T = TypeVar("_T")
 
 
 def installed() -> dict[str, str | None]:
-    """Returns distribution -> version; None for one that meshtrain needs and that is missing."""
+    """Returns distribution -> version; None for a requirement of meshtrain that is missing."""
     result = {name: _version(name) for name in ("meshtrain", *_requirements("meshtrain"), "jaxlib")}
     others = ((each.name, each.version) for each in importlib.metadata.distributions())
     return result | {name: version for name, version in others if name.startswith(_ALSO_INSTALLED)}
 
 
 def software() -> dict[str, str]:
-    """Returns name -> version of all that has to be the same in every process, meshtrain's own source included."""
+    """Returns name -> version of all software that must be equal in every process, including meshtrain's source."""
     return {
         "python": platform.python_version(),
         "meshtrain's source": hash_of_sources(_PACKAGE),
@@ -53,7 +53,7 @@ def software() -> dict[str, str]:
 
 
 def libraries(environ: Mapping[str, str], version: Path = Path("/proc/driver/nvidia/version")) -> dict[str, str]:
-    """Returns name -> value of what may differ between processes, and rarely does on purpose."""
+    """Returns name -> value of settings that may differ between processes, although this is rarely intended."""
     driver = re.search(r"Kernel Module\D*([\d.]+)", _text(version))
     paths = {name: environ[name] for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if environ.get(name)}
     return {**({"NVIDIA driver": driver[1]} if driver else {}), **paths}
@@ -62,13 +62,13 @@ def libraries(environ: Mapping[str, str], version: Path = Path("/proc/driver/nvi
 def findings(
     meeting: Meeting | None, workdir: Path, num_gpus: int | None, environ: Mapping[str, str], limit: float
 ) -> list[Finding]:
-    """Returns what all checks of this machine by itself say.
+    """Runs all checks of this machine and returns their findings.
 
     Args:
-      meeting: where the processes meet; None: this one is alone.
-      workdir: of the job.
-      num_gpus: that this process is to have; None: what the scheduler says, or as many as there are.
-      environ: of this process.
+      meeting: the address and number of the processes; None for a single process.
+      workdir: the workdir of the job.
+      num_gpus: the number of GPUs that this process should have; None: the scheduler's number, or all that exist.
+      environ: the environment of this process.
       limit: seconds that reading a fact may take.
     """
     versions = installed()
@@ -105,9 +105,9 @@ def findings(
 
 
 def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
-    """Returns what `read` returns, or `otherwise` if it fails or takes longer: a dead disk or name server blocks.
+    """Returns the result of `read`, or `otherwise` if it fails or takes too long, as with a dead disk or name server.
 
-    `read` goes on in its thread, which does not keep the program from ending.
+    `read` continues in its thread, which does not prevent the program from ending.
     """
     result: list[_T] = []
 
@@ -122,9 +122,9 @@ def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
 
 
 def resolved(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
-    """Returns (the addresses of process 0's machine, "") or ([], why there are none, after so many seconds).
+    """Returns (the addresses of process 0's machine, ""), or ([], the reason of the failure), after at most `seconds`.
 
-    The name of a pod that has just started may not be known yet.
+    It retries, because the name of a pod that has just started may not be known yet.
     """
     try:
         found = tried(lambda: socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP), seconds)
@@ -134,7 +134,7 @@ def resolved(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
 
 
 def gpus(environ: Mapping[str, str], limit: float) -> tuple[list[str], str]:
-    """Returns (the identifier of each GPU, "") or ([], why `nvidia-smi -L` does not say them); ([], "") without it."""
+    """Returns (the identifier of each GPU, ""), or ([], why `nvidia-smi -L` failed); ([], "") without that program."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return [], ""
@@ -153,7 +153,7 @@ def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
     """Returns network interface -> (it is up, it is loopback)."""
     result = {}
     for path in sorted(net.iterdir()) if net.is_dir() else ():
-        if text := _text(path / "flags").strip():  # bonding has a file here that is no interface
+        if text := _text(path / "flags").strip():  # /sys/class/net/bonding_masters is a file, not an interface
             flags = int(text, 16)
             is_down = _text(path / "operstate").strip() in ("down", "lowerlayerdown")
             result[path.name] = (bool(flags & _UP) and not is_down, bool(flags & _LOOPBACK))
@@ -161,13 +161,13 @@ def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
 
 
 def existing(path: Path) -> Path:
-    """Returns the folder, or the nearest one above it that is there: the doctor makes none."""
+    """Returns the folder, or its nearest existing parent: the doctor creates no folder."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
 
 
 @contextlib.contextmanager
 def marked(workdir: Path, files: Mapping[int, str], process: int, limit: float) -> Iterator[Path]:
-    """Yields the folder, or the nearest one above it; there this process has its file, if any, until the block ends."""
+    """Yields the folder or its nearest existing parent; inside the block this process's file, if any, exists there."""
     folder = within(limit, lambda: existing(workdir), workdir)
     if process in files:
         within(limit, lambda: (folder / files[process]).touch(), None)
@@ -179,7 +179,7 @@ def marked(workdir: Path, files: Mapping[int, str], process: int, limit: float) 
 
 
 def looked(folder: Path, files: Mapping[int, str]) -> tuple[str, list[int], float]:
-    """Returns (the folder, the processes whose file is not there after 5 s, the seconds until all of them were)."""
+    """Returns (folder, processes whose file is still missing after 5 s, seconds until all files were visible)."""
     start, seen = time.monotonic(), set[int]()
 
     def look() -> None:
@@ -192,7 +192,7 @@ def looked(folder: Path, files: Mapping[int, str]) -> tuple[str, list[int], floa
 
 
 def write(path: Path) -> tuple[float, str]:
-    """Returns (the seconds that 16 MiB took to be on the disk of a folder, "") or (0, why they are not)."""
+    """Returns (the seconds to write 16 MiB to the disk of a folder, ""), or (0, the reason of the failure)."""
     try:
         start = time.perf_counter()
         with tempfile.NamedTemporaryFile(dir=existing(path), prefix=".meshtrain-doctor-") as file:
@@ -205,7 +205,7 @@ def write(path: Path) -> tuple[float, str]:
 
 
 def _folder(what: str, path: Path) -> list[Finding]:
-    refused = flags.unwritable(path) if what == "workdir" else []  # as the job asks
+    refused = flags.unwritable(path) if what == "workdir" else []  # the same check as the job's
     if refused:
         return [error(what, line, "") for line in refused]
     seconds, failure = write(path)
@@ -213,7 +213,7 @@ def _folder(what: str, path: Path) -> list[Finding]:
     results = [one_machine.folder(what, str(folder), seconds, failure)]
     if what == "workdir" and not failure:
         free = os.statvfs(folder)
-        # Some network file systems say 0 for both: they have no inodes.
+        # Some network file systems report 0 for both, since they have no inodes.
         num_files = free.f_favail if free.f_files else -1
         results.append(one_machine.disk(str(folder), free.f_bavail * free.f_frsize, num_files))
     return results
@@ -235,7 +235,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _expected_gpus(environ: Mapping[str, str]) -> int | None:
-    """Returns how many GPUs Slurm gives this process, where it is the only one on its machine."""
+    """Returns the number of GPUs that Slurm gives this process if it is the only process on its machine, else None."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or ""
     count = environ.get("SLURM_GPUS_ON_NODE") or ""
     return int(count) if re.fullmatch(r"1(\(x\d+\))?", tasks) and count.isdecimal() else None

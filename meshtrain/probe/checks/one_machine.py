@@ -1,6 +1,6 @@
-"""Checks of one machine by itself, before any process meets another. Each is a function of facts; none imports JAX.
+"""Checks of a single machine, before any processes connect. Each is a pure function of facts; none imports JAX.
 
-`machine_facts` reads the facts. A test plants a fault by calling a check with other facts.
+`machine_facts` reads the facts. A test can plant a fault by calling a check with modified facts.
 """
 
 import ipaddress
@@ -12,16 +12,16 @@ from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.hardware import FRACTION_VARIABLES, POOL_FRACTION
 from meshtrain.probe.checks.verdicts import Finding, error, ok, warning
 
-LEAST_BYTES = 2**30  # of disk and of memory: less cannot hold one small checkpoint, or the program
+LEAST_BYTES = 2**30  # of disk and of memory: less is not enough for a small checkpoint, or for the program
 _LEAST_SHARED_BYTES = 2**28
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-# Read by gRPC, over which JAX's processes meet.
+# Variables of gRPC, which JAX's processes use to connect.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 
 
 def software(installed: Mapping[str, str | None], python: str) -> Finding:
-    """Checks that what meshtrain needs is installed, and that JAX's parts fit each other; None: a missing one."""
+    """Checks that meshtrain's requirements are installed (None: missing), and that JAX's parts have equal versions."""
     missing = [name for name, version in installed.items() if version is None and name not in _PLUGINS]
     if missing:
         return error("software", f"{', '.join(missing)} is not installed", "pip install meshtrain, on this machine too")
@@ -36,11 +36,11 @@ def software(installed: Mapping[str, str | None], python: str) -> Finding:
 
 
 def coordinator(meeting: Meeting, addresses: Sequence[str], failure: str = "") -> Finding:
-    """Checks that the name of process 0's machine leads there, and not to this machine.
+    """Checks that the host name of process 0 resolves to that machine, and not to this one.
 
     Args:
-      meeting: where the processes meet.
-      addresses: what the name resolves to on this machine.
+      meeting: the address and number of the processes.
+      addresses: the addresses of the name on this machine.
       failure: why it does not resolve; empty if it does.
     """
     if failure:
@@ -55,12 +55,12 @@ def coordinator(meeting: Meeting, addresses: Sequence[str], failure: str = "") -
 
 
 def is_loopback(addresses: Sequence[str]) -> bool:
-    """Returns whether all of the addresses lead to the machine itself; False without any."""
+    """Returns whether all of the addresses lead to the machine itself; False if there are none."""
     return bool(addresses) and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
 
 
 def proxy(meeting: Meeting, environ: Mapping[str, str]) -> Finding:
-    """Checks that the connection to process 0 does not go through a proxy, in which it would hang."""
+    """Checks that the connection to process 0 does not use a proxy, since it would hang."""
     used = [name for name in _PROXIES if environ.get(name)]
     excepted = [word.strip().lstrip(".") for name in _NO_PROXIES for word in (environ.get(name) or "").split(",")]
     if not used or any(word and (word == "*" or f".{meeting.host}".endswith(f".{word}")) for word in excepted):
@@ -74,10 +74,10 @@ def gpus(
     """Checks the GPUs that JAX will see.
 
     Args:
-      listed: the identifiers of all GPUs, by number, as `nvidia-smi -L` says them.
-      failure: why it says nothing; empty if it does, or if there is no such program.
+      listed: the identifiers of all GPUs, by number, as printed by `nvidia-smi -L`.
+      failure: why nvidia-smi failed; empty if it succeeded, or if there is no such program.
       visible: CUDA_VISIBLE_DEVICES; None if it is not set.
-      expected: how many this process is to have; None: as many as there are.
+      expected: the number of GPUs that this process should have; None: all that exist.
       installed: distribution -> its version, None if it is missing.
     """
     if failure:
@@ -108,20 +108,20 @@ def _until_invalid(visible: str) -> list[int | str]:
 
 
 def interface(wanted: str, interfaces: Mapping[str, tuple[bool, bool]], num_hosts: int) -> Finding:
-    """Checks the network interface that NCCL will take to reach other machines.
+    """Checks the network interface that NCCL will use to reach other machines.
 
-    NCCL_SOCKET_IFNAME lists beginnings of names; after `^` those that it
-    leaves out, after `=` whole names (NCCL's user guide).
+    NCCL_SOCKET_IFNAME lists prefixes of names; after `^` the prefixes to exclude, after `=` complete names (NCCL's user
+    guide).
 
     Args:
       wanted: NCCL_SOCKET_IFNAME; empty if it is not set.
       interfaces: name -> (it is up, it is loopback).
-      num_hosts: how many machines the job has.
+      num_hosts: the number of machines of the job.
     """
     others = sorted(name for name, (is_up, is_loop) in interfaces.items() if is_up and not is_loop)
     fix = f"NCCL_SOCKET_IFNAME={others[0]}" if others else "a network interface that is up"
     if not wanted:
-        # Without the variable NCCL takes loopback only if there is nothing else.
+        # Without the variable, NCCL uses loopback only if there is no other interface.
         if others or num_hosts == 1:
             return ok("interface", f"{', '.join(others) or 'loopback only'}; NCCL_SOCKET_IFNAME is not set")
         return error("interface", f"only loopback is up, for {num_hosts} machines", fix)
@@ -152,11 +152,12 @@ def _matching(wanted: str, names: Mapping[str, object]) -> list[str]:
 
 
 def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
-    """Checks that a folder can be written; without that of compiled programs a job only starts slowly.
+    """Checks that a folder is writable; a missing compilation cache is only a warning, since it makes starts slow.
 
     Args:
       what: `workdir` or `cache`.
-      seconds: that 16 MiB took to be on its disk.
+      path: the folder.
+      seconds: the time to write 16 MiB to its disk.
       failure: why it cannot be written; empty if it can.
     """
     if not failure:
@@ -167,12 +168,12 @@ def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
 
 
 def disk(path: str, free_bytes: int, free_files: int) -> Finding:
-    """Checks that a folder has space.
+    """Checks that a folder has free space.
 
     Args:
-      path: of the folder.
-      free_bytes: that this user may still write.
-      free_files: files that may still be made; negative where the file system has no such limit.
+      path: the folder.
+      free_bytes: bytes that this user may still write.
+      free_files: files that may still be created; negative if the file system has no such limit.
     """
     if free_bytes < LEAST_BYTES:
         return error("disk", f"{path} has {format_bytes(free_bytes)} left", "free space, or another workdir")
@@ -182,7 +183,7 @@ def disk(path: str, free_bytes: int, free_files: int) -> Finding:
 
 
 def memory(available_bytes: int, total_bytes: int) -> Finding:
-    """Checks that the machine, or the container, has memory left."""
+    """Checks that the machine or the container has free memory."""
     seen = f"{format_bytes(available_bytes)} of {format_bytes(total_bytes)} available"
     if available_bytes < LEAST_BYTES:
         return error("memory", seen, "end other programs on this machine, or ask for more memory")
@@ -190,7 +191,7 @@ def memory(available_bytes: int, total_bytes: int) -> Finding:
 
 
 def memory_fraction(environ: Mapping[str, str], num_gpus: int) -> Finding:
-    """Checks that JAX takes the share of a GPU's memory that plans assume, if a variable sets the share."""
+    """Checks that JAX uses the fraction of GPU memory that plans assume, if a variable sets this fraction."""
     name = next((name for name in FRACTION_VARIABLES if environ.get(name)), "")
     if not num_gpus or not name:
         return ok("memory fraction", "train sets it" if num_gpus else "not needed without GPUs")

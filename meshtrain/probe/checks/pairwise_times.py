@@ -1,4 +1,4 @@
-"""The time that each process takes to exchange data with others, pair by pair."""
+"""Measures the time that each process takes to exchange data with other processes, pair by pair."""
 
 import time
 from collections.abc import Sequence
@@ -8,22 +8,22 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_NUM_ELEMENTS = 2**18  # float32: 1 MiB a device
+_NUM_ELEMENTS = 2**18  # float32: 1 MiB per device
 _NUM_REPEATS = 8
 _NUM_ROUNDS = 5
-MOST_PARTNERS = 7  # each of them costs a compiled program
+MOST_PARTNERS = 7  # each partner needs its own compiled program
 _PROCESS, _DEVICE = "process", "device"
 
 
 def tournament(num_processes: int, most: int = MOST_PARTNERS) -> list[list[tuple[int, int]]]:
-    """Returns rounds of disjoint pairs; over all rounds no pair comes twice (the circle method).
+    """Returns rounds of disjoint pairs; no pair occurs twice (the circle method).
 
     >>> tournament(4)
     [[(0, 3), (1, 2)], [(0, 2), (3, 1)], [(0, 1), (2, 3)]]
 
     Args:
-      num_processes: of an odd number one pauses in each round.
-      most: rounds.
+      num_processes: the number of processes; if it is odd, one process pauses in each round.
+      most: the maximum number of rounds.
     """
     circle: list[int | None] = [*range(num_processes), *([None] if num_processes % 2 else [])]
     rounds = []
@@ -36,19 +36,19 @@ def tournament(num_processes: int, most: int = MOST_PARTNERS) -> list[list[tuple
 
 
 def timed_pairs(devices: Sequence[jax.Device], own: int) -> dict[int, list[float]]:
-    """Returns partner -> the seconds of an exchange of 1 MiB a device in each round; all processes call it.
+    """Returns partner -> the seconds of an exchange of 1 MiB per device in each round; all processes call it.
 
     Each device of a process exchanges with the device of the same number in the partner.
 
     Args:
-      devices: of all processes, as many of each.
-      own: this process.
+      devices: the devices of all processes, the same number in each.
+      own: the index of this process.
     """
     processes = sorted({device.process_index for device in devices})
     grid = np.array([[each for each in devices if each.process_index == process] for process in processes])
     mesh = Mesh(grid, (_PROCESS, _DEVICE))
     spec = PartitionSpec((_PROCESS, _DEVICE))
-    # Made in place: an array on the host would be compared between all processes.
+    # Created on each device: device_put of a host array would compare it between all processes.
     x = jax.make_array_from_callback(
         (grid.size, _NUM_ELEMENTS), NamedSharding(mesh, spec), lambda index: np.ones((1, _NUM_ELEMENTS), np.float32)
     )
@@ -71,7 +71,7 @@ def _exchange(mesh: Mesh, spec: PartitionSpec, pairs: Sequence[tuple[int, int]])
     both = [*pairs, *((b, a) for a, b in pairs)]
 
     def many(x: jax.Array) -> jax.Array:
-        # What a process without a partner receives is zeros.
+        # A process without a partner receives zeros.
         return lax.fori_loop(0, _NUM_REPEATS, lambda _, each: lax.ppermute(each, _PROCESS, both), x)
 
     return jax.jit(jax.shard_map(many, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))

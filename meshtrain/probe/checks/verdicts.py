@@ -1,4 +1,4 @@
-"""What the doctor says: one line a check with a verdict, what was seen, and what to do."""
+"""Formats the doctor's report: one line per check with its verdict, the observation, and the advice."""
 
 import collections
 import dataclasses
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from meshtrain.errors import EXIT_FINISHED, EXIT_USER_ERROR, one_line
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-_NAMED = 8  # processes that a line names; of more it says how many there are
+_NAMED = 8  # processes that a line names; further processes are only counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,10 +16,10 @@ class Finding:
 
     Attributes:
       verdict: `ok`, `warning` (a run may work) or `error` (a run fails or hangs).
-      check: what was checked, in a word or two.
-      seen: what was seen.
-      fix: what to do; empty if nothing is wrong.
-      process: of which process; None: of all together.
+      check: the name of the check, one or two words.
+      seen: the observation.
+      fix: the advice; empty if nothing is wrong.
+      process: the process that it concerns; None: all processes.
     """
 
     verdict: str
@@ -30,25 +30,25 @@ class Finding:
 
 
 def ok(check: str, seen: str) -> Finding:
-    """Returns a finding without anything to do."""
+    """Returns a finding that needs no action."""
     return Finding(OK, check, seen)
 
 
 def warning(check: str, seen: str, fix: str, process: int | None = None) -> Finding:
-    """Returns a finding that a run may survive."""
+    """Returns a finding with which a run may still work."""
     return Finding(WARNING, check, seen, fix, process)
 
 
 def error(check: str, seen: str, fix: str, process: int | None = None) -> Finding:
-    """Returns a finding that a run does not survive."""
+    """Returns a finding with which a run fails."""
     return Finding(ERROR, check, seen, fix, process)
 
 
 def lines(findings: Sequence[Finding], hosts: Mapping[int, str]) -> list[str]:
-    """Returns a line for each check that is fine, and for each problem.
+    """Returns one line for each passed check, and one for each problem.
 
-    A check that is fine in several processes is one line, of the first of them. Processes with the same problem share
-    its line.
+    A check that passes in several processes is one line, with the finding of the first process. Processes with the same
+    problem share its line.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     shown: dict[tuple[str, ...], Finding] = {}
@@ -60,13 +60,13 @@ def lines(findings: Sequence[Finding], hosts: Mapping[int, str]) -> list[str]:
     return [
         _line(finding, groups[key], hosts)
         for key, finding in shown.items()
-        # Of a check that fails somewhere, only the failures are of interest.
+        # If a check fails in some process, its successes are not shown.
         if finding.verdict != OK or finding.check not in wrong
     ]
 
 
 def last_line(findings: Sequence[Finding], what: str) -> str:
-    """Returns the summary of all findings; `what` was checked, such as `2 processes on 1 machine`."""
+    """Returns the summary of all findings; `what` describes the checked set, such as `2 processes on 1 machine`."""
     counts = collections.Counter(verdict for verdict, *_ in set(map(_words, findings)))
     if not counts[ERROR] + counts[WARNING]:
         return f"doctor: nothing is wrong with {what}"
@@ -81,7 +81,7 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def named(processes: Iterable[int], hosts: Mapping[int, str]) -> str:
-    """Returns processes with their machines.
+    """Returns text that lists processes with their machines.
 
     >>> named([1, 3], {1: "b", 3: "d"}), named([2], {})
     ('processes 1 (b), 3 (d)', 'process 2')
