@@ -1,8 +1,9 @@
 r"""Analyzes whether a match of a tokenizer.json's regular expression can contain two given characters side by side.
 
 Suppose that no match contains x directly before y. Then every match that touches a boundary between x and y starts or
-ends at this boundary. The matches on one side are independent of the text on the other side if the expression looks at
-nothing else: it has no anchor, no reference, and no lookaround except `(?!\S)`, which marks the end of a run of blanks.
+ends at this boundary. The matches on one side are independent of the text on the other side if the expression has no
+other context: it has no anchor, no reference, and no lookaround except `(?!\S)`, which marks the end of a run of
+blanks.
 """
 
 import functools

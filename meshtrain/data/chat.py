@@ -1,4 +1,4 @@
-"""Fine-tuning data: reads lines or rows, writes their text, finds the answers, and packs them by first fit.
+"""Fine-tuning data: reads lines or rows, writes their text, locates the answers, and packs them by first fit.
 
 A line is never split over several examples, and only tokens of answers count as targets. `chat_lines.py` parses the
 formats of lines.

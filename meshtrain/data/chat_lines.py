@@ -1,8 +1,8 @@
 """Parses rows of fine-tuning data: the fields of a row become a prompt and its completion, or a conversation.
 
 A row has `messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `completion` (two texts, or TRL's two lists of
-messages), or `instruction` and `output` (Alpaca). Other fields are ignored, with an exception: fields by which a known
-format changes what is trained either take effect or raise an error that names the field.
+messages), or `instruction` and `output` (Alpaca). Other fields are ignored, with an exception: fields that select the
+trained messages in a known format either take effect or raise an error that names the field.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -32,7 +32,7 @@ _RATINGS: Mapping[str, type] = {
     "kto_tag": bool,
     "labels": list,
 }
-# Fields of a row that would change what is trained -> the values that agree with this program's training.
+# Fields of a row that select the trained messages -> the values that agree with this program's training.
 _ROW_SWITCHES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("weight", "loss_weight", "sample_weight", "example_weight", "train"), (1,)),
     **dict.fromkeys(("train_on_input", "train_on_inputs", "train_on_prompt"), (0,)),
@@ -83,7 +83,7 @@ def line_of(row: bytes | JsonObject, where: str) -> Line:
     """Returns the content of a line or row.
 
     Raises:
-      ValueError: the row has no known form; the message states the value and the allowed ones.
+      ValueError: the row has no known form; the message states the value and the allowed values.
     """
     fields = fields_of(row, ALLOWED)
     _refuse_ratings(fields)
@@ -161,7 +161,7 @@ def _of_sharegpt(turn: Json) -> Json:
 
 
 def refuse_ignored(fields: JsonObject) -> None:
-    """Raises ValueError for a field of a row that would change what is trained, but is not supported here."""
+    """Raises ValueError for a field of a row that selects the trained messages in another program, but not here."""
     for name, values in _ROW_SWITCHES.items():
         value = fields.get(name)
         if value is not None and value not in ("", [], {}) and not _is_in(value, values):

@@ -63,7 +63,7 @@ def batches(
 
 
 class Cuts:
-    """Finds the safe places of one tokenizer.json.
+    """Computes the safe places of one tokenizer.json.
 
     Args:
       description: the content of the tokenizer.json.

@@ -271,7 +271,7 @@ def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str
         end_id=tokenizer.end_id,
         tokenizer=copied if content else "bytes",
         tokenizer_sha256=digest,
-        end_token=end_token,  # the copy has no tokenizer_config.json beside it
+        end_token=end_token,  # the copy has no tokenizer_config.json next to it
         begin=list(tokenizer.begin),
         special_tokens=TEXT if tokenizer.special.as_text else ENCODE,
     )

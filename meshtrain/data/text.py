@@ -220,7 +220,7 @@ def _has_zeros(path: Place) -> bool:
     try:
         with opened(path) as (file, _):
             return b"\0" in file.read(_ZEROS_IN)
-    except UserError:  # reported where it is read
+    except UserError:  # reported when the file is read
         return False
 
 
@@ -322,7 +322,7 @@ def _row_text(row: bytes | JsonObject, text_field: str) -> str:
     """Returns the document of a line or row.
 
     Raises:
-      ValueError: the row has no such text; the message is a line for `Problems.add_at`.
+      ValueError: the row has no text in this field; the message is a line for `Problems.add_at`.
     """
     try:
         fields = json.loads(row) if isinstance(row, bytes) else row

@@ -1,7 +1,7 @@
 """Prepared token files: NAME.bin contains only token ids, NAME.bin.json their description, NAME.bin.index a summary.
 
-The index is computed from the ids, so that a later start need not read them. It is valid as long as NAME.bin keeps its
-size and time of modification.
+The index is computed from the ids, so that a later start need not read them. It is valid until NAME.bin changes its
+size or time of modification.
 """
 
 import contextlib
@@ -141,7 +141,7 @@ def read_description(path: Path) -> TokenFile:
     wrong = [name for name, least in bounds.items() if getattr(described, name) < least]
     if described.end_id >= described.vocab_size:
         wrong.append("end_id")
-    if described.vocab_size > np.iinfo(described.dtype).max + 1:  # ids that this dtype cannot hold
+    if described.vocab_size > np.iinfo(described.dtype).max + 1:  # ids outside the range of this dtype
         wrong.append("vocab_size")
     if not _are_indices(described.begin, described.vocab_size):
         wrong.append("begin")

@@ -48,7 +48,7 @@ class Tokenizer:
       with_places: texts -> for each, its ids without the `begin` ids, and begin and end of each id in the text's
         characters, int64 [N, 2]; None: unknown. The range of an id may omit its leading blank; an id of blanks only
         then has an empty range at its end.
-      also_end: further ids that end a generated text, besides `end_id`.
+      also_end: further ids that end a generated text, in addition to `end_id`.
       begin: ids before a text, unless a chat template wrote the text.
       special: the special tokens, and whether texts that contain them are encoded as text.
       blank: the ids of bytes that together encode a blank, if the tokenizer has no other id for it.
@@ -304,7 +304,7 @@ def with_begin_token(path: str, begin_token: str) -> str:
 def _special_tokens(
     loaded: "tokenizers.Tokenizer", end_id: int, vocab: Mapping[str, int], *, as_text: bool
 ) -> SpecialTokens:
-    """Returns the tokens that a tokenizer.json calls special, and the end token."""
+    """Returns the tokens that a tokenizer.json marks as special, and the end token."""
     ids = {token.content: index for index, token in loaded.get_added_tokens_decoder().items() if token.special}
     return SpecialTokens(ids | {piece: index for piece, index in vocab.items() if index == end_id}, as_text)
 

@@ -1,6 +1,7 @@
-"""What would a run need? The step, compiled for a cluster that need not exist, and its program analysed.
+"""Plans a training step: compiles it for a cluster that need not exist, and analyses the compiled program.
 
-A cluster is a description for the compiler. The compiled text is parsed without JAX: collectives and their axes,
-work, bytes. Beside it stand lower bounds of what has to be sent, memory by arithmetic, and a model of time. A search
-guesses, compiles the best guesses and ranks them; a scaling does so on many numbers of devices.
+A cluster is a description for the compiler. The compiled text is parsed without JAX: collectives and their axes, FLOPs,
+bytes. The plan adds lower bounds of the bytes to send, memory from shardings, and a model of the step's time. A search
+estimates many configurations, compiles the best estimates and ranks them. A scaling report does this for several
+numbers of devices.
 """

@@ -34,7 +34,7 @@ ENDINGS = {"json": (), "html": (".html", ".htm"), "chart": (".png", ".svg")}
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Returns the arguments of `plan`, besides those of every command."""
+    """Returns the parser of the arguments that only `plan` has."""
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain plan",
         description="Compiles the train step for a cluster that need not exist; reports memory, traffic and time.",
@@ -60,10 +60,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plans a step or searches meshes, prints the report, and returns 0.
+    """Plans a step, or searches meshes, or reports scaling; prints the report and returns 0.
 
     Raises:
-      UserError: the arguments or the configuration are wrong, or do not fit the cluster.
+      UserError: the arguments or the configuration are invalid, or do not fit the cluster.
     """
     given = flags.arguments(argv, arguments())
     if given.search:
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def problems(given: argparse.Namespace) -> list[str]:
-    """Returns one line for each problem of plan's own arguments that shows before a compiler is asked."""
+    """Returns an error line for each problem of plan's own arguments that is visible without a compiler."""
     if given.cluster:
         problems = refusals(clusters.parse, given.cluster)
     else:
@@ -122,9 +122,9 @@ def problems(given: argparse.Namespace) -> list[str]:
 
 
 def wrong_size(given: argparse.Namespace) -> list[str]:
-    """Returns the line about a mesh that does not fit the cluster; the configuration is then checked on one device.
+    """Returns the error line for a mesh that does not fit the cluster, and replaces this mesh by a single device.
 
-    Otherwise what does not divide over that mesh would be reported, with sizes that are as far from the cluster's.
+    Otherwise the check of the configuration would report sizes that do not divide over a mesh that is wrong anyway.
     """
     if given.scaling:  # which replaces the mesh
         return []
@@ -141,7 +141,7 @@ def wrong_size(given: argparse.Namespace) -> list[str]:
 
 
 def scaling_problems(given: argparse.Namespace) -> list[str]:
-    """Returns one line for each problem of `--scaling` and the arguments that go with it."""
+    """Returns an error line for each problem of `--scaling` and of the arguments that belong to it."""
     if not given.scaling:
         return [
             f"--{name}: got '{value}' without --scaling; allowed: both; nearest: {cluster_sizes.EXAMPLE}"
@@ -156,7 +156,7 @@ def scaling_problems(given: argparse.Namespace) -> list[str]:
 
 
 def search_problems(given: argparse.Namespace) -> list[str]:
-    """Returns one line for each problem of `--search-compiles`."""
+    """Returns an error line if `--search-compiles` is invalid."""
     if given.search_compiles and not given.search:
         return [
             f"--search-compiles: got '{given.search_compiles}' without --search; allowed: both; "
@@ -166,8 +166,8 @@ def search_problems(given: argparse.Namespace) -> list[str]:
 
 
 def count_problems(name: str, text: str, most: int) -> list[str]:
-    """Returns the line about a text that is not empty and not a number from 1 to `most`."""
-    # The length comes first: Python reads no number of thousands of digits.
+    """Returns an error line if a text is neither empty nor a number from 1 to `most`."""
+    # The length is checked first: Python does not convert numbers with thousands of digits.
     if not text or (text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
         return []
     return [f"{name}: got '{text}'; allowed: 1 to {most}; nearest: {most if text.strip('0').isdecimal() else 1}"]
@@ -180,7 +180,7 @@ def scaled(
     assumptions: Assumptions,
     elsewhere: scheduled_dump.Work | None,
 ) -> int:
-    """Plans the configuration on several numbers of devices, and prints the tables; `elsewhere`: see `planned`."""
+    """Plans the configuration on several numbers of devices, and prints the tables; for `elsewhere` see `planned`."""
     programs = int(given.programs or (scaling.MOST_PROGRAMS if elsewhere else scaling.MOST_WHOLE))
     plan_point = functools.partial(scaling.planned, elsewhere=elsewhere)
     wanted = cluster_sizes.read_sizes(given.scaling)
@@ -201,7 +201,7 @@ def searched(
     assumptions: Assumptions,
     elsewhere: scheduled_dump.Work | None,
 ) -> int:
-    """Ranks the ways to run on a cluster, and prints the table and the winner's arguments.
+    """Ranks configurations for a cluster; prints the table and the arguments of the best configuration.
 
     Args:
       config: its mesh is ignored.
@@ -224,7 +224,7 @@ def searched(
 
 
 def write(given: argparse.Namespace, content: object, make_page: Callable[[], str]) -> None:
-    """Writes the files of `--json` and `--html`; each appears complete or not at all."""
+    """Writes the files of `--json` and `--html`; each file appears complete or not at all."""
     if given.json:
         flags.write("--json", given.json, json.dumps(content, indent=2) + "\n")
         print(f"written      {given.json}")

@@ -1,4 +1,4 @@
-"""Advice on a plan: compiler warnings that matter, and numbers far from their optimum."""
+"""Advice on a plan: relevant compiler warnings, and numbers that are far from their optimum."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ MATTERS_SHARE = 0.1  # of all that is sent
 LITTLE_OVERLAP = 0.5
 ADDED = 0.02
 MUCH_IDLE = 0.15
-HIDDEN_SHARE = 0.58  # of uncompressed gradients, where the backward pass takes long enough; of a GPT with tied tables
+HIDDEN_SHARE = 0.58  # overlapped share of plain gradients if backward is long; a GPT with tied tables
 BACKWARD_SHARE = 2 / 3  # of the time of a microbatch
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 APART = "model.within_documents=false where neighbouring documents may see each other"
@@ -40,7 +40,7 @@ SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length 
 
 
 class Finding(NamedTuple):
-    """An observation, and the change that helps."""
+    """An observation about a plan, and a change that would help."""
 
     what: str
     change: str
@@ -96,7 +96,7 @@ def _memory(plan: Plan) -> list[Finding]:
 
 
 def layers_in_loop(assembly: Assembly, cluster: Cluster) -> list[Finding]:
-    """Returns the finding that a loop over layers stacks all activations, where `remat.unroll` would spare that."""
+    """Returns a finding if `remat.unroll` would avoid copies of activations into arrays of all layers."""
     config, shape = assembly.config, dict(assembly.mesh.shape)
     unrolled = dataclasses.replace(config, remat=dataclasses.replace(config.remat, unroll=True))
     spares = config.task in tasks.names() and "remat.unroll" not in effects.without_effect(unrolled, shape)
@@ -136,7 +136,13 @@ def _messages(messages: Sequence[str], remat: str) -> list[Finding]:
 
 
 def _traffic(axis: str, bound: float, rows: Sequence[Traffic]) -> list[Finding]:
-    """Returns what is notable of the traffic along an axis that has to send so many bytes; `rows` are of all axes."""
+    """Returns findings about the traffic along an axis.
+
+    Args:
+      axis: an entry of `Plan.minimum`.
+      bound: the minimum bytes of the axis.
+      rows: the traffic of all axes.
+    """
     mine, results = along(rows, axis), []
     sent = sum(row.wire_bytes for row in mine)
     if sent > FAR_ABOVE_MINIMUM * bound and sent - bound > MATTERS_BYTES:
@@ -146,7 +152,7 @@ def _traffic(axis: str, bound: float, rows: Sequence[Traffic]) -> list[Finding]:
         what = f"{axis} sends {format_bytes(int(sent))}, {times} (most of it {where})"
         results.append(Finding(what, "look at the constraint in that line"))
     if axis in (CONTEXT, EXPERT):
-        return results  # products before and after an exchange wait for it, however large microbatches are
+        return results  # matrix products depend on an exchange before and after it, so larger microbatches do not help
     hidden = sum(row.wire_bytes * row.overlapped_fraction for row in mine)
     of_all = sent / max(1.0, sum(row.wire_bytes for row in rows))
     if sent > MATTERS_BYTES and of_all > MATTERS_SHARE and hidden < LITTLE_OVERLAP * sent:
@@ -156,7 +162,7 @@ def _traffic(axis: str, bound: float, rows: Sequence[Traffic]) -> list[Finding]:
 
 
 def _kernel(plan: Plan, part: str) -> Kernel | None:
-    """Returns what computes a part of the model; None where there is no choice, or on CPUs."""
+    """Returns the kernel that computes a part of the model; None on CPUs or if there is no choice of kernels."""
     kernels = plan.compiled.assembly.cost.kernels if plan.cluster.platform != "cpu" else ()
     return next((kernel for kernel in kernels if kernel.part == part and kernel.by), None)
 
@@ -170,7 +176,7 @@ def _experts(plan: Plan) -> list[Finding]:
 
 
 def gathered_for_each(plan: Plan) -> list[Finding]:
-    """Returns what forces several microbatches on experts, whose weights are gathered for each; nothing if none are."""
+    """Returns the reason for several microbatches if weights of experts are gathered for each of them; otherwise []."""
     config, shape, memory = plan.compiled.assembly.config, plan.compiled.assembly.mesh.shape, plan.memory
     parts, activations = num_microbatches(config, shape), memory.activations_bytes
     is_gathered = _kernel(plan, EXPERTS) is not None and shape[FSDP] > 1 and shape[PIPELINE] == 1
@@ -181,12 +187,12 @@ def gathered_for_each(plan: Plan) -> list[Finding]:
 
 
 def fewer_microbatches(parts: int, activations_bytes: int, free_bytes: int) -> Finding:
-    """Returns whether fewer microbatches fit, or what forces as many: activations, which grow as microbatches do.
+    """Returns a finding: either fewer microbatches would fit, or activations force this number of microbatches.
 
     Args:
-      parts: microbatches, several.
+      parts: number of microbatches, at least 2.
       activations_bytes: of a device.
-      free_bytes: of a device, for activations.
+      free_bytes: of a device, available for activations.
     """
     fewer = divisors(parts)[-2]
     needed = activations_bytes * parts // fewer
@@ -224,15 +230,15 @@ def _attention(plan: Plan) -> list[Finding]:
 def compression_advice(
     assembly: Assembly, cluster: Cluster, assumptions: Assumptions, compute_seconds: float
 ) -> list[Finding]:
-    """Returns each reason to reduce gradients in another way: seconds saved beside seconds of packing, MODELLED.
+    """Returns each reason to prefer another reduction of gradients, with a modelled time saved and time of packing.
 
-    The built-in sum reduces gradients of layers in the backward pass of the last microbatch, which hides a part of
-    them. What another reduction sends is sent after it, so what was hidden saves nothing.
+    The built-in sum reduces gradients of layers during the backward pass of the last microbatch, which hides a part of
+    them. Other reductions send after the backward pass, so they do not save the hidden part.
 
     Args:
       assembly: of the step.
-      cluster: the target; where its speeds are unknown, there is only what the reduction says of itself.
-      assumptions: the shares of those speeds that are reached.
+      cluster: the target; if its speeds are unknown, the result is only the reduction's own advice.
+      assumptions: the shares of the speeds that are reached.
       compute_seconds: of a step, without transfers.
     """
     replicas, reduction = assembly.replicas, assembly.replicas.reduction
@@ -240,7 +246,7 @@ def compression_advice(
         return []
     num_replicas = assembly.mesh.shape[DATA]
     result = [Finding(what, change) for what, change in reduction.advice(num_replicas, replicas.level > 0)]
-    if cluster.accelerator is None or replicas.is_late:  # late gradients are sent beside a whole step
+    if cluster.accelerator is None or replicas.is_late:  # delayed gradients overlap a complete step
         return result
     wire = bandwidth(assembly.mesh, cluster, DATA) * assumptions.link_efficiency
     memory = cluster.accelerator.memory_bytes_per_second * assumptions.memory_efficiency
@@ -259,7 +265,7 @@ def slower_than_sum(
     memory_bytes_per_second: float,
     backward_seconds: float,
 ) -> list[Finding]:
-    """Returns that packing takes longer than the transfers that it saves, where it does.
+    """Returns a finding if packing takes longer than the transfers that it saves.
 
     Args:
       reduction: not the built-in sum.
@@ -268,7 +274,7 @@ def slower_than_sum(
       itemsize: bytes of an element that the built-in sum sends.
       wire_bytes_per_second: of a device over data.
       memory_bytes_per_second: of a device.
-      backward_seconds: of one microbatch, beside which uncompressed gradients are sent.
+      backward_seconds: of one microbatch, which can hide the transfer of uncompressed gradients.
     """
     reduced, scattered = elements
     plain = itemsize * (num_replicas - 1) / num_replicas * (2 * reduced + scattered) / wire_bytes_per_second

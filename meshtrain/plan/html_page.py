@@ -1,4 +1,4 @@
-"""A plan or a search as one self-contained HTML page: charts as SVG, and the text of the report."""
+"""Writes a plan, search or scaling as one self-contained HTML page: charts as SVG, and the text of the report."""
 
 import html
 from collections.abc import Callable, Sequence
@@ -62,9 +62,10 @@ def search_page(found: ranking.Found) -> str:
 
 
 def scaling_panels(found: Scaling) -> list[Panel]:
-    """Returns the panels of a scaling's chart: speedup of a batch that stays, efficiency of one that grows.
+    """Returns the panels of a scaling's chart: speedup with a fixed batch, and efficiency with a growing batch.
 
-    The speedup is against the smallest number of devices on which any way may fit, in devices: so that ways compare.
+    The speedup is relative to the smallest number of devices on which any strategy may fit, and counted in devices, so
+    that strategies can be compared.
     """
     strong, weak = ([curve for curve in found.curves if curve.kind == kind] for kind in KINDS)
     panels = []
@@ -80,7 +81,7 @@ def scaling_panels(found: Scaling) -> list[Panel]:
 
 
 def _lines(curves: Sequence[Curve], value: Callable[[Curve, Row], float]) -> list[Line]:
-    """Returns a line for each way that may fit somewhere, of its value where it may."""
+    """Returns a line for each strategy, with its values for the numbers of devices on which it may fit."""
     lines = [
         Line(one.name, [(row.point.num_devices, value(one, row)) for row in one.rows if row.is_usable])
         for one in curves

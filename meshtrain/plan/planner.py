@@ -33,12 +33,12 @@ from meshtrain.step.precision import product_name
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """The program that joins groups that train apart.
+    """The costs of the program that synchronizes local-SGD replicas (`local_steps`).
 
     Attributes:
-      period: it runs after every so many steps.
+      period: number of steps between two runs of the program.
       traffic: a row for each axis and kind of collective.
-      minimum_bytes: the least bytes on the wire over data.
+      minimum_bytes: the minimum bytes on the wire of the data axis.
       timing: modelled seconds; None for CPUs.
     """
 
@@ -50,17 +50,18 @@ class Outer:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step needs; all numbers are of one device.
+    """The costs of one training step; all numbers are for one device.
 
     Attributes:
       cluster: the target.
-      compiled: the step.
+      compiled: the compiled step.
       memory: of a device.
       traffic: a row for each axis and kind of collective.
-      outer: the program that joins groups that train apart; None without groups.
-      minimum: axis, or axes joined by `+` -> least bytes on the wire.
-      idle_bytes: axis -> what a pipeline's idle rows send; no entry for axes along which they send nothing.
-      executor_bytes: what the pipeline's executor sends by its own formula; None without one or if unknown.
+      outer: the program that synchronizes local-SGD replicas; None without them.
+      minimum: axis, or axes joined by `+` -> minimum bytes on the wire.
+      idle_bytes: axis -> bytes that a pipeline sends in idle clock ticks; only axes along which it sends any.
+      executor_bytes: bytes that the pipeline executor sends according to its formula; None without a pipeline or if
+        unknown.
       layer_gradients: of stacked layers over data; None if they are not reduced once a step (one replica, ZeRO levels 2
         and 3, compression), or there is no program.
       work: FLOPs of the compiled program; None if there is no program.
@@ -85,9 +86,9 @@ class Plan:
 
     @property
     def mfu(self) -> tuple[float, float, float] | None:
-        """Modelled model FLOPs utilization, (low, middle, high), with full attention as PaLM counts it.
+        """Modelled model FLOPs utilization (low, middle, high), with attention FLOPs in full as in PaLM.
 
-        The peak is that of most products' dtype, as in the training log; None if none is published.
+        The peak is for the dtype of most matrix products, as in the training log; None if no peak is published.
         """
         accelerator = self.cluster.accelerator
         if self.timing is None or self.model_flops is None or accelerator is None:
@@ -101,14 +102,17 @@ class Plan:
 
     @property
     def recomputed_share(self) -> float | None:
-        """Share of the compiled work beyond model FLOPs: recomputed, or on a pipeline's idle rows."""
+        """Share of the compiled FLOPs beyond the model FLOPs.
+
+        It is recomputation, or work in a pipeline's idle clock ticks.
+        """
         if self.work is None or self.model_flops is None or not self.work.full:
             return None
         return 1 - self.model_flops[1] / self.work.full
 
     @property
     def added_share(self) -> float | None:
-        """FLOPs that the compiler added to those traced, as a share of these."""
+        """FLOPs that the compiler added to the traced FLOPs, as a share of the traced FLOPs."""
         if self.work is None or not self.compiled.traced_flops:
             return None
         return self.work.full / self.compiled.traced_flops - 1
@@ -139,11 +143,11 @@ def plan(
       shape: the size of each mesh axis.
       cluster: at least as many devices.
       assumptions: of the model of time.
-      measured_seconds: of a step of such a run, to calibrate the model with.
+      measured_seconds: measured step time of the same run, which calibrates the model; None if not measured.
       compiled_by: compiles the step; None: `compile_step`.
 
     Raises:
-      UserError: what `assemble` refuses.
+      UserError: `assemble` rejects the configuration.
     """
     compiled = (compiled_by or compile_step)(config, shape, cluster)
     assembly = compiled.assembly

@@ -1,7 +1,7 @@
-"""Plans a GPU's step from what XLA dumps once it has scheduled it: a plan needs no kernels.
+"""Plans a GPU's step from the program that XLA dumps after scheduling, because a plan needs no compiled kernels.
 
-XLA has no option that ends there, so another process compiles, and ends when the dump is complete: an `HloProto`. The
-numbers of fields below are those of xla/service/hlo.proto.
+XLA has no option to stop there. So another process compiles, and ends as soon as the dump, an `HloProto`, is complete.
+The field numbers below are those in xla/service/hlo.proto.
 """
 
 import collections
@@ -34,19 +34,20 @@ from meshtrain.plan.target.attention_tracing import as_on_target
 from meshtrain.plan.target.clusters import GPUS, Cluster, open_cluster, parse
 from meshtrain.plan.target.compile import Compiled, Compiler, compile_step
 
-COMPARED = ("0.10.2", "0.12.0.1")  # with these `scripts/bench plan_ratio` finds the plans of whole compilations
+COMPARED = ("0.10.2", "0.12.0.1")  # `scripts/bench plan_ratio` confirms the plans of complete compilations
 POLL_SECONDS = 0.05
-OF_THREAD, PARAMETER, OUTPUT, MEMORY, CONSTANT = 3, 5, 7, 8, 12  # of a BufferAllocationProto
-Pickled: TypeAlias = Any  # what one process sends another
-Datum: TypeAlias = Any  # of a field of a message: an int, or the bytes of a text or of a message
-Work = Callable[..., Pickled]  # by a process of its own
+OF_THREAD, PARAMETER, OUTPUT, MEMORY, CONSTANT = 3, 5, 7, 8, 12  # field numbers of a BufferAllocationProto
+Pickled: TypeAlias = Any  # a value sent between processes
+Datum: TypeAlias = Any  # value of a message's field: an int, or the bytes of a text or message
+Work = Callable[..., Pickled]  # run by a separate process
 FREE, SHARE = 1, 2  # kinds of a HeapSimulatorTrace.Event; 0 allocates
 
 
 def started(config: Config, name: str) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
-    """Starts to compile for the cluster of this name; returns what waits for it, to call instead of `compile_step`.
+    """Starts to compile a step for a cluster in another process; returns a function to call instead of `compile_step`.
 
-    What was not compared is compiled whole. So is what the process does not bring to an end: its error comes again.
+    The returned function waits for the result. If this jax version was not compared, or the process fails, it compiles
+    the step completely in this process, so that its error appears here.
     """
     if not ends_early(config, name):
         return compile_step
@@ -55,10 +56,10 @@ def started(config: Config, name: str) -> Callable[[Config, Mapping[str, int], C
 
 
 def compiled_by(elsewhere: Work | None) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
-    """Returns what compiles several steps in copies of this process, to call instead of `compile_step`.
+    """Returns a function to call instead of `compile_step`, which compiles steps in copies of this process.
 
     Args:
-      elsewhere: from `server`; None compiles steps whole, in this process.
+      elsewhere: from `server`; None compiles steps completely, in this process.
     """
     if elsewhere is None:
         return compile_step
@@ -68,7 +69,9 @@ def compiled_by(elsewhere: Work | None) -> Callable[[Config, Mapping[str, int], 
 def _assembled(
     found: dict[str, Pickled] | None, config: Config, shape: Mapping[str, int], cluster: Cluster
 ) -> Compiled:
-    """Returns a compiled step with the assembly of this process; compiles whole what another did not bring to an end.
+    """Returns a compiled step with an assembly of this process.
+
+    Compiles the step completely if the other process failed.
 
     Args:
       found: from `_compiled`, or None.
@@ -83,21 +86,24 @@ def _assembled(
 
 
 def ends_early(config: Config, name: str) -> bool:
-    """Returns whether steps are planned from dumps, by copies of this process: for the cluster of this name."""
+    """Returns whether steps for the cluster of this name can be planned from dumps in copies of this process."""
     compared = jax.__version__ in COMPARED and parse(name).device in GPUS and not config.local_steps.period
-    return compared and not xla_bridge.backends_are_initialized()  # a copy would lack JAX's threads
+    return compared and not xla_bridge.backends_are_initialized()  # a forked process would lack JAX's threads
 
 
 def server(config: Config, name: str) -> Work | None:
-    """Returns (work, *arguments) -> the result, see `begun`; it can be called once this process has started JAX.
+    """Starts a process that runs work in copies of itself.
 
-    A process stays as this one is now, and is copied for each call. None where steps are compiled whole.
+    Returns a function (work, *arguments) -> result, see `begun`.
+
+    The process keeps the present state, before JAX is started, and forks for each call. So the function works after
+    this process has started JAX. Returns None if steps have to be compiled completely.
     """
     if not ends_early(config, name):
         return None
     jobs, others = multiprocessing.Pipe()
     if os.fork() == 0:
-        jobs.close()  # or this process would not see that the other has ended
+        jobs.close()  # otherwise this process would not notice that the parent has ended
         try:
             while True:
                 work, arguments = others.recv()
@@ -114,9 +120,9 @@ def server(config: Config, name: str) -> Work | None:
 
 
 def begun(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
-    """Starts `work(by, *arguments)` in a copy of this process; returns what waits for its result.
+    """Starts `work(by, *arguments)` in a copy of this process; returns a function that waits for its result.
 
-    `by` is for `compile_step`. The result is pickled. It is None if the process does not bring the work to an end.
+    `by` is the compiler to pass to `compile_step`. The result is pickled. It is None if the process fails.
     """
     folder = tempfile.TemporaryDirectory(prefix="meshtrain-plan-", ignore_cleanup_errors=True)
     fork = multiprocessing.get_context("fork")
@@ -137,26 +143,26 @@ def begun(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
 
 
 def _send(writing: Connection, folder: Path, work: Work, *arguments: Pickled) -> None:
-    """Sends what `work` returns, and ends the process."""
-    os.environ["TMPDIR"] = str(folder)  # where XLA leaves its files when it ends so
+    """Sends the result of `work` through a pipe, and ends the process."""
+    os.environ["TMPDIR"] = str(folder)  # XLA leaves temporary files here if the process ends early
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache is not dumped
     try:
         writing.send(work(functools.partial(_scheduled, folder), *arguments))
     except KeyboardInterrupt:
-        shutil.rmtree(folder, ignore_errors=True)  # nothing else does then
+        shutil.rmtree(folder, ignore_errors=True)  # no other process removes it then
     finally:
         os._exit(0)
 
 
 def _compiled(by: Compiler, config: Config, name: str) -> dict[str, Pickled]:
-    """Returns what is compiled but its assembly, whose devices are this process's."""
+    """Returns the fields of a `Compiled` without its assembly, whose devices belong to this process."""
     cluster = open_cluster(name)
     made = compile_step(config, shape_on(config, cluster), cluster, by)
     return {key: value for key, value in vars(made).items() if key != "assembly"}
 
 
 def _scheduled(folder: Path, lowered: jax.stages.Lowered) -> tuple[SimpleNamespace, CompilerOptions]:
-    """Returns what stands for a `jax.stages.Compiled`, and no added options; a thread goes on compiling."""
+    """Returns a stand-in for `jax.stages.Compiled`, and no added options; a thread continues to compile."""
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
     compiling = threading.Thread(target=lowered.compile, kwargs={"compiler_options": options}, daemon=True)
     compiling.start()
@@ -169,11 +175,11 @@ def _scheduled(folder: Path, lowered: jax.stages.Lowered) -> tuple[SimpleNamespa
 
 
 def compiled_of(dump: bytes) -> SimpleNamespace:
-    """Returns what stands for a `jax.stages.Compiled`, from a serialized `HloProto`.
+    """Returns a stand-in for `jax.stages.Compiled`, read from a serialized `HloProto`.
 
     Raises:
-      DecodeError, KeyError: it is not complete.
-      ValueError: several heaps, or memory of the host, of which this knows nothing.
+      DecodeError, KeyError: the dump is incomplete.
+      ValueError: the program has several heaps, or uses host memory; neither is supported here.
     """
     fields = _fields(dump)
     account = _account(_fields(fields[3][0]))
@@ -182,7 +188,7 @@ def compiled_of(dump: bytes) -> SimpleNamespace:
 
 
 def _account(fields: Mapping[int, list[bytes]]) -> SimpleNamespace:
-    """Returns what `memory_analysis` does, from a `BufferAssignmentProto`."""
+    """Returns the result of `memory_analysis`, computed from a `BufferAssignmentProto`."""
     held = [one for one in map(_numbers, fields[3]) if not one[OF_THREAD]]
     if any(one[MEMORY] for one in held):
         raise ValueError("memory of the host")
@@ -203,7 +209,7 @@ def _account(fields: Mapping[int, list[bytes]]) -> SimpleNamespace:
 
 
 def _peak(trace: bytes, size: Mapping[int, int]) -> int:
-    """Returns the most bytes of the heap in use at one time; values that share bytes count once."""
+    """Returns the peak bytes of the heap; values that share a buffer count once."""
     owner, num_users, used, peak = dict[int, int](), collections.Counter[int](), 0, 0
     for event in map(_numbers, _fields(trace)[1]):
         kind, value = event[1], event[2]
@@ -218,7 +224,10 @@ def _peak(trace: bytes, size: Mapping[int, int]) -> int:
 
 
 def _fields(message: bytes) -> dict[int, list[Datum]]:
-    """Returns number -> values of each field of a serialized message; raises DecodeError if it is not complete."""
+    """Returns number -> values of each field of a serialized message.
+
+    Raises DecodeError if the message is incomplete.
+    """
     result: dict[int, list[Datum]] = {}
     for one in UnknownFieldSet(Empty.FromString(message)):
         result.setdefault(one.field_number, []).append(one.data)
@@ -226,5 +235,5 @@ def _fields(message: bytes) -> dict[int, list[Datum]]:
 
 
 def _numbers(message: bytes) -> collections.Counter[int]:
-    """Returns number -> value of each field; 0 for those that are not there."""
+    """Returns number -> first value of each field; 0 for missing fields."""
     return collections.Counter({number: value for number, (value, *_) in _fields(message).items()})

@@ -1,4 +1,4 @@
-"""A plan as aligned text for people, and as JSON for programs. All numbers are of one device and one step."""
+"""Reports a plan as aligned text for people, and as JSON for programs. All numbers are for one device and one step."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ UNKNOWN = "not known"
 
 
 def text(plan: Plan) -> str:
-    """Returns the whole report."""
+    """Returns the complete report as text."""
     parts = (_title, _memory, _communication, _outer, _compute, _time, _options, _findings)
     return "\n\n".join(shown for part in parts if (shown := part(plan)))
 
 
 def verdict(plan: Plan) -> str:
-    """Returns whether the step fits its device, with the margin."""
+    """Returns a text that states whether the step fits its device, with the margin."""
     memory = plan.memory
     if memory.capacity_bytes is None:
         return "whether it fits is not known: nothing is known about this device's memory"
@@ -96,7 +96,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _two_digits(number: int) -> int:
-    """Returns a number with its first two digits and zeros."""
+    """Rounds a number down to two significant digits."""
     unit = 10 ** max(0, len(str(number)) - 2)
     return number // unit * unit
 
@@ -151,7 +151,7 @@ def _collectives(traffic: Sequence[collectives.Traffic], timing: Timing | None, 
 
 
 def _outer(plan: Plan) -> str:
-    """Returns what the program sends that joins groups, and how long it takes; an empty text without groups."""
+    """Returns the traffic and time of the program that synchronizes local-SGD replicas; an empty text without them."""
     if plan.outer is None:
         return ""
     outer, when = plan.outer, f"every {plan.outer.period} steps"
@@ -169,18 +169,18 @@ def _outer(plan: Plan) -> str:
 
 
 def interval(numbers: tuple[float, float, float], form: str, unit: str = "") -> str:
-    """Returns (low, middle, high) as text; `form` is how each number is written, `unit` stands after each."""
+    """Returns (low, middle, high) as text; `form` is the format of each number, `unit` follows each number."""
     low, middle, high = (f"{number:{form}}" for number in numbers)
     return f"{low} to {high}{unit}, middle {middle}{unit}"
 
 
 def step_interval(timing: Timing) -> str:
-    """Returns the modelled seconds of a step."""
+    """Returns the modelled seconds of a step as text."""
     return interval((timing.low_seconds, timing.step_seconds, timing.high_seconds), ".3g", " s")
 
 
 def working_ratios(plan: Plan) -> dict[str, float]:
-    """Returns axis -> what a pipeline's rows that work send, over the least; no entry where idle rows send nothing."""
+    """Returns axis -> (bytes sent in a pipeline's working clock ticks) / minimum; only axes that send in idle ticks."""
     return {
         axis: (sent_along(plan, axis) - idle) / plan.minimum[axis]
         for axis, idle in plan.idle_bytes.items()

@@ -1,1 +1,1 @@
-"""What a step costs by arithmetic: lower bounds of bytes sent, and the memory of one device."""
+"""Costs of a step by arithmetic: lower bounds of the bytes sent, and the memory of one device."""

@@ -1,6 +1,6 @@
-"""Where it is worth trying to split sequences over devices: sizes for a search, and the change that saves memory.
+"""Decides when to split sequences over devices: sizes for a search, and the change that saves memory.
 
-T: tokens a sequence, n: devices along context.
+T: tokens per sequence, n: devices along context.
 """
 
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from meshtrain.errors import divisors
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.sharding.rules import CONTEXT, EXPERT, PIPELINE, batch_axes
 
-LONG_TOKENS = 32_768  # shorter sequences fit a device, or half of a batch's does
-FEWEST_TOKENS, MOST_TOKENS = 8_192, 131_072  # of a sequence on one device: fewer leave kernels little, more do not fit
-DOMINATES = 0.5  # the share of the capacity from which on activations are what decides
+LONG_TOKENS = 32_768  # shorter sequences fit a device, or half of the batch fits
+FEWEST_TOKENS, MOST_TOKENS = 8_192, 131_072  # tokens of a sequence per device: fewer underuse kernels, more do not fit
+DOMINATES = 0.5  # the share of the capacity above which activations dominate
 
 
 def sizes_to_try(config: Config, num_devices: int) -> list[int]:
-    """Returns the sizes of the context axis that a search considers: 1, and for long sequences powers of 2.
+    """Returns the sizes of the context axis to consider: 1, and for long sequences powers of 2.
 
     Args:
       config: to run.
@@ -30,10 +30,10 @@ def sizes_to_try(config: Config, num_devices: int) -> list[int]:
 
 
 def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, int]:
-    """Returns the change that halves the tokens of a microbatch on a device; empty where there is none.
+    """Returns the change that halves the tokens of a microbatch on a device; {} if there is none.
 
-    Sequences get twice as many parts, and an axis that splits the batch half its size. A device then has twice as many
-    sequences, in twice as many microbatches.
+    It splits sequences into twice as many parts, and halves an axis that splits the batch. A device then has twice as
+    many sequences, in twice as many microbatches.
 
     Args:
       config: of the step.
@@ -49,20 +49,20 @@ def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, int]:
 
 
 def activations_dominate(held: Memory) -> bool:
-    """Returns whether activations take most of what a device has for a step; true where the compiler gave up."""
+    """Returns whether activations take most of a device's memory; true if the compiler gave up."""
     if held.capacity_bytes is None:
         return False
     return held.activations_bytes is None or held.activations_bytes > DOMINATES * held.capacity_bytes
 
 
 def longest(config: Config, held: Memory) -> int | None:
-    """Returns about how many tokens of a sequence fit the mesh of a step: a lower bound, if temporaries grow as T does.
+    """Returns a lower bound of the longest sequence, in tokens, that fits the mesh of a step; None if unknown.
 
-    Temporaries that do not grow, such as the head's gradient, are counted as if they did.
+    It assumes that all temporaries grow with T, including those that do not, such as the head's gradient.
 
     Args:
-      config: of the step, with long sequences; None is returned for others.
-      held: its memory; None is returned where the peak or the capacity is unknown.
+      config: of the step; None is returned for short sequences.
+      held: its memory; None is returned if the peak or the capacity is unknown.
     """
     if config.sequence_length < LONG_TOKENS or held.compiler is None or held.capacity_bytes is None:
         return None

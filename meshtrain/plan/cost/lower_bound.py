@@ -2,24 +2,24 @@
 
 n: devices along an axis, M: microbatches, L: layers, A: bytes of the activations of one microbatch on one device.
 
-    data      nothing with groups that train apart, but scalars; without,
-              2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; or what the reduction that
-              `reduction.name` names says of itself. Of weights that ZeRO splits:
+    data      with local SGD only scalars; otherwise
+              2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; or the bytes stated by the
+              reduction `reduction.name`. For weights that ZeRO splits:
               level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
               level 3 is like fsdp
-    fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers and one scatter of the gradients;
-              one gather of what is not in the stack of layers: the loss applies the head's weight forward and backward
-              at once, and the backward pass of a look-up reads no table.
-              Where data stores weights as well (level 3) the two are one entry, `data+fsdp`: n is their product.
-              Where the partitioner reduces over data, it does so over both together: one entry, the sum of the two
-    tensor    what layers, look-up and head send, as the task's `Cost` says
-    context   weights as over fsdp: where both are larger than 1, the entry of weights is `fsdp+context`, and `context`
-              is attention's exchange alone, as `Cost` says
-    expert    likewise: weights are the entry `fsdp+expert` but for those of experts, which stay split by expert and are
-              the entry `fsdp`; `expert` is what the tokens of experts send, as `Cost` says
-    pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
+    fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers, and one scatter of the gradients.
+              Weights outside the stack of layers need one gather: the loss applies the head's weight forward and
+              backward at once, and the backward pass of a look-up reads no table.
+              If data stores weights as well (level 3), there is one entry `data+fsdp`: n is the product.
+              If the partitioner reduces gradients over data, it reduces over both together: one entry, the sum
+    tensor    bytes sent by layers, look-up and head, from the task's `Cost`
+    context   weights as over fsdp: if both are larger than 1, weights have the entry `fsdp+context`, and `context`
+              contains only the exchange of attention, from `Cost`
+    expert    as for context: weights have the entry `fsdp+expert`, except for weights of experts, which stay split by
+              expert and have the entry `fsdp`; `expert` contains the exchange of tokens, from `Cost`
+    pipeline  A each way for each chunk of a stage, M times; with sequence parallelism, the tensor axis' share of it
 
-The pipeline's needs a task that states its width. Along tensor and context nothing is known of a task without a cost.
+The bound of the pipeline requires a task that states its width. The bounds of tensor and context require a `Cost`.
 """
 
 import collections
@@ -43,28 +43,31 @@ from meshtrain.step.shardings import splits_masters
 
 FSDP = "fsdp"
 FLOAT32_BYTES = 4
-GATHERS, SCATTERS = 2, 1  # of a layer's stored weight and of its gradient, for each microbatch
+GATHERS, SCATTERS = 2, 1  # gathers of a layer's weight and scatters of its gradient, per microbatch
 SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
 
 
 def _activation_bytes(assembly: Assembly) -> float:
-    """Returns A, of one microbatch on one device, whole along the sequence, in the compute dtype; 0: unknown."""
+    """Returns A, the activation bytes of one microbatch on one device, in the compute dtype; 0: unknown.
+
+    The sequence is not split over tensor.
+    """
     config, shape, task = assembly.config, dict(assembly.mesh.shape), assembly.task
     units = units_on_device(config, task, assembly.rules, shape) / num_microbatches(config, shape)
     return units * task.width * jnp.dtype(compute_dtype(config.precision)).itemsize
 
 
 def _residual_bytes(assembly: Assembly) -> float:
-    """Returns R, the same between layers, where sequence parallelism splits the sequence over tensor."""
+    """Returns R, the activation bytes between layers; sequence parallelism splits them over tensor."""
     is_split = assembly.config.layout.sequence_parallel
     return _activation_bytes(assembly) / (assembly.mesh.shape[TENSOR] if is_split else 1)
 
 
 class _Weight(NamedTuple):
-    """A weight as it is stored.
+    """A stored weight.
 
     Attributes:
-      elements: that a device stores.
+      elements: number of elements on a device.
       axes: its logical axes.
       stored: its sharding.
       is_trained: whether it has a gradient.
@@ -77,7 +80,7 @@ class _Weight(NamedTuple):
 
     @property
     def of_layer(self) -> bool:
-        """Whether it belongs to one of a stack of layers."""
+        """Whether it belongs to the stack of layers."""
         return bool(set(self.axes) & set(STACKED))
 
 
@@ -85,7 +88,7 @@ def _weights(assembly: Assembly) -> list[_Weight]:
     """Returns all weights."""
     params, replicas, shape = assembly.state.params, assembly.replicas, assembly.mesh.shape
     trained = replicas.trained or jax.tree.map(lambda _: True, params)
-    # The places of parameters among all leaves of the state, whose axes are a list.
+    # The indices of parameters among all leaves of the state, because the axes of the state are a list.
     places = jax.tree.unflatten(jax.tree.structure(assembly.state), range(len(assembly.names))).params
     leaves = [jax.tree.leaves(tree) for tree in (params, places, replicas.stored, trained)]
     return [
@@ -95,12 +98,12 @@ def _weights(assembly: Assembly) -> list[_Weight]:
 
 
 def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> tuple[int, int]:
-    """Returns the gradients' elements on one device: (all-reduced over data, reduce-scattered over data).
+    """Returns the number of gradient elements on one device: (all-reduced over data, reduce-scattered over data).
 
-    With `only_stacked` those of weights that stack layers.
+    With `only_stacked`, only weights of stacked layers count.
     """
     level, reduced, scattered = assembly.replicas.level, 0, 0
-    if assembly.apart is not None:  # groups send weights in a program of their own
+    if assembly.apart is not None:  # local-SGD replicas send weights in a separate program
         return 0, 0
     for weight in _weights(assembly):
         if not weight.is_trained or (only_stacked and not weight.of_layer):
@@ -113,16 +116,16 @@ def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> 
 
 
 def _bytes_over_data(assembly: Assembly) -> float:
-    """Returns what replicas send for weights that are not stored over data: for their gradients, and the new weights.
+    """Returns the bytes that a replica sends for gradients and new weights; weights stored over data are not included.
 
-    Gradients cross in `precision.reduce_dtype`, or as a reduction of its own sends them; those that ZeRO splits are
-    reduce-scattered once (level 1) or for each microbatch (2), and the parameters gathered after the update.
+    Gradients are sent in `precision.reduce_dtype`, or as a custom reduction sends them. Gradients that ZeRO splits are
+    reduce-scattered once (level 1) or for each microbatch (level 2), and the parameters are gathered after the update.
     """
     n, replicas = assembly.mesh.shape[DATA], assembly.replicas
     reduced, scattered = reduced_and_scattered(assembly)
     of_reduced = of_scattered = float(jnp.dtype(replicas.wire_dtype).itemsize)
     if replicas.reduction is not None:
-        # Of an array for which a ring sends as much.
+        # Bytes per element of an equivalent ring collective.
         of_reduced = replicas.reduction.sent_bytes(1, n, False) / wire_share("all-reduce", n)
         of_scattered = replicas.reduction.sent_bytes(1, n, True) / wire_share("reduce-scatter", n)
     times = num_microbatches(assembly.config, assembly.mesh.shape) if replicas.level == SCATTERS_EACH else 1
@@ -131,9 +134,9 @@ def _bytes_over_data(assembly: Assembly) -> float:
 
 
 def _gathered_bytes(assembly: Assembly) -> int:
-    """Returns the bytes on one device of new weights that are gathered over data once a step; at level 3 none are.
+    """Returns the bytes of new weights on one device that are gathered over data once a step; 0 at ZeRO level 3.
 
-    Where the weights are stored in shards, those of layers are cast first.
+    If the weights are stored in shards, the weights of layers are cast before.
     """
     params, replicas, task = assembly.state.params, assembly.replicas, assembly.task
     is_split = splits_masters(task, assembly.config.precision, replicas.level, assembly.mesh.shape, replicas.trained)
@@ -150,8 +153,9 @@ def _gathered_bytes(assembly: Assembly) -> int:
 def layer_gradient_bytes(assembly: Assembly) -> float:
     """Returns the bytes that a device sends to reduce the gradients of stacked layers over data, once a step.
 
-    0 where they do not cross data once a step in `precision.reduce_dtype`: one replica, ZeRO levels 2 and 3,
-    another reduction, data left to the partitioner; and where no loop over layers tells them from others.
+    Returns 0 if these gradients are not reduced once a step in `precision.reduce_dtype`: with one replica, ZeRO levels
+    2 and 3, another reduction, or if data is left to the partitioner. Also returns 0 if no loop over layers
+    distinguishes them from other gradients.
     """
     replicas, num_replicas = assembly.replicas, assembly.mesh.shape[DATA]
     if not replicas.reduces_in_loops or assembly.config.remat.unrolls:
@@ -162,7 +166,10 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
 
 
 def _storing(assembly: Assembly) -> list[str]:
-    """Returns the axes larger than 1 that store weights, in mesh order, and data where its gradients cross both."""
+    """Returns the axes larger than 1 that store weights, in mesh order.
+
+    It includes data if the partitioner reduces gradients over data and these axes at once.
+    """
     shape, stored = assembly.mesh.shape, set(assembly.rules.storage_axes)
     if DATA not in assembly.replicas.axes and shape[FSDP] > 1 and shape[EXPERT] == 1:
         stored.add(DATA)  # the partitioner all-reduces a gradient over data and fsdp together
@@ -170,10 +177,10 @@ def _storing(assembly: Assembly) -> list[str]:
 
 
 def _by_axes(assembly: Assembly, *, only_stacked: bool = False) -> collections.Counter[str]:
-    """Returns (joined) axes -> bytes sent for each microbatch; the first entry is that of weights without experts.
+    """Returns (joined) axes -> bytes sent per microbatch; the first entry is for weights without experts.
 
-    Each weight is gathered as often as it is used, in the dtype in which it computes, and its gradient is scattered.
-    With `only_stacked` those of weights that stack layers.
+    Each weight is gathered in the compute dtype as often as it is used, and its gradient is scattered. With
+    `only_stacked`, only weights of stacked layers count.
     """
     shape, storing, gathered = assembly.mesh.shape, _storing(assembly), assembly.rules.gathered
     result = collections.Counter({"+".join(storing): 0} if storing else {})
@@ -192,11 +199,11 @@ def _by_axes(assembly: Assembly, *, only_stacked: bool = False) -> collections.C
 
 
 def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
-    """Returns the least bytes on the wire for each axis larger than 1, in mesh order; unknown ones are left out.
+    """Returns the minimum bytes on the wire for each axis larger than 1, in mesh order; unknown axes are left out.
 
-    Several axes that store weights are one entry, joined by `+`: the partitioner gathers over them together, and
-    reduces gradients over data with them where data is left to it. Weights of experts are gathered over fewer axes than
-    others, and then have an entry of their own.
+    Axes that store weights have one entry, joined by `+`: the partitioner gathers over all of them at once, and reduces
+    gradients over data together with them if data is left to it. Weights of experts are gathered over fewer axes, and
+    then have a separate entry.
     """
     shape, storing = dict(assembly.mesh.shape), _storing(assembly)
     parts, known = num_microbatches(assembly.config, shape), (assembly.cost.layer_bytes, assembly.cost.other_bytes)
@@ -207,7 +214,7 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
             least |= {joined: float(parts * size) for joined, size in _by_axes(assembly).items()}
             least["+".join(storing)] += replicated
         if sent := [found[axis] for found in known if axis in found]:
-            # Weights and the exchange are one entry where no other axis stores weights.
+            # Weights and the exchange have one entry if no other axis stores weights.
             least[axis] = (least[axis] if axis in least else 0.0) + parts * sum(sent)
         elif axis == CONTEXT:
             least.pop(axis, None)
@@ -222,10 +229,11 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
 
 
 def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float]:
-    """Returns what a pipeline's idle rows send: (joined) axis -> bytes; empty without a pipeline.
+    """Returns (joined) axis -> bytes that a pipeline sends in idle clock ticks; {} without a pipeline.
 
-    On an idle row the layers of a stage send as on any other. All else, such as look-up, head and reduced gradients, is
-    sent as often as `wire_bytes_minimum` has it. So only axes along which layers send in each row have an entry.
+    In an idle tick the layers of a stage send the same bytes as in any other tick. Other traffic, such as look-up, head
+    and reduced gradients, is sent as often as in `wire_bytes_minimum`. So only axes along which layers send in each
+    tick have an entry.
 
     Args:
       assembly: the assembly.
@@ -243,7 +251,7 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
 
 
 def outer_wire_bytes_minimum(assembly: Assembly) -> float:
-    """Returns the least bytes on the wire over data when groups are joined: an all-reduce of the weights."""
+    """Returns the minimum bytes over data to synchronize local-SGD replicas: an all-reduce of the weights."""
     trained, _ = select(assembly.state.params, assembly.replicas.trained)
     elements = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(trained))
     num_replicas, reduction = assembly.mesh.shape[DATA], assembly.replicas.reduction
@@ -253,9 +261,9 @@ def outer_wire_bytes_minimum(assembly: Assembly) -> float:
 
 
 def idle_share(assembly: Assembly) -> float:
-    """Returns the share of a pipeline's rows in which a stage idles, averaged over stages; 0 without a pipeline.
+    """Returns the share of a pipeline's clock ticks in which a stage idles, averaged over stages; 0 without a pipeline.
 
-    In a chunk with empty places it idles for their part of the row.
+    In a chunk with padding layers, the stage idles for the padding's part of the tick.
     """
     program, stages = assembly.program, assembly.task.stages
     if program is None or stages is None:
@@ -267,10 +275,10 @@ def idle_share(assembly: Assembly) -> float:
 def executor_bytes(assembly: Assembly) -> float | None:
     """Returns the bytes that the pipeline's executor sends over its axis, by its own formula.
 
-    One permute of R a row. In each row whose body has them, embedding, its backward and the head's input sum R over
-    the stages, in its dtype where the width is even, else in float32; the head sums its cotangent in float32, and the
-    loss three numbers a token (R: activations as layers hand them on). One embedding comes before the first row, and
-    one backward after the last.
+    R: activations between layers. Each clock tick permutes R once. In ticks with embedding, its backward pass or the
+    head's input, R is summed over the stages, in its dtype if the width is even, else in float32. The head sums its
+    cotangent in float32, and the loss sums three numbers per token. One embedding precedes the first tick, and one
+    backward pass of it follows the last.
 
     Returns:
       Bytes; None without a pipeline, or if the task does not state its width.
@@ -290,13 +298,13 @@ def executor_bytes(assembly: Assembly) -> float | None:
         return row + (of_one + summed + numbers if part.head else 0.0)
 
     rows = segments(program)
-    # Nothing reads what the very last row sends, and outside of a loop the compiler drops it.
+    # The transfer of the very last tick is never read, and the compiler drops it outside of a loop.
     unsent = each if rows[-1].count == 1 else 0.0
     return sum(of(segment) for segment in rows) + 2 * of_one - unsent
 
 
 def model_flops(assembly: Assembly) -> tuple[float, float] | None:
-    """Returns (6 N + causal attention, 6 N + full attention) of one step, FLOPs a device; None if not stated.
+    """Returns (6 N + causal attention, 6 N + full attention) of one step, in FLOPs per device; None if not stated.
 
     Causal attention is half of full attention (PaLM, Chowdhery et al. 2022, appendix B, counts full).
     """

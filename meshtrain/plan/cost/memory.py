@@ -1,4 +1,4 @@
-"""The memory of one device: by arithmetic from shardings, by the compiler's account, and whether it fits."""
+"""The memory of one device: from shardings, from the compiler's statistics, and whether it fits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ NUM_BUFFERS_SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A large array that the program makes: its shape as written, bytes, and the source line that made it."""
+    """A large array in the program: its instruction, its shape as written, its bytes, and its source line."""
 
     name: str
     shape: str
@@ -35,13 +35,13 @@ class Memory:
     """Bytes of one device; None means unknown.
 
     Attributes:
-      state: of training, by arithmetic, from shardings, as is the next.
-      batch_bytes: the step's batch.
-      compiler: the compiler's own account; gradients are among its temporaries. None where it gave up.
-      arguments_expected_bytes: the arguments by arithmetic, without those that the program does not read.
+      state: of the training state, computed from shardings.
+      batch_bytes: of the step's batch, computed from shardings.
+      compiler: the compiler's statistics; gradients are part of its temporaries. None if the compiler gave up.
+      arguments_expected_bytes: the arguments according to shardings, without arguments that the program does not read.
       activations_bytes: temporaries without gradients.
       device_bytes: the device's memory.
-      capacity_bytes: the part of it that a program can use.
+      capacity_bytes: usable memory of the device.
       uncertainty_bytes: the possible error of the peak.
       unread: names of arguments that the program does not read.
       buffers: the largest arrays.
@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Capacity less peak; negative where the step does not fit."""
+        """Capacity minus peak; negative if the step does not fit."""
         if self.compiler is None or self.capacity_bytes is None:
             return None
         return self.capacity_bytes - self.compiler.peak_bytes
@@ -98,7 +98,10 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
 
 
 def fits(peak_bytes: int | None, capacity_bytes: int | None, uncertainty_bytes: int, *, refused: bool) -> bool | None:
-    """Returns whether a peak fits a capacity; None if they are nearer than the uncertainty, or one is unknown."""
+    """Returns whether a peak fits a capacity.
+
+    None if their distance is below the uncertainty, or if either is unknown.
+    """
     if refused:
         return False
     if peak_bytes is None or capacity_bytes is None:
@@ -109,7 +112,7 @@ def fits(peak_bytes: int | None, capacity_bytes: int | None, uncertainty_bytes: 
 
 
 def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[str, int]]:
-    """Returns (name, bytes on a device) of each entry of the batch that the compiled program does not take."""
+    """Returns (name, bytes on a device) of each batch entry that the compiled program does not read."""
     if program is None:
         return []
     named = (line.rest for line, _, _ in program.instructions("parameter") if "op_name=" in line.rest)
@@ -118,7 +121,7 @@ def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[
 
 
 def largest(program: Program) -> tuple[Buffer, ...]:
-    """Returns the largest arrays that the program makes outside of fusions, one for each source line and shape."""
+    """Returns the largest arrays that the program allocates outside of fusions, one for each source line and shape."""
     fused = {name for line, _, _ in program.instructions(*FUSIONS) for name in (line.attribute("calls"),)}
     found: dict[tuple[str, str], Buffer] = {}
     for computation, body in program.computations.items():

@@ -1,1 +1,1 @@
-"""A compiled program, read: instructions, shapes, collectives, FLOPs and bytes. No JAX."""
+"""Reads a compiled program: instructions, shapes, collectives, FLOPs and bytes. Uses no JAX."""

@@ -1,6 +1,6 @@
-"""What TPUs send to other slices: their compiler writes pairs of `send` and `recv` for the host's runtime. No JAX.
+"""Reads transfers between TPU slices: the compiler writes them as pairs of `send` and `recv` for the host's runtime.
 
-A collective over several slices becomes collectives inside of each, and between them such pairs as
+Uses no JAX. A collective over several slices becomes collectives within each slice, and pairs like this between them:
 
     %send = (f32[4,8]{1,0}, u32[], token[]) send(%x, %token), frontend_attributes={
       _xla_host_transfer_handler_name="xla_megascale_runtime", _xla_host_transfer_rendezvous="psum.1_0",
@@ -20,22 +20,22 @@ from meshtrain.plan.hlo.parse import Instruction
 from meshtrain.plan.hlo.replica_groups import axes_of
 from meshtrain.plan.hlo.shapes import num_bytes, parts
 
-BETWEEN = " between slices"  # ends the kind of a collective that leaves a slice
+BETWEEN = " between slices"  # suffix of the kind of a collective between slices
 RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 TARGET = re.compile(r'_xla_megascale_target="?(\{.*?\})"?,_xla_megascale_transfer_type="(\w+)"')
 GROUP = re.compile(r"\{([\d,>-]+)\}")
 PERMUTE = "collective-permute"
-CHIPS = 100_000  # numbers of a slice
+CHIPS = 100_000  # chip numbers reserved for each slice
 
 
 class Sent(NamedTuple):
-    """A collective before its bytes on the wire are known.
+    """A collective before its wire bytes are computed.
 
     Attributes:
-      kind: of `collectives.KINDS`, followed by `BETWEEN` where it leaves a slice.
-      axes: the mesh axes it runs along, joined by `+`, or `irregular`.
+      kind: of `collectives.KINDS`, followed by `BETWEEN` if it connects slices.
+      axes: the mesh axes along which it runs, joined by `+`, or `irregular`.
       group_size: the devices, or the slices, of one group.
-      whole_bytes: of the whole array.
+      whole_bytes: size of the full array.
     """
 
     kind: str
@@ -45,17 +45,17 @@ class Sent(NamedTuple):
 
 
 def is_send(line: Instruction) -> bool:
-    """Returns whether an instruction starts to send to other slices."""
+    """Returns whether an instruction starts a transfer to other slices."""
     return line.opcode == "send" and TARGET.search(line.rest) is not None
 
 
 def sent(line: Instruction, body: Sequence[Instruction], over: Mapping[str, int]) -> Sent:
-    """Returns the collective that a `send` starts; the larger of what it sends and receives is the whole array.
+    """Returns the collective that a `send` starts; the full array is the larger of the sent and the received array.
 
     Args:
       line: the `send`.
-      body: its computation, which has its `recv`.
-      over: the slices along each axis, in mesh order; slices are numbered row by row.
+      body: its computation, which also contains the matching `recv`.
+      over: the slices along each axis, in mesh order; slices are numbered in row-major order.
     """
     target, name = TARGET.search(line.rest), RENDEZVOUS.search(line.rest)
     assert target, line.rest

@@ -1,11 +1,11 @@
-"""The collectives of a compiled program: bytes, mesh axes, and whether matrix products overlap them. No JAX.
+"""Lists the collectives of a compiled program: bytes, mesh axes, and overlap with matrix products. Uses no JAX.
 
-Wire bytes are what one device sends in a ring of n: (n - 1) / n of the whole for a gather, a scatter or an all-to-all,
-twice that for an all-reduce (Patarasu and Yuan 2009), all of it for a permute.
+Wire bytes are the bytes that one device sends in a ring of n: (n - 1) / n of the full array for a gather, a scatter or
+an all-to-all, twice this for an all-reduce (Patarasu and Yuan 2009), all of it for a permute.
 
-A collective is counted once, however it is written. A start and its done are one collective, and so are the pieces of
-a TPU chain, which carries a gather through several fusions. A TPU's all-reduce of which each device keeps only a slice
-counts as a reduce-scatter. What leaves a slice is a collective of its own, see `between_slices`.
+A collective is counted once, in any notation. A start and its done are one collective, and so are the pieces of a TPU
+chain, which splits a gather over several fusions. A TPU's all-reduce counts as a reduce-scatter if each device keeps
+only a slice. Traffic between TPU slices is a separate collective, see `between_slices`.
 """
 
 import collections
@@ -35,14 +35,14 @@ class Collective:
 
     Attributes:
       name: of the instruction.
-      kind: one of `KINDS`, followed by `BETWEEN` where it leaves a slice.
-      axes: the mesh axes it runs along, joined by `+`, or `irregular`.
-      group_size: devices in one group, or slices.
-      count: how often it runs in a step.
-      logical_bytes: of the whole array, each time.
-      wire_bytes: what one device sends, each time.
-      is_asynchronous: other work may run between its start and its end.
-      is_overlapped: matrix products run between its start and its end.
+      kind: one of `KINDS`, followed by `BETWEEN` if it connects slices.
+      axes: the mesh axes along which it runs, joined by `+`, or `irregular`.
+      group_size: devices, or slices, in one group.
+      count: runs in a step.
+      logical_bytes: size of the full array, per run.
+      wire_bytes: bytes that one device sends, per run.
+      is_asynchronous: whether other work may run between its start and its end.
+      is_overlapped: whether matrix products run between its start and its end.
       source: `file:line`.
     """
 
@@ -75,12 +75,12 @@ class Traffic:
 def collectives(
     program: Program, mesh_shape: Mapping[str, int], over: Mapping[str, int] | None = None
 ) -> list[Collective]:
-    """Returns the collectives of a program between more than one device.
+    """Returns the collectives of a program that involve more than one device.
 
     Args:
       program: scheduled.
-      mesh_shape: the size of each axis in mesh order; device i of the program is place i of the mesh, row by row.
-      over: the slices of TPUs along each axis, see `mesh.over_slices`; None: there is one.
+      mesh_shape: the size of each axis in mesh order; device i of the program is position i of the flattened mesh.
+      over: the number of TPU slices along each axis, see `mesh.over_slices`; None: there is one slice.
 
     Raises:
       ValueError: replica groups in an unknown syntax.
@@ -119,7 +119,7 @@ def collectives(
 def _inside(
     line: Instruction, body: Sequence[Instruction], mesh_shape: Mapping[str, int], over: Mapping[str, int]
 ) -> Sent:
-    """Returns the collective of an instruction; one that stays in its slice is written for the first slice alone."""
+    """Returns the collective of an instruction; a collective within slices names only devices of the first slice."""
     kind = line.opcode.removesuffix("-start")
     of_slice = {axis: size // over[axis] for axis, size in mesh_shape.items()}
     groups = replica_groups(line.attributes, math.prod(of_slice.values()))
@@ -155,7 +155,7 @@ def _collective(
 
 
 def _whole_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> float:
-    """Returns the bytes of the whole arrays: results of a gather, else operands."""
+    """Returns the bytes of the full arrays: the results of a gather, or the operands of other collectives."""
     if kind == "all-gather":
         shape = parts(line.shape)[1] if line.opcode.endswith("-start") else line.shape
         return num_bytes(shape)
@@ -163,7 +163,7 @@ def _whole_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> flo
 
 
 def _overlaps(body: Sequence[Instruction], start: int, products: set[str]) -> bool:
-    """Returns whether matrices are multiplied between a start and its done, which may be in another computation."""
+    """Returns whether matrix products run between a start and its done, which may be in another computation."""
     for line in body[start + 1 :]:
         if line.opcode.endswith("-done") and body[start].name in line.operands:
             return False
@@ -184,9 +184,9 @@ def _asynchronous_bodies(program: Program, products: set[str]) -> dict[str, bool
 
 
 def _with_products(program: Program) -> set[str]:
-    """Returns the computations in which matrices are multiplied, directly or in what they call."""
+    """Returns the computations that contain matrix products, directly or in computations that they call."""
     result: set[str] = set()
-    # A computation is written before those that call it.
+    # A computation is written before its callers.
     for name, body in program.computations.items():
         if any(_multiplies(line, result) for line in body):
             result.add(name)
@@ -203,8 +203,8 @@ class LayerGradients:
     """The gradients of stacked layers on the wire of the data axis, in one step on one device.
 
     Attributes:
-      wire_bytes: of all of them.
-      overlapped_fraction: the share whose collective stands in a backward loop with matrix products beside it.
+      wire_bytes: total bytes.
+      overlapped_fraction: the share reduced in a backward loop while matrix products run.
     """
 
     wire_bytes: float
@@ -214,16 +214,16 @@ class LayerGradients:
 def layer_gradients(
     found: Iterable[Collective], axis: str, wire_bytes: float, least_count: int = 2
 ) -> LayerGradients | None:
-    """Returns how much of the gradients of stacked layers is overlapped, or None where there are none to reduce.
+    """Returns how much of the gradient traffic of stacked layers is overlapped, or None if there is none.
 
-    XLA joins collectives and drops the names of what they were made of. So those of layers are counted as the
+    XLA merges collectives and drops the names of their operands. So gradients of layers are identified as the
     all-reduces and reduce-scatters along the axis that run several times a step: the loop over layers has no others.
 
     Args:
       found: all collectives of a program.
       axis: the data axis.
       wire_bytes: of the gradients of all stacked layers, from their shapes.
-      least_count: how often in a step a collective of layers runs at least; 1 where those of a pipeline's chunks run.
+      least_count: minimum runs in a step of a collective of layers; 1 if gradients are reduced by pipeline chunk.
     """
     if not wire_bytes:
         return None
@@ -234,11 +234,12 @@ def layer_gradients(
 
 
 def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
-    """Returns the traffic along one axis alone, or along axes joined by `+` and each of them.
+    """Returns the traffic that belongs to an axis, or to axes joined by `+`: along these axes together or each of them.
 
-    What runs along `context` or `expert` alone is an exchange of activations, and belongs to that axis only: weights
-    are gathered over all axes that store them together. Those of experts are not gathered over `expert`. What crosses
-    `tensor` at once with an axis is a gradient or a weight of that axis: the activations of `tensor` cross it alone.
+    A collective along only `context` or only `expert` exchanges activations, and belongs only to that axis; weights are
+    gathered over all axes that store them at once. Weights of experts are not gathered over `expert`. A collective
+    along `tensor` and another axis moves a gradient or weight of the other axis, because activations of `tensor` cross
+    only `tensor`.
     """
     joined = set(axes.split("+"))
 
@@ -251,12 +252,12 @@ def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
 
 
 def sent_along(rows: Iterable[Traffic], axes: str) -> float:
-    """Returns the bytes on the wire of `along`."""
+    """Returns the total wire bytes of the rows that `along` returns."""
     return sum(row.wire_bytes for row in along(rows, axes))
 
 
 def traffic(found: Iterable[Collective]) -> list[Traffic]:
-    """Sums collectives up by axes and kind; the most bytes on the wire come first."""
+    """Sums collectives by axes and kind; rows with most wire bytes come first."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for one in found:
         groups.setdefault((one.axes, one.kind), []).append(one)

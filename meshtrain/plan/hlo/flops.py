@@ -1,4 +1,4 @@
-"""Counts the work of matrix products in a compiled program, in FLOPs of one step on one device. No JAX.
+"""Counts the FLOPs of matrix products in a compiled program, for one step on one device. Uses no JAX.
 
 Attention kernels are opaque calls, whose products are counted by a formula.
 """
@@ -14,10 +14,11 @@ from meshtrain.plan.hlo.products import OPERATION, TARGET, first_group, product_
 from meshtrain.plan.hlo.shapes import dims, dtypes
 
 CUDNN = re.compile(r"fmha", re.IGNORECASE)
-# All Pallas kernels have one target on TPUs; the instruction, or the operation that made it, has the kernel's name.
+# All Pallas kernels have the same target on TPUs; the name of the instruction or of its operation contains the kernel's
+# name.
 SPLASH_TARGET, SPLASH = "tpu_custom_call", re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
-# JAX's kernel for GPUs, and the scope that `models/attention/triton.py` gives it; the first dim of its grid that is not
-# batch or heads has a place for each block of queries (forward), or of keys (backward).
+# JAX's kernel for GPUs, and the scope that `models/attention/triton.py` gives it. The size of its grid dim after batch
+# and heads is the number of blocks of queries (forward) or of keys (backward).
 TRITON_TARGET, TRITON = "__gpu$xla.gpu.triton", re.compile(r"\bmha_(forward|backward)\b")
 TRITON_CAUSAL = "triton_causal"
 TRITON_BLOCKS = {"forward": re.compile(r"\bgrid_x = (\d+)"), "backward": re.compile(r"\bgrid_z = (\d+)")}
@@ -27,24 +28,24 @@ PROBABILITIES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s
 
 
 class Attention(NamedTuple):
-    """An attention kernel, `cudnn`, `splash` (JAX's for TPUs) or `triton` (JAX's for GPUs), and which pass it is."""
+    """An attention kernel (`cudnn`, `splash` for TPUs or `triton` for GPUs) and its pass."""
 
     by: str
     part: str
 
     def flops(self, query: Sequence[int], key: Sequence[int]) -> float:
-        """Returns 2 x products x batch x heads x queries x width x keys, nothing skipped.
+        """Returns 2 x products x batch x heads x queries x width x keys, without skipping masked blocks.
 
         Args:
-          query: dims, of splash [.., heads, T, H], of others [batch, T, heads, H].
-          key: likewise.
+          query: dims; for splash [.., heads, T, H], for others [batch, T, heads, H].
+          key: dims, in the same order.
         """
         return 2.0 * PRODUCTS[self] * math.prod(query) * key[-2 if self.by == "splash" else 1]
 
 
 # Matrix products of one query block with all keys: forward q k and p v; backward q k again, and four for the gradients.
-# Splash has two backward passes, of which each computes q k, and the gradient of the probabilities. Triton has both in
-# one kernel.
+# Splash has two backward passes, which both compute q k and the gradient of the probabilities. Triton has both passes
+# in one kernel.
 PRODUCTS = {
     Attention("cudnn", "forward"): 2,
     Attention("cudnn", "backward"): 5,
@@ -62,8 +63,8 @@ class Work:
 
     Attributes:
       products: outside of attention kernels.
-      attention: inside attention kernels; of a causal kernel, or one with a window, the part that it does not skip.
-      attention_full: the same with nothing skipped, comparable with products outside of kernels.
+      attention: inside attention kernels, without the part that a causal or sliding-window kernel skips.
+      attention_full: inside attention kernels, with nothing skipped; comparable with products outside of kernels.
     """
 
     products: float
@@ -72,12 +73,12 @@ class Work:
 
     @property
     def total(self) -> float:
-        """Products and attention together."""
+        """FLOPs of products and attention, without skipped parts of attention."""
         return self.products + self.attention
 
     @property
     def full(self) -> float:
-        """The same with nothing of attention skipped."""
+        """FLOPs of products and attention, with nothing of attention skipped."""
         return self.products + self.attention_full
 
 
@@ -85,7 +86,7 @@ def matmul_flops(program: Program) -> Work:
     """Returns the work of a step.
 
     Raises:
-      ValueError: a library call or an attention kernel whose dims are not known, and whose work would be left out.
+      ValueError: a library call or an attention kernel does not state its dims, so its work would not be counted.
     """
     works = [(program.num_runs[name], _work(body, program.shares)) for name, body in program.computations.items()]
     return Work(*(sum(runs * work[i] for runs, work in works) for i in range(3)))
@@ -118,14 +119,14 @@ def attention_kernel(line: Instruction) -> Attention | None:
 
 
 def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
-    """Returns the FLOPs of an attention kernel: (the part that is not skipped, all).
+    """Returns the FLOPs of an attention kernel: (without skipped parts, in full).
 
     Args:
       line: a call of an attention kernel.
       shapes: of the operands.
 
     Raises:
-      ValueError: the call does not say the kernel's dims.
+      ValueError: the call does not state the kernel's dims.
     """
     kernel = attention_kernel(line)
     assert kernel, line.rest
@@ -138,8 +139,8 @@ def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float
 def _splash_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attention) -> tuple[float, float] | None:
     """Returns `attention_flops` of splash: queries [.., heads, T, H], keys [.., kv heads, T, H]; masks are integers.
 
-    A mask has the dims [1, blocks of queries, blocks of keys that a block of queries reads at most], or the last two in
-    reverse. With a window these are fewer than all blocks of keys.
+    A mask has the dims [1, blocks of queries, maximum number of key blocks that a query block reads], or the last two
+    in reverse. With a sliding window, this maximum is below the number of key blocks.
     """
     arrays = line.operand_shapes(shapes)
     heads = [dims(shape) for shape in arrays if dtypes(shape)[0] in ("bf16", "f32") and len(dims(shape)) >= 3]
@@ -152,12 +153,15 @@ def _splash_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attentio
     num_blocks = query[-2] // int(block)
     masks = [sorted(dims(shape)[1:]) for shape in arrays if dtypes(shape)[0][0] == "s" and len(dims(shape)) == 3]
     most = min((least for least, largest in masks if largest == num_blocks), default=num_blocks)
-    # Blocks on the diagonal, and those that a window's border crosses, are computed whole.
+    # Blocks on the diagonal or on a window's border are computed completely.
     return full * sum(min(row + 1, most) for row in range(num_blocks)) / num_blocks**2, full
 
 
 def _triton_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attention) -> tuple[float, float] | None:
-    """Returns `attention_flops` of JAX's kernel for GPUs; a causal one computes blocks on the diagonal whole."""
+    """Returns `attention_flops` of JAX's kernel for GPUs.
+
+    A causal kernel computes blocks on the diagonal completely.
+    """
     blocks, heads = first_group(TRITON_BLOCKS[kernel.part], line), line.operands[:2]
     if not blocks or not all(name in shapes for name in heads):
         return None
@@ -166,7 +170,7 @@ def _triton_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attentio
 
 
 def _cudnn_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attention) -> tuple[float, float] | None:
-    """Returns `attention_flops` of cuDNN's kernel, whose call has the dims [batch, heads, queries, keys]."""
+    """Returns `attention_flops` of cuDNN's kernel; its call states the dims [batch, heads, queries, keys]."""
     probabilities = first_group(PROBABILITIES, line)
     if not probabilities:
         return None

@@ -1,4 +1,4 @@
-"""The bytes that one operation of a compiled program reads and writes. No JAX."""
+"""Counts the bytes that an operation of a compiled program reads and writes. Uses no JAX."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,13 +13,15 @@ STACK = ("layers", "experts", "rows", "columns")  # dims of weights of all layer
 def moved_bytes(
     line: Instruction, body: list[Instruction], shapes: Mapping[str, str], shares: Mapping[str, float] | None = None
 ) -> float:
-    """Returns the bytes that an operation reads and writes; of arrays that it slices or updates in place, the slice.
+    """Returns the bytes that an operation reads and writes.
 
-    Of the rows that a gather reads, those beyond their share are one and the same, which a cache holds.
+    If it slices an array or updates it in place, only the slice counts.
+
+    A gather reads only a share of distinct rows; the other rows repeat one row that stays in the cache.
 
     Args:
       line: the operation.
-      body: the lines of the fusion, or the operation itself.
+      body: the instructions of the fusion, or the operation itself.
       shapes: of the operands.
       shares: see `Program.shares`; None: not known.
     """
@@ -39,7 +41,7 @@ def moved_bytes(
     for one in body:
         if one.opcode == "parameter" and one.name in users:
             found = list(_users(one, users))
-            # Not as the index of a slice, which is a few bytes.
+            # Only the sliced array counts, not the index of a slice, which has a few bytes.
             slices = [user for value, user in found if user.opcode in SLICES and user.operands[0] == value.name]
             narrow = len(slices) + sum(_updates(user, value) for value, user in found) == len(found)
             sliced = sum(num_bytes(user.shape) * share(user) for user in slices)
@@ -49,13 +51,16 @@ def moved_bytes(
 
 
 def _read(line: Instruction, shape: str) -> float:
-    """Returns the bytes that an operation reads of an operand; a kernel of experts reads one layer of a stack."""
+    """Returns the bytes that an operation reads of an operand.
+
+    A kernel of experts reads one layer of a stacked weight.
+    """
     sizes = dims(shape) if grouped_kernel(line) else ()
     return num_bytes(shape) / (sizes[0] if len(sizes) == len(STACK) else 1)
 
 
 def _users(line: Instruction, users: Mapping[str, list[Instruction]]) -> Iterator[tuple[Instruction, Instruction]]:
-    """Yields (value, its user) for an array: of itself, and of what a bitcast, which moves nothing, makes of it."""
+    """Yields (value, its user) for all users of an array and of its bitcasts, which move no bytes."""
     for user in users[line.name]:
         if user.opcode == "bitcast" and user.name in users:
             yield from _users(user, users)

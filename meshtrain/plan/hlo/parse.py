@@ -1,7 +1,7 @@
-"""Parses scheduled HLO text, and counts how often each computation runs in one step. No JAX.
+"""Parses scheduled HLO text, and counts how often each computation runs in one step. Uses no JAX.
 
-The compilers' own cost analysis counts the body of a loop once; here it counts as often as it runs. GPU programs have
-that number as known_trip_count; for others it is computed from the loop's start, bound and step.
+The compilers' own cost analysis counts the body of a loop once; this parser counts every iteration. GPU programs state
+the number as known_trip_count; for other programs it is computed from the loop's start, bound and step.
 """
 
 import collections
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 HEADER = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{$")
-# A tuple's shape holds spaces and may hold parentheses (tilings), so it ends where ` opcode(` follows.
+# A tuple's shape contains spaces and may contain parentheses (tilings), so it ends before ` opcode(`.
 INSTRUCTION = re.compile(
     r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)$"
 )
@@ -18,14 +18,14 @@ CALLED = re.compile(
     r"(?:calls|to_apply|body|branch_computations|called_computations|true_computation|false_computation)"
     r"=\{?((?:%[\w.\-]+(?:, )?)+)"
 )
-# Metadata of TPU kernels is written on lines of its own.
+# Metadata of TPU kernels is written on separate lines.
 CONTINUED = re.compile(r"\n(?=\"|\}\})")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 NAME = re.compile(r"%([\w.\-]+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
 SECTIONS = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-# jax 0.12 starts fusions that only slice ahead of their use.
+# jax 0.12 starts fusions that only slice before they are used.
 FUSIONS = ("fusion", "fusion-start")
 # These operations pass on a number unchanged; a loop counter may go through them.
 TRANSPARENT = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "copy-done", "copy-start")
@@ -35,14 +35,14 @@ IsHelper = Callable[[str, str], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One instruction of a computation.
 
     Attributes:
       name: without the percent sign.
       shape: as written, with its layout; a tuple's in parentheses.
       opcode: such as `dot`.
       rest: operands and attributes, as written after the opening parenthesis.
-      is_root: whether its value is the computation's.
+      is_root: whether it computes the computation's result.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Instruction:
         return NAME.findall(self.rest[: _closing(self.rest)])
 
     def operand_shapes(self, shapes: Mapping[str, str]) -> list[str]:
-        """Returns the shapes of those operands that `shapes` has."""
+        """Returns the shapes of the operands that `shapes` contains."""
         return [shapes[name] for name in self.operands if name in shapes]
 
     @property
@@ -67,29 +67,29 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it calls."""
+        """Names of the computations that the instruction calls."""
         return [name for group in CALLED.findall(self.rest) for name in NAME.findall(group)]
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether other work may run between it, a start, and its done."""
+        """Whether the instruction starts an operation that other work may overlap until its done instruction."""
         return self.opcode == "send" or (self.opcode.endswith("-start") and '"is_sync":true' not in self.rest)
 
     def attribute(self, name: str) -> str | None:
-        """Returns the value of an attribute, a computation's name, a list of dims or a word, without % and braces."""
+        """Returns the value of an attribute (a computation, a list of dims or a word) without % and braces, or None."""
         match = re.search(rf"\b{name}=(?:%([\w.\-]+)|\{{([\d,]*)\}}|(\w+))", self.rest)
         return next((part for part in match.groups() if part is not None), "") if match else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Computations by name, and how often each runs in one step: through calls, fusions, and loops of known length.
+    """A parsed program: its computations by name, and how often each runs in one step.
 
     Attributes:
-      computations: the lines of each, in the order in which they run.
-      num_runs: runs of each in one step.
+      computations: the instructions of each, in execution order.
+      num_runs: runs of each in one step, through calls, fusions, and loops of known length.
       sources: id of a stack frame -> `file:line` of the program, the innermost line outside of other packages.
-      shares: scope of operations -> the share of their runs or rows, see `read`.
+      shares: name scope of operations -> the share of their runs or rows, see `read`.
     """
 
     computations: Mapping[str, list[Instruction]]
@@ -98,12 +98,12 @@ class Program:
     shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def instructions(self, *opcodes: str) -> Iterator[tuple[Instruction, str, int]]:
-        """Yields (instruction, its computation, how often it runs)."""
+        """Yields (instruction, name of its computation, number of runs in one step)."""
         for name, body in self.computations.items():
             yield from ((line, name, self.num_runs[name]) for line in body if line.opcode in opcodes)
 
     def source(self, line: Instruction) -> str:
-        """Returns `file:line` of what made an instruction, or an empty text."""
+        """Returns `file:line` of the Python code that created an instruction, or an empty text."""
         match = FRAME.search(line.rest)
         frame = int(match[1]) if match else 0
         return self.sources[frame] if frame in self.sources else ""
@@ -112,16 +112,16 @@ class Program:
 def read(
     text: str, is_helper: IsHelper = lambda file, function: False, shares: Mapping[str, float] | None = None
 ) -> Program:
-    """Returns the program that `compiled.as_text()` wrote.
+    """Parses the text of `compiled.as_text()`.
 
     Args:
       text: the scheduled program.
-      is_helper: (file, qualified name of a function) -> whether `Program.source` names its caller instead.
-      shares: scope of operations -> the share of a conditional's runs there that take its second branch, or of a
-        kernel's blocks that have rows, or of a gather's rows that differ; or the turns of a loop. None: not known.
+      is_helper: (file, qualified name of a function) -> whether `Program.source` names the function's caller instead.
+      shares: name scope of operations -> a share: of a conditional's runs that take the second branch, of a kernel's
+        blocks that have rows, or of a gather's rows that differ; for a loop, the number of iterations. None: not known.
 
     Raises:
-      ValueError: no entry computation, or a loop of unknown length, whose work could not be counted.
+      ValueError: there is no entry computation, or a loop has an unknown length, so its work could not be counted.
     """
     computations: dict[str, list[Instruction]] = {}
     sections: dict[str, list[str]] = {name: [] for name in SECTIONS}
@@ -148,31 +148,31 @@ def read(
 
 
 def share_in(text: str, shares: Mapping[str, float]) -> float | None:
-    """Returns the share of the scope that stands in an operation's name; None if none does."""
+    """Returns the share of the name scope that an operation's name contains; None if it contains no known scope."""
     return next((share for scope, share in shares.items() if re.search(rf"\b{scope}\b", text)), None)
 
 
 def turns_in(text: str, known: Mapping[str, float]) -> float | None:
-    """Returns the turns of a loop by the scope in which it stands itself, from its name; None where not known."""
+    """Returns the number of iterations of a loop according to the name scope directly around it; None if unknown."""
     return next((turns for scope, turns in known.items() if re.search(rf"\b{scope}\)*/while\b", text)), None)
 
 
 def runs_of_called(
     computations: Mapping[str, list[Instruction]], caller: str, line: Instruction, known: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns computation -> how often an instruction runs it: a loop's turns, the share of a branch, once.
+    """Returns computation -> how often one run of an instruction runs it: a loop's iterations, a branch's share, or 1.
 
-    A conditional in no scope of `known` runs each of its branches, as far as is known.
+    The branches of a conditional outside all scopes of `known` each count as run.
 
     Args:
       computations: of the program.
       caller: the computation of the instruction.
-      line: the instruction; of one that calls nothing there is no entry.
+      line: the instruction; if it calls nothing, the result is empty.
       known: `Program.shares`.
 
     Raises:
-      ValueError: the loop has neither known_trip_count nor a counter that runs in fixed steps between two constants,
-        and its scope is not `known`.
+      ValueError: the loop has neither known_trip_count nor a counter with a constant start, bound and step, and its
+        scope is not in `known`.
     """
     if line.opcode == "conditional":
         return _branch_shares(line, known)
@@ -190,7 +190,7 @@ def _branch_shares(line: Instruction, known: Mapping[str, float]) -> dict[str, f
 
 def _num_runs(computations: dict[str, list[Instruction]], entry: str, known: Mapping[str, float]) -> Mapping[str, int]:
     num_runs: collections.Counter[str] = collections.Counter({entry: 1})
-    # A computation is written before those that call it.
+    # A computation is written before its callers.
     for name in reversed(computations):
         if not num_runs[name]:
             continue
@@ -220,7 +220,7 @@ def _trip_count(
 def _counted(
     computations: Mapping[str, list[Instruction]], caller: str, loop: Instruction, condition: str, body: str
 ) -> int | None:
-    """Returns ceil((bound - start) / step) of `for (i = start; i < bound; i += step)`, or None where it is not one."""
+    """Returns ceil((bound - start) / step) of `for (i = start; i < bound; i += step)`; None for any other loop."""
     lines, test = _lines_and_root(computations[condition])
     inner, arguments = lines, list[str]()
     if test.opcode == "fusion":
@@ -243,12 +243,12 @@ def _counted(
 
 
 def _lines_and_root(body: list[Instruction]) -> tuple[dict[str, Instruction], Instruction]:
-    """Returns (name -> line, the line whose value is the computation's)."""
+    """Returns (name -> instruction, the root instruction) of a computation."""
     return {line.name: line for line in body}, next(line for line in body if line.is_root)
 
 
 def _outside(line: Instruction, lines: Mapping[str, Instruction], arguments: list[str]) -> Instruction:
-    """Returns the line that feeds a fusion's parameter, or the line itself."""
+    """Returns the instruction that provides a fusion's parameter, or the instruction itself."""
     if line.opcode == "parameter" and arguments:
         return lines[arguments[int(line.rest.partition(")")[0])]]
     return line
@@ -271,7 +271,7 @@ def _constant(line: Instruction, lines: Mapping[str, Instruction]) -> int | None
 
 
 def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int) -> int | None:
-    """Returns what a body adds to the loop's counter."""
+    """Returns the constant that a loop body adds to the loop's counter, or None."""
     lines, root = _lines_and_root(computations[body])
     if root.opcode != "tuple":
         return None
@@ -285,7 +285,7 @@ def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int
 
 
 def _closing(text: str) -> int:
-    """Returns the index of the parenthesis that closes the one opened before the text."""
+    """Returns the index of the parenthesis that closes a parenthesis opened before the text."""
     depth = 1
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1
@@ -295,7 +295,7 @@ def _closing(text: str) -> int:
 
 
 def _sources(sections: Mapping[str, list[str]], is_helper: IsHelper) -> dict[int, str]:
-    """Returns `file:line` for each stack frame: the innermost that is neither an installed package's nor a helper's."""
+    """Returns stack frame -> `file:line` of its innermost caller, ignoring installed packages and helpers."""
     files, functions = (
         {number: text.strip('"') for number, text in map(_numbered, sections[section])}
         for section in ("FileNames", "FunctionNames")
@@ -312,11 +312,11 @@ def _sources(sections: Mapping[str, list[str]], is_helper: IsHelper) -> dict[int
             skipped = "site-packages" in file or "<" in file or is_helper(file, functions[place["function_name_id"]])
             if not skipped:
                 folders = file.split("/")
-                # The package, not a checkout of the same name; else the file's own name.
+                # The path from the package folder on, the innermost folder of this name; else the file's name.
                 start = max((at for at, folder in enumerate(folders) if folder == "meshtrain"), default=-1)
                 result[number] = f"{'/'.join(folders[start:])}:{place['line']}"
                 break
-            # Frames count from 1; their parents are written one higher, so that 1 says "none".
+            # Frames count from 1. Parent ids are one higher, so 1 means "none".
             parent = frames[frame]["parent_frame_id"] - 1 if "parent_frame_id" in frames[frame] else 0
             frame = parent if parent < frame else 0
     return result

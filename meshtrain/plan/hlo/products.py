@@ -1,8 +1,8 @@
-"""Matrix products of a compiled program outside of attention kernels: their dims, and their FLOPs. No JAX.
+"""Matrix products of a compiled program outside of attention kernels: dims and FLOPs. Uses no JAX.
 
-GPU and CPU programs write them as `dot`, TPU programs as `convolution`, libraries as `custom-call`. Kernels multiply
-blocks of one expert each (`models/moe/grouped_matmul.py`): a program shows as many blocks as there may be, and the
-kernels skip those without rows.
+GPU and CPU programs write them as `dot`, TPU programs as `convolution`, libraries as `custom-call`. Kernels of experts
+multiply blocks of rows that each belong to one expert (`models/moe/grouped_matmul.py`). A program shows the maximum
+number of blocks, and the kernels skip blocks without rows.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ BATCH_GROUPS = re.compile(r"batch_group_count=(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The dims of a matrix product: `batch` times [rows, contracted] x [contracted, columns]; of blocks a mean."""
+    """The dims of `batch` matrix products [rows, contracted] x [contracted, columns]; means for products of blocks."""
 
     batch: float
     rows: float
@@ -40,23 +40,23 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """2 x result x contracted."""
+        """The FLOPs, 2 x result x contracted."""
         return 2.0 * math.prod(dataclasses.astuple(self))
 
 
 def first_group(pattern: re.Pattern[str], line: Instruction) -> str:
-    """Returns the first group of a pattern in an instruction's operands and attributes; '' where it is not there."""
+    """Returns the first group of a pattern in an instruction's operands and attributes; '' without a match."""
     match = pattern.search(line.rest)
     return match[1] if match else ""
 
 
 def is_product(line: Instruction) -> bool:
-    """Returns whether an instruction multiplies matrices, and is no attention kernel."""
+    """Returns whether an instruction is a matrix product; attention kernels are not."""
     return line.opcode in ("dot", "convolution") or _is_library(line) or grouped_kernel(line) is not None
 
 
 def product_flops(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> float:
-    """Returns the FLOPs of a matrix product; 0 for anything else. Arguments and errors are those of `product_of`."""
+    """Returns the FLOPs of a matrix product; 0 for other operations. For arguments and errors see `product_of`."""
     if line.opcode == "convolution":
         return _convolution_flops(line, shapes)
     product = product_of(line, shapes, shares)
@@ -64,7 +64,7 @@ def product_flops(line: Instruction, shapes: Mapping[str, str], shares: Mapping[
 
 
 def product_of(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> Product | None:
-    """Returns the dims of a product; None for a convolution, which only TPUs make of products, and for anything else.
+    """Returns the dims of a product; None for other operations and for convolutions, as which TPUs write products.
 
     Args:
       line: the operation.
@@ -72,7 +72,7 @@ def product_of(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str
       shares: see `Program.shares`.
 
     Raises:
-      ValueError: a call that does not say its dims, and whose work would be left out.
+      ValueError: a library call does not state its dims, so its work would not be counted.
     """
     if line.opcode == "dot":
         contracted, batch = (line.attribute(f"lhs_{name}_dims") or "" for name in ("contracting", "batch"))
@@ -95,7 +95,7 @@ def _is_library(line: Instruction) -> bool:
 
 
 def grouped_kernel(line: Instruction) -> str | None:
-    """Returns what a kernel of blocks computes: `times`, products, or `weights`, their cotangent; None: neither."""
+    """Returns which kernel of experts an instruction calls: `times` (products), `weights` (gradients) or None."""
     if line.opcode != "custom-call" or first_group(TARGET, line) not in GROUPED_TARGETS:
         return None
     match = GROUPED.search(first_group(OPERATION, line))
@@ -115,13 +115,13 @@ def _grouped(part: str, line: Instruction, shapes: Mapping[str, str], shares: Ma
 
 
 def used_share(text: str, shares: Mapping[str, float]) -> float:
-    """Returns the share of the blocks that have rows, by the scope in an operation's name; 1 where none is known."""
+    """Returns the share of blocks that have rows, by the name scope of an operation; 1 if unknown."""
     share = share_in(text, shares)
     return 1.0 if share is None else share
 
 
 def _convolution_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
-    """Returns 2 x result x input features x the window's positions that hold data.
+    """Returns 2 x result x input features x the window's positions on data.
 
     A TPU writes a matrix product over several dims as a convolution with padding; positions on padding, or between
     dilated elements, do not count.
@@ -135,13 +135,13 @@ def _convolution_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
         size, num_outputs = left[labels[1].index(str(dim))], result[labels[3].index(str(dim))]
         places *= places_on_data(size, num_outputs, _window(fields, dim))
     outer = result[labels[3].index("b")] * result[labels[3].index("f")]
-    # With batch groups, each output feature sees one group of the batch alone, and the result has no batch left.
+    # With batch groups, each output feature uses only one group of the batch, and the result has no batch dim.
     return 2.0 * outer * right[labels[2].index("i")] * places / int(first_group(BATCH_GROUPS, line) or 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One dim of a convolution's window: places, steps, zeros before the left operand, steps between elements."""
+    """One dim of a convolution's window: its size, stride, padding before the left operand, and both dilations."""
 
     size: int
     stride: int
@@ -159,13 +159,7 @@ def _window(fields: Mapping[str, str], dim: int) -> Window:
 
 
 def places_on_data(size: int, num_outputs: int, window: Window) -> int:
-    """Returns how many pairs (output, window place) of one dim hold an element of the left operand.
-
-    Args:
-      size: elements of the left operand.
-      num_outputs: elements of the result.
-      window: of this dim.
-    """
+    """Returns the number of pairs (output, window position) of one dim that cover an element of the left operand."""
     end, result = (size - 1) * window.left_dilation + 1, 0
     first = np.arange(num_outputs) * window.stride - window.low
     for place in range(window.size):

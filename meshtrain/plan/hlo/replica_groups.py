@@ -1,12 +1,11 @@
-"""Which devices communicate: replica groups in their four syntaxes, and the mesh axes they run along. No JAX.
+"""Parses replica groups in their four syntaxes, and maps them to mesh axes. Uses no JAX.
 
     {{0,1},{2,3}}                            written out; {} is all devices together
     [4,2]<=[8]                               numbers in order, four groups of two
     [4,2]<=[2,2,2]T(1,0,2)                   the same of a transposed array
-    mesh['a'=2,'b'=4] {'b'}                  along named axes of a mesh; 'b':(1)2 is a part of one,
-                                             `, device_ids=([2,4]T(1,0))` tells the order of its devices
-
-G: groups, n: devices in one.
+    mesh['a'=2,'b'=4] {'b'}                  along named axes of a mesh; 'b':(1)2 is a part of an axis,
+                                             `, device_ids=([2,4]T(1,0))` gives the order of its devices
+G: groups, n: devices in a group.
 """
 
 import math
@@ -25,14 +24,14 @@ IRREGULAR = "irregular"
 
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Returns the groups of a collective, int [G, n]; of a permute the pairs of source and target, [G, 2].
+    """Returns the groups of a collective, int [G, n]; for a permute, the pairs of source and target, [G, 2].
 
     Args:
       attributes: the instruction's attributes, as text.
       num_devices: devices of the program, for `{}`.
 
     Raises:
-      ValueError: none of the four syntaxes.
+      ValueError: the text has none of the four syntaxes.
     """
     if match := ALONG.search(attributes):
         return _along(match[1], match[2], match[3])
@@ -43,7 +42,7 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
             return np.arange(num_devices).reshape(1, -1)
         groups = [[int(number) for number in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", match[1])]
         longest = max(map(len, groups))
-        # Groups of several sizes: padded with their own first device, which changes no axis.
+        # Groups of different sizes are padded with their first device, which does not change their axes.
         return np.array([group + group[:1] * (longest - len(group)) for group in groups])
     raise ValueError(f"unknown replica groups: {attributes[:200]}")
 
@@ -53,13 +52,13 @@ def _numbers(text: str) -> list[int]:
 
 
 def _ordered(dims: str, order: str | None) -> np.ndarray:
-    """Returns devices in order, int [*dims], with its dims in another order if one is given."""
+    """Returns the device numbers as an array, int [*dims], transposed if `order` is given."""
     sizes = _numbers(dims)
     return np.arange(math.prod(sizes)).reshape(sizes).transpose(_numbers(order) if order else range(len(sizes)))
 
 
 def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
-    """Returns the groups along some axes of a mesh, whose devices are in order unless `device_ids` says otherwise."""
+    """Returns the groups along some axes of a mesh; its devices are in order unless `device_ids` is given."""
     sizes = {name: int(size) for name, size in AXIS.findall(mesh)}
     order = np.arange(math.prod(sizes.values()))
     if device_ids:
@@ -67,7 +66,7 @@ def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
         if not match:
             raise ValueError(f"unknown order of devices: {device_ids}")
         order = _ordered(match[1], match[2])
-    # An axis may be named in parts: it is cut into (before, part, after), and groups run along the part only.
+    # An axis may be given in part: it is split into (before, part, after), and groups run along the part only.
     shape, chosen = list[int](), list[int]()
     wanted = {name: (before, size) for name, before, size in PART.findall(axes)}
     for name, size in sizes.items():
@@ -83,15 +82,17 @@ def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
 
 
 def axes_of(groups: np.ndarray, mesh_shape: Mapping[str, int], *, are_pairs: bool = False) -> str:
-    """Returns the mesh axes along which groups run, joined by `+` in mesh order; empty where none leaves its device.
+    """Returns the mesh axes along which groups run, joined by `+` in mesh order.
+
+    Empty if each group is a single device.
 
     Args:
-      groups: [G, n], positions in the mesh, row by row.
+      groups: [G, n], positions in the flattened mesh.
       mesh_shape: the size of each axis, in mesh order.
-      are_pairs: whether they are the pairs of a permute, [G, 2], source and target, which need not be whole.
+      are_pairs: whether they are the pairs of a permute, [G, 2], source and target, which need not cover the axis.
 
     Returns:
-      `irregular` where groups are not whole lines, planes, ... of the mesh.
+      `irregular` if groups are not complete lines, planes, ... of the mesh.
     """
     places = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())), axis=-1)
     differs = (places != places[:, :1]).any(axis=(0, 1))

@@ -1,4 +1,4 @@
-"""Shapes as compiled programs write them, such as `f32[4,8]{1,0}` or `(bf16[2], (s32[], f32[3,3]{1,0}))`. No JAX."""
+"""Parses shapes of compiled programs, such as `f32[4,8]{1,0}` or `(bf16[2], (s32[], f32[3,3]{1,0}))`. Uses no JAX."""
 
 import math
 import re
@@ -8,7 +8,7 @@ BITS_IN_NAME = re.compile(r"^[a-z]+(\d+)")
 
 
 def dims(shape: str) -> tuple[int, ...]:
-    """Returns the dims of an array; of a tuple those of its first array."""
+    """Returns the dims of an array; for a tuple, the dims of its first array."""
     match = ARRAY.search(shape)
     assert match, shape
     return _dims(match[2])
@@ -37,7 +37,7 @@ def dtypes(shape: str) -> tuple[str, ...]:
 
 
 def parts(shape: str) -> list[str]:
-    """Returns the elements of a tuple, as written; of an array the array itself."""
+    """Returns the elements of a tuple as text; for an array, a list with the array itself."""
     if not shape.startswith("("):
         return [shape]
     found, depth, start = list[str](), 0, 1

@@ -1,1 +1,1 @@
-"""How does it scale? Strategies, numbers of devices, and the efficiency of each."""
+"""Scaling: strategies, numbers of devices, and the efficiency of each."""

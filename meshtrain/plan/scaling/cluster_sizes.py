@@ -1,4 +1,4 @@
-"""The numbers of devices of `--scaling`, and clusters of those sizes."""
+"""Parses the numbers of devices of `--scaling`, and names clusters of these sizes."""
 
 import itertools
 import math
@@ -15,13 +15,13 @@ PRIME_FACTORS_OF_TORUS = (2, 3, 5, 7)
 
 
 def read_sizes(text: str) -> list[int]:
-    """Returns the numbers of devices. `a,b,...,z` goes on by the factor b / a up to z.
+    """Returns the numbers of devices. `a,b,...,z` is a progression with the factor b / a up to z.
 
     >>> read_sizes("8,16,...,128")
     [8, 16, 32, 64, 128]
 
     Raises:
-      UserError: it is no such list.
+      UserError: the text is no such list.
     """
     words = [word.strip() for word in text.split(",")]
     sizes: list[int] = []
@@ -39,7 +39,7 @@ def read_sizes(text: str) -> list[int]:
 
 
 def _between(sizes: list[int], last: int) -> list[int]:
-    """Returns what the dots stand for, or a 0, which no list may hold, where they lead from no number to the last."""
+    """Returns the numbers that the dots replace; [0], an invalid size, if they do not lead to the last number."""
     first, second = sizes[-2:]
     if not 0 < first < second or second % first:
         return [0]
@@ -63,7 +63,7 @@ def resized(cluster: str, num_devices: int) -> str:
     ['4xv5e:4x4', 'v5e:2x4']
 
     Raises:
-      UserError: hosts or slices are not full, or a torus has no such size.
+      UserError: hosts or slices are not full, or no torus has this size.
     """
     name, sizes, num_slices = parse(cluster)
     each, what = (sizes[1], "hosts") if name in GPUS else (math.prod(sizes), "slices")

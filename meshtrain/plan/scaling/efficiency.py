@@ -1,12 +1,12 @@
-"""How one way scales: a row for each number of devices, where its time goes, and its speedup. MODELLED.
+"""Computes how a strategy scales: for each number of devices, its time by cause and its speedup (MODELLED).
 
-Throughput r, devices n; those of the base, the smallest number of devices on which the step may fit, have a 0:
+Throughput r, devices n; r0 and n0 belong to the base, the smallest number of devices on which the step may fit:
 
-    speedup       r / r0, which at a batch that stays the same is t0 / t
+    speedup       r / r0; with a fixed batch this is t0 / t
     efficiency    speedup n0 / n
-    serial share  s of Amdahl's law (1967), t / t0 = s + (1 - s) n0 / n. Of one measurement it is
-                  (1 / speedup - n0 / n) / (1 - n0 / n), as Karp and Flatt (1990) define it; of several the least
-                  squares of t / t0. It is negative where the speedup is more than n / n0.
+    serial share  s of Amdahl's law (1967), t / t0 = s + (1 - s) n0 / n. For one measurement it is
+                  (1 / speedup - n0 / n) / (1 - n0 / n), as defined by Karp and Flatt (1990); for several, the least
+                  squares fit of t / t0. It is negative if the speedup is more than n / n0.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from meshtrain.sharding.rules import AXES
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """Where the seconds of a step go; they add up to the step.
+    """The seconds of a step by cause; computing, idle and waiting add up to the step.
 
     Attributes:
-      computing: with links that take no time.
+      computing: time of the step if links took no time, without idle time.
       idle: the part of a step without transfers in which a stage of a pipeline idles.
-      waiting: axis, or axes joined by `+` -> seconds by which its transfers lengthen the step: the axis with the
-        slowest network first, each on top of those after it.
-      latency: the part of `waiting` that is left if links have no limit but their latency; it is no further summand.
+      waiting: axis, or axes joined by `+` -> seconds by which its transfers lengthen the step. The axis with the
+        slowest network comes first; each value is the increase over the step with only the later axes.
+      latency: the part of `waiting` that remains if links have only a latency; it is contained in `waiting`.
     """
 
     computing: float
@@ -42,14 +42,14 @@ class Spent:
 
 
 def spent(program: Program, mesh: Mesh, cluster: Cluster, assumptions: Assumptions, idle_share: float) -> Spent:
-    """Returns where the time of a step goes.
+    """Returns the seconds of a step by cause.
 
     Args:
       program: scheduled.
-      mesh: on which it runs.
-      cluster: of accelerators whose peaks are known.
+      mesh: of the program.
+      cluster: of accelerators with known peaks.
       assumptions: of the model.
-      idle_share: share of a pipeline's rows in which a stage idles; 0 without a pipeline.
+      idle_share: share of a pipeline's clock ticks in which a stage idles; 0 without a pipeline.
     """
     assert cluster.accelerator is not None
     accelerator = cluster.accelerator
@@ -74,22 +74,22 @@ def spent(program: Program, mesh: Mesh, cluster: Cluster, assumptions: Assumptio
 
 
 def _place(axes: str) -> tuple[int, str]:
-    """Returns what sorts axes, alone or joined, by the first of them in mesh order; unknown ones come last."""
+    """Sort key: position of an axis (or joined axes) in mesh order; unknown axes last."""
     first = axes.partition("+")[0]
     return (AXES.index(first) if first in AXES else len(AXES), axes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way on one number of devices, with what it takes.
+    """The modelled time and memory of a strategy on one number of devices.
 
     Attributes:
-      point: the way, the number of devices, and what runs.
-      problem: why there is no time.
-      timing: that of its plan; None where there is no time.
-      spent: where the seconds of a step go; None where there is no time.
+      point: the strategy, the number of devices, and the configuration.
+      problem: the reason if there is no time.
+      timing: of its plan; None if there is no time.
+      spent: the seconds of a step by cause; None if there is no time.
       peak_bytes: of a device; None if unknown.
-      fits: true, false, or None where the peak is too close to the capacity.
+      fits: true, false, or None if the peak is too close to the capacity.
     """
 
     point: Point
@@ -101,27 +101,27 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Of a step; the row has one."""
+        """Seconds of a step; requires a timing."""
         assert self.timing is not None
         return self.timing.step_seconds
 
     @property
     def rate(self) -> float:
-        """Sequences a second."""
+        """Sequences per second."""
         return self.point.batch_size / self.seconds
 
     @property
     def is_usable(self) -> bool:
-        """Whether it has a time, and may fit."""
+        """Whether the row has a time and may fit."""
         return self.timing is not None and self.fits is not False
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One way at every number of devices, strong or weak.
+    """A strategy at every number of devices, with strong or weak scaling.
 
     Attributes:
-      name: of the way.
+      name: of the strategy.
       kind: `strong` or `weak`.
       rows: one for each number of devices.
     """
@@ -132,22 +132,25 @@ class Curve:
 
     @property
     def base(self) -> Row | None:
-        """The smallest number of devices on which the step may fit; None if it fits nowhere."""
+        """The row of the smallest number of devices on which the step may fit; None if it fits nowhere."""
         return next((row for row in self.rows if row.is_usable), None)
 
     def speedup(self, row: Row) -> float | None:
-        """Returns the speedup of a row against the base."""
+        """Returns the speedup of a row relative to the base; None if the row is not usable."""
         return row.rate / self.base.rate if self.base and row.is_usable else None
 
     def efficiency(self, row: Row) -> float | None:
-        """Returns the efficiency of a row against the base."""
+        """Returns the efficiency of a row relative to the base; None if the row is not usable."""
         gained = self.speedup(row)
         if self.base is None or gained is None:
             return None
         return gained * self.base.point.num_devices / row.point.num_devices
 
     def serial_share(self, *rows: Row) -> float | None:
-        """Returns the serial share that explains speedups of rows best; None in weak scaling, or of a base alone."""
+        """Returns the serial share that fits the speedups of rows best.
+
+        None for weak scaling, or without usable rows.
+        """
         usable = [(row.point.num_devices, row.seconds) for row in rows if row.is_usable]
         if self.base is None or not usable or self.kind != STRONG:
             return None
@@ -155,7 +158,7 @@ class Curve:
 
 
 def fitted_serial_share(steps: Sequence[tuple[int, float]]) -> float | None:
-    """Returns the serial share that explains several speedups best.
+    """Returns the serial share that fits several speedups best.
 
     >>> round(fitted_serial_share([(8, 1.0), (16, 0.55), (32, 0.325)]), 6)
     0.1
@@ -164,7 +167,7 @@ def fitted_serial_share(steps: Sequence[tuple[int, float]]) -> float | None:
       steps: (devices, seconds of a step of the same batch), the base first.
 
     Returns:
-      The share; None if there is nothing but the base.
+      The share; None if there is only the base.
     """
     above = below = 0.0
     for num_devices, seconds in steps[1:]:
@@ -175,7 +178,10 @@ def fitted_serial_share(steps: Sequence[tuple[int, float]]) -> float | None:
 
 
 def curves(rows: Sequence[Row], names: Sequence[str]) -> list[Curve]:
-    """Returns the rows as curves, strong ones first. The best way is the fastest of all at each number of devices."""
+    """Groups rows into curves, strong scaling first.
+
+    The curve `best` has the fastest row of all at each number of devices.
+    """
     made = []
     for kind in KINDS:
         of_kind = [row for row in rows if row.point.kind == kind]

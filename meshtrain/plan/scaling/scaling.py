@@ -1,7 +1,7 @@
-"""How a configuration scales, before the devices are bought: data, fsdp, hybrid and the search's best. MODELLED.
+"""Reports how a configuration scales before devices are bought: data, fsdp, hybrid and the search's best (MODELLED).
 
-Each way is planned on each number of devices, as `plan` does it, while there are programs left. The search runs at
-three numbers of devices, and what it has found is used between them.
+Each strategy is planned on each number of devices, as `plan` does it, until the allowed number of programs is used up.
+The search runs at three numbers of devices, and its results are used between them.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ from meshtrain.plan.target.compile_thread import waiting_for
 from meshtrain.plan.timing.streams import Assumptions
 
 MOST_PROGRAMS = 64
-MOST_WHOLE = 40  # unless told otherwise, where each is compiled whole, which takes twice as long
+MOST_WHOLE = 40  # default if each is compiled completely, which takes twice as long
 NUM_SEARCHES = 3
 MOST_A_SEARCH = 4
-PROGRAMS_A_SEARCH = 4  # there is a search for each four of the programs allowed
+PROGRAMS_A_SEARCH = 4  # one search for every four allowed programs
 NOT_COMPILED = "not compiled: the programs allowed were used up"
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The result.
+    """The result of a scaling.
 
     Attributes:
-      cluster: as the user named it.
-      basis: what was scaled.
+      cluster: the cluster that the user named.
+      basis: the scaled configuration.
       sizes: numbers of devices.
-      curves: each way, strong, then each way, weak.
+      curves: each strategy with strong scaling, then each with weak scaling.
       searched: numbers of devices at which a search ran.
-      num_compiled: programs that were compiled.
+      num_compiled: number of compiled programs.
       assumptions: of the model of time.
     """
 
@@ -61,16 +61,16 @@ class Scaling:
 
     @property
     def links(self) -> dict[tuple[str, str], Link | None]:
-        """(axes, kind of collective) -> a measured link that was used, or None; empty if none were given."""
+        """(axes, kind of collective) -> the measured link that was used, or None; empty if no links were given."""
         timings = [row.timing for curve in self.curves for row in curve.rows if row.timing]
         return {key: link for timing in timings for key, link in timing.links.items()}
 
 
 def basis_of(config: Config, cluster: Cluster) -> Basis:
-    """Returns what is scaled.
+    """Returns the basis of a scaling: the configuration on the cluster that the user named.
 
     Raises:
-      UserError: the configuration does not fit the cluster, or nothing is known about the speed of its devices.
+      UserError: the configuration does not fit the cluster, or the speed of its devices is unknown.
     """
     if cluster.accelerator is None:
         raise UserError(
@@ -89,10 +89,10 @@ def basis_of(config: Config, cluster: Cluster) -> Basis:
 
 
 def open_clusters(cluster: Cluster, sizes: Sequence[int]) -> dict[int, Cluster]:
-    """Returns number of devices -> a cluster of that size with the same hosts.
+    """Returns number of devices -> a cluster of this size with the same hosts.
 
     Raises:
-      UserError: a line for each size that no such cluster has.
+      UserError: an error line for each size that is impossible.
     """
     opened, problems = dict[int, Cluster](), list[str]()
     for size in sizes:
@@ -114,15 +114,15 @@ def scaling(
     say: Callable[[str], None] = print,
     plan_point: Callable[[Point, Cluster, Assumptions], Row],
 ) -> Scaling:
-    """Plans each way at each number of devices, strong and weak.
+    """Plans each strategy at each number of devices, with strong and weak scaling.
 
     Args:
-      config: to scale; its mesh fits `cluster`, where strong and weak scaling meet.
-      cluster: which kind of devices and hosts.
+      config: to scale; its mesh fits `cluster`, where strong and weak scaling coincide.
+      cluster: defines the kind of devices and hosts.
       sizes: numbers of devices, ascending.
       assumptions: of the model of time.
-      programs: at most so many are compiled.
-      say: called with a line before the first is compiled, and with one for each that is.
+      programs: maximum number of compiled programs.
+      say: called with a line before the first compilation, and with a line for each.
       plan_point: plans a point, see `planned`.
 
     Raises:
@@ -132,7 +132,7 @@ def scaling(
     ways = plain_ways(basis, planner.shape_on(config, cluster), sizes[-1])
     clusters = open_clusters(cluster, sizes)
     if sizes[0] > 1 and any(point(basis, way, kind, 1).config for way in ways for kind in KINDS):
-        # One device is what the others are compared with; no slice of some TPUs is a single chip.
+        # One device is the base of the comparison; some TPUs have no slice with a single chip.
         with contextlib.suppress(UserError):
             clusters |= open_clusters(cluster, [1])
             sizes = [1, *sizes]
@@ -161,7 +161,10 @@ def scaling(
 
 
 def in_order(points: Sequence[Point]) -> list[Point]:
-    """Returns what can be planned, in turns of the ways: the smallest number of devices first, then the largest on."""
+    """Orders the points that can be planned, alternating between strategies.
+
+    The smallest number of devices comes first, then the others from the largest down.
+    """
     ranked, legal = list[tuple[int, Point]](), [one for one in points if one.config is not None]
     for name, kind in dict.fromkeys((one.way.name, one.kind) for one in legal):
         first, *others = [one for one in legal if (one.way.name, one.kind) == (name, kind)]
@@ -170,13 +173,14 @@ def in_order(points: Sequence[Point]) -> list[Point]:
 
 
 def planned(one: Point, cluster: Cluster, assumptions: Assumptions, elsewhere: Work | None = None) -> Row:
-    """Plans a point, while the terminal shows the seconds.
+    """Plans a point, while the terminal shows the elapsed seconds.
 
     Args:
-      one: can run.
+      one: a point that can run.
       cluster: of its size.
       assumptions: of the model of time.
-      elsewhere: see `scheduled_dump.server`; None: its program is compiled whole. So is what comes to no end there.
+      elsewhere: see `scheduled_dump.server`. If it is None or fails, the program is compiled completely in this
+        process.
     """
     what, row = f"{one.way.name} on {one.num_devices:,} devices", None
     if elsewhere is not None:
@@ -210,12 +214,12 @@ class Rows:
     """
 
     def __init__(self, plan_point: Callable[[Point], Row], say: Callable[[str], None]) -> None:
-        """Stores what plans a point, and what is called with a line for each that was."""
+        """Stores the function that plans a point, and the function that reports each planned point."""
         self.plan_point, self.say = plan_point, say
         self.made: dict[Config, Row] = {}
 
     def plan(self, points: Sequence[Point], most: int) -> None:
-        """Plans the first points that were not planned yet, at most so many."""
+        """Plans the first `most` points that are not planned yet."""
         for one in points:
             if most > 0 and one.config is not None and one.config not in self.made:
                 start, most = time.perf_counter(), most - 1
@@ -225,7 +229,7 @@ class Rows:
                 self.say(f"compiled     {where}, in {seconds:.0f} s")
 
     def of(self, one: Point) -> Row:
-        """Returns the row of a point, which says why it has no time."""
+        """Returns the row of a point; if it has no time, the row states the reason."""
         if one.config is None:
             return Row(one, problem=one.problem)
         if one.config not in self.made:
@@ -235,13 +239,13 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """How many programs are compiled for what.
+    """Numbers of programs to compile, by purpose.
 
     Attributes:
       plain: for data, fsdp and hybrid.
       searches: number of searches.
-      each: for each search.
-      rest: for what the searches find, on other numbers of devices.
+      each: programs per search.
+      rest: for the results of searches on other numbers of devices.
     """
 
     plain: int
@@ -251,11 +255,11 @@ class Shares:
 
     @property
     def most(self) -> int:
-        """All programs."""
+        """Maximum number of programs in total."""
         return self.plain + self.searches * self.each + self.rest
 
     def line(self) -> str:
-        """Returns what will be compiled, as one line."""
+        """Returns a line of text about the programs to compile."""
         return (
             f"scaling      compiles at most {self.most} programs: {self.plain} for data, fsdp and hybrid, "
             f"{self.searches} search{'es' * (self.searches != 1)} of at most {self.each}, "
@@ -264,7 +268,7 @@ class Shares:
 
 
 def shares_of(programs: int, plain: int, rest: int) -> Shares:
-    """Returns how many programs are compiled for what; with few of them there are fewer searches.
+    """Divides the allowed number of programs among purposes; a small number has fewer searches.
 
     >>> shares_of(64, 30, 20)
     Shares(plain=30, searches=3, each=4, rest=20)
@@ -274,9 +278,9 @@ def shares_of(programs: int, plain: int, rest: int) -> Shares:
     Shares(plain=5, searches=2, each=1, rest=2)
 
     Args:
-      programs: all of them.
-      plain: as many as data, fsdp and hybrid have.
-      rest: as many as what the searches find may have, on other numbers of devices.
+      programs: total number allowed.
+      plain: maximum for data, fsdp and hybrid.
+      rest: maximum for the results of searches on other numbers of devices.
     """
     searches = min(NUM_SEARCHES, programs // PROGRAMS_A_SEARCH)
     each = min(MOST_A_SEARCH, max(1, programs // (NUM_SEARCHES * PROGRAMS_A_SEARCH)))
@@ -286,16 +290,16 @@ def shares_of(programs: int, plain: int, rest: int) -> Shares:
 
 
 def searched(basis: Basis, clusters: Mapping[int, Cluster], shares: Shares, rows: Rows) -> dict[int, Way]:
-    """Searches on the smallest number of devices where something may fit, on the largest, and between the two.
+    """Searches on the smallest number of devices on which something may fit, on the largest, and between the two.
 
     Args:
-      basis: what is scaled; its batch stays as configured.
-      clusters: number of devices -> cluster, from the smallest on which some other way may fit.
-      shares: how many searches, and how many programs each.
-      rows: gets those of what is compiled.
+      basis: the scaled configuration; its batch stays as configured.
+      clusters: number of devices -> cluster, from the smallest on which another strategy may fit.
+      shares: the number of searches, and of programs for each.
+      rows: receives the rows of the compiled programs.
 
     Returns:
-      Number of devices -> the best way found, where one may fit.
+      Number of devices -> the best strategy, if one may fit.
     """
     found, left = dict[int, Way](), list(clusters)
     room = len(rows.made) + shares.searches * shares.each
@@ -316,13 +320,15 @@ def searched(basis: Basis, clusters: Mapping[int, Cluster], shares: Shares, rows
 
 
 def nearest_point(basis: Basis, found: Mapping[int, Way], kind: str, num_devices: int) -> Point:
-    """Returns what runs where searches have found the best: the way of the nearest search that can run there.
+    """Returns the point of the best searched strategy on a number of devices.
+
+    It is the result of the nearest search that can run on this number.
 
     Args:
-      basis: what is scaled.
-      found: the number of devices of a search -> the best way that it found; at least one.
+      basis: the scaled configuration.
+      found: the number of devices of a search -> its best strategy; at least one.
       kind: `strong` or `weak`.
-      num_devices: on which it is to run; if no way can, the point says why the nearest cannot.
+      num_devices: to run on; if no strategy can, the point contains the problem of the nearest one.
     """
     nearest = sorted(found, key=lambda searched_at: abs(math.log(searched_at / num_devices)))
     tried = [point(basis, found[searched_at], kind, num_devices) for searched_at in nearest]

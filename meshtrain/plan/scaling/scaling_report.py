@@ -1,4 +1,4 @@
-"""A scaling as tables for people, and as JSON for programs. All of its seconds are modelled."""
+"""Reports a scaling as tables for people, and as JSON for programs. All seconds are modelled."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from meshtrain.sharding.rules import sizes_text
 HEADER = ("way", "devices", "mesh", "microbatches", "step", "speedup", "efficiency", "serial", "computing", "idle",
           "waiting for links", "latency", "peak", "memory")  # fmt: skip
 ALIGN = "<><>>>>>>><>><"
-SHOWN = 0.0005  # of a step; less is 0.0% in the table
+SHOWN = 0.0005  # share of a step; smaller shares would be 0.0% in the table
 SHORT = {True: "fits", None: "close", False: "too much"}
 WHAT = {
     STRONG: "strong scaling: the batch stays {batch:,} examples a step",
@@ -23,7 +23,7 @@ WHAT = {
 
 
 def text(found: Scaling) -> str:
-    """Returns the whole report."""
+    """Returns the complete report as text."""
     parts = [_title(found)]
     for kind, what in WHAT.items():
         curves = [curve for curve in found.curves if curve.kind == kind]
@@ -50,7 +50,7 @@ def _title(found: Scaling) -> str:
 
 
 def mesh_of(point: Point) -> str:
-    """Returns the axes larger than 1, such as `data 8 x fsdp 8`, and what the search changed besides."""
+    """Returns a text of the axes larger than 1, such as `data 8 x fsdp 8`, and of other options that the search set."""
     mesh = sizes_text(point.shape) or "one device"
     options = point.way.options
     rest = [str(options[key]) for key in ("remat.policy", "pipeline.schedule") if key in options]
@@ -88,7 +88,7 @@ def _share(seconds: float, row: Row) -> str:
 
 
 def _without_time(curve: Curve) -> list[str]:
-    """Returns a line for each run of devices that have no time for one reason."""
+    """Returns a line for each run of consecutive device numbers that have no time for the same reason."""
     lines: list[tuple[list[int], str]] = []
     for row in curve.rows:
         if row.spent is None:

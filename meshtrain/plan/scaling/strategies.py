@@ -1,14 +1,14 @@
-"""The ways to run whose scaling is compared, and how each of them runs a number of devices.
+"""The strategies whose scaling is compared, and how each of them uses a number of devices.
 
-    data      whole weights on each device, the batch split over all
-    fsdp      weights and batch split over all
-    hybrid    weights split over a host, or over as many as it takes to hold them; a copy on each such group
-    best      the mesh and options that a search has found, its data axis (or fsdp, where data is 1) resized
+    data      complete weights on each device, the batch split over all devices
+    fsdp      weights and batch split over all devices
+    hybrid    weights split over a host, or over as many hosts as they need; a copy on each group
+    best      the mesh and options that a search has found, its data axis (or fsdp, if data is 1) resized
 
-Strong scaling keeps the configured batch at every number of devices. Weak scaling keeps the configured sequences a
-device, and gives each device that splits the batch at least one. In both a microbatch stays as large as configured
-(for the search's best as large as it has found) as long as there is enough to split, so that more devices mean fewer
-microbatches, and only then smaller ones.
+Strong scaling keeps the configured batch at every number of devices. Weak scaling keeps the configured sequences per
+device, at least one for each device that splits the batch. In both, microbatches keep the configured size (for `best`,
+the size that the search has found) if there are enough sequences. So with more devices, first the number of
+microbatches decreases, then their size.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ KINDS = (STRONG, WEAK)
 FSDP = "fsdp"
 HYBRID = "hybrid"
 BEST = "best"
-_SPLIT_BY_SIZE = ("batch_size", "accumulation_steps", "pipeline.num_microbatches")  # a number of devices decides these
+_SPLIT_BY_SIZE = ("batch_size", "accumulation_steps", "pipeline.num_microbatches")  # depend on the number of devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to run any number of devices.
+    """A strategy that can run on any number of devices.
 
     Attributes:
       name: data, fsdp, hybrid or best.
       resized: the axis whose size follows from the number of devices.
       fixed: axis -> size of the other axes that are larger than 1.
-      options: what else is changed in the configuration.
-      microbatch: most sequences of a microbatch in one part of the batch.
+      options: further changes of the configuration.
+      microbatch: maximum number of sequences of a microbatch in one part of the batch.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Way:
     microbatch: int
 
     def shape(self, num_devices: int) -> dict[str, int] | None:
-        """Returns the size of each axis; None where the number of devices is no multiple of the fixed sizes.
+        """Returns the size of each axis; None if the number of devices is no multiple of the fixed sizes.
 
-        A hybrid of less devices than one copy takes is a part of one: fsdp alone.
+        If a hybrid has fewer devices than one copy of the weights needs, it becomes fsdp.
         """
         if self.name == HYBRID and num_devices < self.fixed[FSDP]:
             return dict.fromkeys(AXES, 1) | {FSDP: num_devices}
@@ -65,17 +65,17 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One way on one number of devices.
+    """A strategy on one number of devices.
 
     Attributes:
-      way: the way.
+      way: the strategy.
       kind: `strong` or `weak`.
       num_devices: of the mesh.
-      batch_size: sequences a step.
-      microbatch: sequences of a microbatch in one part of the batch; 0 where it cannot run.
-      num_microbatches: a step.
-      config: what runs; None where it cannot.
-      problem: why it cannot run or needs no compiler to be refused; otherwise an empty text.
+      batch_size: sequences per step.
+      microbatch: sequences of a microbatch in one part of the batch; 0 if it cannot run.
+      num_microbatches: per step.
+      config: to run; None if it cannot run.
+      problem: why it cannot run, if this is known without a compiler; otherwise an empty text.
     """
 
     way: Way
@@ -97,13 +97,13 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Basis:
-    """What is scaled.
+    """The configuration to scale, on the cluster that the user named.
 
     Attributes:
       config: the configuration.
-      num_devices: of its mesh, where strong and weak scaling meet.
+      num_devices: of its mesh, where strong and weak scaling coincide.
       weights: of its task.
-      capacity_bytes: what a program can use of one device.
+      capacity_bytes: usable memory of one device.
       devices_each: devices of a host.
     """
 
@@ -115,15 +115,15 @@ class Basis:
 
 
 def microbatch_of(config: Config, shape: Mapping[str, int]) -> int:
-    """Returns the sequences of a microbatch in one part of the batch, as configured; at least one."""
+    """Returns the configured number of sequences of a microbatch in one part of the batch; at least one."""
     return max(1, config.batch_size // (_parts(config, shape) * num_microbatches(config, shape)))
 
 
 def plain_ways(basis: Basis, shape: Mapping[str, int], largest: int) -> list[Way]:
-    """Returns data, fsdp and hybrid.
+    """Returns the strategies data, fsdp and hybrid.
 
     Args:
-      basis: what is scaled.
+      basis: the configuration to scale.
       shape: its configured mesh.
       largest: the largest number of devices.
     """
@@ -137,7 +137,7 @@ def plain_ways(basis: Basis, shape: Mapping[str, int], largest: int) -> list[Way
 
 
 def _devices_of_a_copy(basis: Basis, largest: int) -> int:
-    """Returns a host's devices, or as many hosts' as hold the weights and one example each, by guess."""
+    """Returns the devices of a host, or of as many hosts as the weights and one example each are estimated to need."""
     copy = basis.devices_each
     while 2 * copy <= largest:
         shape = dict.fromkeys(AXES, 1) | {FSDP: copy}
@@ -149,7 +149,7 @@ def _devices_of_a_copy(basis: Basis, largest: int) -> int:
 
 
 def way_of(found: Candidate, batch_size: int, config: Config) -> Way:
-    """Returns the way that a search's candidate is on any number of devices.
+    """Returns the strategy that applies a search's candidate to any number of devices.
 
     Args:
       found: the candidate.
@@ -165,7 +165,7 @@ def way_of(found: Candidate, batch_size: int, config: Config) -> Way:
 
 
 def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
-    """Returns one way on one number of devices, or why it cannot run."""
+    """Returns a strategy on one number of devices, with a problem if it cannot run."""
     shape = way.shape(num_devices)
     if shape is None:
         needed = math.prod(way.fixed.values())
@@ -179,7 +179,7 @@ def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
         problem = f"{batch:,} sequences do not divide over {parts:,} devices"
         return Point(way, kind, num_devices, batch, problem=problem)
     problem = ""
-    # The largest that divides the sequences in a part comes first.
+    # The largest microbatch that divides the sequences of a part is tried first.
     for microbatch in reversed([size for size in divisors(batch // parts) if size <= way.microbatch]):
         number = batch // parts // microbatch
         config = with_change(basis.config, _change(way, shape, batch, number))
@@ -197,7 +197,7 @@ def _change(way: Way, shape: Mapping[str, int], batch_size: int, number: int) ->
 
 
 def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:
-    """Returns why a configuration is not compiled: it is not legal, or far too large; otherwise an empty text."""
+    """Returns why a configuration is not compiled: it is illegal, or far too large; otherwise an empty text."""
     if lines := placement_problems(config, shape, basis.weights) or problems_of(config, shape):
         return lines[0]
     guessed = _guessed(config, shape, basis)
@@ -207,7 +207,7 @@ def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:
 
 
 def _guessed(config: Config, shape: Mapping[str, int], basis: Basis) -> float:
-    """Returns the guessed bytes of a device, for the batch of this configuration."""
+    """Returns the estimated bytes of a device, for the batch of this configuration."""
     task = basis.weights.task
     units = task.num_units * config.batch_size // basis.config.batch_size
     weights = dataclasses.replace(basis.weights, task=dataclasses.replace(task, units_per_step=units))

@@ -1,1 +1,1 @@
-"""Which way is best? Candidates, their estimates, the ranking, and changes that make a step fit."""
+"""Searches for the fastest configuration: candidates, estimates, ranking, and changes that make a step fit."""

@@ -1,4 +1,4 @@
-"""The meshes, microbatches, schedules, remat policies and ZeRO levels to consider, the fastest guess first."""
+"""Lists the meshes, microbatches, schedules, remat policies and ZeRO levels to consider, fastest estimate first."""
 
 import dataclasses
 import itertools
@@ -16,22 +16,22 @@ from meshtrain.plan.target.clusters import Cluster
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, default_rules, model_axes, partitioned_axes
 from meshtrain.sharding.stored import MAX_LEVEL, num_parts
 
-MODEST = 1.15  # a guess may be too high by this factor: it is dropped only above this multiple of the capacity
+MODEST = 1.15  # an estimate may be too high by this factor: it is dropped only above this multiple of the capacity
 MICROBATCHES_A_STAGE = (2, 4, 8)
 LESS_KEPT = ("selective", "full")  # remat policies, the fastest first
-# With experts the rows of a device are the most of what `selective` keeps.
+# With experts, `selective` saves mostly the rows of experts.
 LESS_KEPT_OF_EXPERTS = ("selective", "save_attention", "full")
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to run a configuration on a cluster, with guesses.
+    """A change of the configuration for a cluster, with estimates of its memory and time.
 
     Attributes:
       change: dotted key -> value, to be changed in the configuration.
       shape: its mesh.
-      guessed_bytes: of one device.
-      guessed_seconds: of a step.
+      guessed_bytes: estimated bytes of one device.
+      guessed_seconds: estimated seconds of a step.
     """
 
     change: Change
@@ -41,12 +41,13 @@ class Candidate:
 
 
 def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Candidate]:
-    """Returns the legal candidates that may fit, the fastest guess first.
+    """Returns the legal candidates that may fit, fastest estimate first.
 
     Args:
       config: to run.
       cluster: the target.
-      only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as they are.
+      only_mesh: whether only the mesh varies, and microbatches, schedules, remat policies and the ZeRO level stay as
+        configured.
     """
     weights, accelerator = weights_of(config), cluster.accelerator
     capacity = usable_bytes(accelerator) if accelerator else math.inf
@@ -69,9 +70,9 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
 
 
 def expert_sizes(weights: Weights, num_devices: int, devices_each: int) -> list[int]:
-    """Returns the sizes of the expert axis that a search considers: 1, and powers of 2 that divide the experts.
+    """Returns the sizes of the expert axis to consider: 1, and powers of 2 that divide the experts.
 
-    Tokens go to all devices of the axis in each layer, so it stays inside a host.
+    Each layer sends tokens to all devices of the axis, so it stays within a host.
 
     Args:
       weights: of the task.
@@ -88,25 +89,28 @@ def _inside_layers() -> tuple[str, ...]:
 
 
 def _first_that_fits(guesses: list[Candidate], capacity: float) -> Candidate | None:
-    """Returns the first guess within the capacity, else the first that is near it: a higher level only sends more."""
+    """Returns the first estimate within the capacity, else the first slightly above it; None if all are too large.
+
+    Later estimates have higher ZeRO levels, which send more.
+    """
     limits = (capacity, MODEST * capacity)
     return next((one for limit in limits for one in guesses if one.guessed_bytes <= limit), None)
 
 
 def _candidate(config: Config, change: Change, shape: dict[str, int], weights: Weights, cluster: Cluster) -> Candidate:
-    """Returns a change with its guesses."""
+    """Returns a change with its estimates."""
     changed = with_change(config, change)
     seconds = guessed_seconds(changed, shape, weights, cluster.accelerator, cluster.devices_each)
     return Candidate(change, shape, guessed_bytes(changed, shape, weights), seconds)
 
 
 def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] = (1,)) -> Iterator[dict[str, int]]:
-    """Yields every way to write a number of devices as a product of the axes.
+    """Yields every way to write a number of devices as a product of axis sizes.
 
     Args:
       num_devices: the product.
-      parts: the sizes of the axis that splits sequences.
-      shares: those of the axis that splits experts.
+      parts: allowed sizes of the axis that splits sequences.
+      shares: allowed sizes of the axis that splits experts.
     """
     outer, *others = AXES
     choices = dict.fromkeys(others, divisors(num_devices)) | {CONTEXT: parts, EXPERT: shares}
@@ -117,10 +121,10 @@ def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] 
 
 
 def ways(config: Config, shape: dict[str, int], *, only_mesh: bool, has_experts: bool = False) -> Iterator[Change]:
-    """Yields the changes to try on one mesh: each sets the mesh, and unless `only_mesh` microbatches and more.
+    """Yields the changes to try on one mesh: each sets the mesh and, unless `only_mesh`, microbatches and more.
 
-    Weights of experts are many for what a token computes, and are gathered for each microbatch: with experts, all
-    sequences in one are tried too.
+    With experts, a single microbatch with all sequences is tried too: weights of experts are large compared to the work
+    of a token, and are gathered for each microbatch.
     """
     mesh = to_mesh(shape)
     if only_mesh:
@@ -152,7 +156,7 @@ def ways(config: Config, shape: dict[str, int], *, only_mesh: bool, has_experts:
 
 
 def _levels(config: Config, shape: dict[str, int], weights: Weights) -> list[Change]:
-    """Returns the ZeRO levels to try on one mesh: the configured one, then those that split more over data."""
+    """Returns the ZeRO levels to try on one mesh: the configured level, then higher levels."""
     if shape[DATA] == 1:
         return [{}]
     higher = range(config.zero.effective_level + 1, MAX_LEVEL + 1)

@@ -1,4 +1,4 @@
-"""The cheapest changes that would make a step fit. Each is compiled before it is suggested."""
+"""Searches the cheapest changes that would make a step fit. Each change is compiled before it is suggested."""
 
 import itertools
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ MAX_COMPILED = 11
 
 
 def candidates(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Change]:
-    """Yields changes that save memory, the cheapest in time first; the caller refuses those that are not legal.
+    """Yields changes that save memory, cheapest in time first; some may be illegal, which the caller has to check.
 
     Args:
       config: of the step that does not fit.
       shape: its mesh.
       held: its memory.
     """
-    # What is known to be weights is not helped by shorter parts of sequences.
+    # Splitting sequences does not help if weights take most of the memory.
     parts = in_more_parts(config, shape) if activations_dominate(held) else {}
     times = 2
     if held.compiler is not None and held.capacity_bytes is not None:
@@ -45,7 +45,7 @@ def candidates(config: Config, shape: dict[str, int], held: Memory) -> Iterator[
 
 
 def tried(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Change]:
-    """Yields each change alone if it may be enough, then all that keep the mesh combined; see `candidates`."""
+    """Yields each single change that may suffice, then the combination of all changes that keep the mesh."""
     together: Change = {}
     for change in candidates(config, shape, held):
         if change != {FROZEN_DTYPE: FROZEN} or held.state.parameters // 2 > -(held.margin_bytes or 0):
@@ -57,7 +57,7 @@ def tried(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Chang
 
 
 def cheapest(plan: Plan) -> list[tuple[Change, int]]:
-    """Returns up to three changes that make a step fit, and the bytes each leaves to spare.
+    """Returns up to three changes that make a step fit, each with the bytes of free memory it leaves.
 
     Args:
       plan: of a step that does not fit.
@@ -82,7 +82,7 @@ def _refused(config: Config, cluster: Cluster) -> bool:
 
 
 def _spare(config: Config, cluster: Cluster, what: str) -> int | None:
-    """Returns the margin in bytes where a configuration fits, None where it does not."""
+    """Returns free memory in bytes, or None if the configuration does not fit."""
 
     def compiled() -> int | None:
         try:
@@ -96,7 +96,7 @@ def _spare(config: Config, cluster: Cluster, what: str) -> int | None:
 
 
 def text(plan: Plan) -> str:
-    """Returns the changes that would make a step fit, a line for each."""
+    """Returns a text with a line for each change that would make a step fit."""
     found = cheapest(plan)
     if not found:
         return "no single change makes it fit: more devices, or another mesh (--search)"

@@ -1,6 +1,7 @@
-"""First guesses of a device's bytes and of a step's seconds, which decide what a search compiles.
+"""Estimates a device's bytes and a step's seconds; a search compiles the candidates with the best estimates.
 
-Bytes of the training state are those of the placement, exactly. Activations, and what they send, are the task's `Cost`.
+Bytes of the training state follow exactly from the placement. Activations and their traffic come from the task's
+`Cost`.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ from meshtrain.step.precision import as_stored, cast, compute_dtype, product_nam
 from meshtrain.step.shardings import abstract_params, splits_masters
 
 EFFICIENCY = 0.6
-EXPERTS = "experts"  # the logical axis of their dim
-STORED = "stored"  # what is sent along all axes that store weights, together
+EXPERTS = "experts"  # the logical axis of the dim of experts
+STORED = "stored"  # traffic along all axes that store weights, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Weights:
 
     Attributes:
       task: without a mesh; only its sizes are used.
-      params: abstract parameters, and `axes` their logical axes.
+      params: abstract parameters.
+      axes: their logical axes.
       trained: path -> whether a weight has gradients.
       moments: (array, logical axes) for each array of the optimizer's state.
     """
@@ -60,30 +62,33 @@ class Weights:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters as they are stored."""
+        """Number of stored parameters."""
         return sum(math.prod(leaf.shape) for _, leaf, _ in self.leaves)
 
     @property
     def num_trained(self) -> int:
-        """Parameters that have gradients."""
+        """Number of parameters that have gradients."""
         return sum(math.prod(leaf.shape) for path, leaf, _ in self.leaves if self.trained[path])
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the parameters that the expert axis splits and does not gather."""
+        """The share of the parameters that belongs to experts, which the expert axis splits and never gathers."""
         return sum(math.prod(leaf.shape) for _, leaf, axes in self.leaves if EXPERTS in axes) / self.num_parameters
 
     @property
     def num_experts(self) -> int:
-        """The number of experts, which the expert axis divides; 0: there are none."""
+        """The greatest common divisor of the numbers of experts, which the expert axis must divide.
+
+        0 without experts.
+        """
         return math.gcd(*(leaf.shape[axes.index(EXPERTS)] for _, leaf, axes in self.leaves if EXPERTS in axes))
 
 
 def weights_of(config: Config) -> Weights:
-    """Returns the abstract training state of a configuration's task; no device is touched.
+    """Returns the abstract training state of a configuration's task; touches no device.
 
     Raises:
-      UserError: see `tasks.find`, and `optimizer.trainable` that matches nothing.
+      UserError: see `tasks.find`; or `optimizer.trainable` matches nothing.
     """
     task = abstract_task(config)
     params, axes = abstract_params(task, None, 2)
@@ -98,7 +103,7 @@ def weights_of(config: Config) -> Weights:
 
 
 def placement_problems(config: Config, shape: Mapping[str, int], weights: Weights) -> list[str]:
-    """Returns one line for each weight that the rules cannot place on a mesh."""
+    """Returns an error line for each weight that the rules cannot place on a mesh."""
     params, stack = weights.params, _stack(config, shape, weights.task)
     if stack is not None:
         params = {**params, "layers": stack.places(params["layers"])}
@@ -110,13 +115,15 @@ def _stack(config: Config, shape: Mapping[str, int], task: Task) -> Stack | None
 
 
 def _places_a_layer(config: Config, shape: Mapping[str, int], task: Task) -> float:
-    """Returns how many places for layers a pipeline computes for each layer: more than one where some are empty."""
+    """Returns the number of places for layers that a pipeline computes per layer; above 1 if it has padding layers."""
     stack = _stack(config, shape, task)
     return stack.num_places / stack.num_layers if stack else 1.0
 
 
 def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> int:
-    """Returns the bytes of parameters, gradient sums, moments and residuals of one device: `Held.total`, unassembled.
+    """Returns the bytes of a device's training state, equal to `Held.total` but without assembling the step.
+
+    It consists of parameters, gradient sums, moments and error-feedback buffers.
 
     Args:
       config: its layout, ZeRO level and offload of moments are used.
@@ -126,7 +133,7 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
     level = config.zero.effective_level
     rules = rules_of_level(default_rules(config.layout), level)
     total, options = 0, config.local_steps
-    # Of groups that train apart a device has weights, gradients and moments of each of its own, and the anchor.
+    # With local SGD, a device stores weights, gradients and moments of each of its replicas, and the anchor weights.
     num_groups = options.groups // shape[DATA] if options.period else 1
     reduction = reductions.of(config)
     has_residual = reduction is not None and bool(jax.tree.leaves(reduction.residual(weights.params)))
@@ -153,7 +160,7 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
 
 
 def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> float:
-    """Returns a guess of the bytes of one device: state, saved activations, logits."""
+    """Returns the estimated bytes of one device: state, saved activations, logits."""
     cost = _cost(config, shape)
     kept = _microbatches_kept(config, shape) * cost.kept_bytes * _places_a_layer(config, shape, weights.task)
     kept += cost.working_bytes
@@ -161,8 +168,8 @@ def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) ->
 
 
 def _cost(config: Config, shape: Mapping[str, int]) -> Cost:
-    """Returns the cost of a microbatch; a search changes more than the mesh, and with that the task."""
-    # How a step is cut changes no task; leaving it out makes the cache effective.
+    """Returns the cost of a microbatch of a changed configuration, with its task rebuilt."""
+    # Mesh, pipeline and microbatches do not change the task; leaving them out makes the cache effective.
     task = _task(dataclasses.replace(config, mesh=MeshOptions(), pipeline=PipelineOptions(), accumulation_steps=1))
     units = units_on_device(config, task, default_rules(config.layout), shape)
     return task.cost(shape, units / num_microbatches(config, shape))
@@ -174,15 +181,15 @@ def _task(config: Config) -> Task:
 
 
 def _chunks(config: Config, shape: Mapping[str, int]) -> int:
-    """Returns in how many chunks a stage computes each microbatch; one without a pipeline."""
+    """Returns the number of chunks in which a stage computes each microbatch; 1 without a pipeline."""
     return config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
 
 
 def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
-    """Returns how many microbatches of all its layers the busiest stage of a pipeline keeps for their backward pass.
+    """Returns how many microbatches, in all its layers, the busiest pipeline stage stores for the backward pass.
 
-    With rows of one kind, and V chunks, the first of S stages keeps up to V S + S - 1 chunks (`program.py`), V of which
-    are a microbatch's. `gpipe` keeps all M. A schedule of one's own is taken for the former.
+    In an alternating schedule with V chunks, the first of S stages stores up to V S + S - 1 chunks (`program.py`); V
+    chunks are one microbatch. `gpipe` stores all M. A custom schedule is estimated like an alternating one.
     """
     stages, chunks, parts = shape[PIPELINE], config.pipeline.num_chunks, config.pipeline.num_microbatches
     if stages == 1:
@@ -197,13 +204,13 @@ def guessed_seconds(
     accelerator: Accelerator | None,
     devices_each: int,
 ) -> float:
-    """Returns a guess of the seconds of a step: products with the pipeline's idle rows, sums, half of the transfers.
+    """Returns the estimated seconds of a step: products with idle clock ticks, gradient sums, half of the transfers.
 
     Args:
       config: to run.
       shape: the size of each mesh axis.
       weights: of its task.
-      accelerator: None if unknown; every mesh then has the same guess.
+      accelerator: None if unknown; every mesh then has the same estimate.
       devices_each: devices of one host.
     """
     if accelerator is None:
@@ -217,7 +224,7 @@ def guessed_seconds(
     work = task.num_units * flops / math.prod(shape.values()) * (1 + again / 3)
     bubble = (1 + (shape[PIPELINE] - 1) / (parts * _chunks(config, shape))) * _places_a_layer(config, shape, task)
     sent = sum(_sending_seconds(config, shape, weights, accelerator, devices_each).values())
-    # Each of several microbatches reads gradients and sums, and writes sums.
+    # Each microbatch reads its gradients and the gradient sums, and writes the sums.
     summed = weights.num_parameters / math.prod(shape[axis] for axis in (*storage_axes(), TENSOR, PIPELINE))
     moved = 3 * FLOAT32_BYTES * summed * parts if parts > 1 else 0.0
     seconds = work * bubble / (EFFICIENCY * (peak or accelerator.bfloat16_flops_per_second)) + sent / 2
@@ -227,14 +234,17 @@ def guessed_seconds(
 def _sending_seconds(
     config: Config, shape: Mapping[str, int], weights: Weights, accelerator: Accelerator, devices_each: int
 ) -> dict[str, float]:
-    """Returns axis -> seconds of what a device sends along it, for axes larger than 1, and `STORED` for weights."""
+    """Returns axis -> seconds of a device's traffic along it; the key `STORED` is for weights.
+
+    Only axes larger than 1 have an entry.
+    """
     link = accelerator.link_bytes_per_second
     network = accelerator.network_bytes_per_second or link
     storing = num_parts(storage_axes(), shape)
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts, task = num_microbatches(config, shape), weights.task
     of_stage = weights.num_parameters / (shape[TENSOR] * shape[PIPELINE])
-    # Below level 3 gradients alone cross data.
+    # Below ZeRO level 3, only gradients are sent between data-parallel replicas.
     is_gathered = config.zero.effective_level > SCATTERS_EACH
     over_data = of_stage if is_gathered else of_stage * weights.num_trained / weights.num_parameters
     activation = itemsize * units_on_device(config, task, default_rules(config.layout), shape) * task.width
@@ -242,19 +252,22 @@ def _sending_seconds(
     of_experts, inside = of_stage * weights.share_of_experts, devices_each // shape[TENSOR]
 
     def gathering(elements: float, num_devices: int, num_inside: int) -> float:
-        """Returns the seconds of all gathers and scatters; devices of a host that gather together share its network."""
+        """Returns the seconds of all gathers and scatters; devices of a host in the same group share its network."""
         neighbours = max(1, min(num_devices, num_inside))
         speed = link if neighbours == num_devices else min(link, network * neighbours)
         return (GATHERS + SCATTERS) * itemsize * elements * parts / speed if num_devices > 1 else 0.0
 
     def of_activations(axis: str) -> float:
-        """Returns the seconds on the links that an axis crosses with tensor, which stays inside a host."""
+        """Returns the seconds of an axis' activations.
+
+        Links are fast if the axis and tensor together stay within a host.
+        """
         sent = parts * sum(each[axis] for each in (cost.layer_bytes, cost.other_bytes) if axis in each)
         is_inside = axis == TENSOR or shape[axis] * shape[TENSOR] <= devices_each
         return sent / (link if is_inside else network)
 
     seconds = {
-        # Experts stay where they are along their axis, inside a host, and are gathered over the others alone.
+        # Weights of experts stay split along their axis, within a host, and are gathered only over the other axes.
         STORED: gathering(of_stage - of_experts, storing, inside)
         + gathering(of_experts / shape[EXPERT], storing // shape[EXPERT], inside // shape[EXPERT]),
         EXPERT: of_activations(EXPERT),
@@ -267,7 +280,10 @@ def _sending_seconds(
 
 
 def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: int) -> float:
-    """Returns the bytes that cross data in a step of M microbatches for each parameter (table in `stored.py`)."""
+    """Returns the bytes per parameter sent between data-parallel replicas in a step of M microbatches.
+
+    The formulas are in the table of `stored.py`.
+    """
     level = config.zero.effective_level
     if config.local_steps.period:
         return 2 * FLOAT32_BYTES / config.local_steps.period

@@ -1,4 +1,4 @@
-"""Ranks the ways to run a configuration on a cluster. Guesses prune them, and the best guesses are compiled."""
+"""Ranks configurations for a cluster: estimates select the candidates, and the best candidates are compiled."""
 
 import collections
 import dataclasses
@@ -23,10 +23,10 @@ from meshtrain.plan.text_report import to_json as plan_json
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.rules import sizes_text
 
-COMPILED = 12  # candidates of a search; a number, not a time, so that every machine finds the same
+COMPILED = 12  # candidates of a search; a number, not a time, so that every machine gets the same result
 MOST_COMPILED = 1000  # that a user may ask for
-MOST_OF_A_MESH = 2  # compiled before the third of any mesh
-SURE = 0.75  # a guess below this share of the capacity is taken to fit: guesses may be too low
+MOST_OF_A_MESH = 2  # candidates of one mesh that are compiled before a third
+SURE = 0.75  # an estimate below this share of the capacity surely fits: estimates may be too low
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Found:
 
     Attributes:
       cluster: the target.
-      ranked: (candidate, plan), those that fit first, then by modelled time.
-      num_candidates: legal candidates that may fit, of which some were compiled.
-      refused: (candidate, why) of those that could not be assembled, which count as compiled.
+      ranked: (candidate, plan), fitting plans first, then by modelled time.
+      num_candidates: number of legal candidates that may fit; some of them were compiled.
+      refused: (candidate, reason) for candidates that could not be assembled; they count as compiled.
     """
 
     cluster: Cluster
@@ -55,14 +55,15 @@ def search(
     most: int = COMPILED,
     compiled_by: Callable[[Config, Mapping[str, int], Cluster], Compiled] = compile_step,
 ) -> Found:
-    """Compiles the best guesses and ranks them.
+    """Compiles the candidates with the best estimates and ranks them.
 
     Args:
       config: to run; its mesh is ignored.
       cluster: the target.
       assumptions: of the model of time.
-      only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as configured.
-      most: at most so many candidates are compiled.
+      only_mesh: whether only the mesh varies, and microbatches, schedules, remat policies and the ZeRO level stay as
+        configured.
+      most: maximum number of compiled candidates.
       compiled_by: compiles a step.
 
     Raises:
@@ -92,7 +93,7 @@ def search(
 
 
 def diverse(found: list[Candidate]) -> list[Candidate]:
-    """Returns the candidates in the order in which to compile them: the fastest guesses, two of each mesh first."""
+    """Orders candidates for compilation: fastest estimate first, but at most two of each mesh before the rest."""
     per_mesh = collections.Counter[tuple[int, ...]]()
     first, others = list[Candidate](), list[Candidate]()
     for one in found:
@@ -103,13 +104,13 @@ def diverse(found: list[Candidate]) -> list[Candidate]:
 
 
 def chosen_of(found: list[Candidate], most: int, cluster: Cluster) -> list[Candidate]:
-    """Returns the candidates to compile: all, or of less than those as many that surely fit as may just fit.
+    """Returns the candidates to compile: all, or if there are too many, half that surely fit and half that may fit.
 
-    Those that surely fit come first; where none does, the one with the lowest guess of memory.
+    Candidates that surely fit come first; without any, the candidate with the lowest estimate of memory.
 
     Args:
-      found: the candidates, the fastest guess first.
-      most: at most so many are compiled.
+      found: the candidates, fastest estimate first.
+      most: maximum number of candidates to compile.
       cluster: the target.
     """
     if cluster.accelerator is None or most >= len(found):
@@ -127,7 +128,7 @@ def _rank(plan: Plan) -> tuple[int, float]:
 
 
 def describe(one: Candidate) -> str:
-    """Returns a candidate as a few words."""
+    """Returns a short text for a candidate."""
     mesh = sizes_text(one.shape) or "one device"
     short = {"accumulation_steps": "accumulation", "pipeline.num_microbatches": "microbatches"}
     rest = [
@@ -143,14 +144,14 @@ def _memory(plan: Plan) -> str:
 
 
 def coverage(found: Found) -> str:
-    """Returns how many candidates were compiled, and the argument that compiles more if some are left."""
+    """Returns a text with the number of compiled candidates, and the argument to compile more if there are more."""
     num_tried = len(found.ranked) + len(found.refused)
     more = "" if num_tried == found.num_candidates else "; --search-compiles=N compiles more"
     return f"compiled {len(found.ranked)} of {found.num_candidates} candidates{more}"
 
 
 def text(found: Found) -> str:
-    """Returns the table, and the winner's arguments to copy."""
+    """Returns the table, and the arguments of the best candidate to copy."""
     rows = []
     for one, plan in found.ranked:
         stats, timing = plan.memory.compiler, plan.timing
@@ -176,7 +177,7 @@ def text(found: Found) -> str:
 
 
 def to_json(found: Found) -> JsonObject:
-    """Returns the ranking for programs; each entry is what a plan writes, and the arguments that make it."""
+    """Returns the ranking for programs; each entry has the fields of a plan and the candidate's arguments."""
     return {
         "cluster": found.cluster.text,
         "num_candidates": found.num_candidates,

@@ -1,1 +1,1 @@
-"""The cluster that is not there: its devices, and the step traced and compiled for it."""
+"""The target cluster, which need not exist: its devices, and the step traced and compiled for it."""

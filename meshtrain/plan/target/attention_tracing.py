@@ -1,4 +1,4 @@
-"""Traces attention as the target computes it: JAX's own kernel on TPUs, cuDNN's on GPUs.
+"""Traces attention as on the target: with JAX's kernel on TPUs, with cuDNN's kernel on GPUs.
 
 JAX has no public way to trace cuDNN's kernel without a GPU: it queries the version of the installed library and the
 compute capability of the first device. While a step is traced, those private functions are replaced by functions that
@@ -13,12 +13,12 @@ from jax._src.cudnn import fused_attention_stablehlo as private
 
 from meshtrain.plan.target.clusters import Cluster
 
-CUDNN_VERSION = 91000  # 9.10, as the files in targets/ say
+CUDNN_VERSION = 91000  # 9.10, as in the files in targets/
 
 
 @contextlib.contextmanager
 def as_on_target(cluster: Cluster) -> Iterator[None]:
-    """Makes cuDNN's kernel traceable for a GPU that this machine does not have; no effect for other devices.
+    """Context manager that makes cuDNN's kernel traceable without the target's GPU; no effect for other devices.
 
     Args:
       cluster: the target.
@@ -45,10 +45,10 @@ def as_on_target(cluster: Cluster) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(module: ModuleType, **functions: Callable[..., int | bool]) -> Iterator[None]:
-    """Replaces functions of a module, and puts the original ones back afterwards.
+    """Context manager that replaces functions of a module and restores them afterwards.
 
     Raises:
-      AttributeError: the module has no such function; nothing is replaced.
+      AttributeError: the module lacks a function; nothing is replaced.
     """
     originals = {name: getattr(module, name) for name in functions}
     try:

@@ -1,6 +1,6 @@
-"""The devices of a cluster, `h100:8x8`, `v5e:16x16`, `2xv5e:16x16` or `cpu:8`, to compile for; none has to exist.
+"""Creates the devices of a cluster such as `h100:8x8`, `v5e:16x16`, `2xv5e:16x16` or `cpu:8`; none has to exist.
 
-GPUs are described to the compiler by a file each in `targets/`; TPUs are known to libtpu by name; CPUs are simulated.
+Each GPU is described to the compiler by a file in `targets/`; TPUs are known to libtpu by name; CPUs are simulated.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ from meshtrain.launch.hardware import Accelerator, find
 GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 TARGETS = Path(__file__).parents[1] / "targets"
 GPUS = ("a100", "h100", "h200", "b200")
-TPUS = {"v4": "2x2x2", "v5e": "4x4", "v5p": "2x2x2", "v6e": "4x4"}  # with a torus of each
-SIZES = dict.fromkeys(GPUS, "8x8") | TPUS | {"cpu": "8"}  # an example of each
+TPUS = {"v4": "2x2x2", "v5e": "4x4", "v5p": "2x2x2", "v6e": "4x4"}  # with an example of a torus
+SIZES = dict.fromkeys(GPUS, "8x8") | TPUS | {"cpu": "8"}  # an example size of each
 CLUSTER = re.compile(r"(?:(?P<slices>[1-9]\d{0,3})x)?(?P<name>[a-z]\w*):(?P<sizes>\d{1,9}(?:x\d{1,9})*)$")
 ALLOWED = f"HOSTSxGPUS of {', '.join(GPUS)}; the torus of {', '.join(TPUS)}, SLICESx before it for several; cpu:N"
 
 
 class Name(NamedTuple):
-    """What a cluster's name says.
+    """A parsed cluster name.
 
     Attributes:
       device: the kind of device.
-      sizes: hosts and GPUs of each, or the torus of a slice.
+      sizes: (hosts, GPUs per host), or the torus of a slice.
       num_slices: slices of TPUs.
     """
 
@@ -47,7 +47,7 @@ class Name(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """All devices."""
+        """Number of devices of the cluster."""
         return self.num_slices * math.prod(self.sizes)
 
 
@@ -57,10 +57,10 @@ class Cluster:
 
     Attributes:
       text: as the user wrote it.
-      platform: `cuda`, `tpu` or `cpu`, as `jax.jit(...).lower` takes it.
-      devices: in the order in which the cluster lists them.
-      num_hosts: number of their hosts.
-      accelerator: the peaks of one, None for CPUs.
+      platform: `cuda`, `tpu` or `cpu`, as `jax.jit(...).lower` accepts it.
+      devices: in the order of the topology.
+      num_hosts: number of hosts.
+      accelerator: the peaks of a device, None for CPUs.
       compute_capability: of a GPU, such as (9, 0).
       num_slices: slices of TPUs.
     """
@@ -75,12 +75,12 @@ class Cluster:
 
     @property
     def devices_each(self) -> int:
-        """Devices of a slice where there are several, else of a host: the network is slow beyond them."""
+        """Devices connected by fast links: of a slice if there are several slices, otherwise of a host."""
         return len(self.devices) // (self.num_slices if self.num_slices > 1 else self.num_hosts)
 
 
 def parse(text: str) -> Name:
-    """Returns what a cluster's name says.
+    """Parses a cluster name such as `h100:8x8`.
 
     Raises:
       UserError: the name has another form or an unknown device, or slices of other devices than TPUs.
@@ -103,13 +103,13 @@ def parse(text: str) -> Name:
 
 
 def open_cluster(text: str) -> Cluster:
-    """Returns the devices of a cluster, with JAX on the CPU of this machine.
+    """Returns the devices of a cluster; sets JAX's platform to CPU.
 
     Raises:
-      UserError: an unknown name, a compiler that is not installed, a torus that no TPU has.
+      UserError: the name is unknown, a compiler is not installed, or no TPU has this torus.
     """
     name, sizes, num_slices = parse(text)
-    # Planning needs no accelerator; a run may be using the one of this machine.
+    # Planning needs no accelerator; a run may be using the accelerator of this machine.
     if jax.config.values["jax_platforms"] != "cpu":
         jax.config.update("jax_platforms", "cpu")
     if name == "cpu":
@@ -118,7 +118,7 @@ def open_cluster(text: str) -> Cluster:
         return Cluster(text, "cpu", devices, 1, None)
     if name in GPUS:
         _require_gpu_compiler(text)
-        # Slices x hosts x GPUs of each.
+        # Slices x hosts x GPUs per host.
         target = (TARGETS / f"{name}.txtpb").read_text()
         topology = f"1x{sizes[0]}x{sizes[1]}"
         gpus = _described(text, partial(get_topology_desc, platform="cuda", target_config=target, topology=topology))
@@ -126,7 +126,7 @@ def open_cluster(text: str) -> Cluster:
     _require(text, "libtpu", "plan-tpu")
     # The compiler opens no chip, so it may share the library with a training run or another plan.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # A v4 has two cores. Training sees one device; the compiler sees two unless it is given this name.
+    # A v4 has two cores. Training uses them as one device; the compiler reports two devices unless it gets this name.
     kind = {"chip_config_name": "megacore"} if name == "v4" else {}
     slice_name = f"{name}:{'x'.join(map(str, sizes))}"
     described = partial(get_topology_desc, platform="tpu", topology_name=slice_name, num_slices=num_slices, **kind)
@@ -154,10 +154,10 @@ def _described(text: str, describe: Callable[[], TopologyDescription]) -> Sequen
 
 
 def _start_gpu_plugins() -> None:
-    """Starts the compilers of GPUs once more, with JAX on the CPU.
+    """Initializes the GPU compilers again, with JAX on the CPU.
 
-    If this process used JAX on any platform before, JAX started them as for a GPU of this machine, and they gave up:
-    without `jax_platforms=cpu` they check the versions of CUDA libraries, which compiling does not need.
+    If this process has used JAX on another platform, JAX has already initialized them for a GPU of this machine, which
+    failed: without `jax_platforms=cpu` they check the versions of CUDA libraries, which compiling does not need.
     """
     for name in GPU_PLUGINS:
         if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(name):

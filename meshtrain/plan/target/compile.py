@@ -1,4 +1,4 @@
-"""Compiles the train step for a cluster: program text, the compiler's account of memory, and its warnings."""
+"""Compiles the train step for a cluster; returns program text, memory statistics, and compiler warnings."""
 
 import dataclasses
 import time
@@ -21,30 +21,30 @@ from meshtrain.plan.target.traced_flops import attention_kernel, traced_flops
 from meshtrain.sharding import jaxprs, placement
 from meshtrain.step.device_memory import Statistics, statistics
 
-# Without a GPU nothing tunes the tiles of Triton's products, and for some products XLA then finds none at all.
+# Without a GPU the tiles of Triton's products are not tuned, and XLA then has no tiles for some products.
 NO_TILES = "Couldn't find output tile sizes"
 WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-Executable: TypeAlias = jax.stages.Compiled | SimpleNamespace  # the latter stands for one, see `plan.scheduled_dump`
-# What is lowered -> (it compiled, options that a second compilation added).
+Executable: TypeAlias = jax.stages.Compiled | SimpleNamespace  # the latter is a stand-in, see `plan.scheduled_dump`
+# Lowered step -> (compiled step, options that a second compilation added).
 Compiler = Callable[[jax.stages.Lowered], tuple[Executable, CompilerOptions]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One step, compiled.
+    """A compiled step.
 
     Attributes:
       assembly: the assembly whose step was compiled.
       text: the scheduled program; None if the compiler gave up for lack of memory.
-      outer_text: the program that joins groups that train apart; None without groups, or if there is no `text`.
-      statistics: the compiler's account of memory; None if it gave up. The peak is the larger of the two programs'.
-      options: the compiler options it was compiled with, `added_options` among them.
-      added_options: those of a second compilation, after the first found no tiles; empty where the first succeeded.
-      attention: what was traced to compute attention, a choice of `model.attention`.
-      traced_flops: of matrix products on one device before any compiler, attention kernels in full.
+      outer_text: the program that synchronizes local-SGD replicas; None without them, or if there is no `text`.
+      statistics: the compiler's memory statistics; None if it gave up. The peak is the maximum of both programs.
+      options: all compiler options of the compilation, including `added_options`.
+      added_options: options of a second compilation, after the first found no tiles; empty if the first succeeded.
+      attention: the attention kernel in the traced step, a choice of `model.attention`.
+      traced_flops: FLOPs of matrix products on one device before any compiler, attention kernels in full.
       messages: lines that the compiler wrote to standard error.
       refusal: the compiler's message if there is no program; otherwise an empty text.
-      seconds: time taken to trace, lower and compile.
+      seconds: time to trace, lower and compile.
     """
 
     assembly: Assembly
@@ -72,16 +72,17 @@ def compile_step(
       config: from `resolve`.
       shape: the size of each mesh axis.
       cluster: the target, with at least as many devices.
-      by: what compiles; None: `with_tiles`.
+      by: compiles the lowered step; None: `with_tiles`.
 
     Raises:
-      UserError: what `assemble` refuses.
+      UserError: `assemble` rejects the configuration.
     """
     start = time.perf_counter()
     with as_on_target(cluster):
         assembly = assemble(config, shape, cluster.devices)
         with captured() as messages:
-            # A kernel on a mesh of one device is told no other device than this machine's, unless a mesh says it.
+            # On a mesh of one device, kernels use the device kind of this machine unless an abstract mesh states the
+            # target's.
             with jax.sharding.use_abstract_mesh(assembly.mesh.abstract_mesh):
                 traced = assembly.train_step.trace(assembly.state, assembly.batch)
                 lowered = traced.lower(lowering_platforms=(cluster.platform,))
@@ -112,15 +113,16 @@ def compile_step(
 
 
 def with_tiles(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, CompilerOptions]:
-    """Returns (the compiled program, the options that a second compilation added, if it took one).
+    """Compiles a lowered step; compiles again without Triton's products if XLA has no tiles for them.
 
-    Training does not need the second: on a GPU the compiler tunes its tiles.
+    Returns (the compiled program, options of the second compilation or {}). Training does not need the second
+    compilation, because on a GPU the compiler tunes its tiles.
 
     Args:
       lowered: a `jax.stages.Lowered`.
 
     Raises:
-      JaxRuntimeError: what the compiler refuses for another reason, or twice.
+      JaxRuntimeError: the compilation fails for another reason, or the second one fails.
     """
     try:
         return lowered.compile(), {}
@@ -131,7 +133,7 @@ def with_tiles(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, Compil
 
 
 def _of_both(step: Executable, outer: jax.stages.Compiled | None) -> Statistics:
-    """Returns the compiler's account of a step, with the peak of the outer step where that is larger."""
+    """Returns the compiler's memory statistics of a step, with the peak of the outer step if it is larger."""
     found = statistics(step.memory_analysis())
     peak = statistics(outer.memory_analysis()).peak_bytes if outer else 0
     return dataclasses.replace(found, peak_bytes=max(found.peak_bytes, peak))
@@ -143,12 +145,15 @@ def program_of(compiled: Compiled) -> Program | None:
 
 
 def outer_program_of(compiled: Compiled) -> Program | None:
-    """Returns the parsed program that joins groups; None without groups, or if the compiler gave up."""
+    """Returns the parsed program that synchronizes local-SGD replicas.
+
+    None without them, or if the compiler gave up.
+    """
     return read(compiled.outer_text, _places_for_others) if compiled.outer_text else None
 
 
 def _places_for_others(file: str, function: str) -> bool:
-    """Returns whether a function adds constraints, runs loops or multiplies for its caller, which is the source."""
+    """Returns whether a function is a helper (constraints, loops, products), so that its caller is the source line."""
     of_layers = (layers.weight.__qualname__, layers.gather_sequence.__qualname__)
     return file in (placement.__file__, jaxprs.__file__, fp8.__file__) or (
         file == layers.__file__ and function in of_layers

@@ -1,4 +1,4 @@
-"""Compiles in a thread: the terminal shows the seconds meanwhile, and Ctrl-C ends the program at once."""
+"""Compiles in a thread: meanwhile the terminal shows the elapsed seconds, and Ctrl-C ends the program immediately."""
 
 import concurrent.futures
 import os
@@ -15,10 +15,10 @@ TICK_SECONDS = 0.5
 
 
 def waiting_for(what: str, work: Callable[[], Result]) -> Result:
-    """Returns the result of `work`, or raises its exception; shows the seconds so far if stderr is a terminal.
+    """Returns the result of `work`, or raises its exception; shows the elapsed seconds if stderr is a terminal.
 
-    The work runs in a thread because the compiler does not react to signals. An interrupt ends the program
-    without waiting for the thread, which loses no output: the main thread writes all files afterwards.
+    The work runs in a thread because the compiler does not react to signals. An interrupt ends the program without
+    waiting for the thread. No output is lost, because the main thread writes all files afterwards.
     """
     # A copy of stderr: while the compiler works, stderr itself is captured.
     terminal = os.dup(2) if sys.stderr.isatty() else None
@@ -40,7 +40,7 @@ def waiting_for(what: str, work: Callable[[], Result]) -> Result:
 
 
 def leave(terminal: int | None) -> NoReturn:
-    """Ends the process at once, with the exit code of an interrupt."""
+    """Ends the process immediately, with the exit code of an interrupt."""
     if terminal is not None:
         os.write(terminal, b"\n")
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""FLOPs of matrix products in the traced step, to be compared with those of the compiled program.
+"""Counts the FLOPs of matrix products in the traced step, to compare them with the compiled program.
 
-FLOPs of one device: the traced shapes are global along the axes left to the partitioner, so FLOPs are divided by the
-sizes of these axes. Inside `jax.shard_map` shapes are already a device's own along the manual axes.
+FLOPs are for one device. Traced shapes are global along the axes left to the partitioner, so FLOPs are divided by the
+sizes of these axes. Inside `jax.shard_map`, shapes are already local to a device along the manual axes.
 """
 
 import math
@@ -26,7 +26,9 @@ CUDNN = {
 
 
 def traced_flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], shares: Mapping[str, float] | None = None) -> float:
-    """Returns the FLOPs of one device, as if the partitioner split all work evenly; attention kernels count in full.
+    """Returns the FLOPs of one device, assuming that the partitioner splits all work evenly.
+
+    Attention kernels count in full.
 
     Args:
       jaxpr: of the step.
@@ -43,13 +45,16 @@ def _flops(
     shares: Mapping[str, float],
     above: str = "",
 ) -> float:
-    """Returns the FLOPs of one device in a traced function; `above` has the scopes of the calls that it is inside."""
+    """Returns the FLOPs of one device in a traced function.
+
+    `above` is the path of name scopes of the enclosing calls.
+    """
     total = 0.0
     share = math.prod(mesh_shape[axis] for axis in automatic)
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if not equation.outvars:
-            # JAX 0.10 leaves a kernel without results in the trace if its results were saved; compilers remove it.
+            # JAX 0.10 keeps a kernel without results in the trace if its results were saved; compilers remove it.
             continue
         if name == "dot_general":
             total += _product(equation) / share
@@ -74,17 +79,17 @@ def _flops(
 
 
 def _kernel(equation: core.JaxprEqn) -> str:
-    """Returns the name of a Pallas kernel; '' of one without a name, and of any other operation."""
+    """Returns the name of a Pallas kernel; '' for a kernel without a name, and for any other operation."""
     return (equation.params["name"] or "") if equation.primitive.name == "pallas_call" else ""
 
 
 def _scopes(equation: core.JaxprEqn, above: str) -> str:
-    """Returns the scopes of an operation, from the outermost, and the name of a kernel."""
+    """Returns the name scopes of an operation, outermost first, followed by the name of a kernel."""
     return f"{above}/{equation.source_info.name_stack}/{_kernel(equation)}"
 
 
 def _of_blocks(part: str, equation: Equation, used_share: float) -> float:
-    """Returns the FLOPs of a kernel in `models/moe/grouped_matmul.py`, of blocks that have rows."""
+    """Returns the FLOPs of a kernel in `models/moe/grouped_matmul.py`; only blocks with rows count."""
     arrays = [variable.aval for variable in equation.invars]
     first, second = (array.shape for array in arrays if array.ndim >= 2)
     result = equation.outvars[0].aval.shape
@@ -103,7 +108,10 @@ def _attention(equation: core.JaxprEqn) -> Attention | None:
 
 
 def attention_kernel(jaxpr: core.Jaxpr) -> str:
-    """Returns what computes attention in a traced step: one of `model.attention`, `xla` without any other."""
+    """Returns the attention implementation in a traced step, a choice of `model.attention`.
+
+    `xla` if there is no other.
+    """
     for equation in jaxpr.eqns:
         if kernel := _attention(equation):
             return kernel.by
@@ -115,7 +123,10 @@ def attention_kernel(jaxpr: core.Jaxpr) -> str:
 
 
 def _turns(equation: core.JaxprEqn, shares: Mapping[str, float]) -> float:
-    """Returns how often a loop runs that counts from 0 to a constant, or whose scope says it; 1 for any other."""
+    """Returns the iterations of a loop that counts from 0 to a constant, or whose name scope is known.
+
+    1 for other loops.
+    """
     closed = equation.params["cond_jaxpr"]
     tests, bound = closed.jaxpr.eqns, None
     if len(tests) == 1 and tests[0].primitive.name == "lt" and isinstance(tests[0].invars[1], core.Literal):
@@ -131,7 +142,7 @@ def _product(equation: Equation) -> float:
 
 
 def _convolution(equation: Equation) -> float:
-    """Returns 2 x result x input features x the window's positions that hold data, as of a compiled one."""
+    """Returns 2 x result x input features x the window's positions on data, as for a compiled convolution."""
     given, numbers = equation.params, equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars)
     result = equation.outvars[0].aval.shape

@@ -1,1 +1,1 @@
-"""How long a step takes, modelled: two streams, the efficiency of products, calibration by a measured run."""
+"""Models the time of a step: a simulation with two streams, the speed of products, calibration by a measured run."""

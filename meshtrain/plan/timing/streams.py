@@ -1,14 +1,16 @@
-"""How long a step takes, MODELLED: two streams walk through the scheduled program, one computes and one communicates.
+"""Models the time of a step (MODELLED, not measured): simulates the scheduled program with two streams.
 
-On the cluster nothing was measured, but the links if a file of them is given. Matrix products run at a share of the
-peak that the card and their shape decide (`shape_share`), everything else at the speed of memory, transfers at the
-speed of the slowest link of a ring over the group; an all-to-all has a speed of its own (`exchange_bandwidth`). A
-transfer overlaps the operations after its start, and its done waits for it. What TPUs send to other slices has its own
-wire. The program computes on a pipeline's idle rows too, so the bubble is in the time. The interval is two more walks:
-one with faster products, attention and memory and every asynchronous transfer hidden, one with slower products, slower
-kernels of experts, kernels that the host launches and no transfer hidden.
+One stream computes and the other communicates. Nothing is measured on the cluster, except for the links if a file of
+measured links is given. Matrix products run at a share of the peak that depends on the card and on their shape
+(`shape_share`); all other operations run at the speed of memory. Transfers run at the speed of the slowest link of a
+ring over the group; an all-to-all has a separate speed (`exchange_bandwidth`). A transfer overlaps the operations after
+its start, and its done operation waits for it. Transfers of TPUs to other slices have a separate wire.
 
-The seconds of a measured step, for calibration: from a run's metrics.jsonl, or given as a number.
+The program computes in a pipeline's idle clock ticks too, so the time contains the bubble. The interval comes from two
+more simulations. The fast end has faster products, attention and memory, and hides every asynchronous transfer. The
+slow end has slower products, slower kernels of experts, kernels launched by the host, and hides no transfer.
+
+The module also reads the seconds of a measured step for calibration: from a run's metrics.jsonl, or as a number.
 """
 
 import collections
@@ -39,37 +41,41 @@ from meshtrain.sharding.mesh import first_slice, over_slices
 
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "partition-id", "opt-barrier",
         "after-all", "recv")  # fmt: skip
-# Rows x columns of a tile -> its speed over that of the largest. An assumption: operands are read again for each tile,
-# so a tile of 64 x 64 reads almost three times the bytes for the same work.
+# Rows x columns of a tile -> its speed relative to the largest tile. An assumption: operands are read again for each
+# tile, so a tile of 64 x 64 reads almost three times the bytes for the same work.
 TILES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.92, (128, 64): 0.75, (64, 128): 0.75, (64, 64): 0.55}
-# Parts of a contraction that different units compute and then add.
+# Numbers of parts into which a contraction is split; different units compute the parts, which are then added.
 SPLITS = (1, 2, 4, 8)
-# Contracted elements that take as long as filling and draining the pipeline of a tile: an assumption.
+# Contracted elements whose time equals filling and draining the pipeline of a tile: an assumption.
 FILLING = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """The assumptions of the model, which every report prints.
+    """The assumptions of the model of time, which every report prints.
 
     Attributes:
-      product_faster, product_slower: added to and taken from the card's share of the peak, at the ends of the interval.
+      product_faster, product_slower: added to, or subtracted from, the card's share of the peak at the ends of the
+        interval.
       attention_efficiency, fast_attention_efficiency: share of the peak that attention kernels reach; the second at the
-        fast end. cuDNN's reached 0.52 on an H100 (8,192 tokens, heads of 128, forward and backward; 0.59 forward).
-      triton_efficiency: the same for JAX's kernel for GPUs, 0.29 there, which has the instructions of FlashAttention-2.
-      grouped_efficiency, slow_grouped_efficiency: share of the speed of other products that a GPU's kernels of experts,
-        which are Triton's, have; the second at the slow end, where the best kernels have 1.86 times the throughput of
-        Triton's (Guo et al. 2025, arXiv 2512.14080).
-      launch_seconds, slow_launch_seconds: of each of a GPU's kernels besides its work. It starts and drains, and 0.5 us
-        pass before the next one of a command buffer; the second, at the slow end, where the host launches each and
-        waits, is 6.7 us (NVIDIA, Getting Started with CUDA Graphs).
-      memory_efficiency, fast_memory_efficiency: share of the memory's speed that everything else reaches, as a large
-        copy on an H100 did; the second at the fast end, where the cache holds some arrays from one kernel to the next.
+        fast end. cuDNN's kernel reached 0.52 on an H100 (8,192 tokens, heads of 128, forward and backward; 0.59
+        forward).
+      triton_efficiency: the same for JAX's kernel for GPUs, which uses the instructions of FlashAttention-2; it reached
+        0.29 in this measurement.
+      grouped_efficiency, slow_grouped_efficiency: speed of a GPU's Triton kernels of experts relative to other
+        products; the second at the slow end, because the best kernels have 1.86 times the throughput of Triton's (Guo
+        et al. 2025, arXiv 2512.14080).
+      launch_seconds, slow_launch_seconds: time of each GPU kernel in addition to its work: it starts and drains, and
+        0.5 us pass before the next kernel of a command buffer. The second, at the slow end, applies if the host
+        launches each kernel and waits, 6.7 us (NVIDIA, Getting Started with CUDA Graphs).
+      memory_efficiency, fast_memory_efficiency: share of the memory's speed that all other operations reach, measured
+        by a large copy on an H100; the second at the fast end, if the cache keeps some arrays between kernels.
       link_efficiency: share of a link's speed that transfers reach.
-      latency_seconds: of a collective, for each doubling of its group.
+      latency_seconds: latency of a collective for each doubling of its group.
       slices_latency_seconds: the same between slices: from a chip through its host, the network and another host.
-      calibrated_margin: share of the time by which the interval reaches beyond a measured step.
-      links: measured on the cluster's platform; they replace the two above for the collectives like those measured.
+      calibrated_margin: share of the time by which the interval extends beyond a measured step.
+      links: links measured on the cluster's platform; they replace link_efficiency and the latency for collectives that
+        were measured.
     """
 
     product_faster: float = 0.05
@@ -91,18 +97,18 @@ class Assumptions:
 
     @property
     def at_the_fast_end(self) -> "Assumptions":
-        """The same with the kernels of the fast end."""
+        """The assumptions with the kernel speeds of the fast end of the interval."""
         attention, memory = self.fast_attention_efficiency, self.fast_memory_efficiency
         return dataclasses.replace(self, attention_efficiency=attention, memory_efficiency=memory)
 
     @property
     def at_the_slow_end(self) -> "Assumptions":
-        """The same with the kernels of the slow end."""
+        """The assumptions with the kernel speeds of the slow end of the interval."""
         grouped, launch = self.slow_grouped_efficiency, self.slow_launch_seconds
         return dataclasses.replace(self, grouped_efficiency=grouped, launch_seconds=launch)
 
     def lines(self, accelerator: Accelerator, num_slices: int) -> list[str]:
-        """Returns one line of text for each assumption but the interval's ends, without the links."""
+        """Returns a line of text for each assumption, except for the interval and the measured links."""
         network = f"{(accelerator.network_bytes_per_second or 0.0) / 1e9:.4g} GB/s a chip ({accelerator.source})"
         latency = f"{self.slices_latency_seconds * 1e6:.0f} us for each doubling of their number"
         between = f"between slices at {self.link_efficiency:.0%} of {network}, and {latency}"
@@ -121,7 +127,7 @@ class Assumptions:
         ]
 
     def interval_line(self, accelerator: Accelerator, *, is_calibrated: bool) -> str:
-        """Returns one line of text that says what the ends of the interval are."""
+        """Returns a line of text that describes the ends of the interval."""
         if is_calibrated:
             return f"the interval reaches {self.calibrated_margin:.0%} to both sides of the measured step"
         fast, slow = accelerator.product_share + self.product_faster, accelerator.product_share - self.product_slower
@@ -133,11 +139,11 @@ class Assumptions:
 
 
 class Sending(NamedTuple):
-    """Modelled seconds of the transfers of one kind along the same axes.
+    """Modelled seconds of all transfers of one kind along the same axes, in a step.
 
     Attributes:
-      seconds: of all of them alone, in a step.
-      hidden_seconds: the part by which the step would not be shorter without them.
+      seconds: total time of the transfers without any overlap.
+      hidden_seconds: the part that overlaps computation, so that the step would not be shorter without it.
     """
 
     seconds: float
@@ -149,12 +155,13 @@ class Timing:
     """Modelled seconds of a step.
 
     Attributes:
-      step_seconds: of the two streams together, times `factor`.
-      low_seconds, high_seconds: the interval around it: products faster and all transfers hidden, or slower and none.
-      compute_seconds: of the computing stream alone, without `factor`.
-      wire_seconds: of the communicating stream alone, without `factor`.
+      step_seconds: time of the step with both streams, times `factor`.
+      low_seconds, high_seconds: the interval around it: faster products and all transfers hidden, or slower products
+        and none hidden.
+      compute_seconds: total time of the computing stream, without `factor`.
+      wire_seconds: total time of the communicating stream, without `factor`.
       factor: measured over modelled seconds, 1 if nothing was measured.
-      links: (axes, kind of collective) -> its measured link, or None where nothing like it was measured; empty if no
+      links: (axes, kind of collective) -> its measured link, or None if no similar collective was measured; empty if no
         links were given.
       sending: (axes, kind of collective) -> its seconds, times `factor`.
     """
@@ -170,10 +177,10 @@ class Timing:
 
 
 def bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
-    """Returns the bytes a second that each device can send in a ring along an axis, or axes joined by `+`.
+    """Returns the bytes per second that each device can send in a ring along an axis, or along axes joined by `+`.
 
-    Where a ring leaves a host of GPUs or a slice of TPUs, those of its devices that are in the same group share their
-    network adapters; on a torus one axis has two of the links.
+    If a ring leaves a host of GPUs or a slice of TPUs, its devices in the same group share their network adapters. On a
+    torus, one axis has two of the links.
     """
     accelerator, is_tpu = cluster.accelerator, cluster.platform == "tpu"
     assert accelerator is not None
@@ -186,10 +193,11 @@ def bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
 
 
 def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
-    """Returns the bytes a second that each device can send in an all-to-all along an axis, or axes joined by `+`.
+    """Returns the bytes per second that each device can send in an all-to-all along an axis, or along joined axes.
 
-    GPUs send what leaves their host through their own network adapters, and the rest over the links inside. On a torus
-    a piece travels n / 4 hops on average around a ring of n chips; in a ring collective each byte travels one.
+    Each GPU sends data for other hosts through its own network adapter, and the rest over the links inside the host. On
+    a torus, a piece travels n / 4 hops on average around a ring of n chips; in a ring collective, each byte travels one
+    hop.
     """
     accelerator = cluster.accelerator
     assert accelerator is not None
@@ -206,11 +214,11 @@ def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
 
 
 def devices_by(mesh: Mesh, axis: str, key: str) -> dict[int, int]:
-    """Returns host -> how many devices of the first group along an axis, or along axes joined by `+`, are on it.
+    """Returns host -> number of its devices in the first group along an axis, or along axes joined by `+`.
 
     Args:
       mesh: of the devices.
-      axis: an axis, or axes.
+      axis: an axis, or axes joined by `+`.
       key: `process_index`, or `slice_index` for slices instead of hosts.
     """
     names = mesh.axis_names
@@ -221,9 +229,9 @@ def devices_by(mesh: Mesh, axis: str, key: str) -> dict[int, int]:
 
 
 def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) -> dict[tuple[str, str], Link | None]:
-    """Returns (axes, kind) of the collectives -> the measured link to model them with, None where there is none.
+    """Returns (axes, kind) of each collective -> the measured link to model it with, or None if there is none.
 
-    Nothing is measured along joined axes. Empty if the assumptions have no measured links.
+    Links along joined axes are never measured. The result is empty if the assumptions have no measured links.
     """
     if assumptions.links is None:
         return {}
@@ -237,7 +245,7 @@ def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) 
 
 
 def link_lines(used: Mapping[tuple[str, str], Link | None]) -> list[str]:
-    """Returns a line for each entry of `links_of`: the measured link, or that there is none."""
+    """Returns a line of text for each entry of `links_of`, with the measured link or a note that there is none."""
     lines = []
     for (axes, kind), link in used.items():
         if link is None:
@@ -252,12 +260,12 @@ def link_lines(used: Mapping[tuple[str, str], Link | None]) -> list[str]:
 def transfer_seconds(
     found: Sequence[Collective], mesh: Mesh, cluster: Cluster, assumptions: Assumptions
 ) -> dict[str, tuple[float, float]]:
-    """Returns the seconds of each collective, run once and alone: name -> (of its latency, of its bytes).
+    """Returns name -> (seconds of latency, seconds of its bytes) of each collective, run once without overlap.
 
     Args:
       found: the collectives of a program.
-      mesh: on which it runs.
-      cluster: of accelerators whose peaks are known.
+      mesh: of the program.
+      cluster: of accelerators with known peaks.
       assumptions: of the model.
     """
     measured = {key: link for key, link in links_of(found, mesh, assumptions).items() if link}
@@ -279,7 +287,7 @@ def transfer_seconds(
 
 
 class Hidden(enum.Enum):
-    """Which asynchronous transfers run beside computations: those the schedule lets, all, or none."""
+    """Which asynchronous transfers overlap computation: as the schedule allows, all, or none."""
 
     SCHEDULED = "scheduled"
     ALL = "all"
@@ -288,15 +296,15 @@ class Hidden(enum.Enum):
 
 @dataclasses.dataclass
 class Streams:
-    """Simulates the two streams of a program.
+    """Simulates the computing and the communicating stream of a program.
 
     Attributes:
-      program: scheduled.
-      accelerator: that it runs on.
+      program: the scheduled program.
+      accelerator: the device type that runs it.
       transfers: the seconds of each collective, by its name.
       assumptions: of the model.
-      hidden: which transfers run beside computations.
-      seconds: what `computation` has returned, each computed once.
+      hidden: which transfers overlap computation.
+      seconds: cached results of `computation`.
     """
 
     program: Program
@@ -307,12 +315,15 @@ class Streams:
     seconds: dict[str, tuple[float, float, float]] = dataclasses.field(default_factory=dict, init=False)
 
     def step(self) -> tuple[float, float, float]:
-        """Returns (seconds from start to end, of the computing stream, of the communicating one) of a whole step."""
+        """Returns the seconds of a complete step.
+
+        The three numbers are from start to end, of the computing stream, and of the communicating stream.
+        """
         entry = [name for name in self.program.computations if self.program.num_runs[name]][-1]
         return self.computation(entry)
 
     def computation(self, name: str) -> tuple[float, float, float]:
-        """Returns (seconds from start to end, of the computing stream, of the communicating one)."""
+        """Returns the seconds of a computation; for the three numbers see `step`."""
         if name not in self.seconds:
             self.seconds[name] = self._walk(name)
         return self.seconds[name]
@@ -321,7 +332,7 @@ class Streams:
         body = self.program.computations[name]
         shapes = {line.name: line.shape for line in body}
         now = computed = sent = 0.0
-        free = {False: 0.0, True: 0.0}  # when the links, and the network between slices of TPUs, are free
+        free = {False: 0.0, True: 0.0}  # when the links (False), or the network between TPU slices (True), are free
         ends: dict[str, float] = {}
         for line in body:
             if line.name in self.transfers:
@@ -329,7 +340,7 @@ class Streams:
                 sent += seconds
                 free[wire] = max(now, free[wire]) + seconds
                 if line.is_asynchronous and self.hidden is not Hidden.NONE:
-                    # One that is hidden wherever it stands is waited for at the end of its computation only.
+                    # With `ALL`, a transfer delays only the end of its computation, wherever its done operation is.
                     ends[line.name] = free[wire] if self.hidden is Hidden.SCHEDULED else now
                 else:
                     now = free[wire]
@@ -353,7 +364,7 @@ class Streams:
         return total, computed, sent
 
     def _work(self, line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
-        """Returns the seconds of one operation: computing, and sending where a TPU's fusion carries a transfer."""
+        """Returns the (computing, sending) seconds of one operation; a TPU's fusion may contain a transfer."""
         body = [line]
         inside = shapes
         if line.opcode in FUSIONS and (called := line.attribute("calls")):
@@ -376,7 +387,7 @@ class Streams:
         if not flops:
             return 0.0
         inputs = [dtypes(shape)[0] for shape in line.operand_shapes(shapes)]
-        inputs = [dtype for dtype in inputs if dtype[0] in "bf"][:2]  # owners of blocks stand before what is multiplied
+        inputs = [dtype for dtype in inputs if dtype[0] in "bf"][:2]  # without the indices of blocks' experts
         if set(inputs) == {"f32"} and self.accelerator.float32_flops_per_second:
             peak = self.accelerator.float32_flops_per_second
         if inputs and all(dtype.startswith("f8") for dtype in inputs):
@@ -389,17 +400,17 @@ class Streams:
 
 
 def shape_share(product: Product, num_units: int) -> float:
-    """Returns the speed of a product over that of a large one on the same card, in (0, 1].
+    """Returns the speed of a product relative to a large product on the same card, in (0, 1].
 
     A GPU cuts the result into tiles, and each of its units (streaming multiprocessors) computes one tile at a time. A
-    tile that reaches over the border computes zeros. The last wave of tiles leaves units without work. A short
-    contraction does not fill the units' pipelines, and a small tile reads its operands more often. (NVIDIA, Matrix
-    Multiplication Background User's Guide: tile and wave quantization.) Libraries try several tiles and split long
-    contractions; the model takes the best of them.
+    tile that extends beyond the border computes zeros. The last wave of tiles leaves units idle. A short contraction
+    does not fill the units' pipelines, and a small tile reads its operands more often. (NVIDIA, Matrix Multiplication
+    Background User's Guide: tile and wave quantization.) Libraries try several tiles and split long contractions; the
+    model takes the best combination.
 
     Args:
       product: its dims.
-      num_units: of the card that compute tiles at the same time; 0: not known, and every shape is as fast.
+      num_units: units of the card that compute tiles in parallel; 0 if unknown, which makes every shape equally fast.
     """
     if not num_units:
         return 1.0
@@ -408,13 +419,13 @@ def shape_share(product: Product, num_units: int) -> float:
 
 
 def _tiled(product: Product, tile: tuple[int, int], speed: float, parts: int, num_units: int) -> float:
-    """Returns the same for one tile and one number of parts of the contraction."""
+    """Returns the relative speed of a product for one tile size and one number of parts of the contraction."""
     rows, columns = (math.ceil(size / side) for size, side in zip((product.rows, product.columns), tile, strict=True))
     num_tiles = product.batch * rows * columns
     on_data = product.batch * product.rows * product.columns / (num_tiles * math.prod(tile))
     num_waves = math.ceil(num_tiles * parts / num_units)
     busy = num_tiles * parts / (num_waves * num_units)
-    # Each part fills its own pipeline, and adds what it has computed to the others.
+    # Each part fills a separate pipeline, and its result is added to the other parts.
     depth = product.contracted / parts
     filled = depth / (depth + FILLING * (1 if parts == 1 else 2))
     return speed * on_data * busy * filled
@@ -430,11 +441,11 @@ def timing(
     """Returns the modelled time of a step.
 
     Args:
-      mesh: on which the program runs.
-      cluster: of accelerators whose peaks are known.
-      program: scheduled.
+      mesh: of the program.
+      cluster: of accelerators with known peaks.
+      program: the scheduled program.
       assumptions: of the model.
-      measured_seconds: of this step on such a cluster; it calibrates one factor, and narrows the interval.
+      measured_seconds: measured time of this step on this cluster; it calibrates one factor, and narrows the interval.
     """
     assert cluster.accelerator is not None
     transfers = collectives(program, dict(mesh.shape), over_slices(mesh))
@@ -453,7 +464,10 @@ def timing(
 
 
 def sending_of(streams: Streams, found: Iterable[Collective], factor: float = 1.0) -> dict[tuple[str, str], Sending]:
-    """Returns (axes, kind) -> seconds of these collectives, times a factor: a step is walked with and without them."""
+    """Returns (axes, kind) -> modelled seconds of these collectives, times `factor`.
+
+    The hidden part follows from simulating the step with and without the collectives.
+    """
     total, members = streams.step()[0], dict[tuple[str, str], list[Collective]]()
     for one in found:
         members.setdefault((one.axes, one.kind), []).append(one)
@@ -469,7 +483,11 @@ def sending_of(streams: Streams, found: Iterable[Collective], factor: float = 1.
 def _ends(
     program: Program, accelerator: Accelerator, transfers: Mapping[str, float], assumptions: Assumptions
 ) -> tuple[float, float]:
-    """Returns the seconds of a step with faster kernels and all transfers hidden, and with slower ones and none."""
+    """Returns the seconds of a step at both ends of the interval.
+
+    At the fast end, kernels are fast and all transfers are hidden; at the slow end, kernels are slow and no transfer is
+    hidden.
+    """
     fast, slow = (
         dataclasses.replace(accelerator, product_share=accelerator.product_share + change)
         for change in (assumptions.product_faster, -assumptions.product_slower)
@@ -484,13 +502,13 @@ ALLOWED = "metrics.jsonl of a run, or seconds a step such as 1.25; nearest: --ca
 
 
 def measured_seconds(given: str) -> float | None:
-    """Returns the seconds of a measured step, the median over a run's log; None for an empty text.
+    """Returns the measured seconds of a step, the median over a run's log; None for an empty text.
 
     Args:
       given: the path of a metrics.jsonl, or a number.
 
     Raises:
-      UserError: neither, or a log without step times.
+      UserError: it is neither, or the log has no step times.
     """
     if not given:
         return None
