@@ -19,11 +19,10 @@ from meshtrain.config.config import Config, check_filled, num_microbatches, unit
 from meshtrain.config.tasks import MakeTask, made
 from meshtrain.config.tasks import names as task_names
 from meshtrain.errors import UserError, refuse
+from meshtrain.hardware.accelerators import find as find_accelerator
+from meshtrain.hardware.accelerators import peak_flops_per_second
+from meshtrain.hardware.compiler_options import CompilerOption, init_compiler_options, options_of
 from meshtrain.launch import peers
-from meshtrain.launch.compiler import CompilerOption, init_compiler_options, options_of
-from meshtrain.launch.hardware import find as find_accelerator
-from meshtrain.launch.hardware import peak_flops_per_second
-from meshtrain.launch.links import wire_share
 from meshtrain.models.cost import Cost
 from meshtrain.models.remat import gathers_early
 from meshtrain.models.task import (
@@ -42,7 +41,6 @@ from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import NAMES as RATES
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import NAMES, optimizer
-from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline import executor, forward
 from meshtrain.pipeline.program import Program, executable, worth_reducing_early
 from meshtrain.pipeline.schedules import chosen
@@ -53,6 +51,7 @@ from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.placement_text import Row, rows
 from meshtrain.sharding.reduction import SUM
+from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import DATA, EXPERT, PIPELINE, Rules, default_rules, partitioned_axes
 from meshtrain.sharding.stored import (
     MAX_LEVEL,
@@ -65,6 +64,7 @@ from meshtrain.sharding.stored import (
     rules_of_level,
     stored_tree,
 )
+from meshtrain.sharding.trainable import trained_mask
 from meshtrain.sharding.trees import NamesTree, Shardings, leaves_with_paths, select
 from meshtrain.step import health, loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed

@@ -20,12 +20,12 @@ from meshtrain.files import target_problems
 from meshtrain.launch import distributed
 from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.models.task import token_batch
+from meshtrain.observe.mesh_picture import mesh_figure, mesh_text
 from meshtrain.options import naming, own_values
 from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.run.opened import open_data, with_steps
 from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
-from meshtrain.sharding.mesh_picture import mesh_figure, mesh_text
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import DATA
 from meshtrain.step.device_memory import Held, held

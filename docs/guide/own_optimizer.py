@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from meshtrain.optim.masks import decays
 from meshtrain.options import option
+from meshtrain.sharding.param_kinds import decays
 
 
 @dataclasses.dataclass(frozen=True)

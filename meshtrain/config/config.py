@@ -34,13 +34,14 @@ from meshtrain.errors import UserError, first_line, nearest_multiple, refuse
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries, stack_problems
 from meshtrain.observe import profiler
-from meshtrain.optim import learning_rate, moments, optimizers, trainable
+from meshtrain.optim import learning_rate, moments, optimizers
 from meshtrain.options import Options, Value, Values, naming, own_check, problems, with_own
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline.stages import Stack, stack_of
-from meshtrain.sharding import mesh
+from meshtrain.sharding import mesh, trainable
 from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, Rules, default_rules, expert_axes
-from meshtrain.sharding.stored import MAX_LEVEL, level_problems, num_parts, rules_of_level, tree_problems
+from meshtrain.sharding.stored import MAX_LEVEL, level_problems, num_parts, rules_of_level
+from meshtrain.sharding.tree_problems import tree_problems
 from meshtrain.sharding.trees import Arrays, NamesTree, select
 from meshtrain.step import early_stop, loss_scale
 from meshtrain.step.precision import compute_name

@@ -25,9 +25,9 @@ from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, Task, staged_loss
 from meshtrain.models.vocabulary import Axis, token_losses
-from meshtrain.optim.trainable import FROZEN, is_adapter
 from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.trainable import FROZEN, is_adapter
 from meshtrain.sharding.trees import Arrays
 
 CHOSEN, REJECTED = 1, 2  # segments of a row

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.generation.sampling import Sampling, choose, row_keys
-from meshtrain.launch.compiler import CompilerOptions
+from meshtrain.hardware.compiler_options import CompilerOptions
 from meshtrain.models.task import Cache, Decode, Params
 from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.stored import activation_sharding, num_parts

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
-from meshtrain.launch.links import wire_share
 from meshtrain.options import WITH_OPTIONS, AllBut, Options, option
 from meshtrain.sharding.reduction import NAMES, SUM, Dims, Reduction, ReductionOptions, nothing
+from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.trees import Arrays
 
 LARGEST = 127.0  # of int8, the same on both sides of 0

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
-from meshtrain.launch.links import wire_share
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Sums
 from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions, summed
+from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.trees import Arrays
 from meshtrain.step import guard
 from meshtrain.step.state import TrainState

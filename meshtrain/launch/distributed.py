@@ -20,9 +20,9 @@ import jax
 
 from meshtrain.errors import UserError, refuse
 from meshtrain.files import is_url
+from meshtrain.hardware.accelerators import FRACTION_VARIABLE, FRACTION_VARIABLES, POOL_FRACTION, find
+from meshtrain.hardware.compiler_options import CACHE, captured
 from meshtrain.launch import cluster, early_errors, endings, peers
-from meshtrain.launch.compiler import CACHE, captured
-from meshtrain.launch.hardware import FRACTION_VARIABLE, FRACTION_VARIABLES, POOL_FRACTION, find
 from meshtrain.launch.local_processes import MAX_SIMULATED
 
 NVIDIA = Path("/proc/driver/nvidia")  # of the kernel's driver

@@ -14,11 +14,11 @@ from jax.typing import DTypeLike
 
 from meshtrain.models.fp8 import product
 from meshtrain.models.remat import UP
-from meshtrain.optim.masks import EMBEDS, matrix_dims, num_stacked
-from meshtrain.optim.trainable import ADAPTER_ENDS
+from meshtrain.sharding.param_kinds import EMBEDS, matrix_dims, num_stacked
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import ADAPTER_EXPERT_MLP, ADAPTER_HEAD_DIM, ADAPTER_MLP
 from meshtrain.sharding.stored import Names, axes_of_dims
+from meshtrain.sharding.trainable import ADAPTER_ENDS
 from meshtrain.sharding.trees import Arrays
 
 Initializer = Callable[..., jax.Array]

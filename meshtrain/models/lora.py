@@ -23,9 +23,9 @@ from flax.core import meta
 
 from meshtrain.models.layers import A, B, factor_axes
 from meshtrain.models.task import Params, Task
-from meshtrain.optim import trainable
-from meshtrain.optim.masks import is_hidden_matrix, matrix_dims, num_stacked
 from meshtrain.options import AllBut, option
+from meshtrain.sharding import trainable
+from meshtrain.sharding.param_kinds import is_hidden_matrix, matrix_dims, num_stacked
 from meshtrain.sharding.stored import Names, is_names, named_params
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 

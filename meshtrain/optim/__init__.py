@@ -1,6 +1,5 @@
-"""How do weights move? Learning rates, optimizers, and which weights are trained or decay.
+"""How do weights move? Learning rates, optimizers, and how their moments are stored.
 
-An optimizer is a direction by name, decoupled weight decay and the learning rate, on optax. Masks say from logical
-axes which weights decay and which are matrices. Each array of an optimizer's state is placed as its weight; moments
-may be stored in fewer bytes.
+An optimizer is a direction by name, decoupled weight decay and the learning rate, on optax. Each array of its state is
+placed as its weight; moments may be stored in fewer bytes.
 """

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.optim.masks import MatrixDims, matrix_dims, num_stacked
+from meshtrain.sharding.param_kinds import MatrixDims, matrix_dims, num_stacked
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, NamesTree, Tree
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from meshtrain.optim.masks import matrix_dims, num_stacked
+from meshtrain.sharding.param_kinds import matrix_dims, num_stacked
 from meshtrain.sharding.stored import Names
 
 SMALLEST_BLOCK = 32  # elements; below, a float32 scale would take more than an eighth of the codes' bytes

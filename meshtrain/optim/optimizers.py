@@ -15,12 +15,13 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from meshtrain.errors import UserError, refuse
-from meshtrain.optim import moments, trainable
+from meshtrain.optim import moments
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.average import with_averages
 from meshtrain.optim.learning_rate import Schedule
-from meshtrain.optim.masks import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
 from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, imported_function, option, problems, told
+from meshtrain.sharding import trainable
+from meshtrain.sharding.param_kinds import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 

@@ -17,7 +17,7 @@ from meshtrain.cli import flags
 from meshtrain.config.config import Config, built, configure, file_content
 from meshtrain.errors import UserError, refusals, run
 from meshtrain.files import target_problems
-from meshtrain.launch.links import read, refuse_other_platform
+from meshtrain.hardware.links import read, refuse_other_platform
 from meshtrain.observe.charts import picture
 from meshtrain.observe.progress import phase
 from meshtrain.plan import html_page, planner, scheduled_dump, text_report

@@ -12,7 +12,7 @@ from meshtrain.cli.tables import format_bytes
 from meshtrain.config import effects, tasks
 from meshtrain.config.config import num_microbatches
 from meshtrain.errors import divisors
-from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION, FRACTION_VARIABLE, POOL_FRACTION
+from meshtrain.hardware.accelerators import DEFAULT_MEMORY_FRACTION, FRACTION_VARIABLE, POOL_FRACTION
 from meshtrain.models.cost import ATTENTION, EXPERTS, LOOP, Kernel
 from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
 from meshtrain.plan.cost.lower_bound import FSDP, idle_share, reduced_and_scattered

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from meshtrain.config.config import Config
-from meshtrain.launch.hardware import peak_flops_per_second
+from meshtrain.hardware.accelerators import peak_flops_per_second
 from meshtrain.plan.cost.lower_bound import (
     executor_bytes,
     idle_bytes,

@@ -28,7 +28,7 @@ from jaxlib._hlo import HloModule
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.launch.compiler import CompilerOptions
+from meshtrain.hardware.compiler_options import CompilerOptions
 from meshtrain.plan.planner import shape_on
 from meshtrain.plan.target.attention_tracing import as_on_target
 from meshtrain.plan.target.clusters import GPUS, Cluster, open_cluster, parse

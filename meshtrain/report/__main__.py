@@ -11,6 +11,7 @@ from meshtrain.cli import flags
 from meshtrain.errors import UserError, refuse, run
 from meshtrain.files import target_problems
 from meshtrain.observe.charts import svg
+from meshtrain.observe.mesh_picture import mesh_figure
 from meshtrain.observe.page import WIDE, heading
 from meshtrain.options import Options
 from meshtrain.pipeline.chart import figure
@@ -18,7 +19,6 @@ from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import PipelineOptions, Schedule, chosen, is_own
 from meshtrain.report.content import mesh_shape, run_page, together
 from meshtrain.report.runs import Run, opened
-from meshtrain.sharding.mesh_picture import mesh_figure
 from meshtrain.sharding.rules import AXES, PIPELINE
 
 ENDINGS = (".html", ".htm")  # a run's own files have others, so that none of them is replaced

@@ -23,8 +23,8 @@ from meshtrain.generation.prompts import encoded, from_file, in_chat
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Generator
 from meshtrain.generation.window import by_window
+from meshtrain.hardware.compiler_options import CompilerOptions
 from meshtrain.launch import peers
-from meshtrain.launch.compiler import CompilerOptions
 from meshtrain.models.task import Decode, Params, token_batch
 from meshtrain.sharding.rules import PIPELINE, Rules, default_rules, partitioned_axes, sizes_text
 from meshtrain.sharding.stored import num_parts, rules_of_level

@@ -24,8 +24,8 @@ from meshtrain.config.smaller import (
 )
 from meshtrain.config.tasks import MakeTask
 from meshtrain.errors import UserError, first_line, is_out_of_memory, refuse, warn
+from meshtrain.hardware.accelerators import ACCELERATORS, usable_bytes
 from meshtrain.launch import peers
-from meshtrain.launch.hardware import ACCELERATORS, usable_bytes
 from meshtrain.launch.host_memory import most_bytes
 from meshtrain.sharding.mesh import mesh_shape
 from meshtrain.sharding.offload import is_on_host

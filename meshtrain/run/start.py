@@ -33,11 +33,11 @@ from meshtrain.models.layers import A
 from meshtrain.models.task import Params
 from meshtrain.observe import trackers
 from meshtrain.optim.average import Averaged
-from meshtrain.optim.trainable import is_adapter, is_frozen
 from meshtrain.options import Values
 from meshtrain.run import weights, workdir
 from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.stored import named_params
+from meshtrain.sharding.trainable import is_adapter, is_frozen
 from meshtrain.sharding.trees import Arrays, leaves_with_paths, merged, path_text, select
 from meshtrain.step.shardings import shardings
 from meshtrain.step.state import RESIDUAL, TrainState

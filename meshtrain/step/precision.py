@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.optim.masks import is_router_bias, matrix_dims
 from meshtrain.options import option
+from meshtrain.sharding.param_kinds import is_router_bias, matrix_dims
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree
 

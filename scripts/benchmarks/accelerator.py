@@ -24,7 +24,7 @@ from typing import Any
 
 from meshtrain.errors import UserError, run
 from meshtrain.files import JsonObject, target_problems, write_whole
-from meshtrain.launch.hardware import FRACTION_VARIABLE, POOL_FRACTION
+from meshtrain.hardware.accelerators import FRACTION_VARIABLE, POOL_FRACTION
 from scripts.benchmarks import accelerator_rates
 from scripts.benchmarks import accelerator_steps as steps
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.files import JsonObject
+from meshtrain.hardware.accelerators import find, peak_flops_per_second
 from meshtrain.launch import distributed
-from meshtrain.launch.hardware import find, peak_flops_per_second
 from meshtrain.models.attention import dot_product
 from meshtrain.models.attention.attention import Attention
 from meshtrain.models.moe import grouped_matmul

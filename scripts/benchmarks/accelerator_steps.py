@@ -27,8 +27,8 @@ from meshtrain.checkpoint.checkpoint import leaves_by_path
 from meshtrain.checkpoint.integrity import is_sealed
 from meshtrain.config.config import Config, parse
 from meshtrain.files import JsonObject
+from meshtrain.hardware.accelerators import find, peak_flops_per_second
 from meshtrain.launch import distributed
-from meshtrain.launch.hardware import find, peak_flops_per_second
 from meshtrain.models.moe import grouped_matmul
 from meshtrain.plan.__main__ import main as plan_of
 from meshtrain.probe import bench_collectives
@@ -245,7 +245,7 @@ def planned(model: str, tiny: bool, before: Mapping[str, Any]) -> JsonObject:
     kind = before["versions"]["device"]
     accelerator = find(kind)
     if accelerator is None and kind != "cpu":
-        raise RuntimeError(f"{kind}: the plan does not know this device; meshtrain/launch/hardware.py lists them")
+        raise RuntimeError(f"{kind}: the plan does not know this device; meshtrain/hardware/accelerators.py lists them")
     words = [f"--cluster={accelerator.name}:1x1" if accelerator else "--cluster=cpu:1", *words_of(model, tiny)]
     if accelerator:
         words.append(f"--calibrate={before[model]['step_seconds']}")

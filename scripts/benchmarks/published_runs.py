@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from meshtrain.cli.tables import aligned
 from meshtrain.config.config import parse
-from meshtrain.launch.hardware import ACCELERATORS, Accelerator
+from meshtrain.hardware.accelerators import ACCELERATORS, Accelerator
 from meshtrain.plan import planner, scheduled_dump
 from meshtrain.plan.cost.lower_bound import model_flops
 from meshtrain.plan.hlo.collectives import collectives

@@ -31,9 +31,9 @@ from meshtrain.models.metrics import Count, Largest, Load, Ratio
 from meshtrain.models.task import Decode, Entry, Stages, Task, sequence_keys, staged_loss, token_batch
 from meshtrain.models.vocabulary import cross_entropy, look_up, without_padding
 from meshtrain.observe.trackers import Tracker
-from meshtrain.optim.masks import decays, matrix_dims
 from meshtrain.options import option, with_own
 from meshtrain.pipeline.schedules import Action, Schedule
+from meshtrain.sharding.param_kinds import decays, matrix_dims
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.reduction import NAMES, Reduction, ReductionOptions
 from meshtrain.sharding.rules import Rule, Rules, default_rules, extend

@@ -16,7 +16,7 @@ import pytest
 
 from meshtrain.examples.preferences_task import PreferenceOptions
 from meshtrain.models.lora import LoraOptions
-from meshtrain.optim.trainable import is_adapter, is_frozen
+from meshtrain.sharding.trainable import is_adapter, is_frozen
 from tests.parity.comparison import assert_same
 from tests.parity.runs import CONFIG, sizes, train
 

@@ -3,13 +3,6 @@
 from tests.faults.fault import Fault
 
 FAULTS = (
-    Fault(
-        "optim/masks.py",
-        "return map_axes(lambda axes: matrix_dims(axes) is not None, logical_axes)",
-        "return map_axes(lambda axes: True, logical_axes)",
-        "weight decay shrinks norms and biases",
-        "optim/test_optim_optimizers.py::test_weight_decay_shrinks_matrices_alone_and_adam_none[adamw]",
-    ),
     # Once no test noticed these.
     Fault(
         "optim/eight_bits.py",

@@ -38,9 +38,16 @@ FAULTS = (
         "another mesh keeps the residual of one replica instead of their sum",
         "run/test_run_start_residual.py::test_another_number_of_replicas_keeps_the_sum[8-4]",
     ),
+    Fault(
+        "sharding/param_kinds.py",
+        "return map_axes(lambda axes: matrix_dims(axes) is not None, logical_axes)",
+        "return map_axes(lambda axes: True, logical_axes)",
+        "weight decay shrinks norms and biases",
+        "optim/test_optim_optimizers.py::test_weight_decay_shrinks_matrices_alone_and_adam_none[adamw]",
+    ),
     # Once no test noticed these.
     Fault(
-        "sharding/stored.py",
+        "sharding/tree_problems.py",
         "MOST_WHOLE = 0.01",
         "MOST_WHOLE = 1.0",
         "a ZeRO level or an fsdp axis that splits nothing is accepted",

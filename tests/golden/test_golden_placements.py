@@ -14,8 +14,8 @@ from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config.config import parse
 from meshtrain.explain import batch_text, stages_text
+from meshtrain.observe.mesh_picture import mesh_text
 from meshtrain.sharding.mesh import mesh_shape, num_needed
-from meshtrain.sharding.mesh_picture import mesh_text
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rule, default_rules, extend
 

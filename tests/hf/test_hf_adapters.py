@@ -19,10 +19,10 @@ from meshtrain.hf import adapters, export, folder, names, tensor_files
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.optim.trainable import is_adapter
 from meshtrain.run import hugging_face, start
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import AXES
+from meshtrain.sharding.trainable import is_adapter
 from meshtrain.sharding.trees import leaves_with_paths
 from meshtrain.step.precision import PrecisionOptions
 from tests.hf.models import FIXTURES, NAMES, computed, logits_of

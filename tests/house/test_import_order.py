@@ -8,7 +8,7 @@ import tomllib
 
 ROOT = pathlib.Path(__file__).parents[2]
 WITHOUT_JAX = {
-    "meshtrain.launch.hardware",
+    "meshtrain.hardware",
     "meshtrain.launch.local_processes",
     "meshtrain.pipeline.schedules",
     "meshtrain.plan.hlo.parse",
@@ -30,6 +30,8 @@ FAULTS = [
     ("models/task.py", "import meshtrain.pipeline", "- meshtrain.models.task -> meshtrain.pipeline (l."),
     ("data/sources.py", "from meshtrain.models import task", "- meshtrain.data.sources -> meshtrain.models.task (l."),
     ("explain.py", "from meshtrain.report import content", "- meshtrain.explain -> meshtrain.report.content (l."),
+    ("models/layers.py", "from meshtrain.launch import peers", "meshtrain.models.layers -> meshtrain.launch.peers (l."),
+    ("models/lora.py", "from meshtrain.optim import moments", "- meshtrain.models.lora -> meshtrain.optim.moments (l."),
     ("__main__.py", "import meshtrain.probe", "- meshtrain.__main__ -> meshtrain.probe (l."),
     ("nook.py", "", "- meshtrain.nook\n"),  # a room that nobody placed
     ("sharding/rules.py", "from meshtrain.sharding import mesh", "- .rules -> .mesh (1 import)"),

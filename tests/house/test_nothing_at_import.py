@@ -48,7 +48,7 @@ BAD = {
     "query": ("import jax; jax.devices()", "changes at import: devices"),
 }
 WITHOUT_JAX = (
-    "launch.hardware",
+    "hardware.accelerators",
     "launch.local_processes",
     "pipeline.chart",
     "pipeline.schedules",

@@ -1,4 +1,4 @@
-"""How the package is cut: folders one can survey, names that stand once, no file that only one other file reads."""
+"""How the package is cut: folders one can survey, no file that only one other file reads."""
 
 import ast
 import collections
@@ -33,14 +33,6 @@ def test_a_folder_has_at_most_sixteen_modules():
     held = collections.Counter(path.parent for path in PACKAGE if path.stem != "__init__")
     crowded = {folder.relative_to(ROOT).as_posix(): number for folder, number in held.items() if number > MOST_MODULES}
     assert not crowded, crowded
-
-
-def test_no_name_of_a_file_stands_twice():
-    held = collections.defaultdict(list)
-    for path in PACKAGE:
-        held[path.stem].append(dotted(path))
-    twice = {name: modules for name, modules in held.items() if len(modules) > 1 and name not in NAMES_OF_EVERY_ROOM}
-    assert not twice, twice
 
 
 def test_a_small_file_serves_more_than_one():

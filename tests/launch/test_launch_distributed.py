@@ -12,8 +12,8 @@ import pytest
 
 from meshtrain.cli.flags import load
 from meshtrain.errors import UserError
+from meshtrain.hardware.accelerators import FRACTION_VARIABLE
 from meshtrain.launch import cluster, distributed, peers
-from meshtrain.launch.hardware import FRACTION_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "node[1-4]", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}

@@ -24,9 +24,10 @@ from meshtrain.data.tokenizer import end_ids, file_tokenizer, with_begin_token
 from meshtrain.errors import Problems, refuse
 from meshtrain.examples import idx, preferences
 from meshtrain.generation import prompts
+from meshtrain.hardware import links
 from meshtrain.hf import adapters, export, tensor_files
 from meshtrain.hf import folder as hf_folder
-from meshtrain.launch import links, rendezvous
+from meshtrain.launch import rendezvous
 from meshtrain.observe import trackers
 from meshtrain.plan.timing.streams import measured_seconds
 from meshtrain.report.runs import opened
@@ -386,7 +387,7 @@ READERS = (
     ),
     Reader(
         "measured links",
-        ("launch/links.py:read",),
+        ("hardware/links.py:read",),
         {"links.json": "json"},
         written({"links.json": json.dumps(LINKS)}),
         lambda folder: links.read(str(folder / "links.json")),

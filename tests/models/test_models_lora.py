@@ -13,8 +13,8 @@ from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
-from meshtrain.optim.trainable import is_adapter, trained_mask
 from meshtrain.sharding.stored import named_params
+from meshtrain.sharding.trainable import is_adapter, trained_mask
 from meshtrain.sharding.trees import leaves_with_paths, merged, select
 
 B, T, VOCABULARY = 2, 6, 11

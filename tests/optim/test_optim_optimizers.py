@@ -10,9 +10,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshtrain.optim.masks import num_stacked
 from meshtrain.optim.optimizers import NAMES, OptimizerOptions, optimizer
 from meshtrain.optim.states import state_axes
+from meshtrain.sharding.param_kinds import num_stacked
 from meshtrain.sharding.stored import is_names
 from meshtrain.sharding.trees import leaves_with_paths
 

@@ -13,8 +13,8 @@ import pytest
 
 from meshtrain.assemble import assemble, stored_params
 from meshtrain.config.config import resolve
-from meshtrain.optim.trainable import is_adapter
 from meshtrain.plan.search.estimate import state_bytes, weights_of
+from meshtrain.sharding.trainable import is_adapter
 from meshtrain.sharding.trees import leaves_with_paths
 from meshtrain.step.device_memory import held
 from tests.parity.comparison import SCALAR_BOUND, assert_gradients

@@ -7,7 +7,7 @@ import pytest
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.data.sources import DataOptions
-from meshtrain.launch.hardware import ACCELERATORS
+from meshtrain.hardware.accelerators import ACCELERATORS
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import planner

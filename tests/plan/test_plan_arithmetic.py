@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
+from meshtrain.hardware import accelerators
+from meshtrain.hardware.links import Link, Links
 from meshtrain.lab.compression import CompressionOptions
-from meshtrain.launch import hardware
-from meshtrain.launch.links import Link, Links
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
@@ -55,8 +55,8 @@ def test_fits(peak, capacity, uncertainty, refused, expected):
 
 
 def test_capacity_leaves_room_for_the_runtime():
-    for one in hardware.ACCELERATORS:
-        assert 0.9 * one.memory_bytes < hardware.usable_bytes(one) < one.memory_bytes
+    for one in accelerators.ACCELERATORS:
+        assert 0.9 * one.memory_bytes < accelerators.usable_bytes(one) < one.memory_bytes
 
 
 TABLE_AND_HEAD, LAST_NORM = 2 * 256 * 64, 64  # elements of the small model that are not in its layers
@@ -293,7 +293,7 @@ def test_the_ends_of_the_interval_hide_all_transfers_or_none():
 
 def test_each_kernel_of_a_gpu_is_launched_and_a_tpu_has_none():
     text = recorded.entry(*ARGUMENTS, *(f"%copy.{number} = f32[8]{{0}} copy(%x)" for number in range(40)))
-    tpu = next(one for one in hardware.ACCELERATORS if one.name == "v5p")
+    tpu = next(one for one in accelerators.ACCELERATORS if one.name == "v5p")
     small = 2 * 8 * 4 / (H100.memory_bytes_per_second * Assumptions().memory_efficiency)
     assert streams(text)[0] == pytest.approx(40 * (Assumptions().launch_seconds + small))
     assert Streams(parse.read(text), tpu, {}, Assumptions()).step()[0] < 1e-8
@@ -344,7 +344,7 @@ def test_in_an_all_to_all_each_device_sends_what_leaves_its_host_itself():
 def test_on_a_torus_an_all_to_all_travels_a_quarter_of_its_ring():
     mesh = on_two_hosts(data=2, context=8)
     cluster = SimpleNamespace(
-        platform="tpu", accelerator=next(one for one in hardware.ACCELERATORS if one.name == "v5e")
+        platform="tpu", accelerator=next(one for one in accelerators.ACCELERATORS if one.name == "v5e")
     )
     for axis, share in (("context", 4 * 7 / 64), ("data", 1)):
         assert exchange_bandwidth(mesh, cluster, axis) == pytest.approx(bandwidth(mesh, cluster, axis) * share)

@@ -9,8 +9,8 @@ import pytest
 
 from meshtrain.config import smaller
 from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.hardware import accelerators
 from meshtrain.lab.compression import CompressionOptions
-from meshtrain.launch import hardware
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
@@ -38,7 +38,7 @@ def test_every_mesh_of_eight_devices_is_thought_of_once():
 
 def cluster_of(name, num_hosts, each):
     devices = clusters.open_cluster("cpu:8").devices
-    accelerator = next(one for one in hardware.ACCELERATORS if one.name == name)
+    accelerator = next(one for one in accelerators.ACCELERATORS if one.name == name)
     return clusters.Cluster(name, "cuda", devices[: num_hosts * each], num_hosts, accelerator, (9, 0))
 
 
@@ -93,7 +93,7 @@ def test_at_most_two_of_each_mesh_are_compiled(small):
 
 def test_a_search_with_few_programs_takes_as_many_that_surely_fit():
     cluster = cluster_of("h100", 1, 8)
-    capacity = hardware.usable_bytes(cluster.accelerator)
+    capacity = accelerators.usable_bytes(cluster.accelerator)
     shares = (1.1, 1.0, 0.9, 0.7, 0.5)  # of the capacity, the fastest first
     found = [candidates.Candidate({}, {"data": at}, share * capacity, at) for at, share in enumerate(shares)]
     chosen = {most: [one.shape["data"] for one in ranking.chosen_of(found, most, cluster)] for most in (1, 2, 3, 5)}
@@ -105,7 +105,7 @@ def test_a_search_with_few_programs_takes_as_many_that_surely_fit():
 def search(small, monkeypatch):
     """(share of H100s' memory -> fits, most) -> (result of a search, its candidates as compiled)."""
     cluster, config, real = cluster_of("h100", 1, 8), small(), candidates.candidates
-    capacity = hardware.usable_bytes(cluster.accelerator)
+    capacity = accelerators.usable_bytes(cluster.accelerator)
     ways = real(config, cluster, only_mesh=False)[:20]
     shares = [1.1, 0.95, 0.85, 0.76, 0.7, 0.5] + [0.9] * 14  # the fastest first
     ways = [dataclasses.replace(one, guessed_bytes=by * capacity) for one, by in zip(ways, shares, strict=True)]

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from meshtrain.errors import UserError
-from meshtrain.launch import hardware
+from meshtrain.hardware import accelerators
 from meshtrain.plan.target import clusters
 
 
@@ -64,7 +64,7 @@ def test_a_compiler_of_another_version_is_one_line(monkeypatch):
 def test_each_gpu_s_file_agrees_with_the_table_of_accelerators(name):
     lines = (clusters.TARGETS / f"{name}.txtpb").read_text().splitlines()
     entries = dict(line.strip().split(": ", 1) for line in lines if ": " in line and not line.startswith("#"))
-    accelerator = hardware.find(entries["device_description_str"].strip('"'))
+    accelerator = accelerators.find(entries["device_description_str"].strip('"'))
     assert accelerator is not None
     assert int(entries["device_memory_size"]) == accelerator.memory_bytes
     assert int(entries["memory_bandwidth"]) == pytest.approx(accelerator.memory_bytes_per_second, rel=0.001)

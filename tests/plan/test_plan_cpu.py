@@ -11,7 +11,7 @@ import pytest
 from meshtrain.config import smaller
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.errors import UserError
-from meshtrain.launch.links import Link, Links, to_json
+from meshtrain.hardware.links import Link, Links, to_json
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe import charts
 from meshtrain.plan import __main__ as program

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from meshtrain.config.tasks import abstract_task
-from meshtrain.launch import hardware
+from meshtrain.hardware import accelerators
 from meshtrain.models.moe import parts
 from meshtrain.models.remat import RematOptions
 from meshtrain.plan import findings
@@ -154,7 +154,7 @@ def test_a_search_tries_experts_without_gathers_in_one_microbatch_and_in_pipelin
 
 
 def test_the_guess_knows_what_save_attention_keeps_and_computes_again(small):
-    weights, h100 = estimate.weights_of(small(model=EXPERTS)), hardware.ACCELERATORS[0]
+    weights, h100 = estimate.weights_of(small(model=EXPERTS)), accelerators.ACCELERATORS[0]
     shape = shape_of(expert=8)
 
     def guesses(policy):
@@ -169,7 +169,7 @@ def test_the_guess_knows_what_save_attention_keeps_and_computes_again(small):
 
 def test_the_guess_gathers_experts_over_the_axes_that_store_them_alone(small):
     """On hosts of four devices, each of a host gathers its own experts, over its own network adapter."""
-    h100 = hardware.ACCELERATORS[0]
+    h100 = accelerators.ACCELERATORS[0]
 
     def seconds(expert_dim, **sizes):
         config = small(model=dataclasses.replace(EXPERTS, expert_dim=expert_dim), precision=BFLOAT16)
@@ -182,7 +182,7 @@ def test_the_guess_gathers_experts_over_the_axes_that_store_them_alone(small):
 
 
 def test_the_guess_adds_gradients_up_once_a_microbatch(small):
-    weights, h100, shape = estimate.weights_of(small(model=EXPERTS)), hardware.ACCELERATORS[0], shape_of(expert=2)
+    weights, h100, shape = estimate.weights_of(small(model=EXPERTS)), accelerators.ACCELERATORS[0], shape_of(expert=2)
 
     def seconds(parts):
         config = small(model=EXPERTS, precision=BFLOAT16, accumulation_steps=parts)

@@ -17,9 +17,9 @@ import pytest
 
 from meshtrain.config import smaller
 from meshtrain.config.config import resolve
+from meshtrain.hardware import compiler_options
+from meshtrain.hardware.links import Link, Links
 from meshtrain.lab.compression import CompressionOptions
-from meshtrain.launch import compiler
-from meshtrain.launch.links import Link, Links
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import planner, text_report
@@ -68,7 +68,7 @@ PIPELINE = llama_on(
 )
 INTERLEAVED = dataclasses.replace(PIPELINE, pipeline=PipelineOptions("interleaved_1f1b", 16, 2))
 # Newer compilers refuse some of the table's options, and hide less.
-KNOWS_ALL_OPTIONS = len(compiler.options_of("NVIDIA A100-SXM4-80GB")) == len(compiler.GPU_OPTIONS)
+KNOWS_ALL_OPTIONS = len(compiler_options.options_of("NVIDIA A100-SXM4-80GB")) == len(compiler_options.GPU_OPTIONS)
 NAMED = {"fsdp": FSDP, "tensor": TENSOR, "data": DATA, "1f1b": PIPELINE, "interleaved": INTERLEAVED}
 
 
@@ -201,7 +201,7 @@ def test_all_but_one_layer_of_the_gradients_are_hidden_by_the_backward_loop():
 
 def test_every_option_of_the_table_has_a_reason_and_is_shown():
     plan = planned("h100:1x8", FSDP)
-    options, shown = compiler.options_of("NVIDIA H100 80GB HBM3"), text_report.text(plan)
+    options, shown = compiler_options.options_of("NVIDIA H100 80GB HBM3"), text_report.text(plan)
     assert plan.compiled.options == {option.name: option.value for option in options}
     assert all(option.name in shown and option.reason in shown for option in options)
 

@@ -13,7 +13,7 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.launch import compiler
+from meshtrain.hardware import compiler_options
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan.target import compile as compiling
 from meshtrain.sharding.rules import AXES
@@ -24,17 +24,17 @@ VERSIONS = ("0.10.2", "0.12.0.1")
 
 
 def values_of(kind, layer_bytes=0, **when):
-    return {option.name: option.value for option in compiler.options_of(kind, layer_bytes, **when)}
+    return {option.name: option.value for option in compiler_options.options_of(kind, layer_bytes, **when)}
 
 
-@pytest.mark.parametrize("options", [compiler.GPU_OPTIONS, compiler.CPU_OPTIONS])
+@pytest.mark.parametrize("options", [compiler_options.GPU_OPTIONS, compiler_options.CPU_OPTIONS])
 def test_options_have_typed_values_and_reasons(options):
     assert options
     assert all(option.reason and not isinstance(option.value, str) for option in options)
     assert len({option.name for option in options}) == len(options)
 
 
-@pytest.mark.skipif(not compiler.options_of("cpu"), reason="the option is left out on this jaxlib")
+@pytest.mark.skipif(not compiler_options.options_of("cpu"), reason="the option is left out on this jaxlib")
 def test_a_step_on_cpus_copies_no_moments():
     """The guard keeps the old ones at hand; without the option each is copied before it is overwritten."""
     model = DecoderOptions(num_layers=2, embed_dim=32, mlp_dim=64, vocab_size=257)
@@ -49,14 +49,14 @@ def test_a_step_on_cpus_copies_no_moments():
     ("version", "on_gpus", "on_cpus"), [("0.10.2", 5, 1), ("0.11.2", 1, 1), ("0.12.0.1", 1, 1), ("0.13", 1, 0)]
 )
 def test_options_that_newer_compilers_may_refuse_are_left_out(monkeypatch, version, on_gpus, on_cpus):
-    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
-    assert len(compiler.options_of("NVIDIA H100 80GB HBM3")) == on_gpus
-    assert len(compiler.options_of("cpu")) == on_cpus
-    assert compiler.options_of("TPU v5") == ()
+    monkeypatch.setattr(compiler_options.importlib.metadata, "version", lambda name: version)
+    assert len(compiler_options.options_of("NVIDIA H100 80GB HBM3")) == on_gpus
+    assert len(compiler_options.options_of("cpu")) == on_cpus
+    assert compiler_options.options_of("TPU v5") == ()
 
 
 def test_gathers_are_not_moved_where_they_would_repeat_a_sum(monkeypatch):
-    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: "0.10.2")
+    monkeypatch.setattr(compiler_options.importlib.metadata, "version", lambda name: "0.10.2")
     early, late = (values_of("NVIDIA H200", gathers_early=each) for each in (True, False))
     assert early.items() - late.items() == {("xla_gpu_enable_pipelined_all_gather", True)}
     assert late.items() <= early.items()
@@ -64,8 +64,8 @@ def test_gathers_are_not_moved_where_they_would_repeat_a_sum(monkeypatch):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_a_large_layer_sends_is_joined_on_gpus(monkeypatch, version):
-    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
-    large, small = 2 * compiler.JOINED_BYTES, compiler.JOINED_BYTES
+    monkeypatch.setattr(compiler_options.importlib.metadata, "version", lambda name: version)
+    large, small = 2 * compiler_options.JOINED_BYTES, compiler_options.JOINED_BYTES
     added = values_of("NVIDIA H200", large).items() - values_of("NVIDIA H200").items()
     assert added == {(f"xla_gpu_{kind}_combine_threshold_bytes", large) for kind in ("all_reduce", "reduce_scatter")}
     assert values_of("NVIDIA H200", small) == values_of("NVIDIA H200")
@@ -75,7 +75,7 @@ def test_what_a_large_layer_sends_is_joined_on_gpus(monkeypatch, version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_is_reduced_beside_other_work_lifts_the_limit_on_gpus(monkeypatch, version):
-    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(compiler_options.importlib.metadata, "version", lambda name: version)
     late = values_of("NVIDIA H200", is_late=True)
     assert late["xla_gpu_experimental_parallel_collective_overlap_limit"] == 64
     without, given = (values_of("NVIDIA H200", by_chunk=each) for each in (False, True))
@@ -86,27 +86,27 @@ def test_what_is_reduced_beside_other_work_lifts_the_limit_on_gpus(monkeypatch, 
 
 @pytest.mark.parametrize(("version", "num_added"), [("0.10.2", 0), ("0.12.0.1", 3)])
 def test_the_loops_of_large_layers_are_pipelined_under_their_new_names(monkeypatch, version, num_added):
-    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(compiler_options.importlib.metadata, "version", lambda name: version)
 
     def pipelined(layer_bytes, **given):
         names = values_of("NVIDIA H200", layer_bytes, **given)
         return [name for name in names if name.startswith("xla_gpu_pipeline_")]
 
-    assert pipelined(compiler.LARGE_BYTES) == []
-    assert len(pipelined(compiler.LARGE_BYTES + 1)) == num_added
-    late = pipelined(compiler.LARGE_BYTES + 1, gathers_early=False)
-    assert late == [name for name in pipelined(compiler.LARGE_BYTES + 1) if "gather" not in name]
+    assert pipelined(compiler_options.LARGE_BYTES) == []
+    assert len(pipelined(compiler_options.LARGE_BYTES + 1)) == num_added
+    late = pipelined(compiler_options.LARGE_BYTES + 1, gathers_early=False)
+    assert late == [name for name in pipelined(compiler_options.LARGE_BYTES + 1) if "gather" not in name]
 
 
 @pytest.mark.parametrize(("version", "num_added"), [("0.10.2", 0), ("0.12.0.1", 5)])
 def test_loops_that_exchange_tokens_have_options_of_their_own(monkeypatch, version, num_added):
-    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(compiler_options.importlib.metadata, "version", lambda name: version)
     dense, experts = values_of("NVIDIA H200"), values_of("NVIDIA H200", splits_experts=True)
     assert dense.items() <= experts.items()
     assert len(experts) - len(dense) == num_added
     late = values_of("NVIDIA H200", splits_experts=True, gathers_early=False)
-    assert [name for name in late if name in compiler.PIPELINED_GATHERS] == []
-    large = values_of("NVIDIA H200", compiler.LARGE_BYTES + 1, splits_experts=True)
+    assert [name for name in late if name in compiler_options.PIPELINED_GATHERS] == []
+    large = values_of("NVIDIA H200", compiler_options.LARGE_BYTES + 1, splits_experts=True)
     assert experts.items() <= large.items()
 
 
@@ -114,7 +114,7 @@ def test_loops_that_exchange_tokens_have_options_of_their_own(monkeypatch, versi
     ("version", "products"), [("0.10.2", set()), ("0.12.0.1", {("xla_gpu_enable_triton_gemm", False)})]
 )
 def test_the_same_bits_each_time_are_options_of_gpus(monkeypatch, version, products):
-    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(compiler_options.importlib.metadata, "version", lambda name: version)
     kinds = ("NVIDIA H200", "cpu", "TPU v5")
     added = [values_of(kind, is_deterministic=True).items() - values_of(kind).items() for kind in kinds]
     assert added == [{("xla_gpu_deterministic_ops", True)} | products, set(), set()]
@@ -149,7 +149,7 @@ def test_options_of_split_experts_are_given_only_where_there_are_some(
 
 NOISE = """
 import os, time
-from meshtrain.launch.compiler import captured
+from meshtrain.hardware.compiler_options import captured
 with captured() as lines:
     os.write(2, b"I1121 nothing of interest\\n")
     if WHAT:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from meshtrain.errors import UserError
-from meshtrain.launch.links import Link, Links
+from meshtrain.hardware.links import Link, Links
 from meshtrain.observe.charts import picture
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import html_page, planner

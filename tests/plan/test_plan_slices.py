@@ -10,7 +10,7 @@ import pytest
 from meshtrain import explain
 from meshtrain.config.config import Config
 from meshtrain.errors import UserError
-from meshtrain.launch import hardware
+from meshtrain.hardware import accelerators
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan import __main__ as plan_command
 from meshtrain.plan import text_report
@@ -25,7 +25,7 @@ from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded
 from tests.plan.conftest import assembled, config, planned
 
-V5E = next(one for one in hardware.ACCELERATORS if one.name == "v5e")
+V5E = next(one for one in accelerators.ACCELERATORS if one.name == "v5e")
 V5E_NETWORK = 6.4e12 / 8 / 256  # cloud.google.com/tpu/docs/v5e: 6.4 Tb/s for a pod of 256 chips
 OF_SLICE = "{1,2}x{0:7}"
 MIXED = "{{100000,200000},{100001,200001}}"

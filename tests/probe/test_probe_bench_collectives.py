@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from meshtrain.launch.links import OPERATIONS
+from meshtrain.hardware.links import OPERATIONS
 from meshtrain.probe import bench_collectives, job_mesh
 from meshtrain.probe.bench import benchmark
 from meshtrain.probe.bench.sweep import Sweep

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.launch.links import Link
+from meshtrain.hardware.links import Link
 from meshtrain.probe.bench.link_fit import fit
 from meshtrain.probe.bench.timed import Timed
 

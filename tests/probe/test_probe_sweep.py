@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.launch import links
-from meshtrain.launch.links import OPERATIONS, Link
+from meshtrain.hardware import links
+from meshtrain.hardware.links import OPERATIONS, Link
 from meshtrain.probe.bench import bandwidth_chart, measurements, sweep
 from meshtrain.probe.bench.timed import Timed
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import AXES
 
 PLANTED = {"data": (40e-6, 25e9), "fsdp": (8e-6, 300e9)}
@@ -26,7 +27,7 @@ def mesh():
 
 def planted(mesh, axis, operation, num_bytes):
     latency, bandwidth = PLANTED[axis]
-    seconds = latency + num_bytes * links.wire_share(operation, mesh.shape[axis]) / bandwidth
+    seconds = latency + num_bytes * wire_share(operation, mesh.shape[axis]) / bandwidth
     return Timed(axis, operation, mesh.shape[axis], num_bytes, (seconds, 1.2 * seconds))
 
 
@@ -126,4 +127,4 @@ def test_a_line_for_each_operation_and_a_dotted_one_for_each_fit(swept):
 
 
 def planted_us(axis, operation, size, num_bytes):
-    return 1e6 * Link(axis, operation, size, 1, *PLANTED[axis]).seconds(num_bytes * links.wire_share(operation, size))
+    return 1e6 * Link(axis, operation, size, 1, *PLANTED[axis]).seconds(num_bytes * wire_share(operation, size))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.launch.links import OPERATIONS, RING
+from meshtrain.hardware.links import OPERATIONS, RING
 from meshtrain.probe.bench import operations, timed
 from meshtrain.probe.bench.timed import Timed
 from meshtrain.sharding.mesh import make_mesh

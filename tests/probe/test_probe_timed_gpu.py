@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.launch.links import OPERATIONS, RING
+from meshtrain.hardware.links import OPERATIONS, RING
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.target import clusters

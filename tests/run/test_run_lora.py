@@ -15,8 +15,8 @@ from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.config.config import Config
 from meshtrain.errors import UserError
 from meshtrain.models.lora import LoraOptions
-from meshtrain.optim.trainable import is_adapter
 from meshtrain.run import start
+from meshtrain.sharding.trainable import is_adapter
 from meshtrain.step.precision import PrecisionOptions
 from tests.parity.runs import by_path
 

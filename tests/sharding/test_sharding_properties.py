@@ -26,8 +26,8 @@ from meshtrain.sharding.stored import (
     num_parts,
     rules_of_level,
     stored,
-    tree_problems,
 )
+from meshtrain.sharding.tree_problems import tree_problems
 
 RULES = default_rules(LayoutOptions())
 KNOWN = tuple(RULES.parameters)

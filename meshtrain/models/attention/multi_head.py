@@ -14,9 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from meshtrain.hardware.accelerators import GPU
 from meshtrain.models.attention import blockwise, context_parallel, dot_product, splash, triton
 from meshtrain.models.attention.attention import Attention, Documents
-from meshtrain.models.attention.select import GPU, Case, chosen
+from meshtrain.models.attention.select import Case, chosen
 from meshtrain.models.layers import Norm, multiplied, normal, weight
 from meshtrain.models.remat import HEADS, QKV
 from meshtrain.models.rotary import rotate

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.errors import nearest_divisor
+from meshtrain.hardware.accelerators import GPU
 from meshtrain.models.attention import blockwise, splash, triton
 from meshtrain.models.attention.attention import Attention
 from meshtrain.sharding.rules import CONTEXT, TENSOR, sequence_axes
 from meshtrain.sharding.stored import num_parts
 
-GPU = ("gpu", "cuda")
 TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations that take a part of the queries with all keys
 # What a kernel does not do: field of `Attention` -> (in words, the option).
 _CAP, _WINDOW = {"cap": ("capped scores", "attention_cap")}, {"window": ("window", "window")}

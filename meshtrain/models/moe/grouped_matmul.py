@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.models.attention.select import GPU
+from meshtrain.hardware.accelerators import GPU
 from meshtrain.models.moe import grouped_matmul_gpu, grouped_matmul_tpu
 
 WITH_ROWS = "blocks_with_rows"  # the scope of all products, see `Cost.shares`

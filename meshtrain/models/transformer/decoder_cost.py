@@ -22,7 +22,6 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.launch.links import wire_share
 from meshtrain.models.attention.select import Case, chosen, exchange, gathers_keys
 from meshtrain.models.cost import ATTENTION, EXPERTS, KEPT_SEEN, LOOP, Cost, Kernel, of_transformer
 from meshtrain.models.decoder_options import DecoderOptions
@@ -31,6 +30,7 @@ from meshtrain.models.moe.parts import Parts
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import LOCAL_OR_GLOBAL
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import CONTEXT, EXPERT, PIPELINE, TENSOR, expert_axes
 from meshtrain.sharding.stored import num_parts
 

@@ -32,9 +32,9 @@ import jax.numpy as jnp
 
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches, units_on_device
-from meshtrain.launch.links import wire_share
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.pipeline.stages import Stack
+from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from meshtrain.sharding.stored import MAX_LEVEL, ROUTER, STACKED, Names, Stored, axes_in, num_parts
 from meshtrain.sharding.trees import select

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from meshtrain.assemble import Assembly
-from meshtrain.launch.hardware import usable_bytes
+from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.plan.hlo.parse import FUSIONS, Program
 from meshtrain.plan.hlo.shapes import num_bytes, parts
 from meshtrain.plan.target.clusters import Cluster

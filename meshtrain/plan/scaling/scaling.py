@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from meshtrain.config.config import Config, check_filled
 from meshtrain.errors import UserError, refuse
-from meshtrain.launch.hardware import usable_bytes
-from meshtrain.launch.links import Link
+from meshtrain.hardware.accelerators import usable_bytes
+from meshtrain.hardware.links import Link
 from meshtrain.plan import planner
 from meshtrain.plan.cost.lower_bound import idle_share
 from meshtrain.plan.scaling.cluster_sizes import resized

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from meshtrain.config.config import Config, num_microbatches
 from meshtrain.config.smaller import SPLITS_SUMS, Change, problems_of, to_mesh, with_change, with_level
 from meshtrain.errors import divisors, nearest_divisor
-from meshtrain.launch.hardware import usable_bytes
+from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.pipeline.schedules import SEARCHED
 from meshtrain.plan.cost.context_sizes import sizes_to_try
 from meshtrain.plan.search.estimate import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of

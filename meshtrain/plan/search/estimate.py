@@ -15,18 +15,19 @@ import jax.numpy as jnp
 from meshtrain.config import reductions
 from meshtrain.config.config import Config, num_microbatches, units_on_device
 from meshtrain.config.tasks import abstract_task
-from meshtrain.launch.hardware import Accelerator, peak_flops_per_second
+from meshtrain.hardware.accelerators import Accelerator, peak_flops_per_second
 from meshtrain.models.cost import Cost
 from meshtrain.models.task import Task
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.states import state_axes
-from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.pipeline.stages import Stack, stack_of, zeros_like
 from meshtrain.plan.cost.lower_bound import FLOAT32_BYTES, GATHERS, SCATTERS, SCATTERS_EACH
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, default_rules, storage_axes
-from meshtrain.sharding.stored import Names, axes_in, is_names, num_parts, rules_of_level, stored, tree_problems
+from meshtrain.sharding.stored import Names, axes_in, is_names, num_parts, rules_of_level, stored
+from meshtrain.sharding.trainable import trained_mask
+from meshtrain.sharding.tree_problems import tree_problems
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths, select
 from meshtrain.step.precision import as_stored, cast, compute_dtype, product_name
 from meshtrain.step.shardings import abstract_params, splits_masters

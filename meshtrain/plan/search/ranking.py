@@ -10,7 +10,7 @@ from meshtrain.config.config import Config
 from meshtrain.config.smaller import arguments, with_change
 from meshtrain.errors import UserError
 from meshtrain.files import JsonObject
-from meshtrain.launch.hardware import usable_bytes
+from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.plan import planner
 from meshtrain.plan.findings import gathered_for_each
 from meshtrain.plan.planner import Plan

@@ -19,9 +19,9 @@ import jax
 from jax.experimental.topologies import TopologyDescription, get_topology_desc
 
 from meshtrain.errors import UserError, nearest
+from meshtrain.hardware.accelerators import Accelerator, find
+from meshtrain.hardware.compiler_options import captured
 from meshtrain.launch import distributed
-from meshtrain.launch.compiler import captured
-from meshtrain.launch.hardware import Accelerator, find
 
 GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 TARGETS = Path(__file__).parents[1] / "targets"

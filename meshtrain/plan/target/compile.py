@@ -12,7 +12,7 @@ from jax.errors import JaxRuntimeError
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
 from meshtrain.errors import is_out_of_memory
-from meshtrain.launch.compiler import CompilerOptions, XlaValue, captured
+from meshtrain.hardware.compiler_options import CompilerOptions, XlaValue, captured
 from meshtrain.models import fp8, layers
 from meshtrain.plan.hlo.parse import Program, read
 from meshtrain.plan.target.attention_tracing import as_on_target

@@ -27,8 +27,8 @@ from jax.sharding import Mesh
 
 from meshtrain.errors import UserError
 from meshtrain.files import expanded, read_json, what_is_at
-from meshtrain.launch.hardware import Accelerator
-from meshtrain.launch.links import Link, Links, link_for
+from meshtrain.hardware.accelerators import Accelerator
+from meshtrain.hardware.links import Link, Links, link_for
 from meshtrain.plan.hlo.between_slices import BETWEEN
 from meshtrain.plan.hlo.collectives import Collective, collectives
 from meshtrain.plan.hlo.flops import attention_flops, attention_kernel

@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING
 
 from meshtrain.cli.tables import format_bytes
-from meshtrain.launch.links import OPERATIONS, wire_share
+from meshtrain.hardware.links import OPERATIONS
 from meshtrain.observe.charts import COLOURS
 from meshtrain.probe.bench.measurements import SIMULATED
 from meshtrain.probe.bench.sweep import Sweep
 from meshtrain.probe.bench.timed import Timed
+from meshtrain.sharding.ring import wire_share
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
     from matplotlib.axes import Axes

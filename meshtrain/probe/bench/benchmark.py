@@ -10,8 +10,8 @@ import tqdm
 from meshtrain.cli import flags
 from meshtrain.cli.tables import format_bytes
 from meshtrain.errors import UserError
+from meshtrain.hardware.links import OPERATIONS
 from meshtrain.launch import distributed, peers
-from meshtrain.launch.links import OPERATIONS
 from meshtrain.probe import job_mesh
 from meshtrain.probe.bench import bandwidth_chart, measurements
 from meshtrain.probe.bench.sweep import room_bytes, sizes, sweep

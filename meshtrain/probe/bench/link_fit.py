@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshtrain.cli.tables import format_bytes
-from meshtrain.launch.links import Link
+from meshtrain.hardware.links import Link
 from meshtrain.probe.bench.timed import Timed
 
 LEAST_SIZES = 3

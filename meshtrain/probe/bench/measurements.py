@@ -2,7 +2,7 @@
 
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.files import JsonObject
-from meshtrain.launch.links import Link, Links, to_json
+from meshtrain.hardware.links import Link, Links, to_json
 from meshtrain.probe.bench.sweep import Sweep
 from meshtrain.probe.bench.timed import Timed
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshtrain.launch.links import RING
+from meshtrain.hardware.links import RING
 
 Function = Callable[[jax.Array], jax.Array]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from meshtrain.hardware.links import OPERATIONS
 from meshtrain.launch import peers
-from meshtrain.launch.links import OPERATIONS
 from meshtrain.probe.bench.link_fit import Fit, fit
 from meshtrain.probe.bench.timed import NUM_ROUNDS, Timed, repeats, timed
 

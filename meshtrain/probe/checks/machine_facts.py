@@ -19,9 +19,9 @@ from typing import TypeVar
 
 from meshtrain.cli import flags
 from meshtrain.files import expanded, hash_of_sources, is_url
+from meshtrain.hardware.compiler_options import CACHE
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
-from meshtrain.launch.compiler import CACHE
 from meshtrain.launch.host_memory import memory
 from meshtrain.launch.rendezvous import tried
 from meshtrain.probe.checks import one_machine

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshtrain.cli.tables import format_bytes
+from meshtrain.hardware.accelerators import FRACTION_VARIABLES, POOL_FRACTION
 from meshtrain.launch.cluster import Meeting
-from meshtrain.launch.hardware import FRACTION_VARIABLES, POOL_FRACTION
 from meshtrain.probe.checks.verdicts import Finding, error, ok, warning
 
 LEAST_BYTES = 2**30  # of disk and of memory: less is not enough for a small checkpoint, or for the program

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.optim.trainable import trained_mask
+from meshtrain.sharding.trainable import trained_mask
 from meshtrain.sharding.trees import leaves_with_paths, merged, select
 
 PARAMS = jax.eval_shape(

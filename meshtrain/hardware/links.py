@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from meshtrain.errors import Problems, UserError, is_finite, refuse
 from meshtrain.files import Json, JsonObject, expanded, what_is_at
-from meshtrain.launch.hardware import find as find_accelerator
+from meshtrain.hardware.accelerators import find as find_accelerator
 
 # As XLA names them. The ring is an all-reduce written with permutes, which no compiled step has.
 RING = "ring-all-reduce"
@@ -66,20 +66,6 @@ class Links:
 
     platform: str
     links: tuple[Link, ...]
-
-
-def wire_share(operation: str, group_size: int) -> float:
-    """Returns the bytes that one device sends over the bytes S of the larger of its input and output.
-
-    Of a ring (Patarasuk and Yuan 2009), as nccl-tests (doc/PERFORMANCE.md) defines bus bandwidth.
-
-    Args:
-      operation: one of `OPERATIONS`.
-      group_size: n, at least 2.
-    """
-    if operation in ("collective-permute", "collective-broadcast"):
-        return 1.0
-    return (2.0 if operation in ("all-reduce", RING) else 1.0) * (group_size - 1) / group_size
 
 
 def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts: int) -> Link | None:

@@ -3,7 +3,8 @@
 import pytest
 
 from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
-from meshtrain.sharding.stored import rules_of_level, tree_problems
+from meshtrain.sharding.stored import rules_of_level
+from meshtrain.sharding.tree_problems import tree_problems
 from tests.sharding.conftest import array, shape_of
 
 RULES = default_rules(LayoutOptions())

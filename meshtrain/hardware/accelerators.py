@@ -6,6 +6,9 @@ that many data sheets include.
 
 import dataclasses
 
+# The names of a GPU's platform: of `jax.Device.platform`, and of the CUDA plugin.
+GPU = ("gpu", "cuda")
+
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from meshtrain.launch import compiler, hardware
+from meshtrain.hardware import accelerators, compiler_options
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from meshtrain.launch import compiler, hardware
     ],
 )
 def test_known_devices_are_found(device_kind, name):
-    accelerator = hardware.find(device_kind)
+    accelerator = accelerators.find(device_kind)
     assert accelerator is not None
     assert accelerator.name == name
 
@@ -41,31 +41,31 @@ def test_known_devices_are_found(device_kind, name):
     ],
 )
 def test_devices_that_resemble_known_ones_have_no_peak(device_kind):
-    assert hardware.find(device_kind) is None
-    assert hardware.peak_flops_per_second(device_kind, "bfloat16") is None
+    assert accelerators.find(device_kind) is None
+    assert accelerators.peak_flops_per_second(device_kind, "bfloat16") is None
 
 
 def test_peaks_by_dtype():
-    assert hardware.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
-    assert hardware.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "float16") == 312e12
-    assert hardware.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "float32") == 156e12
-    assert hardware.peak_flops_per_second("TPU v5", "bfloat16") == 459e12
-    assert hardware.peak_flops_per_second("TPU v5", "float32") is None
-    assert hardware.peak_flops_per_second("TPU v5", "float16") is None
-    assert hardware.peak_flops_per_second("NVIDIA H200", "float64") is None
-    assert hardware.peak_flops_per_second("NVIDIA H200", "fp8") == 1978.9e12
-    assert hardware.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "fp8") is None
+    assert accelerators.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
+    assert accelerators.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "float16") == 312e12
+    assert accelerators.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "float32") == 156e12
+    assert accelerators.peak_flops_per_second("TPU v5", "bfloat16") == 459e12
+    assert accelerators.peak_flops_per_second("TPU v5", "float32") is None
+    assert accelerators.peak_flops_per_second("TPU v5", "float16") is None
+    assert accelerators.peak_flops_per_second("NVIDIA H200", "float64") is None
+    assert accelerators.peak_flops_per_second("NVIDIA H200", "fp8") == 1978.9e12
+    assert accelerators.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "fp8") is None
 
 
 def test_every_device_has_one_entry_with_its_source():
-    kinds = [kind for accelerator in hardware.ACCELERATORS for kind in accelerator.device_kinds]
+    kinds = [kind for accelerator in accelerators.ACCELERATORS for kind in accelerator.device_kinds]
     assert len(set(kinds)) == len(kinds)
-    assert all(accelerator.source for accelerator in hardware.ACCELERATORS)
+    assert all(accelerator.source for accelerator in accelerators.ACCELERATORS)
 
 
 def test_units_agree():
     # A factor of 1000 (GB for bytes) or of 2 in the wrong place would leave these bounds.
-    for accelerator in hardware.ACCELERATORS:
+    for accelerator in accelerators.ACCELERATORS:
         assert 100e12 < accelerator.bfloat16_flops_per_second < 3e15
         assert accelerator.float8_flops_per_second in (
             None,
@@ -78,15 +78,17 @@ def test_units_agree():
 
 
 def test_only_cpus_compile_the_initial_weights_with_less_optimization():
-    assert compiler.init_compiler_options("cpu") == {"xla_backend_optimization_level": 1}
-    assert compiler.init_compiler_options("NVIDIA H200") == compiler.init_compiler_options("TPU v5") == {}
+    assert compiler_options.init_compiler_options("cpu") == {"xla_backend_optimization_level": 1}
+    assert (
+        compiler_options.init_compiler_options("NVIDIA H200") == compiler_options.init_compiler_options("TPU v5") == {}
+    )
 
 
 def test_the_fraction_with_which_runs_start_holds_what_plans_assume_on_each_gpu():
-    for one in hardware.ACCELERATORS:
+    for one in accelerators.ACCELERATORS:
         if one.device_kinds[0].startswith("NVIDIA"):
-            assert hardware.usable_bytes(one) <= hardware.POOL_FRACTION * one.memory_bytes
-            assert one.memory_bytes * (1 - hardware.POOL_FRACTION) > hardware.GPU_RUNTIME_BYTES
+            assert accelerators.usable_bytes(one) <= accelerators.POOL_FRACTION * one.memory_bytes
+            assert one.memory_bytes * (1 - accelerators.POOL_FRACTION) > accelerators.GPU_RUNTIME_BYTES
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_the_fraction_with_which_runs_start_holds_what_plans_assume_on_each_gpu(
 )
 def test_jobs_and_the_image_set_the_fraction_that_plans_assume(name):
     text = (pathlib.Path(__file__).parents[2] / name).read_text()
-    values = re.findall(rf"{hardware.FRACTION_VARIABLE}\b[^\n]*?(?:=|:-|\n\s+value: \")([\d.]+)\b", text)
+    values = re.findall(rf"{accelerators.FRACTION_VARIABLE}\b[^\n]*?(?:=|:-|\n\s+value: \")([\d.]+)\b", text)
     assert values
-    assert set(values) == {str(hardware.POOL_FRACTION)}
-    assert text.count("- name: " + hardware.FRACTION_VARIABLE) == text.count("image: registry")  # in each container
+    assert set(values) == {str(accelerators.POOL_FRACTION)}
+    assert text.count("- name: " + accelerators.FRACTION_VARIABLE) == text.count("image: registry")  # in each container

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from meshtrain.errors import UserError
-from meshtrain.launch import links
-from meshtrain.launch.links import Link, Links
+from meshtrain.hardware import links
+from meshtrain.hardware.links import Link, Links
 
 REDUCED = Link("data", "all-reduce", 8, 2, 30e-6, 40e9)
 MEASURED = Links(
@@ -30,15 +30,6 @@ def test_what_is_written_is_read_again_and_further_keys_are_left_alone(tmp_path)
 
 def test_a_collective_takes_the_latency_and_its_bytes_at_the_bandwidth():
     assert REDUCED.seconds(80e9) == pytest.approx(2.00003)
-
-
-@pytest.mark.parametrize(
-    ("operation", "share"),
-    [("all-gather", 0.75), ("reduce-scatter", 0.75), ("all-to-all", 0.75), ("all-reduce", 1.5), (links.RING, 1.5),
-     ("collective-permute", 1.0), ("collective-broadcast", 1.0)],
-)  # fmt: skip
-def test_what_a_device_sends_in_a_ring_of_four(operation, share):
-    assert links.wire_share(operation, 4) == share
 
 
 @pytest.mark.parametrize(

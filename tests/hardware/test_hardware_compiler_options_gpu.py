@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.launch import compiler
+from meshtrain.hardware import compiler_options
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.target.clusters import open_cluster
@@ -27,8 +27,8 @@ H100 = "NVIDIA H100 80GB HBM3"
 EARLY = "xla_gpu_enable_latency_hiding_scheduler"
 LIMIT, SLOP = "xla_gpu_experimental_parallel_collective_overlap_limit", "xla_gpu_memory_limit_slop_factor"
 OFF = "COLLECTIVE_PIPELINING_MODE_OFF"
-TABLE = compiler.options_of(
-    H100, 2 * compiler.LARGE_BYTES, is_late=True, by_chunk=True, splits_experts=True, is_deterministic=True
+TABLE = compiler_options.options_of(
+    H100, 2 * compiler_options.LARGE_BYTES, is_late=True, by_chunk=True, splits_experts=True, is_deterministic=True
 )
 OPTIONS = {option.name: option.value for option in TABLE}
 

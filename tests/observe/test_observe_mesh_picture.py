@@ -3,8 +3,8 @@
 import jax
 import pytest
 
+from meshtrain.observe.mesh_picture import MAX_DEVICES_SHOWN, mesh_figure, mesh_text
 from meshtrain.sharding.mesh import make_mesh
-from meshtrain.sharding.mesh_picture import MAX_DEVICES_SHOWN, mesh_figure, mesh_text
 from meshtrain.sharding.rules import AXES
 from tests.sharding.conftest import shape_of
 

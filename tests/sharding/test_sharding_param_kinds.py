@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.optim.masks import MatrixDims, decays, is_hidden_matrix, matrix_dims, num_stacked
+from meshtrain.sharding.param_kinds import MatrixDims, decays, is_hidden_matrix, matrix_dims, num_stacked
 
 # axes, dims as a matrix, hidden
 WEIGHTS = [

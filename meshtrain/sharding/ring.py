@@ -1,0 +1,17 @@
+"""The bytes that a device sends in a collective over a ring of devices. Imports no JAX."""
+
+from meshtrain.hardware.links import RING
+
+
+def wire_share(operation: str, group_size: int) -> float:
+    """Returns the bytes that one device sends over the bytes S of the larger of its input and output.
+
+    Of a ring (Patarasuk and Yuan 2009), as nccl-tests (doc/PERFORMANCE.md) defines bus bandwidth.
+
+    Args:
+      operation: one of `hardware.links.OPERATIONS`.
+      group_size: n, at least 2.
+    """
+    if operation in ("collective-permute", "collective-broadcast"):
+        return 1.0
+    return (2.0 if operation in ("all-reduce", RING) else 1.0) * (group_size - 1) / group_size

@@ -1,0 +1,220 @@
+"""Why a tree of weights cannot be stored as rules and ZeRO level say, with the nearest legal choice."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from meshtrain.errors import divisors, nearest, nearest_multiple
+from meshtrain.sharding.rules import DATA, Rules
+from meshtrain.sharding.stored import (
+    PARAMETERS_LEVEL,
+    STACKED,
+    Names,
+    SizeOptions,
+    axes_in,
+    axes_of_dims,
+    is_names,
+    name_problems,
+    num_parts,
+    stored,
+    uneven_dims,
+    uneven_line,
+)
+from meshtrain.sharding.trees import Arrays, Masks, NamesTree, Shaped, leaves_with_paths, num_bytes
+
+# The largest share of the bytes of all matrices that fsdp, or data at a ZeRO level, may leave unsharded.
+MOST_WHOLE = 0.01
+MOST_NAMED = 3  # weights that a line lists
+
+
+class _Weight(NamedTuple):
+    path: str
+    array: Shaped
+    names: Names
+
+
+def tree_problems(
+    abstract: Arrays,
+    axes_tree: NamesTree,
+    rules: Rules,
+    mesh_shape: Mapping[str, int],
+    level: int,
+    *,
+    options: SizeOptions | None = None,
+    trained: Masks = None,
+    elsewhere: Sequence[str] = (),
+) -> list[str]:
+    """Returns one line for each reason why a tree of weights cannot be stored as the rules and the level say.
+
+    Args:
+      abstract: arrays or `jax.ShapeDtypeStruct`s.
+      axes_tree: the same structure; each leaf is a tuple with a logical axis or None for each dim.
+      rules: the table, with the storage axes of the level (`rules_of_level`).
+      mesh_shape: the size of each mesh axis.
+      level: of ZeRO.
+      options: which option sizes the dims of a logical axis, so that lines name it; None: lines name weights alone.
+      trained: a tree of bool like `abstract`, true for each weight with gradients and moments; None: all.
+      elsewhere: logical axes that are left out of the check of sizes, because the caller checks them.
+    """
+    if lines := _unnamed(abstract, axes_tree, rules, mesh_shape):
+        return lines
+    weights = _named(abstract, axes_tree)
+    # (logical axis, size) -> the weights with such a dim that its mesh axes do not divide, and the index of the dim.
+    uneven: dict[tuple[str, int], list[tuple[_Weight, int]]] = {}
+    for one in weights:
+        for dim, name in uneven_dims(one.array.shape, one.names, rules.parameters, mesh_shape):
+            uneven.setdefault((name, one.array.shape[dim]), []).append((one, dim))
+    if uneven:
+        legal = _legal_sizes(weights, rules, mesh_shape)
+        for (name, _), held in uneven.items():
+            if name not in elsewhere:
+                (path, array, _), dim = held[0]
+                path += f" and {len(held) - 1} more" if len(held) > 1 else ""
+                lines.append(uneven_line(path, array.shape, dim, name, rules.parameters, mesh_shape, legal, options))
+        return lines
+    matrices = [one for one in weights if _is_matrix(one.names)]
+    lines = _left_whole_by_rules(matrices, rules, mesh_shape)
+    if level > 0 and mesh_shape[DATA] > 1:
+        if trained is not None and level < PARAMETERS_LEVEL:
+            flags = dict(leaves_with_paths(trained))
+            matrices = [one for one in matrices if flags[one.path]]
+        lines += _left_whole_by_data(matrices, rules, mesh_shape, level)
+    return lines
+
+
+def _unnamed(abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each problem with logical axes, independent of sizes.
+
+    The problems are: an array without logical axes, axes without an array, unknown names, a mesh axis that splits two
+    dims of one array, and a user's rule that matches no array.
+    """
+    arrays = dict(leaves_with_paths(abstract))
+    axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
+    lines = []
+    for path, array in arrays.items():
+        names = axes[path] if path in axes else None
+        if is_names(names):
+            lines += name_problems(path, array.shape, names, rules.parameters, mesh_shape)
+            continue
+        text = "has no logical axes" if names is None else f"got logical axes {names!r}"
+        replicated = (None,) * len(array.shape)
+        lines.append(
+            f"{path}: shape {tuple(array.shape)}: {text}; allowed: a tuple with a name or None for each dim; "
+            f"nearest: {replicated} (replicated on each device)"
+        )
+    lines += [
+        f"{path}: got logical axes {names}, but there is no such array; allowed: paths of arrays{nearest(path, arrays)}"
+        for path, names in axes.items()
+        if path not in arrays and names != ()
+    ]
+    used = {name for names in axes.values() if is_names(names) for name in names if name is not None}
+    # A user's rule that matches no weight is probably misspelt, and the weight it was meant for would be replicated.
+    lines += [
+        f"rule '{name}' -> {' x '.join(f'{axis} (size {mesh_shape[axis]})' for axis in rules.parameters[name])}: "
+        f"matches no array; allowed: {', '.join(sorted(used)) or 'none'}{nearest(name, used)}"
+        for name in rules.own
+        if rules.parameters[name] and name not in used
+    ]
+    return lines
+
+
+def _named(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
+    """Returns the weights of a tree in which `_unnamed` has no problems."""
+    axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
+    return [_Weight(path, array, axes[path]) for path, array in leaves_with_paths(abstract)]
+
+
+def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
+    """Returns for each mesh axis a number whose divisors, as its size, split every weight evenly; 0: any size does.
+
+    The sizes of the other axes are those of `mesh_shape`.
+    """
+    common = dict.fromkeys(mesh_shape, 0)
+    for one in weights:
+        for size, name in zip(one.array.shape, one.names, strict=True):
+            split = rules.parameters[name] if name is not None else ()
+            for axis in split:
+                others = num_parts([other for other in split if other != axis], mesh_shape)
+                common[axis] = math.gcd(common[axis], size // math.gcd(size, others))
+    return common
+
+
+def _left_whole_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each storage axis but data that leaves more than `MOST_WHOLE` of the bytes unsharded.
+
+    Norms and biases do not count. Weights with a dim that one of the user's own rules names count as sharded, because
+    the user chose their sharding.
+    """
+    lines = []
+    for axis in rules.storage_axes:
+        if axis != DATA and mesh_shape[axis] > 1:
+            chosen = [one for one in matrices if not set(one.names) & set(rules.own)]
+            whole = [one for one in chosen if axis not in _axes_of(one, rules, mesh_shape, 0)]
+            if _share(whole, matrices) > MOST_WHOLE:
+                lines.append(
+                    f"mesh.{axis}: got {mesh_shape[axis]}, and no rule splits {_listed(whole)} over {axis}: "
+                    f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device; "
+                    f"allowed: at most {MOST_WHOLE:.0%}; nearest: mesh.{axis}=1, or a dim with the logical axis 'embed'"
+                )
+    return lines
+
+
+def _left_whole_by_data(
+    matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int], level: int
+) -> list[str]:
+    """Returns one line where data at this level leaves more than `MOST_WHOLE` of the bytes unsharded."""
+
+    def whole_on(size: int) -> list[_Weight]:
+        shape = {**mesh_shape, DATA: size}
+        return [one for one in matrices if size > 1 and DATA not in _axes_of(one, rules, shape, level)]
+
+    size = mesh_shape[DATA]
+    whole = whole_on(size)
+    if _share(whole, matrices) <= MOST_WHOLE:
+        return []
+    path, array, names = max(whole, key=lambda one: num_bytes(one.array))
+    what = {1: "moments", 2: "moments and sums of gradients", 3: "weights, gradients and moments"}[level]
+    dims = axes_of_dims(stored(array.shape, names, rules, mesh_shape, 0).parameter, len(array.shape))
+    local = [size // num_parts(axes, mesh_shape) for size, axes in zip(array.shape, dims, strict=True)]
+    sizes = sorted(
+        {n for dim, name in zip(local, names, strict=True) if name not in STACKED for n in divisors(dim)},
+        key=lambda n: (abs(n - size), -n),
+    )
+    legal = next((n for n in sizes if _share(whole_on(n), matrices) <= MOST_WHOLE), 1)
+    dim = next(i for i, name in enumerate(names) if name not in STACKED)
+    unit = size * array.shape[dim] // local[dim]
+    mended = (*array.shape[:dim], nearest_multiple(array.shape[dim], unit), *array.shape[dim + 1 :])
+    return [
+        f"mesh.data: got {size} at ZeRO level {level}, and {size} divides no dim of {_listed(whole)}: the {what} of "
+        f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device; "
+        f"allowed: at most {MOST_WHOLE:.0%}; nearest: mesh.data={legal}, or {path} of shape {mended}"
+    ]
+
+
+def _axes_of(one: _Weight, rules: Rules, mesh_shape: Mapping[str, int], level: int) -> tuple[str, ...]:
+    """Returns the mesh axes that split the moments of a weight."""
+    return axes_in(stored(one.array.shape, one.names, rules, mesh_shape, level, one.path).moment)
+
+
+def _is_matrix(names: Names) -> bool:
+    """Returns whether a weight has at least two feature dims.
+
+    Heads and the head_dim after them count as one dim. Dims that stack layers do not count.
+    """
+    features = 0
+    for name in names:
+        features += name not in STACKED and not (name == "head_dim" and features)
+    return features >= 2
+
+
+def _share(some: Sequence[_Weight], every: Sequence[_Weight]) -> float:
+    total = sum(num_bytes(one.array) for one in every)
+    return sum(num_bytes(one.array) for one in some) / total if total else 0.0
+
+
+def _listed(weights: Sequence[_Weight]) -> str:
+    """Returns the largest weights by path and shape, and how many more there are."""
+    largest = sorted(weights, key=lambda one: -num_bytes(one.array))
+    text = ", ".join(f"{one.path} {tuple(one.array.shape)}" for one in largest[:MOST_NAMED])
+    more = len(largest) - MOST_NAMED
+    return f"{text} and {more} more" if more > 0 else text
