@@ -1,16 +1,17 @@
 """Checkpoints: the training state of a run, written in the background, restored onto any mesh.
 
-On disk (Orbax, one directory a step, OCDBT format)::
+On disk (Orbax, one directory per step, OCDBT format)::
 
-    <workdir>/checkpoints/<step>/state/   every array of the training state, whole and in its global shape
+    <workdir>/checkpoints/<step>/state/   every array of the training state, complete and in its global shape
                                  extra/   one JSON object: data position, configuration, corpus, versions
                                  manifest.json   checksums, written last: without it a checkpoint is incomplete
     <workdir>/damaged/<step>/             a checkpoint whose checksums did not match
 
-In a bucket the same stands below `checkpoint.directory`, `damaged/` too; `buckets.py` says what differs.
+In a bucket, the same folders are below `checkpoint.directory`, including `damaged/`; `buckets.py` describes the
+differences.
 
-Arrays are stored under the path of their leaf (`params/layers/attention/query`), never under the Python class that
-held them, so neither a mesh nor a container type has to be the same when they are read again.
+Arrays are stored under the path of their leaf (`params/layers/attention/query`), independent of the Python classes of
+the state, so both the mesh and the container types may differ when a checkpoint is read.
 """
 
 import contextlib
@@ -47,33 +48,33 @@ CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"
 AVERAGES = "opt_state/averaged_weights"  # see `optim/average.py`
 _LOOK_SECONDS = 1.0
-_ASK_SECONDS = 5.0  # between two questions whether a save has failed in another process
-_saves = itertools.count()  # of all processes, in one order
+_ASK_SECONDS = 5.0  # interval of asking the other processes whether their part of a save failed
+_saves = itertools.count()  # every process counts saves in the same order
 _MAX_MISMATCHES = 5
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore quotes the system's error, behind a long path
-_MAX_REASON = 300  # characters of what a library says, which may quote whole stacks
+_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore quotes the system's error, after a long path
+_MAX_REASON = 300  # characters of a library's error message, which may contain stack traces
 
 
 class _Save(NamedTuple):
-    """A save in flight."""
+    """A save in progress."""
 
     step: int
-    failure: str  # what a process announces whose part of the save fails
+    failure: str  # the announcement of a process whose part of the save fails
     has_failed: threading.Event
     sealed: futures.Future[bool]
 
 
 class Checkpoints:
-    """Saves and restores the state of one run. Every process of the run makes one and calls it at the same steps.
+    """Saves and restores the state of one run. Every process of the run creates one and calls it at the same steps.
 
     Args:
-      directory: the parent of one directory for each step; made absolute, and created if `options` is given.
-      options: which checkpoints are kept. None opens the folder for reading: nothing is created or deleted, so that
-        another program can read a run's checkpoints while it trains.
-      higher_is_better: whether a larger value of `options.best_metric` is a better one.
-      lost: returns one line if the run's folder or this directory is not the run's any more, else ''.
-      saved: process 0 calls it with each step that is sealed, in the thread that seals.
+      directory: the parent of one directory per step; made absolute, and created if `options` is given.
+      options: which checkpoints to keep. None opens the folder for reading: nothing is created or deleted, so that
+        another program can read a run's checkpoints during training.
+      higher_is_better: whether a larger value of `options.best_metric` is better.
+      lost: returns one line if the run's folder or this directory no longer belongs to the run, else ''.
+      saved: process 0 calls it with each sealed step, in the sealing thread.
 
     Raises:
       UserError: the directory cannot be created, or the bucket cannot be reached.
@@ -94,7 +95,7 @@ class Checkpoints:
         self._higher_is_better = higher_is_better
         self._in_flight: _Save | None = None
         self._rated: futures.Future[None] | None = None
-        self.newest_failure: SaveFailed | None = None  # of the newest save; None unless it is known to have failed
+        self.newest_failure: SaveFailed | None = None  # the error of the newest save if it has failed
         self._thread = futures.ThreadPoolExecutor(1, "seal")
         if options is not None:
             buckets.make(self.directory)
@@ -106,20 +107,20 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # If another process is gone, the save in flight cannot complete; and a second Ctrl-C is not to wait for it.
+        # If another process has died, the save in progress cannot complete; a second Ctrl-C should not wait for it.
         cannot = (jax.errors.JaxRuntimeError, KeyboardInterrupt) if peers.count() > 1 else (KeyboardInterrupt,)
         if kind is None or not issubclass(kind, cannot):
             self.close()
 
     def steps(self) -> list[int]:
-        """Returns the steps that are completely written and sealed, oldest first. Waits for a save in flight."""
+        """Returns the steps with a complete, sealed checkpoint, oldest first. Waits for a save in progress."""
         self.wait()
         with reached(self.directory):
             steps = retention.saved_steps(self.directory)
             return [step for step in steps if integrity.is_sealed(self.directory / str(step))]
 
     def latest_step(self) -> int | None:
-        """Returns the newest step that is completely written, or None. Waits for a save in flight."""
+        """Returns the newest complete step, or None. Waits for a save in progress."""
         return max(self.steps(), default=None)
 
     def refuse_lost(self) -> None:
@@ -128,28 +129,29 @@ class Checkpoints:
             raise FolderLost(line)
 
     def save(self, step: int, state: Arrays, extra: JsonObject) -> bool:
-        """Starts to save a step and returns when the state's buffers may be overwritten; files follow in threads.
+        """Starts to save a step; returns when the state's buffers may be overwritten, while threads write the files.
 
-        Waits first for the save before this one. Old steps are deleted only after the new one is sealed.
+        First waits for the previous save. Old steps are deleted only after the new step is sealed.
 
         Args:
-          step: number of steps done.
-          state: pytree of jax.Array, any shardings. Typed random keys go in as their `jax.random.key_data`.
-          extra: anything that JSON can hold: data position, configuration, corpus, versions.
+          step: number of completed training steps.
+          state: pytree of jax.Array with any shardings. Convert typed random keys with `jax.random.key_data`.
+          extra: any JSON object: data position, configuration, corpus, versions.
 
         Returns:
-          False if this step is saved already; then nothing was written.
+          False if this step is already saved; then nothing is written.
 
         Raises:
-          TypeError: JSON cannot hold `extra`.
+          TypeError: `extra` cannot be converted to JSON.
           FolderLost: see `refuse_lost`.
-          SaveFailed: the save before this one failed in its thread, or this one at its start. Another may succeed.
+          SaveFailed: the previous save failed in its thread, or this save failed at its start. A later save may
+            succeed.
         """
         assert self._options is not None, "opened for reading only"
         failure = f"save {next(_saves)} failed"
         self.refuse_lost()
         self.wait()
-        json.dumps(dict(extra))  # raises here, with the caller on the stack, instead of later in a thread
+        json.dumps(dict(extra))  # raises here, in the caller's thread, instead of later in a background thread
         items = ocp.args.Composite(
             **{STATE: ocp.args.PyTreeSave(_nested(leaves_by_path(state))), EXTRA: ocp.args.JsonSave(dict(extra))}
         )
@@ -157,7 +159,7 @@ class Checkpoints:
             if integrity.is_sealed(self.directory / str(step)):
                 self.newest_failure = None
                 return False
-            if self.newest_failure and not isinstance(self.directory, Path):  # it may not have answered at that time
+            if self.newest_failure and not isinstance(self.directory, Path):  # it may have been unreachable
                 self._manager = self._new_manager()
             buckets.make(self.directory)
             start_save(self._manager, step, items)
@@ -169,13 +171,14 @@ class Checkpoints:
         return True
 
     def rate(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the metrics of a step's evaluation if `CheckpointOptions.keep_best` asks for it; process 0 writes.
+        """Records the metrics of a step's evaluation if `CheckpointOptions.keep_best` needs them; process 0 writes.
 
-        The thread that seals records them, after the save in flight, and deletes what is then not among the best.
+        The sealing thread records them after the save in progress, and deletes checkpoints that are no longer among the
+        best.
         """
         if self._options is not None and self._options.keep_best and peers.is_main_process():
             if self._rated is not None:
-                self._rated.result()  # raises what was no failure to write
+                self._rated.result()  # raises errors other than failed writes
             self._rated = self._thread.submit(self._rate, step, values)
 
     def _rate(self, step: int, values: Mapping[str, float]) -> None:
@@ -188,13 +191,13 @@ class Checkpoints:
                 warn(f"{error}; step {step} is not among the best")
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
-        """Returns the newest step with matching checksums and state, and a line for each newer one that is damaged.
+        """Returns the newest step with matching checksums and state, and one line for each newer, damaged step.
 
-        All processes call it together; each reads a part of the files. With `options`, damaged checkpoints are moved
-        to the folder `damaged`. The step is None if no save was ever completed.
+        All processes call it together; each reads a part of the files. If `options` are given, damaged checkpoints are
+        moved to the folder `damaged`. The step is None if no save was ever completed.
 
         Raises:
-          UserError: there are completed checkpoints and all of them are damaged; none is moved then.
+          UserError: there are completed checkpoints, and all of them are damaged; then none is moved.
         """
         self.wait()
         damaged, newest = dict[int, str](), None
@@ -218,10 +221,10 @@ class Checkpoints:
         return newest, list(damaged.values())
 
     def refuse_damaged(self, step: int) -> None:
-        """Compares the files of a step with their checksums, and its state with its name; processes call it together.
+        """Checks the files of a step against their checksums, and its state against its name; all processes call it.
 
         Raises:
-          UserError: no such step, or it is damaged.
+          UserError: the step does not exist, or is damaged.
         """
         self.refuse_unknown(step)
         if line := self._damage(step):
@@ -229,7 +232,7 @@ class Checkpoints:
             raise UserError(f"{line}; allowed: one that is whole; nearest: step {others}")
 
     def _damage(self, step: int) -> str:
-        """Returns one line with what is wrong first, "" for a whole checkpoint; processes call it together."""
+        """Returns one line about the first problem of a checkpoint, "" without problems; all processes call it."""
         directory = self.directory / str(step)
         with reached(directory):
             problems = integrity.damage(directory, peers.index(), peers.count())
@@ -238,18 +241,18 @@ class Checkpoints:
         return f"checkpoint {directory}: {lines[0]}" if lines else ""
 
     def restore(self, step: int, abstract_state: Arrays) -> Arrays:
-        """Reads the whole state of a step, each array straight onto its sharding.
+        """Reads the complete state of a step, each array directly onto its sharding.
 
         Args:
-          step: one of `steps()`.
+          step: an element of `steps()`.
           abstract_state: pytree of jax.ShapeDtypeStruct with shardings, of any mesh and any number of processes.
 
         Returns:
-          A pytree of jax.Array of the same structure, bitwise what was saved.
+          A pytree of jax.Array of the same structure, bitwise equal to the saved state.
 
         Raises:
-          UserError: no such step; or an array is missing, is left over, or has another shape or dtype. Averages of
-            weights may be left over.
+          UserError: the step does not exist, or an array is missing, superfluous, or has another shape or dtype.
+            Superfluous weight averages are allowed.
         """
         wanted, saved = leaves_by_path(abstract_state), self._stored(step)
         stored = {path: saved[path] for path in saved if path in wanted or not path.startswith(f"{AVERAGES}/")}
@@ -267,19 +270,19 @@ class Checkpoints:
     def restore_params(
         self, step: int, abstract_params: Arrays, rounded: Collection[str] = (), *, averaged: bool = False
     ) -> Arrays:
-        """Reads only the weights of a step, or their averages; the optimizer's other arrays are not touched.
+        """Reads only the weights of a step, or their averages; other optimizer arrays are not read.
 
         Args:
-          step: one of `steps()`.
-          abstract_params: pytree of jax.ShapeDtypeStruct with shardings, as `params` is in the state.
-          rounded: paths in `abstract_params` of weights that are read in another dtype than they were saved in.
-          averaged: whether averages are read where weights have some, rounded to the dtypes of these weights.
+          step: an element of `steps()`.
+          abstract_params: pytree of jax.ShapeDtypeStruct with shardings, in the structure of the state's `params`.
+          rounded: paths in `abstract_params` of weights to read in another dtype than their saved dtype.
+          averaged: whether to read the averages of weights that have averages, rounded to the dtypes of these weights.
 
         Returns:
           A pytree of jax.Array of the same structure.
 
         Raises:
-          UserError: as `restore`, about the weights only; or the step has no averages and they are asked for.
+          UserError: as in `restore`, but only for weights; or `averaged` is set and the step has no averages.
         """
         self.refuse_other_params(step, abstract_params, rounded)
         stored, weights = self._stored(step) if averaged else {}, leaves_by_path(abstract_params)
@@ -293,17 +296,17 @@ class Checkpoints:
         return self._read(step, wanted, abstract_params)
 
     def refuse_other_params(self, step: int, abstract_params: Arrays, rounded: Collection[str] = ()) -> None:
-        """Compares shapes and dtypes of the weights of a step with `abstract_params`; reads no array.
+        """Checks that the weights of a step have the shapes and dtypes of `abstract_params`; reads no array.
 
         Raises:
-          UserError: as `restore`, about the weights only.
+          UserError: as in `restore`, but only for weights.
         """
         stored = {path: leaf for path, leaf in self._stored(step).items() if path.startswith(f"{_PARAMS}/")}
         wanted, of_state = leaves_by_path({_PARAMS: abstract_params}), {f"{_PARAMS}/{path}" for path in rounded}
         _refuse_mismatches(self.directory / str(step), stored, wanted, of_state)
 
     def wait(self) -> None:
-        """Returns when the save in flight is complete and sealed.
+        """Waits until the save in progress is complete and sealed.
 
         Raises:
           SaveFailed: the save failed.
@@ -321,13 +324,13 @@ class Checkpoints:
             if not save.sealed.result():
                 raise OSError("another process could not write its part")
         except Exception as error:
-            save.has_failed.set()  # otherwise the sealing thread would wait forever, and later saves with it
+            save.has_failed.set()  # otherwise the sealing thread would wait forever and block later saves
             peers.announce(save.failure)
             futures.wait([save.sealed])
             raise self._failure(save.step, error) from error
 
     def close(self) -> None:
-        """Waits for the save in flight and ends the threads. Only `wait` raises if the save failed."""
+        """Waits for the save in progress and ends the threads. A failed save raises only in `wait`."""
         with contextlib.suppress(SaveFailed):
             self.wait()
         self._thread.shutdown()
@@ -335,7 +338,7 @@ class Checkpoints:
             self._rated.result()
         try:
             self._manager.close()
-        except Exception:  # of a save in a bucket that has failed: Orbax says it a second time
+        except Exception:  # Orbax raises the error of a failed save in a bucket again
             if not self.newest_failure:
                 raise
 
@@ -366,15 +369,15 @@ class Checkpoints:
         retention.prune(self.directory, self._options, higher_is_better=self._higher_is_better)
 
     def _failure(self, step: int, error: Exception) -> SaveFailed:
-        """Returns the exception for a failed save, and makes a new manager, so that the next save may succeed."""
+        """Returns the exception for a failed save, and creates a new manager, so that the next save may succeed."""
         directory = self.directory / str(step)
         line = f"checkpoint {directory}: not written: {_reason(error)}"
         if not isinstance(directory, Path):
             self.newest_failure = SaveFailed(f"{line}; nearest: the network, or this user's rights")
             return self.newest_failure
-        disk = f" ({free})" if (free := _free_space(directory)) else ""  # before the save's files are deleted
+        disk = f" ({free})" if (free := _free_space(directory)) else ""  # measured before the save's files are deleted
         self.newest_failure = SaveFailed(f"{line}{disk}; nearest: free space there, or another --workdir")
-        # Orbax's manager would count the failed step as saved: a new one replaces it.
+        # Orbax's manager would treat the failed step as saved, so a new manager replaces it.
         if not self._lost():  # else the run ends, and `retention.remove_rest` removes the files
             self._manager = self._new_manager()
         return self.newest_failure
@@ -409,7 +412,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in wanted])
 
     def refuse_unknown(self, step: int) -> None:
-        """Raises UserError if a step has no completely written checkpoint; the line names those that have one."""
+        """Raises UserError if a step has no complete checkpoint; the error lists the steps that have one."""
         steps = self.steps()
         if step not in steps:
             fix = min(steps, key=lambda one: abs(one - step), default="another --workdir")
@@ -420,7 +423,7 @@ class Checkpoints:
 
 
 def leaves_by_path(tree: Tree) -> dict[str, Leaf]:
-    """Returns path -> leaf in the order of `jax.tree.leaves`, whatever containers hold the leaves."""
+    """Returns path -> leaf in the order of `jax.tree.leaves`, independent of the container types."""
     leaves = leaves_with_paths(tree)
     by_path = dict(leaves)
     assert len(by_path) == len(leaves), "two leaves share a path: a key holds a '/'"
@@ -428,7 +431,7 @@ def leaves_by_path(tree: Tree) -> dict[str, Leaf]:
 
 
 def _nested(leaves: Mapping[str, Leaf]) -> dict[str, Tree]:
-    """Returns nested dicts of names from path -> leaf: the structure in which Orbax stores them."""
+    """Converts path -> leaf to nested dicts of names, the structure in which Orbax stores the leaves."""
     root: dict[str, Tree] = {}
     for path, leaf in leaves.items():
         *parents, name = path.split("/")
@@ -442,18 +445,18 @@ def _nested(leaves: Mapping[str, Leaf]) -> dict[str, Tree]:
 def _refuse_mismatches(
     directory: Place, stored: Mapping[str, Shaped], wanted: Mapping[str, Shaped], rounded: Collection[str] = ()
 ) -> None:
-    """Compares the arrays of a checkpoint with those that the run needs, both by path.
+    """Checks that the arrays of a checkpoint match the arrays of the run, by path.
 
-    A dtype counts because a reader would otherwise convert silently, and a resumed run would not be the same run.
+    Dtypes must match because a reader would otherwise convert silently, and the resumed run would give other results.
 
     Args:
-      directory: of the checkpoint, for the error.
-      stored: its arrays, anything with `.shape` and `.dtype`.
-      wanted: those of the run, likewise.
-      rounded: paths of arrays that the run asks for in another dtype.
+      directory: the checkpoint's folder, for the error.
+      stored: the arrays of the checkpoint, objects with `.shape` and `.dtype`.
+      wanted: the arrays of the run, objects with `.shape` and `.dtype`.
+      rounded: paths of arrays whose dtype may differ.
 
     Raises:
-      UserError: one is missing, left over, or of another shape or dtype; the first five are named.
+      UserError: an array is missing, superfluous, or has another shape or dtype; the first five are named.
     """
     lines = []
     for path, leaf in wanted.items():
@@ -478,7 +481,10 @@ def _signature(leaf: Shaped) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the system's message if the disk is full or TensorStore has its error code, else the library's, cut."""
+    """Returns the system's message for a full disk or for an error code in TensorStore's text, else the library's text.
+
+    The library's text is truncated.
+    """
     quoted = _CODE.search(str(error))
     if quoted:
         return os.strerror(int(quoted[1]))

@@ -1,11 +1,11 @@
 """Checksums of checkpoints: SHA-256 of each file, in a manifest that is written last.
 
-    <step>/manifest.json        {"sha256": of what follows, "files": {name: {"bytes": ..., "sha256": ...}}}
-                                in a bucket {"bytes": ..., "crc32c": ...}, as its listing has them
+    <step>/manifest.json        {"sha256": of "files" as JSON, "files": {name: {"bytes": ..., "sha256": ...}}}
+                                in a bucket {"bytes": ..., "crc32c": ...}, as in its listing
     <step>/manifest.<i>.part    checksums of the files of process i, until process 0 has merged the parts
 
-Neither the storage nor Orbax notices a flipped byte: it would be read as a weight. A checkpoint without a manifest
-was never completed. This module reads files, not arrays.
+Neither the storage nor Orbax detects a flipped byte: it would be read as part of a weight. A checkpoint without a
+manifest is incomplete. This module reads files, not arrays.
 """
 
 import contextlib
@@ -24,38 +24,38 @@ from meshtrain.store import buckets
 from meshtrain.store.buckets import Place, Unreached, reached
 
 MANIFEST = "manifest.json"
-_OWN = "ocdbt.process_"  # the folder of what one process has written, followed by its index
+_OWN = "ocdbt.process_"  # prefix of the folder with one process's files; the process index follows
 _POLL_SECONDS = 0.05
 _READ_BY_ORBAX = ("_CHECKPOINT_METADATA", "state/_METADATA", "state/_sharding", "extra/metadata")
 
 
 class FileEntry(TypedDict, total=False):
-    """What the manifest says of a file: its size, and its checksum in hexadecimal digits, or an object's in base64."""
+    """A manifest entry: a file's size and checksum (hexadecimal SHA-256; in a bucket CRC32C in base64)."""
 
     bytes: int
     sha256: str
     crc32c: str
 
 
-Files = dict[str, FileEntry]  # by the name relative to the checkpoint's folder
+Files = dict[str, FileEntry]  # keys are names relative to the checkpoint's folder
 
 
 def is_sealed(directory: Place) -> bool:
-    """Returns whether a checkpoint's folder has its manifest."""
+    """Returns whether a checkpoint's folder contains its manifest."""
     return (directory / MANIFEST).is_file()
 
 
 def seal(directory: Place, index: int, num_processes: int, is_cancelled: Callable[[], bool]) -> bool:
-    """Waits until a checkpoint is committed, computes checksums, and writes the manifest when all processes have.
+    """Waits until a checkpoint is committed, computes checksums, and writes the manifest when all processes are done.
 
     Args:
-      directory: the checkpoint's final folder, which appears, whole, when it is committed.
-      index: of this process. It reads the files that it has written; process 0 also reads the shared ones.
-      num_processes: number of processes; they share the file system.
-      is_cancelled: polled while waiting; true once the save has failed, or the run's folder is lost.
+      directory: the checkpoint's final folder; it appears, complete, when Orbax commits it.
+      index: the index of this process. It reads the files that it has written; process 0 also reads the shared files.
+      num_processes: the number of processes; they share the file system.
+      is_cancelled: polled while waiting; returns True after the save has failed or the run's folder is lost.
 
     Returns:
-      Whether there is a manifest now.
+      Whether the manifest exists now.
 
     Raises:
       OSError: files cannot be read or written.
@@ -81,11 +81,11 @@ def seal(directory: Place, index: int, num_processes: int, is_cancelled: Callabl
 
 
 def _seal_listed(directory: epath.Path, index: int, is_cancelled: Callable[[], bool]) -> bool:
-    """Does what `seal` does, in a bucket: process 0 lists the objects of all."""
+    """Does the same as `seal` in a bucket, where process 0 lists the objects of all processes."""
     mark = directory / (MANIFEST if index else buckets.COMMITTED)
 
     def is_there() -> bool:
-        with contextlib.suppress(Unreached), reached(mark):  # it may answer again: whether the save fails, Orbax says
+        with contextlib.suppress(Unreached), reached(mark):  # it may answer later; Orbax reports failures
             return mark.exists()
         return False
 
@@ -96,11 +96,11 @@ def _seal_listed(directory: epath.Path, index: int, is_cancelled: Callable[[], b
 
 
 def checksums(directory: Place, is_wanted: Callable[[str], bool]) -> Files:
-    """Returns {name: {"bytes", "sha256"}} of the wanted files below a folder, manifests left out; crc32c in a bucket.
+    """Returns {name: {"bytes", "sha256"}} of the wanted files below a folder, except manifests; CRC32C in a bucket.
 
     Args:
       directory: the folder.
-      is_wanted: whether to include a file, by its name relative to the folder.
+      is_wanted: whether to include a file, given its name relative to the folder.
     """
     if not isinstance(directory, Path):
         objects = sorted(buckets.listed(directory).items())
@@ -114,11 +114,11 @@ def checksums(directory: Place, is_wanted: Callable[[str], bool]) -> Files:
 
 
 def damage(directory: Place, index: int = 0, num_processes: int = 1) -> list[str]:
-    """Returns one line for each file whose size or checksum differs; an empty list for an undamaged checkpoint.
+    """Returns one line for each file whose size or checksum differs; empty for an undamaged checkpoint.
 
     Args:
       directory: the checkpoint's folder.
-      index: of this process, which reads every `num_processes`-th file.
+      index: the index of this process, which reads every `num_processes`-th file.
       num_processes: number of processes that call it together.
     """
     try:
@@ -139,9 +139,9 @@ def damage(directory: Place, index: int = 0, num_processes: int = 1) -> list[str
 
 
 def unreadable(directory: Place) -> list[str]:
-    """Returns a line for each JSON file of Orbax that has other bytes than at the save, or is no JSON object.
+    """Returns one line for each JSON file of Orbax that has changed since the save, or is not a JSON object.
 
-    No array is read. Orbax reads these files first, and bounds no nesting. In a bucket, checksums are not compared.
+    Reads no array. Orbax parses these files first, without a limit on nesting. In a bucket, checksums are not compared.
     """
     lines = []
     try:
@@ -174,7 +174,7 @@ def _difference(path: Path, name: str, expected: FileEntry) -> str:
 
 
 def _other_than_file(path: Place) -> str:
-    """Returns what stands in a file's place, such as a pipe, whose reader would wait; '' for a file or nothing."""
+    """Returns the kind of a path that is not a file, such as a pipe, which would block a reader; '' otherwise."""
     return what_is_at(path) if path.exists() and not path.is_file() else ""
 
 
@@ -184,7 +184,7 @@ def _sha256(path: Path) -> str:
 
 
 def _owner(name: str, num_processes: int) -> int:
-    """Returns the process that computes a file's checksum: the one whose folder holds it, 0 for shared files."""
+    """Returns the process that hashes a file: its writer, or process 0 for shared files."""
     owners = [part.removeprefix(_OWN) for part in name.split("/") if part.startswith(_OWN)]
     index = int(owners[0]) if owners and owners[0].isdecimal() else 0
     return index if index < num_processes else 0

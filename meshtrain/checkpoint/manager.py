@@ -1,11 +1,11 @@
-"""Orbax's checkpoint manager with our options: it writes and reads checkpoints, and deletes none.
+"""Creates Orbax's checkpoint manager with our options: it writes and reads checkpoints, and never deletes any.
 
-Suppresses what Orbax prints on the terminal besides raising it: needless warnings, and stacks of failed saves.
+Also suppresses messages that Orbax prints although it raises the same error: needless warnings and stack traces.
 
 `CheckpointManager.wait_until_finished` raises the error of a failed save, and we print one line for it. Before that,
-each of Orbax's threads logs the error with a stack. Writes still in flight then find their event loop closed:
-TensorStore prints a traceback for each, and asyncio one for each task whose result is never retrieved. Python warns of
-each write that had not begun by then.
+each of Orbax's threads logs the error with a stack trace. Writes still in progress then meet a closed event loop:
+TensorStore prints a traceback for each write, and asyncio prints one for each task whose result is never retrieved.
+Python warns about each write that had not started by then.
 """
 
 import functools
@@ -21,9 +21,9 @@ import orbax.checkpoint as ocp
 
 from meshtrain.store.buckets import Place
 
-STATE, EXTRA = "state", "extra"  # the two folders of a save
+STATE, EXTRA = "state", "extra"  # the two folders of a checkpoint
 _REPLICA_SLICE_BYTES = 8 << 20
-# Orbax's coroutines of a save that has failed before they were awaited.
+# Coroutines of Orbax that are never awaited if a save fails early.
 _NEVER_AWAITED = (
     "async_serialize_from_host", "_async_serialize_shardings", "_create_paths", "_serialize_arrays_batches",
     "cancellable", "JsonCheckpointHandler", "BasePyTreeCheckpointHandler",
@@ -31,9 +31,9 @@ _NEVER_AWAITED = (
 
 
 def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
-    """Returns the manager of a folder of checkpoints; one that only reads creates, cleans up and deletes nothing."""
+    """Returns Orbax's manager for a folder of checkpoints; with `writes=False` it creates and deletes nothing."""
     silence()
-    # Orbax deletes nothing. `retention.prune` runs once a new save is sealed, and `retention.sweep` deletes
+    # Orbax must delete nothing: `retention.prune` runs after a new save is sealed, and `retention.sweep` deletes
     # half-written saves, because Orbax fails on one that a thread still writes to.
     all_stay = {"preservation_policy": ocp.checkpoint_managers.EveryNSteps(1)}
     options = ocp.CheckpointManagerOptions(create=False, lightweight_initialize=True, **(all_stay if writes else {}))
@@ -42,11 +42,11 @@ def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
 
 
 def start_save(manager: ocp.CheckpointManager, step: int, items: ocp.args.Composite) -> None:
-    """Starts to write a step; returns when the buffers of the arrays may be overwritten, and raises Orbax's error.
+    """Starts to write a step; returns when the arrays' buffers may be overwritten, and raises Orbax's error.
 
-    Python waits for all threads at its end, except for daemons. If the folder of a save cannot be made, Orbax's threads
-    wait for it for five minutes after the save has failed. A thread inherits the flag from the thread that starts it,
-    so the save starts in a daemon.
+    When Python exits it waits for all threads except daemons. If the folder of a save cannot be created, Orbax's
+    threads wait for it for five minutes after the save has failed. A thread inherits the daemon flag from the thread
+    that starts it, so the save starts in a daemon.
     """
     errors = list[Exception]()
 
@@ -64,7 +64,7 @@ def start_save(manager: ocp.CheckpointManager, step: int, items: ocp.args.Compos
 
 
 def renamed(directory: Place) -> list[str]:
-    """Returns one line if a whole checkpoint's state is of another step than its folder is named after; else no line.
+    """Returns one line if the step in a checkpoint's state differs from its folder's name; else an empty list.
 
     A state without a step, such as imported weights, may have any name. All processes call it together.
     """
@@ -79,8 +79,8 @@ def renamed(directory: Place) -> list[str]:
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
-    # Replicas that share the writing of an array slice it on the device: one small compilation for each shape, device
-    # and slice. This delays the first save by seconds, and pays off on several hosts only.
+    # If replicas share the writing of an array, they slice it on the device: one small compilation for each shape,
+    # device and slice. This delays the first save by seconds, and is worthwhile only on several hosts.
     arrays = ocp.type_handlers.ArrayHandler(
         use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_REPLICA_SLICE_BYTES
     )
@@ -90,7 +90,7 @@ def _state_handler() -> ocp.PyTreeCheckpointHandler:
 
 @functools.cache
 def silence() -> None:
-    """Suppresses these lines from now on; everything else is printed as before."""
+    """Suppresses these messages from now on; all other messages are printed as before."""
     logging.getLogger("absl").addFilter(_is_worth_a_line)
     logging.getLogger("asyncio").addFilter(_is_task_of_others)
     warnings.filterwarnings("ignore", f"coroutine '({'|'.join(_NEVER_AWAITED)})", RuntimeWarning)
@@ -115,7 +115,7 @@ def _is_task_of_others(record: logging.LogRecord) -> bool:
 
 
 def _came_too_late(unraisable: "sys.UnraisableHookArgs") -> bool:
-    """Returns whether C++ called a closed event loop: the outermost frame is asyncio's own."""
+    """Returns whether C++ called a closed event loop: then the outermost frame belongs to asyncio."""
     error, traceback = unraisable.exc_value, unraisable.exc_traceback
     is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
     return is_closed and traceback is not None and traceback.tb_frame.f_code.co_name == "call_soon_threadsafe"

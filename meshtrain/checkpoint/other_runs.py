@@ -1,4 +1,4 @@
-"""Restores another run's weights onto this run's shardings, after a comparison with their checksums."""
+"""Restores another run's weights onto this run's shardings, after it has verified their checksums."""
 
 import contextlib
 import hashlib
@@ -31,20 +31,21 @@ def restore_params(
     *,
     averaged: bool = False,
 ) -> tuple[Arrays, int]:
-    """Reads the weights of one of another run's checkpoints onto this run's shardings.
+    """Reads the weights of another run's checkpoint onto this run's shardings.
 
     Args:
-      directory: a workdir, or the directory `checkpoints` inside one.
-      step: of the checkpoint; None: the newest one that is whole.
+      directory: a workdir, or the directory `checkpoints` inside it.
+      step: the step of the checkpoint; None: the newest undamaged checkpoint.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings.
-      rounded: paths of weights that are read in another dtype than they were saved in.
+      rounded: paths of weights to read in another dtype than their saved dtype.
       averaged: see `Checkpoints.restore_params`.
 
     Returns:
-      A pytree of jax.Array of the same structure, bitwise the other run's weights but for rounded ones; and the step.
+      A pytree of jax.Array of the same structure, bitwise equal to the other run's weights except rounded ones, and the
+      step.
 
     Raises:
-      UserError: there is no such directory, no complete checkpoint of that step in it, or its weights have other shapes
+      UserError: the directory does not exist, has no complete checkpoint of that step, or the weights have other shapes
         or dtypes.
     """
     with find(directory) as checkpoints:
@@ -59,21 +60,21 @@ def restore_params(
 
 
 def recorded(directory: str | Path) -> JsonObject:
-    """Returns what the newest checkpoint in a place says of its run; nothing without one. It starts no JAX.
+    """Returns the `extra` object of the newest checkpoint in a folder or bucket; empty if there is none. Starts no JAX.
 
     Raises:
-      UserError: it is a bucket that cannot be reached.
+      UserError: the bucket cannot be reached.
     """
     with reached(place := buckets.place(directory)):
         for step in reversed(saved_steps(place)):
-            with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # a damaged one
+            with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # a damaged checkpoint
                 if is_sealed(place / str(step)):
                     return dict(read_json((place / str(step) / EXTRA / "metadata").read_text(encoding="utf-8")))
     return {}
 
 
 def newest(directory: str | Path) -> list[Json]:
-    """Returns the step of the newest checkpoint in a place and the hash of its manifest; an empty list for none."""
+    """Returns [step, hash of its manifest] for the newest checkpoint in a folder or bucket; [] if there is none."""
     try:
         with find(directory) as checkpoints:
             step = checkpoints.latest_step()
@@ -86,14 +87,14 @@ def newest(directory: str | Path) -> list[Json]:
 
 
 def place_of(directory: str | Path, command: str = "--config.init_from=") -> Place:
-    """Returns where the checkpoints of a workdir are, by its config.json; any other folder or bucket as it is.
+    """Returns the checkpoint folder of a workdir, according to its config.json; other folders and buckets unchanged.
 
     Args:
-      directory: a workdir, the directory `checkpoints` inside one, or gs://bucket/prefix.
-      command: what the place stands behind where the user names it.
+      directory: a workdir, the directory `checkpoints` inside it, or gs://bucket/prefix.
+      command: the option with which the user can name the place directly, for the error.
 
     Raises:
-      UserError: only a config.json that this user's run did not write names the place; or see `buckets.place`.
+      UserError: only a config.json from another user's run names the place; or see `buckets.place`.
     """
     if is_url(str(directory)):
         return buckets.place(directory)
@@ -114,14 +115,14 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
     """Opens another run's checkpoints for reading.
 
     Args:
-      directory: a workdir, the directory `checkpoints` inside one, or gs://bucket/prefix.
-      is_place: whether it is the folder of the checkpoints itself, whose config.json would not be read.
+      directory: a workdir, the directory `checkpoints` inside it, or gs://bucket/prefix.
+      is_place: whether `directory` is the checkpoint folder itself; then no config.json is read.
 
     Returns:
-      Checkpoints with at least one complete step; the caller closes it.
+      Checkpoints with at least one complete step; the caller closes them.
 
     Raises:
-      UserError: there is no such directory, or no complete checkpoint in it; the line says what it holds.
+      UserError: the directory does not exist, or has no complete checkpoint; the error lists its contents.
     """
     given = expanded(directory).absolute()
     if not is_url(str(directory)) and (what := what_is_at(given)) != "a folder":
@@ -151,7 +152,7 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
 
 
 def _nearest_workdir(given: Path) -> str:
-    """Returns `; nearest: DIR`: the parent if the directory of a step was given."""
+    """Returns `; nearest: DIR` for an error: the parent if the directory of a step was given."""
     if snapshot := snapshot_of(given):
         return f", or a Hugging Face folder; nearest: {snapshot}"
     is_step = given.name.isdecimal() and (given / STATE).is_dir()

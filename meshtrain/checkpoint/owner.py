@@ -1,8 +1,9 @@
-"""Which run writes checkpoints into a folder or a bucket: a file there has the run's id, its process and a heartbeat.
+"""Ensures that only one run writes checkpoints into a folder or bucket: a file names the owner and has a heartbeat.
 
-The file stays after a kill. A run that starts again in its workdir, whose lock says that no process of the run is
-alive, resumes at once. Another run takes over at once from a process of the same machine that has ended, and from any
-other process after ten minutes without a heartbeat.
+The file contains the run's id, its process and the time of the heartbeat. It remains after a kill. A run that restarts
+in its workdir resumes at once, since the lock of the workdir shows that no other process of the run is alive. Another
+run takes over at once if the owner's process ran on the same machine and has ended; from any other process it takes
+over after ten minutes without a heartbeat.
 """
 
 import contextlib
@@ -27,26 +28,27 @@ from meshtrain.store.buckets import Place, Unreached, reached
 OWNER = "owner.json"
 _BEAT_SECONDS, _STALE_SECONDS = 60.0, 600.0
 _PROCESS = re.compile(r"process (\d{1,9}) on (.*)", re.DOTALL)
-_STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat behind the name, see proc_pid_stat(5)
+_STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat after the name, see proc_pid_stat(5)
 
 
 @contextlib.contextmanager
 def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iterator[Callable[[], str]]:
-    """Keeps other runs out of a folder or a gs://bucket/prefix during the block; process 0 does so for all processes.
+    """Keeps other runs out of a folder or gs://bucket/prefix during the block; process 0 acts for all processes.
 
-    If another run takes over all the same, because this machine was asleep, the process leaves at once.
+    If another run takes over nevertheless, because this machine was asleep, the process exits at once.
 
     Args:
-      directory: the folder, made if it is missing, or the prefix.
-      run: the id that the run's workdir keeps.
-      may_vanish: whether a save makes the folder again if it is deleted, which is the case inside the workdir.
+      directory: the folder, created if it is missing, or the prefix.
+      run: the id of the run, stored in its workdir.
+      may_vanish: whether a save creates the folder again if it was deleted; true inside the workdir.
 
     Yields:
-      A function that returns one line if the folder is deleted, replaced or no longer mounted, else ''. It returns ''
-      for a bucket, in other processes, and if the folder may vanish; a folder that was made again is owned too.
+      A function that returns one line if the folder was deleted, replaced or unmounted, else ''. It always returns ''
+      for a
+      bucket, in processes other than 0, and if the folder may vanish; then a new folder is owned, too.
 
     Raises:
-      UserError: another run has it (where, since when), or it cannot be written.
+      UserError: another run owns it (the error names its process and time), or it cannot be written.
     """
     place, problems = buckets.place(directory), list[str]()
     if not peers.is_main_process():
@@ -77,7 +79,7 @@ def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iter
 
 
 def _problems(place: Place, run: str) -> list[str]:
-    """Makes the run the owner, or returns one line. Raises FileExistsError: another one becomes it at this moment."""
+    """Makes the run the owner, or returns one line. Raises FileExistsError if another run is faster."""
     try:
         with reached(place), _alone(place):
             if was := _owner(place):
@@ -95,8 +97,8 @@ def _problems(place: Place, run: str) -> list[str]:
 
 
 def _in_use(place: Place, was: JsonObject, run: str) -> str:
-    """Returns one line if the owner keeps its place; '' if this run may take it, with a warning if it was another's."""
-    seconds = abs(time.time() - was["seconds"])  # a heartbeat of the future is of a clock that was set back since
+    """Returns one line if the owner stays; '' if this run may take over, with a warning if another run owned it."""
+    seconds = abs(time.time() - was["seconds"])  # abs: a heartbeat in the future means that the clock was set back
     is_alive = _is_alive(was)
     is_silent = seconds >= _STALE_SECONDS or was["run"] == run
     again = f"the same in {_STALE_SECONDS - seconds:.0f} s" if is_alive is None else "the same after its end"
@@ -112,9 +114,9 @@ def _in_use(place: Place, was: JsonObject, run: str) -> str:
 
 
 def _is_alive(was: JsonObject) -> bool | None:
-    """Returns whether an owner's process runs on this machine; None if it is a process of another machine.
+    """Returns whether the owner's process runs on this machine; None if it belongs to another machine.
 
-    The number of a process that has ended may be another process' by now: their times of start differ.
+    Another process may have reused the process number since; the start times distinguish them.
     """
     found, now = _PROCESS.fullmatch(was["host"]), _process()
     same = ("machine" not in was) or was["machine"] == now["machine"]
@@ -124,14 +126,14 @@ def _is_alive(was: JsonObject) -> bool | None:
         os.kill(number := int(found[1]), 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # another user's
+    except (OSError, OverflowError):  # a process of another user
         return True
     state, started = _stat(number)
     return state not in "ZX" and ("started" not in was or not started or was["started"] == started)
 
 
 def _stat(process: int) -> tuple[str, str]:
-    """Returns the state of a process, such as `Z` for one that has ended, and when it started; '' where unknown."""
+    """Returns the state of a process, such as `Z` for a zombie, and its start time; '?' and '' if unknown."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return fields[_STATE], fields[_START_TIME]
@@ -141,7 +143,7 @@ def _stat(process: int) -> tuple[str, str]:
 
 @functools.cache
 def _machine() -> str:
-    """Returns the start of this system and the space of its process numbers, which containers of one name differ in."""
+    """Returns the boot id and the pid namespace; they distinguish containers with the same host name."""
     parts = []
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
@@ -155,7 +157,7 @@ def _process() -> JsonObject:
 
 
 def _is_own(was: JsonObject, run: str) -> bool:
-    """Returns whether this process has become the owner for this run."""
+    """Returns whether this process owns the place for this run."""
     return bool(was) and {**was, **_process(), "run": run} == was
 
 
@@ -164,7 +166,7 @@ def _beat(place: Place, run: str, ends: threading.Event) -> None:
         with contextlib.suppress(Unreached, OSError), reached(place):
             now = _owner(place)
             _leave_to(now, place, run)
-            if now or not isinstance(place, Path):  # a folder without the file is not this run's
+            if now or not isinstance(place, Path):  # a folder without the file belongs to another run
                 buckets.write(place / OWNER, _text(run))
 
 
@@ -174,7 +176,10 @@ def _leave_to(now: JsonObject, place: Place, run: str) -> None:
 
 
 def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
-    """Returns one line if the owner's file is gone; writes it again in a folder that may vanish and is there."""
+    """Returns one line if the owner's file has disappeared.
+
+    If the folder may vanish, returns '' and writes the file again if the folder exists.
+    """
     if not isinstance(place, Path):
         return ""
     if now := _owner(place):
@@ -185,23 +190,23 @@ def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
         allowed = "allowed: the run's own folder until the end"
         return f"checkpoint.directory: got {what} at {place} in place of this run's; {allowed}"
     if place.is_dir():
-        with contextlib.suppress(OSError):  # a full disk: the save says so
+        with contextlib.suppress(OSError):  # a full disk: the save reports it
             buckets.write(place / OWNER, _text(run))
     return ""
 
 
 @contextlib.contextmanager
 def _alone(place: Place) -> Iterator[None]:
-    """Keeps other starts on this machine out of a folder while this one reads and writes the owner's file."""
+    """Holds a lock against other starts on this machine while this start reads and writes the owner's file."""
     with contextlib.ExitStack() as held:
         if isinstance(place, Path):
-            with contextlib.suppress(OSError):  # a file system without locks: the exclusive write is left
+            with contextlib.suppress(OSError):  # a file system without locks: only the exclusive write protects
                 fcntl.flock(open_folder(place, held), fcntl.LOCK_EX)
         yield
 
 
 def _owner(place: Place) -> JsonObject:
-    """Returns what the owner's file holds: an empty object where it is missing, no run where it is damaged."""
+    """Returns the content of the owner's file: an empty object if it is missing, an empty run id if it is damaged."""
     try:
         owner = dict(read_json(buckets.read(place / OWNER)))
         if all(isinstance(owner[name], str) for name in ("run", "host")) and is_finite(owner["seconds"]):

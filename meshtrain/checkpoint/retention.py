@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest few, multiples of a number of steps, and the best. The rest is deleted."""
+"""Decides which checkpoints are kept: the newest, multiples of a number of steps, and the best. Deletes the others."""
 
 import contextlib
 import dataclasses
@@ -17,16 +17,16 @@ from meshtrain.options import AllBut, option
 from meshtrain.store import buckets
 from meshtrain.store.buckets import Place
 
-DAMAGED = "damaged"  # folder beside the checkpoints, for those whose checksums do not match
+DAMAGED = "damaged"  # folder next to the checkpoints, for checkpoints whose checksums do not match
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # part of the name of a folder that is being written or deleted
 _ROUNDS, _ROUND_SECONDS = 5, 0.2
 Ratings = Mapping[int, Mapping[str, float]]  # step -> metric of its evaluation -> value
-RATINGS = "ratings.json"  # beside the steps: {step: {metric: value}}
+RATINGS = "ratings.json"  # next to the steps: {step: {metric: value}}
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointOptions:
-    """When and where the state is saved and which checkpoints are kept."""
+    """When and where the state is saved, and which checkpoints are kept."""
 
     directory: str = option(
         "", "folder or gs://bucket/prefix of the checkpoints; '': checkpoints/ in the workdir", names="path"
@@ -43,14 +43,14 @@ class CheckpointOptions:
 
 
 def kept(steps: Iterable[int], options: CheckpointOptions, ratings: Ratings, *, higher_is_better: bool) -> set[int]:
-    """Returns the steps that are kept.
+    """Returns the steps to keep.
 
     Args:
-      steps: those with a complete checkpoint.
+      steps: the steps with a complete checkpoint.
       options: which of them to keep.
-      ratings: of steps that were evaluated. One whose `options.best_metric` is missing or not finite is never among the
+      ratings: the metrics of evaluated steps. A step without a finite value of `options.best_metric` is never among the
         best.
-      higher_is_better: whether a larger value of that metric is a better one.
+      higher_is_better: whether a larger value of that metric is better.
     """
     ordered, name = sorted(steps), options.best_metric
     stay = set(ordered[-options.keep_last :])
@@ -64,10 +64,10 @@ def kept(steps: Iterable[int], options: CheckpointOptions, ratings: Ratings, *, 
 
 
 def read_ratings(directory: Place) -> dict[int, dict[str, float]]:
-    """Returns {step: {metric: value}} of the checkpoints in a folder; empty where the file is missing or damaged."""
+    """Returns {step: {metric: value}} of the checkpoints in a folder; empty if the file is missing or damaged."""
     try:
         content = read_json((directory / RATINGS).read_text(encoding="utf-8"))
-        # A number alone is of a file from before there were several metrics.
+        # Older files have a single number instead of several metrics.
         named = {
             int(step): values if isinstance(values, dict) else {CheckpointOptions.best_metric: values}
             for step, values in content.items()
@@ -78,23 +78,25 @@ def read_ratings(directory: Place) -> dict[int, dict[str, float]]:
 
 
 def rate(directory: Place, step: int, values: Mapping[str, float]) -> None:
-    """Adds the metrics of a step to the file that `read_ratings` reads. Raises OSError: it cannot be written."""
+    """Adds the metrics of a step to the file that `read_ratings` reads. Raises OSError if it cannot be written."""
     ratings = read_ratings(directory) | {step: dict(values)}
     buckets.write(directory / RATINGS, json.dumps(dict(sorted(ratings.items()))))
 
 
 def saved_steps(directory: Place) -> list[int]:
-    """Returns the steps of the checkpoints in a folder, complete or not, oldest first."""
+    """Returns the steps of all checkpoints in a folder, complete or incomplete, oldest first."""
     if not directory.is_dir():
         return []
     return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal() and entry.is_dir())
 
 
 def prune(directory: Place, options: CheckpointOptions, *, higher_is_better: bool) -> None:
-    """Deletes the checkpoints that `kept` does not name. Each is renamed first: `sweep` deletes the rest after a kill.
+    """Deletes the checkpoints that `kept` does not return.
+
+    Each is renamed first, so that `sweep` can delete the rest if this deletion is killed.
 
     Raises:
-      OSError: one cannot be deleted.
+      OSError: a checkpoint cannot be deleted.
     """
     sealed_steps = [step for step in saved_steps(directory) if is_sealed(directory / str(step))]
     stay = kept(sealed_steps, options, read_ratings(directory), higher_is_better=higher_is_better)
@@ -108,7 +110,7 @@ def prune(directory: Place, options: CheckpointOptions, *, higher_is_better: boo
 
 
 def sweep(directory: Place) -> None:
-    """Deletes half-written and half-deleted checkpoints. Files that a thread is still writing may remain."""
+    """Deletes incomplete and half-deleted checkpoints. Files that a thread is still writing may remain."""
     if not isinstance(directory, Path):
         for one in [directory / str(step) for step in saved_steps(directory)]:
             if not (is_sealed(one) or (one / buckets.COMMITTED).exists()):
@@ -120,22 +122,22 @@ def sweep(directory: Place) -> None:
 
 
 def remove_rest(directory: Path, above: Path) -> None:
-    """Removes what threads of a save have written into a folder after it was deleted, and the folder if it is empty.
+    """Removes files that threads of a save have written into a deleted folder, and the folder if it is then empty.
 
     Args:
-      directory: of the checkpoints. One that another run owns stays as it is.
-      above: the run's folder, removed as well if it is empty.
+      directory: the folder of the checkpoints. If another run owns it, nothing is removed.
+      above: the run's folder, also removed if it is empty.
     """
     is_inside = directory.parent == above
-    for _ in range(_ROUNDS):  # threads of a save that has failed may still be writing
+    for _ in range(_ROUNDS):  # threads of a failed save may still be writing
         if (directory / OWNER).exists():
             return
         found = list(directory.iterdir()) if directory.is_dir() else []
         for entry in found:
             if HALF_WRITTEN in entry.name or (entry.name.isdecimal() and not is_sealed(entry)):
                 shutil.rmtree(entry, ignore_errors=True)
-        with contextlib.suppress(OSError):  # one of them holds other files
-            for folder in (directory, above) if found or is_inside else ():  # else it may be where a disk is mounted
+        with contextlib.suppress(OSError):  # a folder contains other files
+            for folder in (directory, above) if found or is_inside else ():  # otherwise it may be a mount point
                 folder.rmdir()
         time.sleep(_ROUND_SECONDS)
 

@@ -1,6 +1,6 @@
 """Which tokens come next? Prompts, the decoding loop on the devices, sampling, and the text of tokens.
 
-The loop draws several tokens in each call of one compiled function, with a cache or by whole forward passes. Sampling
-is greedy, or random with temperature, top-k and top-p. Prompts are checked all at once; texts end in whole
-characters.
+The loop generates several tokens in each call of one compiled function, with a KV cache or by complete forward passes.
+Sampling is greedy, or random with temperature, top-k and top-p. All prompts are checked together, and texts contain
+only complete characters.
 """

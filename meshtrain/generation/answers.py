@@ -1,6 +1,6 @@
-"""Prompts -> texts: each prompt's samples, drawn in batches, ended by the end token, a stop string or their length.
+"""Generates texts from prompts in batches; the end token, a stop string or the maximum length ends a text.
 
-What is shown of a text while it is drawn will not change any more: whole characters, up to a stop string.
+While a text is generated, only its final part is shown: complete characters, and nothing that may become a stop string.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from meshtrain.models.task import Decode
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is drawn for each prompt.
+    """The texts to generate for each prompt.
 
     Attributes:
-      num_tokens: at most, in each text.
+      num_tokens: the maximum in each text.
       sampling: how tokens are chosen.
-      stops: strings that end a text; they are no part of it.
-      num_samples: texts for each prompt.
-      seed: of the random numbers.
+      stops: strings that end a text; the text does not include them.
+      num_samples: texts per prompt.
+      seed: the seed of the random numbers.
     """
 
     num_tokens: int
@@ -32,24 +32,25 @@ class Wanted:
 
 
 class Text:
-    """The text of one request, as its tokens come.
+    """The text of one request while its tokens are generated.
 
     Attributes:
       ids: its tokens so far.
-      text: what will not change any more: whole characters, nothing of a stop string.
-      ended: `end` (the end token), `stop` (a stop string), `length` (the most tokens), or empty while it goes on.
+      text: the part that cannot change any more: complete characters, without any part of a stop string.
+      ended: `end` (the end token), `stop` (a stop string), `length` (the maximum length), or empty while it is
+        generated.
     """
 
     def __init__(
         self, decode: Callable[[Iterable[int]], str], before: Sequence[int] = (), stops: Sequence[str] = ()
     ) -> None:
-        """Begins an empty text.
+        """Starts an empty text.
 
         Args:
           decode: ids -> text.
-          before: the tokens of a prompt that the text continues: a tokenizer may decode a word's first token without
-            the blank before it unless there are tokens before.
-          stops: strings that end the text; they are no part of it.
+          before: the tokens of the prompt that the text continues. Without them, a tokenizer may omit the blank before
+            the first word.
+          stops: strings that end the text; the text does not include them.
         """
         self.decode = decode
         self.before = list(before)
@@ -63,9 +64,9 @@ class Text:
         """Adds tokens; returns whether the text has ended.
 
         Args:
-          ids: the next ones, without the end token.
-          is_last: whether no more will come.
-          at_most: number of tokens at which a text ends by its length.
+          ids: the next tokens, without the end token.
+          is_last: whether these are the last tokens.
+          at_most: the maximum number of tokens.
         """
         self.ids += ids
         text = self._decoded()
@@ -85,9 +86,9 @@ class Text:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Returns where the stop string that is complete first begins; None without one.
+    """Returns the start of the stop string that is completed earliest, or None.
 
-    Which one that is does not depend on how much text follows.
+    The result does not depend on the length of the text after it.
 
     >>> first_stop("one, two. three", [".", ", two. t"]), first_stop("one", ["."])
     (8, None)
@@ -97,9 +98,9 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def settled(text: str, stops: Sequence[str]) -> int:
-    """Returns how many characters of a text do not depend on what follows it.
+    """Returns the number of leading characters that later text cannot change.
 
-    Half a character at the end does, and what may be the beginning of a stop string.
+    An incomplete character at the end can change, and so can a possible prefix of a stop string.
 
     >>> settled("one tw", ["two"]), settled("one", ["two"])
     (4, 3)
@@ -119,14 +120,14 @@ def answers(
     wanted: Wanted,
     show: Callable[[int, Text], None] = lambda index, text: None,
 ) -> list[Text]:
-    """Returns the texts that follow the prompts: all samples of the first prompt, then those of the second, ...
+    """Returns the texts that follow the prompts: all samples of the first prompt, then all samples of the second, ...
 
     Args:
       generator: generates tokens.
       decode: ids -> text.
-      prompts: ids of each, at least one.
-      wanted: how many, how long, how chosen.
-      show: called with the index of a text, and the text so far, whenever it has become longer or has ended.
+      prompts: the token ids of each prompt, at least one prompt.
+      wanted: the number, length and sampling of the texts.
+      show: called with the index of a text, and the text so far, when it has become longer or has ended.
     """
     requests = [
         Request(ids, prompt, sample) for prompt, ids in enumerate(prompts) for sample in range(wanted.num_samples)
@@ -145,22 +146,22 @@ def answers(
 
 
 def room_left(decode: Decode, longest_prompt: int) -> int:
-    """Returns how many tokens can follow a prompt of this length; below 1 if it is too long, -1 for any number."""
+    """Returns how many tokens can follow a prompt of this length; below 1 if it is too long, -1 without a limit."""
     if decode.max_prompt and longest_prompt > decode.max_prompt:
         return 0
     return _left(decode.max_positions, decode.continues, longest_prompt)
 
 
 def trained_left(decode: Decode, longest_prompt: int) -> int:
-    """Returns how many tokens can follow a prompt within the positions of training; below 1 for none, -1: unknown."""
+    """Returns how many tokens fit after a prompt within the trained length; below 1 for none, -1 if unknown."""
     return _left(decode.trained_positions, decode.continues, longest_prompt)
 
 
 def fitting(decode: Decode, longest_prompt: int, most: int, *, within_training: bool) -> int:
-    """Returns how many of `most` tokens fit after a prompt: in the model's positions, and in those of training.
+    """Returns how many of `most` tokens fit after a prompt: in the model's positions, and in the trained length.
 
-    0 means that the prompt is too long for the model. Beyond the positions of training, which a long prompt can leave
-    no room in, text is possible.
+    0 means that the prompt is too long for the model. If the prompt alone exceeds the trained length, only the model's
+    positions limit the text.
     """
     room, trained = room_left(decode, longest_prompt), trained_left(decode, longest_prompt)
     if room == 0:
@@ -175,14 +176,14 @@ def _left(positions: int, continues: bool, longest_prompt: int) -> int:
 
 
 class Shown:
-    """Writes texts as they come; a text is written while it is drawn if those before it have ended."""
+    """Writes texts while they are generated, in order: a text is written after all previous texts have ended."""
 
     def __init__(self, write: Callable[[str], object], heads: Sequence[str]) -> None:
-        """Begins with nothing written.
+        """Starts with nothing written.
 
         Args:
-          write: takes pieces of text.
-          heads: what stands before each text: a title, the prompt that it continues.
+          write: receives pieces of text.
+          heads: the text to write before each generated text: a title, and the prompt that it continues.
         """
         self._write = write
         self._heads = heads
@@ -191,7 +192,7 @@ class Shown:
         self._num_written = -1  # characters of the current text; -1: its head is not written yet
 
     def __call__(self, index: int, text: Text) -> None:
-        """Writes what is new: `text`, at this index, has become longer or has ended."""
+        """Writes the new part of `text`, the text at this index, which has become longer or has ended."""
         self._texts[index] = text
         while self._current in self._texts:
             text = self._texts[self._current]

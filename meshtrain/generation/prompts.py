@@ -1,4 +1,4 @@
-"""Prompts from the command line or from a file, and their tokens: every problem of every prompt at once."""
+"""Reads prompts from the command line or a file, and tokenizes them; reports all problems of all prompts together."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,10 +20,10 @@ class Prompt(NamedTuple):
     """A prompt.
 
     Attributes:
-      text: that the model continues.
-      where: where it is from, `--prompt` or a file's line, for errors.
-      messages: that it ends, if any.
-      is_templated: whether a chat template wrote the text, with the tokens before a text.
+      text: the text that the model continues.
+      where: its source for errors: `--prompt`, or a line of a file.
+      messages: the conversation that the text ends, if any.
+      is_templated: whether a chat template produced the text; then it includes the tokens that start a text.
     """
 
     text: str
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
 
 def from_flags(texts: Sequence[str], problems: Problems) -> list[Prompt]:
-    """Returns the prompts of `--prompt`; adds a line to `problems` for each that is empty or not UTF-8."""
+    """Returns the prompts of `--prompt`; adds a line to `problems` for each empty or non-UTF-8 prompt."""
     for text in texts:
         if not text or not is_utf8(text):
             problems.add(f"--prompt: got '{text}'; allowed: a text in UTF-8, not empty; nearest: 'def '")
@@ -41,12 +41,12 @@ def from_flags(texts: Sequence[str], problems: Problems) -> list[Prompt]:
 
 
 def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "--prompts") -> list[Prompt]:
-    """Returns the prompts of a file, on each line a JSON object with `prompt`; adds to `problems` what is wrong.
+    """Returns the prompts of a file with one JSON object with `prompt` per line; adds errors to `problems`.
 
     Args:
       path: the file.
-      problems: reading ends once they are enough.
-      chat: whether a line may have `messages` instead, the last of which is answered.
+      problems: receives the errors; reading stops when there are enough of them.
+      chat: whether a line may have `messages` instead; the model answers the last message.
       key: the option that names the file.
     """
     name, near = expanded(path), "--prompt='def '" if key == "--prompts" else "prompts.jsonl"
@@ -75,7 +75,7 @@ def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "
 
 
 def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
-    """Returns the prompt of a line. Raises ValueError: what it got, and what is allowed."""
+    """Returns the prompt of a line. Raises ValueError with the faulty value and the allowed values."""
     wanted = "allowed: a JSON object with 'prompt', a text that is not empty"
     try:
         fields = read_json(line)
@@ -94,15 +94,15 @@ def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
 
 
 def in_chat(prompts: Sequence[Prompt], template: ChatTemplate, special: SpecialTokens) -> list[Prompt]:
-    """Returns the prompts as a chat template writes them, up to where the answer begins.
+    """Returns the prompts formatted by a chat template, up to the start of the answer.
 
     Args:
-      prompts: each one a user's message, or the last of its messages.
+      prompts: each is a user's message, or a conversation.
       template: the chat template.
-      special: of the tokenizer.
+      special: the special tokens of the tokenizer.
 
     Raises:
-      UserError: a line for each conversation that the template does not take.
+      UserError: one line for each conversation that the template rejects.
     """
     problems, found = Problems(), []
     for prompt in prompts:
@@ -121,13 +121,13 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int, de
 
     Args:
       prompts: at least one.
-      tokenizer: of the run.
-      vocab_size: of the model; 0: unknown.
-      decode: how the task generates, which limits a prompt's length.
+      tokenizer: the tokenizer of the run.
+      vocab_size: the vocabulary of the model; 0 if unknown.
+      decode: how the task generates; it limits a prompt's length.
 
     Raises:
-      UserError: a line for each prompt that cannot be encoded, has no tokens, ids that the model does not have, or more
-        tokens than the model has positions.
+      UserError: one line for each prompt that cannot be encoded, has no tokens, has ids outside of the vocabulary, or
+        has more tokens than the model has positions.
     """
     problems, tokens = Problems(), list[list[int]]()
     for text, where, _, is_templated in prompts:

@@ -1,4 +1,4 @@
-"""The choice of one token from logits: greedy, or at random with temperature, top-k and top-p.
+"""Chooses one token from logits: greedily, or at random with temperature, top-k and top-p.
 
 R: rows, V: padded vocabulary.
 """
@@ -8,18 +8,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-_LEAST_TEMPERATURE = 1e-6  # float32 logits divided by far less are infinite
+_LEAST_TEMPERATURE = 1e-6  # float32 logits divided by a much smaller number overflow
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. The three apply in this order, as in Hugging Face's generation.
+    """How a token is chosen. The three options apply in this order, as in Hugging Face's generation.
 
     Attributes:
-      temperature: logits are divided by it; below 1e-6 the most probable token is taken, as at 0.
-      top_k: only the most probable tokens, this many, are left; 0: all of them.
-      top_p: only the most probable tokens are left whose probabilities sum to this, the token that crosses it included
-        (nucleus sampling, Holtzman et al. 2020); 1: all of them.
+      temperature: logits are divided by it; below 1e-6 the most probable token is chosen, as at 0.
+      top_k: only this number of most probable tokens remain; 0: all tokens.
+      top_p: only the most probable tokens remain whose probabilities sum to this, including the token that crosses it
+        (nucleus sampling, Holtzman et al. 2020); 1: all tokens.
     """
 
     temperature: float = 0.0
@@ -28,12 +28,12 @@ class Sampling:
 
 
 def row_keys(key: jax.Array, prompts: jax.Array, samples: jax.Array) -> jax.Array:
-    """Returns one key for each row, keys [R]; neither the mesh nor the other rows of a batch change it.
+    """Returns one random key per row, keys [R]; it depends neither on the mesh nor on the other rows of the batch.
 
     Args:
-      key: of the seed.
+      key: the key of the seed.
       prompts: int32 [R], the index of each row's prompt in the request.
-      samples: int32 [R], which of the prompt's samples the row is.
+      samples: int32 [R], the index of the row among the samples of its prompt.
     """
     fold = jax.vmap(jax.random.fold_in)
     return fold(fold(jnp.broadcast_to(key, prompts.shape), prompts), samples)
@@ -44,8 +44,8 @@ def choose(logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampl
 
     Args:
       logits: float32 [R, V]; a token at minus infinity is never chosen.
-      keys: of the rows, keys [R].
-      index: int32 scalar, how many tokens the rows have been given before.
+      keys: the keys of the rows, keys [R].
+      index: int32 scalar, the number of tokens generated before.
       sampling: how to choose.
     """
     if sampling.temperature < _LEAST_TEMPERATURE:
@@ -56,9 +56,9 @@ def choose(logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampl
 
 
 def kept(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns logits float32 [R, V] with the tokens that top-k and top-p leave out at minus infinity.
+    """Returns logits float32 [R, V], at minus infinity for tokens that top-k and top-p exclude.
 
-    Tokens as probable as the least probable one that is kept are kept too, so that order does not matter.
+    Tokens as probable as the last included token are included, too, so that the order of equal logits does not matter.
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]

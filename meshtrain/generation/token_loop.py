@@ -1,7 +1,7 @@
-"""The loop over tokens: prompts are read at once, then up to 16 tokens are drawn in each call of one compiled function.
+"""The decoding loop: prefills prompts, then generates up to 16 tokens in each call of one compiled function.
 
-R: rows of a batch, one for each text, filled up to a multiple of the batch's shards; P: tokens a prompt after padding;
-V: padded vocabulary.
+R: rows of a batch, one per text, padded to a multiple of the batch's shards; P: tokens of a prompt after padding; V:
+padded vocabulary.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.stored import activation_sharding, num_parts
 from meshtrain.sharding.trees import Shardings
 
-CALL_TOKENS = 16  # tokens of a row between two looks of the host
-MOST_ROWS, MOST_CACHE_BYTES = 64, 2 << 30  # of a batch, and of its cache on one device
+CALL_TOKENS = 16  # tokens of a row in one call, after which the host reads them
+MOST_ROWS, MOST_CACHE_BYTES = 64, 2 << 30  # limits of a batch, and of its cache on one device
 SHORTEST = 64
-NOTHING = -1  # in place of a token that was not drawn
+NOTHING = -1  # instead of a token in rows that are done
 
 # (index of the request, its next tokens, whether they are its last ones) -> whether the request needs no more tokens.
 Take = Callable[[int, list[int], bool], bool]
@@ -33,12 +33,12 @@ Take = Callable[[int, list[int], bool], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One text to generate.
+    """A text to generate.
 
     Attributes:
       ids: the prompt, at least one token.
       prompt: the prompt's index among all prompts.
-      sample: which of the prompt's samples it is. Random numbers depend on this and on `prompt`.
+      sample: the index among the samples of this prompt. Random numbers depend on it and on `prompt`.
     """
 
     ids: Sequence[int]
@@ -49,13 +49,13 @@ class Request:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What stays on the devices between two calls.
+    """The state on the devices between two calls.
 
     Attributes:
       cache: see `Decode`.
       tokens: int32 [R], the last token of each row.
       keys: uint32 [R, words], the data of each row's key.
-      index: int32 scalar, tokens drawn so far.
+      index: int32 scalar, the number of tokens generated so far.
     """
 
     cache: Cache
@@ -64,12 +64,12 @@ class State:
     index: jax.Array
 
 
-# Of the loop in `advance`: how many tokens are drawn, the state, which rows are done, and the tokens of each row.
+# The loop state of `advance`: number of generated tokens, the state, which rows are done, and the tokens of each row.
 Carry: TypeAlias = tuple[jax.Array, State, jax.Array, jax.Array]
 
 
 class Generator:
-    """Generates with one set of weights on one mesh. Functions are compiled once for each shape and sampling."""
+    """Generates texts with one set of weights on one mesh. Functions are compiled once for each shape and sampling."""
 
     def __init__(
         self,
@@ -80,15 +80,15 @@ class Generator:
         end_ids: Sequence[int],
         compiler_options: CompilerOptions | None = None,
     ) -> None:
-        """Casts the weights to the dtypes in which they compute.
+        """Casts the weights to the dtypes of the computation.
 
         Args:
           decode: how the task generates tokens.
-          params: on `mesh`, with their shardings.
+          params: the weights on `mesh`, with their shardings.
           mesh: the mesh; its pipeline axis has size 1.
           rules: logical axis -> mesh axes, for the cache.
-          end_ids: the tokens of which each ends a text; -1: none does.
-          compiler_options: of XLA, by name; None: its defaults.
+          end_ids: the tokens that end a text; -1: no token does.
+          compiler_options: XLA options by name; None: the defaults.
         """
         self.compiler_options = compiler_options
         self.decode = decode
@@ -99,18 +99,18 @@ class Generator:
         self.compiled = functools.cache(self._compiled)
 
     def load(self, params: Params | None) -> None:
-        """Takes other weights with the same shardings; None: none, so that the memory of those before is free."""
+        """Replaces the weights by others with the same shardings; None frees the memory of the current weights."""
         self.params = None if params is None else _cast(self.decode, params)
 
     def draw(self, requests: Sequence[Request], num_tokens: int, sampling: Sampling, seed: int, take: Take) -> None:
-        """Draws tokens for each request until `take` needs no more, the end token comes, or there are `num_tokens`.
+        """Generates tokens for each request until `take` needs no more, the end token comes, or there are `num_tokens`.
 
         Args:
-          requests: in the order in which they are batched.
-          num_tokens: for each request, at most.
+          requests: the requests, in the order of batching.
+          num_tokens: the maximum for each request.
           sampling: how tokens are chosen.
-          seed: of the random numbers.
-          take: gets the tokens as they come, without the end token.
+          seed: the seed of the random numbers.
+          take: receives the tokens of a request in pieces, without the end token.
         """
         lengths = rounded(max(len(request.ids) for request in requests)), rounded(num_tokens)
         num_rows = self._num_rows(len(requests), *lengths)
@@ -130,7 +130,7 @@ class Generator:
                 index = min(index + CALL_TOKENS, num_tokens)
 
     def _num_rows(self, num_requests: int, prompt_length: int, num_steps: int) -> int:
-        """Returns R: the requests rounded up to the batch's shards, as far as a batch and its cache may be large."""
+        """Returns R: the requests rounded up to the batch's shards, limited by the rows and cache bytes of a batch."""
         shards = num_parts(self.rules.activations["batch"], self.mesh.shape)
         num_bytes = 0
         for entry in self.decode.cache(shards, prompt_length, num_steps).values():
@@ -140,7 +140,7 @@ class Generator:
         return shards * min(-(-num_requests // shards), most)
 
     def _handed(self, take: Take, request: int, drawn: np.ndarray, is_last: bool) -> bool:
-        """Hands a row's new tokens to `take`, and returns whether the row is done."""
+        """Passes a row's new tokens to `take`, and returns whether the row is done."""
         tokens = [int(token) for token in drawn if token != NOTHING]
         if tokens and tokens[-1] in self.end_ids:
             tokens, is_last = tokens[:-1], True
@@ -149,16 +149,16 @@ class Generator:
     def _compiled(
         self, sampling: Sampling, num_rows: int, prompt_length: int, num_steps: int
     ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
-        """Returns `prefill` and `advance`, jitted for these shapes, with a sharding for each result."""
+        """Returns `prefill` and `advance`, jitted for these shapes, with shardings for all results."""
         decode, end_ids = self.decode, np.asarray(self.end_ids, np.int32)
         entries = decode.cache(num_rows, prompt_length, num_steps)
         row = self._sharding((num_rows,), ("batch",))
-        replicated = NamedSharding(self.mesh, PartitionSpec())  # so that each process can read it
+        replicated = NamedSharding(self.mesh, PartitionSpec())  # replicated, so that each process can read it
         of_cache = {name: self._sharding(entry.shape, entry.axes) for name, entry in entries.items()}
         of_state: list[Shardings] = [of_cache, row, row, replicated]
 
         def next_tokens(logits: jax.Array, keys: jax.Array, index: jax.Array) -> jax.Array:
-            # The vocabulary is whole on each device, where it may have to be sorted.
+            # Gather the vocabulary on each device, because top-p sorts it.
             logits = jax.lax.with_sharding_constraint(logits, row)
             return choose(logits, jax.random.wrap_key_data(keys), index, sampling)
 
@@ -179,9 +179,10 @@ class Generator:
             return State(cache, first, keys, jnp.int32(1)), first[:, None]
 
         def advance(params: Params, state: State, done: jax.Array, num_tokens: jax.Array) -> tuple[State, jax.Array]:
-            """Returns the state after up to 16 more tokens of each row, and these, int32 [R, 16].
+            """Returns the state after up to 16 more tokens of each row, and these tokens, int32 [R, 16].
 
-            They are NOTHING once a row is done. It ends early where all rows are done, bool [R], or have `num_tokens`.
+            Tokens are NOTHING after a row is done. The loop ends early if all rows are done, bool [R], or have
+            `num_tokens`.
             """
 
             def goes_on(carry: Carry) -> jax.Array:
@@ -210,7 +211,7 @@ class Generator:
 
 
 def rounded(length: int) -> int:
-    """Returns the smallest power of two from `length` on, at least 64, so that few shapes are compiled.
+    """Returns the smallest power of two that is at least `length` and 64, so that few shapes are compiled.
 
     >>> rounded(3), rounded(64), rounded(65), rounded(1000)
     (64, 64, 128, 1024)
@@ -219,7 +220,7 @@ def rounded(length: int) -> int:
 
 
 def _rows(requests: Sequence[Request], num_rows: int, length: int) -> tuple[np.ndarray, ...]:
-    """Returns tokens [R, P], lengths, prompts and samples [R], all int32; the last request fills the rows."""
+    """Returns tokens [R, P], lengths, prompts and samples [R], all int32; the last request pads the batch."""
     filled = [*requests, *[requests[-1]] * (num_rows - len(requests))]
     tokens = np.zeros((num_rows, length), np.int32)
     for row, request in enumerate(filled):
@@ -229,7 +230,7 @@ def _rows(requests: Sequence[Request], num_rows: int, length: int) -> tuple[np.n
 
 
 def _cast(decode: Decode, params: Params) -> Params:
-    """Returns the weights in the dtypes in which they compute, with the same shardings."""
+    """Returns the weights in the dtypes of the computation, with the same shardings."""
     if decode.cast is None:
         return params
     wanted = jax.eval_shape(decode.cast, params)

@@ -1,6 +1,6 @@
-"""Generation by `Task.logits`, for tasks without `Task.decode`: one forward pass over the last tokens for each new one.
+"""Generates text with `Task.logits` for tasks without `Task.decode`: one forward pass for each new token.
 
-R: rows, P: tokens a prompt after padding, T: tokens a sequence, V: padded vocabulary.
+R: rows, P: tokens of a prompt after padding, T: tokens of a sequence, V: padded vocabulary.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,14 +14,14 @@ Logits = Callable[[Params, Batch], jax.Array]
 
 
 def by_window(logits: Logits, batch: Mapping[str, Entry] | Mapping[str, jax.ShapeDtypeStruct]) -> Decode:
-    """Returns how a task with logits generates tokens; its cache is the last T tokens of each row.
+    """Returns the `Decode` of a task that has only logits; its cache is the last T tokens of each row.
 
-    A prompt counts with its last T - 1 tokens (the last one if T is 1). Once T tokens are there, the first of them is
-    forgotten for each new one.
+    Only the last T - 1 tokens of a prompt are used (the last token if T is 1). When T tokens are in the window, each
+    new token removes the oldest token.
 
     Args:
       logits: (params, batch) -> float32 [R, T, V].
-      batch: the entries of the task's batch; `tokens` [B, T] among them.
+      batch: the entries of the task's batch, including `tokens` [B, T].
     """
     length = int(batch["tokens"].shape[1])
 
@@ -55,7 +55,7 @@ def by_window(logits: Logits, batch: Mapping[str, Entry] | Mapping[str, jax.Shap
 
 
 def batch_of(window: jax.Array, wanted: Collection[str]) -> Batch:
-    """Returns the entries `wanted` of a batch whose tokens are `window` [R, T], one document in each row."""
+    """Returns the entries `wanted` of a batch with tokens `window` [R, T], one document in each row."""
     ones = jnp.ones(window.shape, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
     every = {
