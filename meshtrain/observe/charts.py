@@ -1,4 +1,4 @@
-"""Still charts, drawn by matplotlib as SVG for a page: bars of bytes, memory against time, lines over devices."""
+"""Draws static charts with matplotlib as SVG for a page: bars of bytes, memory over time, lines over devices."""
 
 import dataclasses
 import io
@@ -18,19 +18,19 @@ RESIDUAL = "residual of compressed gradients"
 ACTIVATIONS = "activations and temporaries"
 PEAK = "peak, by the compiler"
 _HELD = ("parameters", "gradients", "optimizer", "batch", ACTIVATIONS, RESIDUAL, PEAK)
-# Bars of these names have the same colours on every page; the peak is no part beside the others, and grey.
+# Bars with these names have the same colours on every page; the peak is grey, since it is not a part of the total.
 _OF_HELD = dict(zip(_HELD, (*COLOURS, "#5d6673"), strict=True))
 WIDTH_INCHES = 12.1  # the width of the page's text
 _BAR_INCHES = 0.27
-_LINES_INCHES = (9.0, 3.6)  # of a picture of lines in a file of its own
+_LINES_INCHES = (9.0, 3.6)  # size of a line chart in a separate file
 
 
 def svg(figure: "Figure", what: str) -> str:
-    """Returns a figure as an element of an HTML page; its texts stay text.
+    """Returns a figure as an SVG element of an HTML page; text remains text.
 
     Args:
-      figure: drawn by matplotlib.
-      what: the kind of chart, for those who cannot see it.
+      figure: a matplotlib figure.
+      what: the kind of chart, for screen readers.
     """
     from matplotlib import rc_context
 
@@ -39,19 +39,19 @@ def svg(figure: "Figure", what: str) -> str:
         figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
-    # Inside a page the element needs no name spaces; its style would change every other element of the page.
+    # Inside a page the element needs no name spaces, and its style would change all other elements of the page.
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
     return text.replace("<svg", f'<svg class="still" role="img" aria-label="{what}"', 1)
 
 
 def bars(rows: Sequence[tuple[str, float]], limit: tuple[str, int] | None, step: int = 1) -> str:
-    """Returns a chart of bytes, a bar for each row, and a line at the limit, if any.
+    """Returns a bar chart of bytes, and a line at the limit, if any.
 
     Args:
       rows: (label, bytes).
       limit: (label, bytes).
-      step: how many neighbouring bars share a colour.
+      step: the number of adjacent bars with the same colour.
     """
     from matplotlib.figure import Figure
 
@@ -78,11 +78,11 @@ def bars(rows: Sequence[tuple[str, float]], limit: tuple[str, int] | None, step:
 
 
 def scatter(points: Sequence[tuple[float, float, str, bool | None]], capacity: int | None) -> str:
-    """Returns a chart of (seconds, bytes, label, fits): time to the right, memory upwards.
+    """Returns a chart of (seconds, bytes, label, fits), with time on the x axis and memory on the y axis.
 
     Args:
-      points: what is drawn; at least one. Its colour says whether it fits (green), does not (red), or is unclear.
-      capacity: bytes that a program can use, a line across; None: unknown.
+      points: at least one. A point is green if it fits, red if it does not fit, amber if it is unclear.
+      capacity: bytes that a program can use, drawn as a horizontal line; None if unknown.
     """
     from matplotlib.figure import Figure
 
@@ -109,11 +109,11 @@ def scatter(points: Sequence[tuple[float, float, str, bool | None]], capacity: i
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line of a panel.
+    """A line of a panel.
 
     Attributes:
-      label: of the legend.
-      points: (number of devices, value), with rising numbers of devices.
+      label: its text in the legend.
+      points: (number of devices, value), with increasing numbers of devices.
     """
 
     label: str
@@ -122,13 +122,13 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One panel of a chart.
+    """A panel of a chart.
 
     Attributes:
-      title: above it.
-      lines: drawn in the colours of their places, the same in each panel.
-      is_logarithmic: whether values are drawn on a logarithmic scale; otherwise they start at 0.
-      ideal: a thin line beside the others, with the meaning of its label.
+      title: its title.
+      lines: the lines; the first line of each panel has the same colour, and so on.
+      is_logarithmic: whether values have a logarithmic scale; otherwise the scale starts at 0.
+      ideal: a thin reference line; its label explains it.
     """
 
     title: str
@@ -138,11 +138,11 @@ class Panel:
 
 
 def figure_of(panels: Sequence[Panel], note: str) -> "Figure":
-    """Returns panels side by side.
+    """Returns a figure with panels next to each other.
 
     Args:
       panels: at least one.
-      note: below them.
+      note: the text below the panels.
     """
     from matplotlib.figure import Figure
 
@@ -166,7 +166,7 @@ def figure_of(panels: Sequence[Panel], note: str) -> "Figure":
                 [size for size, _ in line.points],
                 [value for _, value in line.points],
                 color=colour,
-                linewidth=1.4 + 1.3 * (len(panel.lines) - 1 - number),  # those below stay visible where lines meet
+                linewidth=1.4 + 1.3 * (len(panel.lines) - 1 - number),  # thicker below, so all are visible
                 marker="o",
                 markersize=5,
                 label=line.label,
@@ -181,18 +181,18 @@ def figure_of(panels: Sequence[Panel], note: str) -> "Figure":
 
 
 def line_chart(panels: Sequence[Panel], note: str) -> str:
-    """Returns a chart as an element of an HTML page, as wide as its text; see `figure_of`."""
+    """Returns a chart as an element of an HTML page, with the width of the page's text; see `figure_of`."""
     drawn = figure_of(panels, note)
     drawn.set_figwidth(WIDTH_INCHES)
     return svg(drawn, "lines over devices")
 
 
 def picture(panels: Sequence[Panel], note: str, kind: str) -> bytes:
-    """Returns a chart as the content of a file; see `figure_of`.
+    """Returns a chart as the bytes of an image file; see `figure_of`.
 
     Args:
       panels: at least one.
-      note: below them.
+      note: the text below the panels.
       kind: `png` or `svg`.
     """
     file = io.BytesIO()
@@ -201,5 +201,5 @@ def picture(panels: Sequence[Panel], note: str, kind: str) -> bytes:
 
 
 def _plain(text: str) -> str:
-    """Returns a text that matplotlib draws as it stands: between two dollars it would read mathematics."""
+    """Escapes dollar signs, since matplotlib would typeset text between two of them as mathematics."""
     return text.replace("$", r"\$")

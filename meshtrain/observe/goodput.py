@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's wall time, from its first start and over all restarts, that its steps took."""
+"""Goodput: the share of a run's wall time, from its first start and over all restarts, spent in useful steps."""
 
 import dataclasses
 import time
@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What earlier processes of a run have logged.
+    """The goodput that earlier processes of a run have logged.
 
     Attributes:
-      useful_seconds: the sum over its timed steps, up to the one resumed from.
+      useful_seconds: the total duration of timed steps, up to the step that was resumed from.
       timed_steps: the number of these steps.
-      passed_seconds: from the run's beginning to its last logged row, 0 if nothing was logged.
+      passed_seconds: from the run's start to its last logged row, 0 if nothing was logged.
     """
 
     useful_seconds: float = 0.0
@@ -21,7 +21,7 @@ class Done:
 
 
 class Goodput:
-    """Adds up the durations of the steps that are part of the run: steps that a restart repeats count once."""
+    """Sums the durations of the steps of a run; a step that is repeated after a restart counts once."""
 
     def __init__(
         self,
@@ -31,13 +31,13 @@ class Goodput:
         num_processes: int = 1,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts where an earlier process stopped.
+        """Continues from the values of earlier processes.
 
         Args:
-          begun_seconds: when the run's first process began, on the clock `now`; may be negative.
-          done: what earlier processes logged.
-          num_processes: of this start; the run may have had another number of them before.
-          now: a monotonic time in seconds, because the system's clock may be set back during a run.
+          begun_seconds: when the run's first process started, on the clock `now`; may be negative.
+          done: the values that earlier processes logged.
+          num_processes: the processes of this start; earlier starts may have had another number.
+          now: returns a monotonic time in seconds, because the system's clock may be set back during a run.
         """
         done = done or Done()
         self._begun_seconds = begun_seconds
@@ -46,12 +46,12 @@ class Goodput:
         self._now = now
 
     def add(self, seconds: float) -> None:
-        """Counts a step. The first of a process, which compiles, is passed as 0 seconds and not counted."""
+        """Adds a step. Pass 0 seconds for the first step of a process: it includes compilation and is not counted."""
         self._useful_seconds += seconds
         self._timed_steps += seconds > 0
 
     def values(self) -> dict[str, float]:
-        """Returns `useful_seconds`, `timed_steps` and `goodput` (0 to 1) as they are now; of several, `processes`."""
+        """Returns the current `useful_seconds`, `timed_steps`, `goodput` (0 to 1), and `processes` if several."""
         passed = self._now() - self._begun_seconds
         share = min(1.0, self._useful_seconds / passed) if passed > 0 else 0.0
         values = {"useful_seconds": self._useful_seconds, "timed_steps": self._timed_steps, "goodput": share}

@@ -1,9 +1,9 @@
-"""A self-contained HTML page, and its parts: headings, tables, text as it stands."""
+"""Builds a self-contained HTML page from its parts: headings, tables, preformatted text."""
 
 import html
 from collections.abc import Sequence
 
-# No address is ever opened, whatever stands in the page; scripts and styles are those in the file itself.
+# The page cannot open any address; only scripts and styles inside the file are allowed.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 STYLE = """\
 body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:#1d2733;background:#fff}
@@ -13,15 +13,15 @@ svg.still *{stroke-linejoin:round;stroke-linecap:butt}.fits{color:#1a7f37}.not{c
 .wide{overflow:auto}.wide svg.still{max-width:none}table{border-collapse:collapse;font-size:13px}
 td,th{text-align:left;padding:.25rem .9rem .25rem 0;border-bottom:1px solid #e3e7ec;vertical-align:top}
 td.number{text-align:right;font-variant-numeric:tabular-nums}"""
-WIDE = '<div class="wide">{}</div>'  # what is in it keeps its size, and scrolls
+WIDE = '<div class="wide">{}</div>'  # its content keeps its size, and scrolls
 
 
 def page(title: str, parts: Sequence[str]) -> str:
     """Returns a page.
 
     Args:
-      title: as text.
-      parts: its content, as HTML.
+      title: the title as text.
+      parts: the content as HTML.
     """
     head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
     head += f'\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{STYLE}</style>'
@@ -35,12 +35,12 @@ def heading(text: str, level: int = 2) -> str:
 
 
 def as_it_stands(text: str) -> str:
-    """Returns text with its line breaks and blanks."""
+    """Returns preformatted text, with its line breaks and blanks."""
     return f"<pre>{html.escape(text)}</pre>"
 
 
 def folded(summary: str, inside: str) -> str:
-    """Returns HTML that is shown after a click on its summary."""
+    """Returns HTML that is visible after a click on its summary."""
     return f"<details><summary>{html.escape(summary)}</summary>{inside}</details>"
 
 
@@ -48,9 +48,9 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "")
     """Returns a table.
 
     Args:
-      rows: cells as text; each row as long as the header.
+      rows: cells as text; each row has the length of the header.
       header: column titles.
-      align: `<` or `>` for each column; columns beyond its end are left-aligned.
+      align: `<` or `>` for each column; missing columns are left-aligned.
     """
     sides = align.ljust(len(header), "<")
     titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)

@@ -1,16 +1,16 @@
-"""Which process holds up the others: what each measures alone, told to all of them and judged.
+"""Detects slow processes: every process shares its local timings, and all processes compare them.
 
-Processes take every step together, so that a step takes as long as that of the slowest process, everywhere. What a
-process does alone tells them apart: its wait for data, its own work before it dispatches a step, and a fixed product
-(no collectives, on one device of the process). A process is slow in one of these at a logged step if
+All processes take each step together, so a step takes the time of the slowest process on every process. Only local
+timings distinguish the processes: the wait for data, the host's work before it dispatches a step, and a fixed matrix
+product (no collectives, on one device of the process). A process is slow in one of these timings at a logged step if
 
     own > (1 + OVER) median      and      lost >= LEAST_SHARE step_seconds
 
-with the median over the other processes, and what it loses a step: own - median; for the product, which stands for all
-that its devices compute, (own / median - 1) step_seconds. A process that waits for its devices for LEAST_SHARE of a
-step or longer loses nothing by data or host: the devices compute meanwhile.
+where the median is taken over the other processes, and the loss per step is own - median. For the product, which
+represents all computation of the devices, the loss is (own / median - 1) step_seconds. A process that waits for its
+devices for LEAST_SHARE of a step or longer loses no time by data or host work, because the devices compute meanwhile.
 
-The product starts when the result of a logged step is there, and a thread waits for it:
+The product starts when the result of a logged step is ready, and a thread waits for it:
 
     device   ... step 10 | product | step 11 ...
     loop     dispatch 10, dispatch product, wait for 9, ... dispatch 11, wait for 10 ...
@@ -31,10 +31,10 @@ from meshtrain.files import Json
 from meshtrain.launch.peers import Exchange
 
 OVER = 0.2
-LEAST_SHARE = 0.05  # of a step: below it a process may take many times as long, and nobody waits
+LEAST_SHARE = 0.05  # of a step: a smaller loss delays nobody, even if the process takes many times the median
 NUM_RUNNING = 3  # logged steps in a row
-SHARE = 1e-3  # of the time, at most, for the product
-# Dim of the product and how often it is repeated: some milliseconds.
+SHARE = 1e-3  # the maximum share of the time for the product
+# Dim and repetitions of the product, which takes some milliseconds.
 _DIM, _NUM_PRODUCTS = 2048, 128
 _CPU_DIM, _CPU_NUM_PRODUCTS = 192, 4
 _MEASURED = ("step_seconds", "data_seconds", "host_seconds", "device_wait_seconds")
@@ -47,14 +47,14 @@ CAUSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """What a process has measured since the logged step before.
+    """The timings of a process since the previous logged step.
 
     Attributes:
-      step_seconds: mean of a step.
+      step_seconds: mean duration of a step.
       data_seconds: mean wait of a step for data.
       host_seconds: mean time from the end of the wait for an earlier step to the dispatch of the next, without data.
       device_wait_seconds: mean wait for an earlier step.
-      probe_seconds: of the fixed product; None if it was not measured again since the logged step before.
+      probe_seconds: duration of the fixed product; None if it was not measured since the previous logged step.
     """
 
     step_seconds: float
@@ -66,18 +66,18 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Slow:
-    """A process that is slow at `NUM_RUNNING` logged steps running.
+    """A process that was slow at `NUM_RUNNING` consecutive logged steps.
 
     Attributes:
       process: its index.
-      lost_seconds: {cause: seconds a step that it loses}, of the causes with so many steps running, the largest first.
+      lost_seconds: {cause: lost seconds per step}, for causes that lasted for these steps, the largest first.
     """
 
     process: int
     lost_seconds: Mapping[str, float]
 
     def values(self) -> dict[str, float | None]:
-        """Returns what a row of metrics has of it."""
+        """Returns its entries for a row of metrics."""
         lost = {f"slow_process_{cause}_seconds": seconds for cause, seconds in self.lost_seconds.items()}
         return {"slow_process": float(self.process), **lost}
 
@@ -88,11 +88,11 @@ class Slow:
 
 
 def lost_seconds(times: Mapping[int, Times], probes: Mapping[int, float]) -> dict[tuple[int, str], float]:
-    """Returns {(process, cause): seconds a step} for each process that is slow at one logged step.
+    """Returns {(process, cause): lost seconds per step} for each process that is slow at a logged step.
 
     Args:
-      times: of each process, two at least.
-      probes: of each process that has measured one, the seconds of its newest product.
+      times: the timings of each process, at least two.
+      probes: the seconds of the newest product of each process that has measured it.
     """
     result = {}
     measured: dict[str, Mapping[int, float]] = {
@@ -115,19 +115,19 @@ def lost_seconds(times: Mapping[int, Times], probes: Mapping[int, float]) -> dic
 
 
 class Judgement:
-    """Counts at how many logged steps running each process has been slow."""
+    """Counts the consecutive logged steps at which each process was slow."""
 
     def __init__(self) -> None:
-        """Nothing is known at the beginning."""
+        """Starts without any counts."""
         self._probes: dict[int, float] = {}
         self._num_running: collections.Counter[tuple[int, str]] = collections.Counter()
 
     def of(self, times: Mapping[int, Times]) -> Slow | None:
-        """Returns the process that loses most, of those that are slow at so many logged steps running.
+        """Returns the process with the largest loss among processes that were slow at enough consecutive logged steps.
 
         Args:
-          times: of every process, at the next logged step. A process that has not measured its product again neither
-            begins nor ends to be slow by it.
+          times: the timings of every process at the next logged step. If a process has not measured its product again,
+            its count for the product does not change.
         """
         fresh = {process: own.probe_seconds for process, own in times.items() if own.probe_seconds is not None}
         self._probes |= fresh
@@ -147,19 +147,19 @@ class Judgement:
 
 
 class OwnTimes:
-    """Exchanges the times of the processes at logged steps while its `with` block is open; nothing waits for it.
+    """Exchanges the timings of all processes at logged steps inside a `with` block, without blocking the loop.
 
-    All processes make one, and call `exchange` for the same steps.
+    All processes create one, and call `exchange` for the same steps.
     """
 
     def __init__(self, *, now: Callable[[], float] = time.perf_counter) -> None:
-        """Compiles the product, which this process's first device computes; `now` is a monotonic time in seconds."""
+        """Compiles the product for this process's first device; `now` returns a monotonic time in seconds."""
         self._now = now
         self._device = jax.local_devices()[0]
         self._product, self._matrix = _compiled(self._device)
         self._judgement = Judgement()
         self._exchange = Exchange("own_times", self._complete)
-        self._probe_seconds: float | None = None  # of a product that was not yet reported
+        self._probe_seconds: float | None = None  # a measurement that was not yet reported
         self._not_before_seconds = now()
         self._slow: Slow | None = None
         self._named: tuple[int | str, ...] = ()
@@ -172,29 +172,28 @@ class OwnTimes:
         self._exchange.__exit__(kind)
 
     def probe(self, of_step: jax.Array) -> None:
-        """Dispatches the product after a step, unless it would take more than its share.
+        """Dispatches the product after a step, unless it would exceed its share of the time.
 
         Args:
-          of_step: what the step returns, a float32 scalar that each device has.
+          of_step: a result of the step, a float32 scalar that is replicated on all devices.
         """
         if self._now() < self._not_before_seconds:
             return
-        self._not_before_seconds = float("inf")  # until the thread knows how long it took
+        self._not_before_seconds = float("inf")  # until the thread has measured it
         [own] = [shard.data for shard in of_step.addressable_shards if shard.device == self._device]
         result = self._product(self._matrix, own)
         self._exchange.do(lambda: self._measure(own, result))
 
     def exchange(self, step: int, values: Mapping[str, Json], say: Callable[[str], None]) -> dict[str, float | None]:
-        """Publishes this process's times at a logged step, and returns what is known of the steps before.
+        """Publishes this process's timings at a logged step, and returns the findings about earlier steps.
 
         Args:
           step: the logged step.
-          values: its row so far, with the clock's averages if steps were timed.
-          say: prints a line, if a process is slow that was not slow before, or for another reason.
+          values: its row so far, including the clock's averages if steps were timed.
+          say: prints a line if another process has become slow, or the same process for another reason.
 
         Returns:
-          What belongs into the row: see `Slow.values`. Empty where no process is slow, and in all processes
-          but the first.
+          Entries for the row: see `Slow.values`. Empty if no process is slow, and in all processes except the first.
         """
         if "step_seconds" in values:
             own = Times(*(values[name] for name in _MEASURED))
@@ -227,7 +226,7 @@ def _compiled(device: jax.Device) -> tuple[jax.stages.Compiled, jax.Array]:
     dim, num_products = (_CPU_DIM, _CPU_NUM_PRODUCTS) if on_cpu else (_DIM, _NUM_PRODUCTS)
 
     def product(matrix: jax.Array, of_step: jax.Array) -> jax.Array:
-        # The scalar makes it wait for the step.
+        # This data dependency delays the product until the step has finished.
         first = matrix + 0 * of_step.astype(matrix.dtype)
         return jax.lax.fori_loop(0, num_products, lambda _, x: x @ matrix, first)
 

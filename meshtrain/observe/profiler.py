@@ -1,4 +1,4 @@
-"""Writes a profiler trace of the steps that `profile.steps` names, for XProf, TensorBoard or Perfetto."""
+"""Writes a profiler trace of the steps in `profile.steps`, for XProf, TensorBoard or Perfetto."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ class ProfileOptions:
 
 
 def check(options: ProfileOptions) -> list[str]:
-    """Returns one line for each mistake in the options."""
+    """Returns one line for each error in the options."""
     return refusals(first_and_last_step, options)
 
 
@@ -30,12 +30,12 @@ def first_and_last_step(options: ProfileOptions) -> tuple[int, int] | None:
     """Returns the first and the last step to trace, counted from 1, or None for no trace.
 
     Raises:
-      UserError: the text is neither one step nor two in order.
+      UserError: the text is neither one step nor two ascending steps.
     """
     text = options.steps.strip()
     if not text:
         return None
-    # Parentheses too: a command line that assigns 10,13 may well hand over a tuple's text.
+    # Also accepts parentheses: a command line may pass 10,13 as the text of a tuple.
     match = re.fullmatch(r"\(?\s*(\d{1,10})\s*(?:,\s*(\d{1,10})\s*)?,?\s*\)?", text)
     allowed = "allowed: FIRST,LAST with 1 <= FIRST <= LAST, or one step"
     if match is None:
@@ -49,7 +49,7 @@ def first_and_last_step(options: ProfileOptions) -> tuple[int, int] | None:
 
 
 class Profiler:
-    """Traces the named steps, each from its dispatch to its result.
+    """Traces the chosen steps, each from its dispatch to its result.
 
         with closing(Profiler(options, workdir)) as profiler:
             for step in ...:
@@ -57,19 +57,19 @@ class Profiler:
                 state, result = train_step(state, batch)
                 profiler.after(step, result)
 
-    Without steps to trace it does nothing. The steps at both ends of the trace are waited for, which costs the loop two
-    short stalls. A process that should write no trace is given options without steps.
+    Does nothing if there are no steps to trace. The loop waits for the steps before and at the end of the trace, which
+    causes two short stalls. Processes that should write no trace get options without steps.
     """
 
     def __init__(self, options: ProfileOptions, directory: str | os.PathLike[str]) -> None:
         """Reads the options; nothing is written before the first step to trace.
 
         Args:
-          options: which steps.
-          directory: the run's folder; the trace goes into its `profile/`.
+          options: which steps to trace.
+          directory: the run's folder; the trace is written to its `profile/`.
 
         Raises:
-          UserError: the options do not name steps.
+          UserError: the options are invalid.
         """
         self._steps = first_and_last_step(options)
         self.directory = pathlib.Path(directory) / "profile"
@@ -78,22 +78,22 @@ class Profiler:
         self._annotation = contextlib.ExitStack()
 
     def before(self, step: int) -> None:
-        """Starts the trace if this is the first step to trace (or, in a resumed run, one of the later ones)."""
+        """Starts the trace if this is the first step to trace (in a resumed run, the first remaining step)."""
         if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
             return
         if not self._is_tracing:
-            # Otherwise the trace would begin with the rest of the step before.
+            # Otherwise the trace would start with the rest of the previous step.
             jax.block_until_ready(self._last_result)
             self._start()
         if self._is_tracing:
             self._annotation.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
 
     def after(self, step: int, result: Arrays) -> None:
-        """Ends the trace if this was the last step to trace, once its result is ready.
+        """Ends the trace if this was the last step to trace, after its result is ready.
 
         Args:
           step: the step just dispatched.
-          result: what it returned: arrays that no later step is given to overwrite.
+          result: its result: arrays that are not donated to a later step.
         """
         if self._steps is None:
             return
@@ -106,7 +106,7 @@ class Profiler:
                 self.close()
 
     def close(self) -> None:
-        """Ends and writes a trace that is still running. It may be called again."""
+        """Ends and writes a running trace. It may be called again."""
         self._annotation.close()
         if not self._is_tracing:
             return

@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: start-up phases, log lines, and a bar below them."""
+"""Prints to the terminal: start-up phases, log lines, and a progress bar below them."""
 
 import contextlib
 import sys
@@ -9,7 +9,7 @@ import tqdm
 
 
 class Progress:
-    """Log lines and, on a terminal, a bar that stays below them; processes other than 0 are silent.
+    """Prints log lines and, on a terminal, a bar that stays below them; processes other than 0 print nothing.
 
     In use:
         with closing(Progress(num_steps, start_step, is_main=peers.is_main_process())) as progress:
@@ -21,8 +21,8 @@ class Progress:
         """Creates the bar.
 
         Args:
-          num_steps: steps of the whole run.
-          start_step: steps done before (a resumed run).
+          num_steps: steps of the complete run.
+          start_step: steps done before (in a resumed run).
           is_main: whether this is process 0.
           show_bar: whether to draw a bar if standard error is a terminal; log lines are printed in any case.
         """
@@ -37,7 +37,7 @@ class Progress:
         """Prints a line on standard output, above the bar."""
         if self._is_main:
             self._bar.write(text, file=sys.stdout)
-            # Without a flush, a pipe or a file would get the lines in blocks, minutes late.
+            # Without a flush, a pipe or a file would receive the lines in blocks, minutes later.
             sys.stdout.flush()
 
     def advance_to(self, step: int) -> None:
@@ -53,7 +53,7 @@ class Progress:
 def phase(
     name: str, *, is_main: bool = True, now: Callable[[], float] = time.perf_counter
 ) -> Iterator[Callable[[str], None]]:
-    """Times a phase of start-up and prints its line on standard output at the end, unless the block raised.
+    """Times a phase of start-up and prints its line on standard output at the end, unless the block raises.
 
         with phase("mesh") as say:
             ...
@@ -63,11 +63,11 @@ def phase(
 
     Args:
       name: the phase.
-      is_main: whether this is process 0; the others are silent.
-      now: a monotonic time in seconds.
+      is_main: whether this is process 0; other processes print nothing.
+      now: returns a monotonic time in seconds.
 
     Yields:
-      A function that takes the text for the end of the line; called again, it replaces the text.
+      A function that sets the text at the end of the line; a second call replaces the text.
     """
     texts = [""]
     start_seconds = now()

@@ -1,7 +1,7 @@
-"""Times of steps under asynchronous dispatch, and the log line.
+"""Measures step times under asynchronous dispatch, and formats the log line.
 
-A step ends when its result is ready, not when it is dispatched. Waiting for each step at once would leave the device
-idle while the host prepares the next one. So the clock waits for the step *before the last*:
+A step ends when its result is ready, not when it is dispatched. If the host waited for each step at once, the device
+would be idle while the host prepares the next step. So the clock waits for the step *before the last*:
 
     host     dispatch 3 | wait for 2 ......| log 2, data 4, dispatch 4 | wait for 3 ...
     device   ... step 2 ................... | step 3 .......................... | step 4 ...
@@ -27,10 +27,10 @@ class CompletedStep:
 
     Attributes:
       step: its number.
-      result: what the step returned; reading it does not wait.
-      step_seconds: from the completion before it (or the clock's start) to its own.
+      result: the result of the step; reading it does not block.
+      step_seconds: from the completion of the previous step (or the clock's start) to its completion.
       data_seconds: the part of step_seconds in which the loop waited for data.
-      is_first: it includes tracing and compilation, and no average counts it.
+      is_first: whether it includes tracing and compilation; averages exclude it.
     """
 
     step: int
@@ -49,13 +49,13 @@ class StepClock:
                 batch = next(batches)
             state, result = train_step(state, batch)
             for done in clock.dispatched(step, result):
-                ...  # done.result can be read; log `clock.averages(...)` every so many steps
+                ...  # done.result can be read; log `clock.averages(...)` at regular steps
         for done in clock.drain():
             ...
 
     One step stays in flight. Only the first step is awaited at once: its time is reported separately, and the first log
-    line appears early. The clock reads the time when the loop calls it: if data is the bottleneck, some of one step's
-    time may be counted for its neighbour. Sums and means are exact.
+    line appears early. The clock reads the time only when the loop calls it: if data is the bottleneck, a part of a
+    step's time may be attributed to the next step. Sums and means are exact.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StepClock:
         """Starts the clock.
 
         Args:
-          now: a monotonic time in seconds.
+          now: returns a monotonic time in seconds.
           wait: blocks until a step's result is ready.
         """
         self._now = now
@@ -89,21 +89,21 @@ class StepClock:
             self._free_since_seconds += seconds
 
     def dispatching(self) -> None:
-        """Counts the time since the clock last waited for a step, without data, as the host's own work.
+        """Counts the time since the clock last waited for a step, except data, as host time.
 
         Call it before each step is dispatched.
         """
         self._host_seconds += self._now() - self._free_since_seconds
 
     def dispatched(self, step: int, result: Arrays) -> list[CompletedStep]:
-        """Records that a step was dispatched, and waits for the one before it.
+        """Records that a step was dispatched, and waits for the previous step.
 
         Args:
           step: the step's number.
-          result: what it returned: arrays that no later step is given to overwrite (not the donated state).
+          result: its result: arrays that are not donated to a later step (not the state).
 
         Returns:
-          The steps newly known to be complete, oldest first: the one before, or the very first.
+          The steps that have completed since the last call, oldest first.
         """
         self._in_flight.append((step, result))
         if self._is_first:
@@ -114,12 +114,12 @@ class StepClock:
         return completed
 
     def drain(self) -> list[CompletedStep]:
-        """Waits for every step in flight, and returns them: before an evaluation or a `pause`, and at the end."""
+        """Waits for every step in flight and returns them. Call it before an evaluation or `pause`, and at the end."""
         return self._complete(0)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the time of its block (an evaluation, a save) from every step's. Call `drain` before it.
+        """Excludes the time of its block (an evaluation, a save) from step times. Call `drain` before it.
 
         A step in flight would run during the block, and its time could not be measured.
         """
@@ -139,13 +139,14 @@ class StepClock:
 
         Args:
           units_per_step: units in a global batch.
-          unit: what they are; it names the rate.
+          unit: the name of the unit, which names the rate.
 
         Returns:
-          If a step other than the first completed: step_seconds, data_seconds, host_seconds (the host's own work before
-          a step), device_wait_seconds (how long the host then waited for the step before), data_share (of the time, 0
-          to 1) and tokens_per_second (with another unit: UNIT_per_second). In the call after the first step:
-          first_step_seconds.
+          If a step other than the first completed: step_seconds, data_seconds, host_seconds (the host's work before a
+          step),
+          device_wait_seconds (how long the host then waited for the previous step), data_share (0 to 1) and
+          tokens_per_second
+          (with another unit: UNIT_per_second). In the call after the first step: first_step_seconds.
         """
         steps, self._unaveraged = self._unaveraged, []
         host_seconds, device_wait_seconds = self._host_seconds, self._device_wait_seconds
@@ -176,16 +177,17 @@ class StepClock:
             completed.append(CompletedStep(step, result, step_seconds, self._waited_seconds, self._is_first))
             self._last_completion_seconds, self._waited_seconds, self._is_first = now_seconds, 0.0, False
         self._free_since_seconds = self._now()
-        # Averages need the times only; keeping the results would hold device memory until the next log line.
+        # Averages need only the times; references to the results would keep device memory allocated until the next log
+        # line.
         self._unaveraged += [dataclasses.replace(done, result=None) for done in completed]
         return completed
 
 
 def scalars(result: Mapping[str, jax.Array]) -> dict[str, float]:
-    """Fetches the scalars of a completed step's result: {name: array []} to {name: float}, one transfer for all.
+    """Fetches the scalars of a completed step's result in one transfer: {name: array []} to {name: float}.
 
-    An array [E] becomes E scalars, named after it: `NAME/0`, `NAME/1` and so on. Arrays that span several processes
-    must be fully replicated.
+    An array [E] becomes E scalars `NAME/0`, `NAME/1` and so on. Arrays that span several processes must be fully
+    replicated.
     """
     found = dict[str, float]()
     for name, value in jax.device_get(dict(result)).items():
@@ -197,15 +199,15 @@ def scalars(result: Mapping[str, jax.Array]) -> dict[str, float]:
 
 
 def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
-    """Returns one readable line of a row of metrics.
+    """Formats a row of metrics as one readable line.
 
-    Known names come first, in a fixed order and with their units; others (a model's own metrics) follow under their
-    name. None values are left out, and so are values that another entry implies, the loads of single experts and the
-    norms of single layers.
+    Known names come first, in a fixed order and with their units; other metrics (of a user's model) follow with their
+    name. Excluded are None, values that another entry implies, the loads of single experts, and the norms of single
+    layers.
 
     Args:
-      values: a row as written to metrics.jsonl.
-      num_steps: steps of the whole run; 0 leaves them out.
+      values: a row of metrics.jsonl.
+      num_steps: steps of the complete run; 0 omits them.
     """
     width = len(str(num_steps)) if num_steps else 1
     known: dict[str, Callable[[float], str]] = {

@@ -1,23 +1,23 @@
-"""Rates of a run: units (tokens, images, ...) a second, model FLOPs a second, MFU; and what lowers them for long."""
+"""Rates of a run: units (tokens, images, ...) and model FLOPs per second, MFU; and a warning about uneven experts."""
 
 import dataclasses
 from collections.abc import Mapping
 
 from meshtrain.observe.step_times import StepClock
 
-NUM_UNEVEN = 100  # steps in which experts have more than their part
+NUM_UNEVEN = 100  # steps of uneven load after which the warning is printed
 
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """The constants that turn seconds a step into rates.
+    """The constants that convert seconds per step to rates.
 
     Attributes:
-      unit: what is counted: tokens, images, ...
-      units_per_step: units in a global batch, padding included.
-      flops_per_unit: model FLOPs for one unit, 0 where unknown.
+      unit: the counted unit: tokens, images, ...
+      units_per_step: units in a global batch, including padding.
+      flops_per_unit: model FLOPs for one unit, 0 if unknown.
       num_devices: devices in the mesh.
-      peak_flops_per_second: of one device in the compute dtype, None where unknown.
+      peak_flops_per_second: of one device in the compute dtype, None if unknown.
     """
 
     unit: str
@@ -27,14 +27,15 @@ class Throughput:
     peak_flops_per_second: float | None
 
     def since_last_row(self, step: int, clock: StepClock) -> dict[str, float | None]:
-        """Returns the units up to a step, and the clock's averages and rates since the row before.
+        """Returns the units up to a step, and the clock's averages and rates since the previous row.
 
-        `mfu` (0 to 1, None where no peak is known) is the useful work of all devices over their peak. Chowdhery et al.
-        2022 (PaLM), appendix B, defines it as observed tokens per second over those at peak FLOP/s: the same ratio.
+        `mfu` (0 to 1, None if the peak is unknown) is the useful FLOP/s of all devices divided by their peak. Chowdhery
+        et al. 2022 (PaLM), appendix B, defines it as the observed tokens per second divided by the rate at peak FLOP/s,
+        which is the same ratio.
 
         Args:
           step: number of the completed step.
-          clock: has timed the steps; its averages start again after this call.
+          clock: the clock that timed the steps; its averages start again after this call.
         """
         averages = clock.averages(self.units_per_step, self.unit)
         values: dict[str, float | None] = {self.unit: step * self.units_per_step, **averages}
@@ -48,11 +49,11 @@ class Throughput:
 
 @dataclasses.dataclass
 class Uneven:
-    """Says once that devices have computed more than one part of their experts' rows at all logged steps for long.
+    """Warns once if devices computed more than one part of their experts' rows at all logged steps for a long time.
 
     Attributes:
-      metric: the number of parts, in a row of metrics.
-      since: the first logged step of them; None: the last one had one part.
+      metric: the name of the metric with the number of parts.
+      since: the first of these logged steps; None: the last logged step had one part.
     """
 
     metric: str
@@ -60,7 +61,7 @@ class Uneven:
     _has_said: bool = False
 
     def line(self, step: int, values: Mapping[str, float | None]) -> str:
-        """Returns what to print after the row of a logged step; mostly an empty text."""
+        """Returns the text to print after the row of a logged step; usually empty."""
         parts = values[self.metric] if self.metric in values else None
         if parts is None or parts <= 1:
             self.since = None

@@ -1,7 +1,7 @@
-"""Writes the metrics of a run: `metrics.jsonl`, TensorBoard, and Weights & Biases or a tracker of the user's.
+"""Writes the metrics of a run: `metrics.jsonl`, TensorBoard, and Weights & Biases or a custom tracker.
 
-A tracker has `write(step, values)` and `close()`. Its error during the run is one warning and does not end the run.
-Only process 0 makes trackers: processes would overwrite each other's files.
+A tracker has `write(step, values)` and `close()`. Its first error during the run causes a warning; the run continues.
+Only process 0 creates trackers, since processes would overwrite each other's files.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
 ACTIVATIONS = "activations"
 KEY, NAMES = "observe.tracker", ("none", "wandb")
-_PEEK_BYTES = 1 << 20  # of a file of metrics, to see whether it is one
+_PEEK_BYTES = 1 << 20  # read from the start of a file, to check whether it contains metrics
 Run: TypeAlias = Any  # a `wandb.Run`, whose package may be missing
 
 
 @dataclasses.dataclass(frozen=True)
 class ObserveOptions:
-    """Output of a run besides its log lines and `metrics.jsonl`."""
+    """Output of a run in addition to its log lines and `metrics.jsonl`."""
 
     progress: bool = option(True, "draw a progress bar (process 0, on a terminal only)")
     tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")
@@ -53,19 +53,19 @@ class ObserveOptions:
 
 
 class Tracker(Protocol):
-    """What rows of metrics are written to."""
+    """The interface of a destination for rows of metrics."""
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Writes a row of values."""
         ...
 
     def close(self) -> None:
-        """Writes what is left; a second time is fine."""
+        """Writes the remaining data. It may be called again."""
         ...
 
 
 class Trackers:
-    """All trackers of a run, as one; on processes other than 0 it does nothing.
+    """Writes to all trackers of a run; does nothing on processes other than 0.
 
     In use:
         with closing(Trackers(options, directory, start_step, is_main=peers.is_main_process())) as trackers:
@@ -75,21 +75,21 @@ class Trackers:
     def __init__(
         self, options: ObserveOptions, directory: str | os.PathLike[str], resume_step: int = 0, *, is_main: bool = True
     ) -> None:
-        """Opens `metrics.jsonl` in the run's folder and, if the options say so, `tensorboard/` and `wandb/`.
+        """Opens `metrics.jsonl` in the run's folder and, depending on the options, `tensorboard/` and `wandb/`.
 
         Args:
-          options: which trackers there are.
+          options: which trackers to use.
           directory: the run's folder, which must exist.
           resume_step: the step that the run resumes from; 0 for a new run.
           is_main: whether this is process 0.
 
         Raises:
-          UserError: one of them cannot be written.
+          UserError: a tracker cannot be written.
         """
         self._opened = contextlib.ExitStack()
         self._trackers: list[Tracker] = []
         self._metrics: MetricsFile | None = None
-        self.done = Done()  # nothing is logged by processes other than 0
+        self.done = Done()  # processes other than 0 log nothing
         if not is_main:
             return
         directory = pathlib.Path(directory)
@@ -107,7 +107,7 @@ class Trackers:
             self._opened = opened.pop_all()
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Writes a row of values into each tracker."""
+        """Writes a row of values to each tracker."""
         for tracker in self._trackers:
             tracker.write(step, values)
 
@@ -121,20 +121,20 @@ class Trackers:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object a row, `step` first, numbers unrounded.
+    """Writes `metrics.jsonl`: one JSON object per row, `step` first, numbers unrounded.
 
-    Each row is a single write of a whole line, so a run that is killed leaves at most one torn line. JSON has no
-    not-a-number and no infinities: they are written as null.
+    Each row is a single write of a complete line, so a killed run leaves at most one incomplete line. JSON has neither
+    NaN nor infinity: they are written as null.
 
     Attributes:
-      lost: one line once the file was deleted or replaced, after which no row is written; else ''.
+      lost: one line after the file was deleted or replaced, when no more rows are written; else ''.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
         """Opens the file for appending after the rows up to `resume_step`.
 
-        Rows of later steps, which the run repeats, and lines that are no rows (a torn last one) are dropped. The file
-        is replaced as a whole, so that a reader sees the rows before or after, never a part.
+        Removes rows of later steps, which the run repeats, and lines that are not rows (an incomplete last line). The
+        file is replaced atomically, so that a reader sees either the old or the new rows.
 
         Args:
           path: the file; its folder must exist.
@@ -154,7 +154,7 @@ class MetricsFile:
             raise UserError(problem) from None
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Appends one row: `step`, then the values in their order."""
+        """Appends a row: `step`, then the values in their order."""
         if self.lost or not is_same(self.path, self._file.fileno()):
             what = "another file" if self.path.exists() else "nothing"
             self.lost = self.lost or (
@@ -170,14 +170,14 @@ class MetricsFile:
                 if num_written_bytes != len(line):
                     raise OSError(f"only {num_written_bytes} of {len(line)} bytes were written")
             except OSError:
-                # On a full disk a part may be written; cutting it off needs no space and keeps later rows whole.
+                # On a full disk only a part may be written; truncating it needs no space and keeps later rows readable.
                 os.ftruncate(self._file.fileno(), size_bytes)
                 raise
         except OSError as error:
             self._has_warned = _warn_once(self._has_warned, f"{self.path}: {error}; training goes on, rows are missing")
 
     def close(self) -> None:
-        """Closes the file; a second time is fine."""
+        """Closes the file. It may be called again."""
         try:
             self._file.close()
         except OSError as error:
@@ -185,10 +185,10 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """TensorBoard's event files.
+    """Writes TensorBoard's event files.
 
-    They are written by the calling thread: tensorboardX's own SummaryWriter hands events to a thread that dies of the
-    first disk error, after which its queue fills up and the training loop would wait for it forever.
+    The calling thread writes them: tensorboardX's SummaryWriter passes events to a thread that ends at the first disk
+    error; then its queue fills up, and the training loop would wait forever.
     """
 
     def __init__(
@@ -197,9 +197,9 @@ class TensorBoard:
         """Opens a new event file.
 
         Args:
-          directory: made where it is missing.
+          directory: the folder, created if it is missing.
           resume_step: the step that the run resumes from; 0 for a new run. TensorBoard hides earlier events after it.
-          now: a monotonic time in seconds.
+          now: returns a monotonic time in seconds.
 
         Raises:
           UserError: the folder cannot be written.
@@ -213,7 +213,7 @@ class TensorBoard:
         self._make_summary = tensorboardX.summary.scalar
         self._now = now
         self._next_flush_seconds = now()
-        # The file's name has the time in whole seconds: a run resumed within one would write over its own file.
+        # The file's name contains the time in seconds: a run that resumes within a second would overwrite its file.
         suffix = f".{os.getpid()}.{resume_step}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -228,18 +228,18 @@ class TensorBoard:
             self._add(self._make_event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Adds a point to each value's curve; None is left out."""
+        """Adds a point to each value's curve; None is skipped."""
         for name, value in values.items():
             if value is not None and name != "step":
                 summary = self._make_summary(name, float(value))
                 self._add(self._make_event(wall_time=time.time(), step=step, summary=summary))
         if self._writer is not None and self._now() >= self._next_flush_seconds:
-            # A flush also syncs the disk: every row would be too often for a slow one.
+            # A flush also syncs the disk, which would be too slow for every row.
             self._next_flush_seconds = self._now() + 10
             self._attempt(self._writer.flush)
 
     def close(self) -> None:
-        """Writes what is left and closes the file; a second time is fine."""
+        """Writes the remaining data and closes the file. It may be called again."""
         if self._writer is not None:
             self._attempt(self._writer.close)
             self._writer = None
@@ -252,36 +252,36 @@ class TensorBoard:
         try:
             action()
         except OSError as error:
-            # Readers stop at a torn record of an event file, so later events would be lost.
+            # Readers stop at an incomplete record of an event file, so later events would be lost.
             warn(f"{self.directory}: {error}; training goes on, without TensorBoard")
             self._writer = None
 
 
 class Guarded:
-    """A tracker whose first exception is a warning; training goes on."""
+    """Wraps a tracker so that its exceptions do not end the run; the first exception prints a warning."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
-        """Guards a tracker of this name."""
+        """Wraps the tracker with this name."""
         self._name, self._tracker, self._has_warned = name, tracker, False
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Writes a row of values."""
-        self._attempt(lambda: self._tracker.write(step, dict(values)))  # which it may change
+        self._attempt(lambda: self._tracker.write(step, dict(values)))  # a copy, since the tracker may change it
 
     def close(self) -> None:
-        """Writes what is left; a second time is fine."""
+        """Writes the remaining data. It may be called again."""
         self._attempt(self._tracker.close)
 
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  another program's service, or a user's code, may fail in any way
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a service or user code may raise anything
             line = f"{self._name}: {type(error).__name__}: {error}; training goes on, rows are missing there"
             self._has_warned = _warn_once(self._has_warned, line)
 
 
 def _own(options: ObserveOptions, directory: pathlib.Path, resume_step: int) -> Tracker:
-    """Returns the tracker of a user's function, or raises UserError with one line where it gives none."""
+    """Returns the tracker that a user's function creates. Raises UserError if the function returns no tracker."""
     given = called(
         KEY,
         options.tracker,
@@ -300,16 +300,16 @@ def _own(options: ObserveOptions, directory: pathlib.Path, resume_step: int) -> 
 
 
 class WandB:
-    """A run of Weights & Biases. Its files are in `wandb/`; with WANDB_MODE=offline, nothing leaves the machine.
+    """Writes to a Weights & Biases run. Its files are in `wandb/`; with WANDB_MODE=offline no data leaves the machine.
 
-    Rows carry their step as a value, over which the curves are drawn. Its own counter of rows could not go back, and
-    would drop the steps that a resumed run does again.
+    Rows contain their step as a value, which is the x axis of the curves. The counter of W&B can only increase, and
+    would drop the steps that a resumed run repeats.
     """
 
     def __init__(self, directory: pathlib.Path, resume_step: int = 0) -> None:
-        """Starts a run there, or continues the one that this folder's run has started.
+        """Starts a W&B run, or continues the W&B run that this folder's run has started.
 
-        Project, name and id are those of WANDB_PROJECT, WANDB_NAME and WANDB_RUN_ID, otherwise `meshtrain`, the
+        Project, name and id come from WANDB_PROJECT, WANDB_NAME and WANDB_RUN_ID; the defaults are `meshtrain`, the
         folder's name, and an id that is stored in the folder.
 
         Args:
@@ -317,7 +317,7 @@ class WandB:
           resume_step: the step that the run resumes from; 0 for a new run.
 
         Raises:
-          UserError: it cannot be started, for lack of a key or of the network.
+          UserError: the W&B run cannot be started, for example without a key or a network.
         """
         import wandb
 
@@ -335,7 +335,7 @@ class WandB:
                 config=read_json(config.read_bytes()) if config.is_file() else None,
             )
             self._run.define_metric("*", step_metric="step")
-        except (wandb.Error, OSError, ValueError) as error:  # ValueError: a file of the run was changed
+        except (wandb.Error, OSError, ValueError) as error:  # ValueError: a file of the run was modified
             raise UserError(
                 f"observe.tracker: got 'wandb', which cannot start: {error}; allowed: none, or wandb after `wandb "
                 "login`; nearest: WANDB_MODE=offline in the environment"
@@ -343,7 +343,7 @@ class WandB:
 
     @staticmethod
     def _id(directory: pathlib.Path, resume_step: int) -> str:
-        """Returns the stored id; a new run makes a new one."""
+        """Returns the stored id; a new run creates a new id."""
         path = directory / WANDB_FOLDER / _WANDB_ID
         if resume_step and path.is_file():
             return path.read_text(encoding="utf-8")
@@ -353,12 +353,12 @@ class WandB:
         return new
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Logs a row; None is left out."""
+        """Logs a row; None is skipped."""
         row = {name: float(value) for name, value in values.items() if value is not None}
         self._run.log(row | {"step": step})
 
     def close(self) -> None:
-        """Sends what is left and ends the run."""
+        """Sends the remaining data and ends the run."""
         self._run.finish()
 
 
@@ -373,9 +373,9 @@ def missing(options: ObserveOptions) -> list[str]:
 
 
 def check(directory: str | os.PathLike[str]) -> list[str]:
-    """Returns one line if the first MiB of a run's `metrics.jsonl` has lines but no row: opening it would empty it.
+    """Returns one line if the first MiB of a run's `metrics.jsonl` has lines but no row: opening would delete them.
 
-    A single torn row is accepted: a killed run leaves one, and the next start cuts it off.
+    A single incomplete row is accepted: a killed run leaves one, and the next start removes it.
     """
     path = pathlib.Path(directory) / METRICS_FILE
     if not path.is_file():
@@ -389,7 +389,7 @@ def check(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def evaluated(directory: str | os.PathLike[str], step: int) -> dict[str, float | None]:
-    """Returns the metrics of a step's evaluation in a run's `metrics.jsonl`; empty if there is no row of it."""
+    """Returns the metrics of a step's evaluation in a run's `metrics.jsonl`; empty if it has no such row."""
     path = pathlib.Path(directory) / METRICS_FILE
     rows = map(row_of, path.read_bytes().splitlines(keepends=True)) if path.is_file() else ()
     found = [row for row in rows if row and row["step"] == step and any(name.startswith(EVALUATED) for name in row)]
@@ -397,7 +397,7 @@ def evaluated(directory: str | os.PathLike[str], step: int) -> dict[str, float |
 
 
 def keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
-    """Drops all lines of the file but the rows up to a step; returns the run's goodput up to there."""
+    """Removes all lines of the file except the rows up to a step; returns the run's goodput up to this step."""
     if not path.exists():
         return Done()
     lines = path.read_bytes().splitlines(keepends=True)
@@ -415,7 +415,7 @@ def keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
 
 
 def _json_number(value: Any) -> float | int | None:
-    """Returns a number that JSON has, or None; NumPy's and JAX's scalars [] become Python's, integers stay integers."""
+    """Converts a number for JSON: integers stay integers, other scalars [] become float, NaN and infinity None."""
     if value is None:
         return None
     if isinstance(value, numbers.Integral):

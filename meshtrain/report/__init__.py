@@ -1,5 +1,5 @@
 """How do runs compare? One page made from their folders: curves, differences, memory, mesh, schedule, samples.
 
-Runs are read from what their folders hold; those on one mesh are shown together. Curves are thinned so that spikes
-stay. This is a side room: the core runs without its folder.
+Runs are read from the files in their folders; runs on equal meshes share a picture of the mesh. Curves are thinned
+without losing spikes. This is an optional package: the core runs without its folder.
 """

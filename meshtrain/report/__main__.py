@@ -21,11 +21,11 @@ from meshtrain.report.content import mesh_shape, run_page, together
 from meshtrain.report.runs import Run, opened
 from meshtrain.sharding.rules import AXES, PIPELINE
 
-ENDINGS = (".html", ".htm")  # a run's own files have others, so that none of them is replaced
+ENDINGS = (".html", ".htm")  # other than the endings of a run's files, so that no such file is overwritten
 NO_PLOTLY = "plotly: not installed; allowed: the extra 'report'; nearest: pip install 'meshtrain[report]'"
 NO_PAGE = "--html: got nothing; allowed: a file's name; nearest: --html=report.html"
-MOST_ACTIONS = 2000  # in a chart of a schedule: beyond, cells are too small to be read
-# Of all chunks of a stage, in all charts alike: the recomputed forward, and twice its time for the gradients.
+MOST_ACTIONS = 2000  # in a chart of a schedule: with more, cells are too small to read
+# Costs of all chunks of a stage, in all charts; backward is the recomputed forward, and twice its time for gradients.
 FORWARD, BACKWARD = Fraction(1), Fraction(3)
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     problems = of_page if importlib.util.find_spec("plotly") else [*of_page, NO_PLOTLY]
     runs, others = opened(arguments.runs)
     refuse([*others, *problems])
-    # Half a surrogate pair, which JSON can hold and UTF-8 cannot, is shown as a character that is unknown.
+    # JSON can contain half a surrogate pair, which UTF-8 cannot encode; it is replaced by a character reference.
     page = run_page(runs, [*meshes(runs), *schedules(runs)]).encode("utf-8", "xmlcharrefreplace")
     flags.write("--html", arguments.html, page)
     print(f"written      {arguments.html} ({len(page) / 1e6:.1f} MB)")
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def meshes(runs: Sequence[Run]) -> list[str]:
-    """Returns HTML with a picture of each different mesh; none for runs whose folder does not name its mesh."""
+    """Returns HTML with a picture of each different mesh; runs whose folder does not record a mesh are skipped."""
     parts = []
     for names, shape in together(runs, _known_mesh):
         parts += [heading(names, 3)] * (len(runs) > 1)
@@ -64,7 +64,10 @@ def meshes(runs: Sequence[Run]) -> list[str]:
 
 
 def _known_mesh(one: Run) -> tuple[tuple[str, int], ...] | None:
-    """Returns the mesh of a run, hashable, 1 for axes that its version lacks; None if this version lacks some."""
+    """Returns the mesh of a run as a hashable value, or None if it has axes that this version does not know.
+
+    Axes that the run's version lacks have size 1.
+    """
     shape = mesh_shape(one)
     if shape is None or not set(shape) <= set(AXES):
         return None
@@ -72,7 +75,7 @@ def _known_mesh(one: Run) -> tuple[tuple[str, int], ...] | None:
 
 
 def schedules(runs: Sequence[Run]) -> list[str]:
-    """Returns HTML with a chart of each different pipeline schedule; none for runs without a pipeline."""
+    """Returns HTML with a chart of each different pipeline schedule; runs without a pipeline are skipped."""
     parts = []
     for names, schedule in together(runs, _schedule):
         parts += [heading(names, 3)] * (len(runs) > 1)
@@ -91,7 +94,8 @@ def schedules(runs: Sequence[Run]) -> list[str]:
 def _schedule(one: Run) -> Schedule | None:
     """Returns the schedule of a run's configuration; None without a pipeline, or if there is no such schedule.
 
-    It has no rows if a user's function would make them, or if they are too many to draw: building those takes seconds.
+    The schedule has no rows if a user's function would create them, or if there are too many to draw, since building
+    them takes seconds.
     """
     shape = mesh_shape(one)
     if shape is None or PIPELINE not in shape or shape[PIPELINE] == 1:
@@ -101,17 +105,17 @@ def _schedule(one: Run) -> Schedule | None:
     num_parts = parts if isinstance(parts, int) else 1
     num_stages, num_microbatches = shape[PIPELINE], num_parts * options.num_microbatches
     num_actions = 2 * num_stages * num_microbatches * options.num_chunks
-    # A user's function is not imported: the run may be a stranger's.
+    # A user's function is not imported, because the run may come from another user.
     if is_own(options.schedule) or num_actions > MOST_ACTIONS:
         return Schedule(options.schedule, num_stages, num_microbatches, options.num_chunks, rows=())
     try:
         return chosen(options, num_stages=num_stages, num_microbatches=num_microbatches)
     except UserError:
-        return None  # a schedule of another version
+        return None  # a schedule that this version does not have
 
 
 def _options(one: Run, group: str, default: Options) -> Options:
-    """Returns a group of a run's configuration; values of a wrong type are replaced by their defaults."""
+    """Returns an option group of a run's configuration; values of a wrong type are replaced by their defaults."""
     given = one.config[group] if group in one.config else {}
     names = {field.name for field in dataclasses.fields(default)}
     known = {name: value for name, value in given.items() if name in names} if isinstance(given, dict) else {}

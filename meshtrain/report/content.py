@@ -1,4 +1,4 @@
-"""The page of one or several runs: a table, their curves, what differs between them, memory, and samples."""
+"""Builds the page about runs: a table, their curves, their differences, memory, and samples."""
 
 import collections
 import html
@@ -19,7 +19,7 @@ from meshtrain.report.curves import figure, metrics
 from meshtrain.report.runs import Run
 from meshtrain.sharding.rules import sizes_text
 
-CURVES = "curves"  # the id of the element that holds them
+CURVES = "curves"  # the id of their HTML element
 _HELD = {"parameters": "parameters", "gradients": "gradients", "moments": "optimizer", "batch": "batch"}
 _ABSENT = "-"
 MOST_DEVICES = 1 << 18  # more than a cluster has
@@ -31,7 +31,7 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
 
     Args:
       runs: at least one.
-      pictures: HTML of meshes and schedules, which are drawn elsewhere.
+      pictures: HTML of meshes and schedules.
 
     Raises:
       ModuleNotFoundError: Plotly is not installed.
@@ -103,7 +103,7 @@ def _sources(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _last(run: Run, metric: str) -> float | None:
-    """Returns the last number of a metric, None if it has none."""
+    """Returns the last finite value of a metric, None if it has none."""
     if metric not in run.log.curves:
         return None
     values = run.log.curves[metric].values
@@ -116,7 +116,7 @@ def _is_count(values: Mapping[str, object], name: str) -> bool:
 
 
 def mesh_shape(run: Run) -> dict[str, int] | None:
-    """Returns axis -> size of the mesh that a run used, None where its folder does not say or says absurd sizes."""
+    """Returns axis -> size of the mesh that a run used; None if its folder does not record a plausible mesh."""
     for values in (run.device, run.config):
         mesh = values["mesh"] if "mesh" in values else None
         if isinstance(mesh, dict) and mesh and all(_is_count(mesh, axis) and mesh[axis] for axis in mesh):
@@ -125,7 +125,7 @@ def mesh_shape(run: Run) -> dict[str, int] | None:
 
 
 def mesh_text(run: Run) -> str:
-    """Returns a mesh in words, with the kind of device where it is known."""
+    """Returns a mesh as text, with the kind of device if it is known."""
     shape = mesh_shape(run)
     if shape is None:
         return ""
@@ -134,7 +134,7 @@ def mesh_text(run: Run) -> str:
 
 
 def _curves(runs: Sequence[Run]) -> list[str]:
-    """Returns the script of Plotly and the curves."""
+    """Returns Plotly's script and the HTML of the curves."""
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
@@ -162,15 +162,15 @@ def _configurations(runs: Sequence[Run]) -> list[str]:
 
 
 def differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Returns a row for each field that is not the same in all configurations: its dotted key and each one's value.
+    """Returns a row for each field that differs between configurations: its dotted key and its value in each.
 
-    Between runs of several tasks, a field that some lack belongs to a task: to lack it is no difference.
+    Between runs of different tasks, a field that some configurations lack belongs to a task and is not a difference.
 
     >>> differences([{"seed": 1, "mesh": {"data": 2}}, {"seed": 1, "mesh": {"data": 4}, "task": "decoder"}])
     [['mesh.data', '2', '4'], ['task', '-', 'decoder']]
 
     Args:
-      configs: nested, as config.json holds them.
+      configs: nested objects as in config.json.
     """
     flat = [flatten(config) for config in configs]
     has_tasks = len({_shown(one["task"]) for one in flat if "task" in one}) > 1
@@ -184,7 +184,7 @@ def _shown(value: object) -> str:
 
 
 def together(runs: Sequence[Run], what: Callable[[Run], _T | None]) -> list[tuple[str, _T]]:
-    """Returns (names, value) once for all runs with the same value of `what`; runs of which it is None are left out."""
+    """Groups runs by the value of `what`: returns (names of the runs, value) for each value other than None."""
     groups = dict[_T, list[str]]()
     for run in runs:
         if (value := what(run)) is not None:
@@ -204,9 +204,9 @@ def _memory(runs: Sequence[Run]) -> list[str]:
 
 
 def _held(run: Run) -> tuple[tuple[tuple[str, float], ...], int] | None:
-    """Returns (what, bytes) for each part of a device's memory, and bytes in its host's; None without such a record."""
+    """Returns (label, bytes) for each part of a device's memory, and the bytes on its host; None if not recorded."""
     counts = {name.removesuffix("_bytes"): run.device[name] for name in run.device if _is_count(run.device, name)}
-    found = collections.Counter[str](counts)  # 0 for what is not there
+    found = collections.Counter[str](counts)  # a Counter returns 0 for missing parts
     if not set(_HELD) <= set(found):
         return None
     held = {label: found[name] for name, label in _HELD.items()}

@@ -1,4 +1,4 @@
-"""The curves of several runs as one Plotly figure: a panel for each metric, over steps, units or time.
+"""Draws the curves of several runs as one Plotly figure: a panel for each metric, over steps, units or time.
 
 N: points of a curve.
 """
@@ -16,20 +16,20 @@ from meshtrain.observe import charts
 from meshtrain.observe.run_files import EVALUATED, IMPLIED, is_of_one
 from meshtrain.report.logs import Curve, Log
 
-# Points on the page, over all curves: about 45 bytes each, beside 4.8 MB of Plotly's own script.
+# Points on the page, over all curves: about 45 bytes each, in addition to 4.8 MB of Plotly's script.
 MOST_POINTS = 48_000
 MOST_POINTS_A_CURVE = 4_000
 FEWEST_POINTS_A_CURVE = 30
 COLOURS = (*charts.COLOURS, "#c0392b", "#8a7a12")
 PANEL_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 250, 124, 50
-TITLE_PIXELS, TITLE_CHARACTERS = 38, 40  # of a panel's title: the height of two lines, and the width of one
+TITLE_PIXELS, TITLE_CHARACTERS = 38, 40  # of a panel's title: the height of two lines, and the length of a line
 COLUMNS = 3
 FONT = {"family": "system-ui, sans-serif", "size": 12, "color": "#1d2733"}
-# A title stands above its panel: beside it, it would lie over the ticks' labels, or be longer than the panel is high.
+# Titles are above the panels: at the side, a title would cover the tick labels, or be longer than the panel's height.
 ABOVE = {"x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False}
-FEW = 40  # points: fewer are drawn as dots, too, because a line through one point would be invisible
+FEW = 40  # points: shorter curves are also drawn as dots, because a line through one point is invisible
 
-# In this order; a task's own metrics stand between the two groups.
+# The order of panels; metrics of a task come between the two groups.
 _FIRST = ("loss", "eval_loss")
 _LAST = (
     "learning_rate",
@@ -42,10 +42,10 @@ _LAST = (
     "data_share",
     "save_blocking_seconds",
 )
-# Other curves imply these, or they have one point for each start of the program.
+# Other curves imply these metrics, or they have only one point for each start of the program.
 _LEFT_OUT = (*IMPLIED, "model_flops_per_second", "first_step_seconds", "restore_seconds")
 _IF_ANY = ("skipped_steps", "left_out_tokens")  # all zero in most runs
-_IF_SEVERAL = ("save_blocking_seconds",)  # most runs save once, and one point is no curve
+_IF_SEVERAL = ("save_blocking_seconds",)  # most runs save once, and a single point is no curve
 _IF_CHANGED = ("processes",)  # one number for each start of the program
 _TITLES = {
     "grad_norm": "gradient norm",
@@ -60,7 +60,7 @@ _TITLES = {
 
 
 def title(metric: str) -> str:
-    """Returns what a metric is called on the page."""
+    """Returns the title of a metric on the page."""
     if metric in _TITLES:
         return _TITLES[metric]
     if metric.startswith(EVALUATED):
@@ -90,15 +90,15 @@ def metrics(logs: Sequence[Log]) -> list[str]:
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns the indices of the points to draw, increasing: at most `most`, the extremes among them.
+    """Returns the indices of the points to draw, increasing: at most `most`, including the extremes.
 
-    Of each bucket of neighbouring points it keeps the first and the last one, the smallest, the largest, and the first
-    that is not a number. The first four are those of M4 (Jugel et al. 2014), with which a line chart of as many pixels
-    as buckets looks as it would with all points.
+    For each bucket of adjacent points it keeps the first, the last, the smallest, the largest, and the first NaN. The
+    first four are the points of M4 (Jugel et al. 2014): with one bucket per pixel column, a line chart looks the same
+    as with all points.
 
     Args:
-      values: float64 [N], not-a-number for a gap.
-      most: the number of points that is enough; at least 5.
+      values: float64 [N], NaN for a gap.
+      most: the maximum number of points; at least 5.
     """
     num_points = len(values)
     if num_points <= most:
@@ -120,14 +120,14 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
     return np.unique(np.concatenate(of_each))
 
 
-Column: TypeAlias = Sequence[float | None]  # a number for each point of a curve; None where it is not known
-Place: TypeAlias = tuple[Column, Column, Column]  # of a curve's points: steps, units since the start, seconds
+Column: TypeAlias = Sequence[float | None]  # a number for each point of a curve; None if it is unknown
+Place: TypeAlias = tuple[Column, Column, Column]  # the x values of a curve: steps, units since the start, seconds
 
 
 def figure(runs: Mapping[str, Log]) -> JsonObject:
-    """Returns a Plotly figure: `data`, a trace for each run and metric, and `layout`.
+    """Returns a Plotly figure: `data`, with a trace for each run and metric, and `layout`.
 
-    A run is one entry of the legend, which shows and hides it in all panels. Panels zoom together.
+    Each run is one entry of the legend, which shows and hides the run in all panels. Panels zoom together.
 
     Args:
       runs: name -> its log; at least one.
@@ -152,13 +152,13 @@ def figure(runs: Mapping[str, Log]) -> JsonObject:
     layout = _layout(panels, places, " or ".join(units))
     for axis in {trace["yaxis"] for trace in traces}:
         values = {value for trace in traces if trace["yaxis"] == axis for value in trace["y"]} - {None}
-        if len(values) == 1:  # Plotly would number the surroundings of a constant, to half a unit
+        if len(values) == 1:  # for a constant, Plotly would label ticks around it
             layout[axis.replace("y", "yaxis")] |= {"tickvals": [*values], "ticktext": [f"{max(values):,.7g}"]}
     return {"data": traces, "layout": layout}
 
 
 def _suffix(panel: int) -> str:
-    """Returns what Plotly writes behind the names of a panel's axes: nothing for the first, then 2, 3, ..."""
+    """Returns the suffix that Plotly appends to the names of a panel's axes: none for the first, then 2, 3, ..."""
     return str(panel + 1) if panel else ""
 
 
@@ -167,7 +167,7 @@ def _trace(name: str, colour: str, panel: int, steps: Sequence[int], kept: np.nd
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(kept) <= FEW else "lines",
-        "name": html.escape(name),  # Plotly reads some tags
+        "name": html.escape(name),  # Plotly interprets some HTML tags
         "legendgroup": name,
         "line": {"color": colour, "width": 1.5},
         "marker": {"color": colour, "size": 5},
@@ -180,7 +180,7 @@ def _trace(name: str, colour: str, panel: int, steps: Sequence[int], kept: np.nd
 
 
 def _rounded(values: np.ndarray, digits: int = 7) -> list[float | int | None]:
-    """Returns numbers for JSON, null for not-a-number. Metrics are float32, which has 7 digits."""
+    """Converts numbers for JSON, NaN to null. Metrics are float32, which has 7 digits."""
     numbers = (None if math.isnan(value) else float(f"{value:.{digits}g}") for value in values.tolist())
     return [int(value) if value is not None and value.is_integer() else value for value in numbers]
 
@@ -202,7 +202,7 @@ def _layout(panels: Sequence[str], places: Sequence[Place], units: str) -> JsonO
         shared = {"gridcolor": "#e3e7ec", "zerolinecolor": "#c6ccd4", "linecolor": "#8c95a3"}
         text = {"title": {"text": "steps"}} if number >= len(panels) - COLUMNS else {}
         layout[f"xaxis{suffix}"] = shared | text | ({"matches": "x"} if number else {})
-        # Five digits before a power: 65,536 stays a number.
+        # Numbers up to five digits, such as 65,536, are not abbreviated to powers.
         layout[f"yaxis{suffix}"] = shared | {"exponentformat": "power", "minexponent": 5, "separatethousands": True}
         lines = textwrap.wrap(title(metric), TITLE_CHARACTERS, max_lines=2, placeholder=" ...")
         place = {"xref": f"x{suffix} domain", "yref": f"y{suffix} domain"}
@@ -212,12 +212,12 @@ def _layout(panels: Sequence[str], places: Sequence[Place], units: str) -> JsonO
 
 
 def _buttons(panels: Sequence[str], places: Sequence[Place], units: str, inner_pixels: int) -> list[JsonObject]:
-    """Returns the buttons over the panels: what the curves are drawn over, and the scale of the losses."""
+    """Returns the buttons above the panels: they choose the x axis of all curves, and the scale of the losses."""
     suffixes = [_suffix(number) for number in range(len(panels))]
     over = []
     for index, (label, text) in enumerate((("steps", "steps"), (units, units), ("time", "seconds since the start"))):
         if all(value is None for place in places for value in place[index]):
-            continue  # rows that say nothing of it
+            continue  # no run has logged it
         axes: JsonObject = {f"xaxis{suffix}.title.text": text for suffix in suffixes[-COLUMNS:]}
         axes |= {f"xaxis{suffix}.autorange": True for suffix in suffixes}
         x = {"x": [place[index] for place in places]}

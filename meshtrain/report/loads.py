@@ -1,4 +1,4 @@
-"""The load of each expert, and the norms of each layer, over the steps of a run, as still charts: rows in colours.
+"""Static charts of the load of each expert, and of the norms of each layer, over steps, as coloured rows.
 
 E: experts, or layers and other parameters, N: logged steps.
 """
@@ -13,17 +13,17 @@ from meshtrain.observe.charts import WIDTH_INCHES, svg
 from meshtrain.observe.run_files import OF_EACH, OF_LAYER
 from meshtrain.report.logs import Log
 
-_MOST_COLUMNS = 400  # more would be narrower than what a screen shows
+_MOST_COLUMNS = 400  # more would be narrower than a pixel
 _MOST_LABELS = 20
 
 
 class Loads(NamedTuple):
-    """The loads of one metric, or the norms.
+    """The loads of experts in one metric, or the norms of layers.
 
     Attributes:
       steps: int64 [N], increasing.
-      values: float64 [E, N], a load is 1 where it is even; not-a-number where a row has none.
-      names: of the layers and other parameters, [E]; empty for experts.
+      values: float64 [E, N]; a load of 1 is even; NaN if a row has no value.
+      names: the layers and other parameters, [E]; empty for experts.
       what: the kind of chart.
     """
 
@@ -34,7 +34,7 @@ class Loads(NamedTuple):
 
 
 def of_experts(log: Log) -> list[Loads]:
-    """Returns the loads of each metric that the log has for single experts, none without experts."""
+    """Returns the loads of each metric that is logged for single experts; empty without experts."""
     found = dict[str, dict[int, str]]()
     for name in log.curves:
         if match := OF_EACH.fullmatch(name):
@@ -43,9 +43,9 @@ def of_experts(log: Log) -> list[Loads]:
 
 
 def of_layers(log: Log) -> list[Loads]:
-    """Returns the norms of gradients, weights and updates of each layer and other parameters, none if none are logged.
+    """Returns the norms of gradients, weights and updates for each layer and other parameters; empty if not logged.
 
-    Values that are not positive have no place on the logarithmic scale of their colours.
+    Values that are not positive become NaN, since the colours have a logarithmic scale.
     """
     groups = dict[str, dict[str, str]]()
     for name in log.curves:
@@ -61,7 +61,7 @@ def of_layers(log: Log) -> list[Loads]:
 
 
 def _aligned(log: Log, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps of all of these metrics, and their values at each."""
+    """Returns the union of the steps of these metrics, and their values at each step."""
     curves = [log.curves[name] for name in names]
     steps = np.unique(np.concatenate([curve.steps for curve in curves]))
     values = np.full((len(curves), len(steps)), math.nan)
@@ -71,7 +71,7 @@ def _aligned(log: Log, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def chart(loads: Loads) -> str:
-    """Returns the chart as an element of an HTML page: each column reaches from the logged step before to its own."""
+    """Returns the chart as an HTML element: a column extends from the previous logged step to its own."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -82,7 +82,7 @@ def chart(loads: Loads) -> str:
     first = max(0, steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1))
     figure = Figure(figsize=(WIDTH_INCHES, min(4.6, 1.0 + 0.2 * num_experts)), layout="constrained")
     axes = figure.add_subplot()
-    # As a picture inside the chart: thousands of rectangles would make the page slow.
+    # Rasterized: thousands of SVG rectangles would make the page slow.
     least, most = (float(found(loads.values)) for found in (np.nanmin, np.nanmax))
     edges = [first, *steps], np.arange(num_experts + 1) - 0.5
     scale = LogNorm(least, most) if loads.names else Normalize(0, max(2.0, most))

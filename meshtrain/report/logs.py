@@ -1,4 +1,4 @@
-"""Reads `metrics.jsonl` back: a curve for each metric, and the units and seconds to draw it over.
+"""Reads `metrics.jsonl`: a curve for each metric, and the units and seconds of its steps.
 
 N: points of a curve.
 """
@@ -19,11 +19,11 @@ _MOST_STEPS = 1 << 53  # above, float64 would merge neighbouring steps
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One metric over the steps at which it was logged.
+    """A metric over the steps at which it was logged.
 
     Attributes:
       steps: int64 [N], increasing.
-      values: float64 [N]; not-a-number where the row has null.
+      values: float64 [N]; NaN if the row has null.
     """
 
     steps: np.ndarray
@@ -36,9 +36,9 @@ class Log:
 
     Attributes:
       curves: metric -> its curve, in the order of their first rows; metrics without any number are left out.
-      unit: what is counted beside steps: tokens, images, ...; empty if the rows do not say.
-      units_per_step: of that unit, 0 if the rows do not say.
-      clock: seconds since the run's first start, at the steps where they are known; it may be empty.
+      unit: the counted unit: tokens, images, ...; empty if the rows do not state it.
+      units_per_step: units per step, 0 if the rows do not state it.
+      clock: seconds since the run's first start, for the steps whose time is known; may be empty.
     """
 
     curves: Mapping[str, Curve]
@@ -47,13 +47,13 @@ class Log:
     clock: Curve
 
     def units_at(self, steps: np.ndarray) -> np.ndarray:
-        """Returns the units up to each step, float64 [N]; not-a-number if the rows do not say."""
+        """Returns the units up to each step, float64 [N]; NaN if the rows do not state them."""
         return steps * (self.units_per_step or math.nan)
 
     def seconds_at(self, steps: np.ndarray) -> np.ndarray:
         """Returns seconds since the run's first start, float64 [N].
 
-        Between rows with a time it is interpolated; before the first one it is not known, and not-a-number.
+        Times between rows are interpolated; before the first row with a time they are NaN.
         """
         if not len(self.clock.steps):
             return np.full(len(steps), math.nan)
@@ -61,9 +61,9 @@ class Log:
 
 
 def read(path: pathlib.Path) -> Log | None:
-    """Returns the log of a file of metrics, None if it holds no row. Lines that are no rows (a torn one) are left out.
+    """Returns the log of a file of metrics, None if it has no row. Lines that are not rows (incomplete) are skipped.
 
-    Steps that a run did twice, because it resumed from an earlier step, have the values of the last time.
+    If a run repeated steps because it resumed from an earlier step, the values of the last repetition count.
 
     Raises:
       OSError: the file cannot be read.
@@ -101,7 +101,7 @@ def _curve(points: Mapping[int, float]) -> Curve:
 
 
 def _unit(rows: Iterable[Mapping[str, Json]]) -> tuple[str, float]:
-    """Returns the unit of a run and how many a step has, from the newest row with a rate, `UNIT_per_second`."""
+    """Returns the unit of a run and the units per step, from the newest row with a rate `UNIT_per_second`."""
     names = {name.removesuffix("_per_second") for row in rows for name in row if name.endswith("_per_second")}
     for row in reversed(list(rows)):
         for name in names & row.keys():

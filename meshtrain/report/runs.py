@@ -1,4 +1,4 @@
-"""Opens the folders of runs for a report: configuration, metrics, what a device holds, the sample."""
+"""Opens the folders of runs for a report: configuration, metrics, memory of a device, samples."""
 
 import dataclasses
 import pathlib
@@ -18,12 +18,12 @@ class Run:
     """A run as its folder describes it.
 
     Attributes:
-      name: the end of its path that no other run of the report has.
+      name: the shortest end of its path that is unique in the report.
       config: the nested dict of config.json.
       log: its metrics.
       device: the entries of device.json; empty if there is none.
-      sample: the text that it drew at its end; empty if there is none.
-      texts: step, prompt and text of what its evaluations drew.
+      sample: the text generated at its end; empty if there is none.
+      texts: step, prompt and text of each sample that its evaluations generated.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Run:
 
 
 def opened(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """Returns the runs in some folders, and one line for each problem; the runs are all there if there is none.
+    """Returns the runs in the given folders, and one line for each problem; without problems no run is missing.
 
     Args:
-      paths: folders of runs, as a user writes them.
+      paths: folders of runs, as the user wrote them.
     """
     if not paths:
         return [], [f"RUN: got nothing; {_WORKDIR}, or several; nearest: runs/3d"]
@@ -87,7 +87,7 @@ def _run(path: str, name: str, folder: pathlib.Path) -> Run:
     sample = ""
     if what_is_at(folder / SAMPLES_FILE) == "a file":
         sample = (folder / SAMPLES_FILE).read_text(encoding="utf-8", errors="replace")
-    drawn = dict[tuple[int, str], str]()  # a resumed run may draw a step's again
+    drawn = dict[tuple[int, str], str]()  # a resumed run may repeat a step's samples
     if what_is_at(folder / PROMPTED_FILE) == "a file":
         for row in filter(None, map(row_of, (folder / PROMPTED_FILE).read_bytes().splitlines(True))):
             drawn[row["step"], str(row.get("prompt"))] = str(row.get("text"))
@@ -109,7 +109,7 @@ def _json(path: pathlib.Path) -> JsonObject:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Returns for each path the shortest end of it that no other one has.
+    """Returns for each path its shortest end that no other path has.
 
     >>> _names(["runs/3d", "old/3d", "runs/tiny"])
     ['runs/3d', 'old/3d', 'tiny']
