@@ -1,4 +1,4 @@
-"""What a planted fault is; a table for each room stands beside this file."""
+"""What a planted fault is; the tables are beside this file."""
 
 import ast
 

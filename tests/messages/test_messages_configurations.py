@@ -48,7 +48,7 @@ def misspelt(key):
 
 
 def leaf_cases():
-    """Every leaf is wrong at once, in as many ways as it can be: each is told. By itself, one way in twelve."""
+    """Every leaf is wrong at once, in as many ways as it can be: each is told. By itself, one way in 32."""
     by_leaf = {}
     for key, text in wrong_values():
         by_leaf.setdefault(key, []).append(text)
@@ -60,7 +60,7 @@ def leaf_cases():
     names = [misspelt(key) for key in LEAVES]
     starts = tuple(f"{name}: unknown key" for name in names)
     yield Case("all leaves misspelt", lambda folder: small(folder, *(f"{name}=1" for name in names)), starts)
-    for key, text in [*list(wrong_values())[::16], ("mesh.data", "many")]:
+    for key, text in [*list(wrong_values())[::32], ("mesh.data", "many")]:
         yield Case(
             f"{key}={text[:20]}", lambda folder, key=key, text=text: small(folder, f"{key}={text}"), (f"{key}: ",)
         )
@@ -69,7 +69,7 @@ def leaf_cases():
 def pair_cases():
     """The checks across fields do without what is wrong by itself, whatever it is."""
     draw, wrong = random.Random(0), sorted(wrong_values())
-    for number in range(10):
+    for number in range(5):
         (one, a), (other, b) = draw.sample(wrong, 2)
         if one != other:
             yield Case(
@@ -85,56 +85,33 @@ ITEMS = (
 )
 FILES = {
     "syntax": "def get_config(:\n",
-    "tabs": "def get_config():\n\tx = 1\n        return x\n",
     "no function": "x = 1\n",
-    "misspelt function": "def get_confg():\n    return 1\n",
     "raises": "def get_config():\n    raise RuntimeError('two\\nlines')\n",
-    "raises nothing to say": "def get_config():\n    raise Exception\n",
-    "raises at the top": "1 / 0\n",
     "exits": "import sys\nsys.exit(0)\n",
-    "exits inside": "def get_config():\n    raise SystemExit(0)\n",
     "raises no Exception": "class Own(BaseException): pass\nraise Own\n",
     "recursion": "def get_config():\n    return get_config()\n",
     "returns None": "def get_config():\n    return None\n",
-    "returns a list": "def get_config():\n    return [1]\n",
     "generator": "def get_config():\n    yield 1\n",
-    "coroutine": "async def get_config():\n    return 1\n",
     "wants an argument": "def get_config(x):\n    return x\n",
-    "no callable": "get_config = 3\n",
     "numbers as keys": "def get_config():\n    return {1: 2, 'mesh': {3: 4}}\n",
     "a group is a number": BODY.format("config.mesh = 3"),
-    "a group is None": BODY.format("config.model = None"),
     "a value is a group": BODY.format("config.seed = {'a': {'b': 1}}"),
     "holds itself": "def get_config():\n    found = {}\n    found['mesh'] = found\n    return found\n",
     "required": BODY.format("import ml_collections as m; config.seed = m.config_dict.required_placeholder(int)"),
     "placeholder": BODY.format("import ml_collections as m; config.seed = m.config_dict.placeholder(int)"),
     "an array": BODY.format("import numpy; config.num_steps = numpy.zeros(3)"),
-    "a text that is a number": BODY.format("config.num_steps = '4'"),
-    "complex": BODY.format("config.learning_rate.peak = 1j"),
     "nan": BODY.format("config.learning_rate.peak = float('nan')"),
     "an array in the model of another task": BODY.format(
         "import numpy; config.task = 'seq2seq'; config.model.num_layers = numpy.zeros(3)"
     ),
     "400 digits": BODY.format("config.seed = 10**400"),
-    "5000 digits": BODY.format("config.learning_rate.peak = -(10**5000)"),
-    "a fraction of 400 digits": BODY.format("import fractions; config.seed = fractions.Fraction(10**400)"),
-    "a long list": BODY.format("config.seed = list(range(100_000))"),
-    "100,000 unknown keys": "def get_config():\n    return {f'key{i}': i for i in range(100_000)}\n",
-    "100,000 unknown keys of a group": BODY.format("config.model = {f'num_layer{i}': i for i in range(100_000)}"),
+    "20,000 unknown keys of a group": BODY.format("config.model = {f'num_layer{i}': i for i in range(20_000)}"),
     "a message that raises": "class E(Exception):\n    def __str__(self): raise ValueError\nraise E\n",
     "a key that raises": "class K:\n    def __str__(self): raise ValueError\ndef get_config():\n    return {K(): 1}\n",
-    "items that raise": ITEMS + "def get_config():\n    return Items()\n",
     "items of a group that raise": ITEMS + BODY.format("config.mesh = Items()"),
-    "a comparison that raises": (
-        "class A:\n    def __eq__(self, other): raise ValueError\n    __hash__ = None\n"
-        + BODY.format("config.model = A()")
-    ),
-    "cannot be shown": "class A:\n    def __repr__(self): raise ValueError\n" + BODY.format("config.seed = A()"),
     "a zero byte": BODY.format("config.data.path = 'a\\0b'"),
     "half a surrogate pair": BODY.format("config.data.path = '\\udcff'"),
-    "endless": BODY.format("config.seed = 'x' * 1_000_000"),
     "no such module": "import nosuchmodule\n",
-    "relative import": "from . import other\n",
     "no such field": BODY.format("config.mash.tensor = 2"),
 }
 

@@ -16,22 +16,16 @@ TEXTS = {
     "cut in a character": GOOD + "é".encode()[:1],
     "white space": b" \n" * 3,
     "one letter": b"a",
-    "surrogates": b"\xed\xa0\x80" * 100,
     "a huge line, cut": b"x" * HUGE + b"\xc3",
 }
 LINES = {
     "numbers": b"3\n",
     "a number as text": b'{"text": 3}\n',
-    "null as text": b'{"text": null}\n',
-    "white space": b" \n\n\n",
     "deep object": b'{"text":' * 100_000 + b"\n",
     "10000 digits": b'{"text": "a", "n": ' + b"9" * 10_000 + b"}\n",
-    "nan": b'{"text": NaN}\n',
     "empty texts": b'{"text": ""}\n' * 3,
-    "text twice": b'{"text": "a", "text": 3}\n',
     "carriage returns": DOCUMENT + b"\r" + DOCUMENT,
     "a huge line, cut": b'{"text": "' + b"x" * HUGE,
-    "a huge line of garbage": b"x" * HUGE,
 }
 IDS = (np.arange(1000) % 257).astype("<u2").tobytes()
 DESCRIBED = {"dtype": "uint16", "vocab_size": 257, "num_tokens": 1000, "num_documents": 1, "end_id": 256}
@@ -39,26 +33,19 @@ DESCRIBED |= {"tokenizer": "bytes", "tokenizer_sha256": "", "end_token": ""}
 TOKENS = {
     "another dtype": np.arange(1000, dtype="<u4").tobytes(),
     "an id past the vocabulary": np.full(1000, 257, "<u2").tobytes(),
-    "big-endian": np.arange(1000, dtype=">u2").tobytes(),
-    "random": np.random.default_rng(0).bytes(2000),
-    "npy": b"\x93NUMPY" + bytes(100),
 }
 DESCRIPTIONS = {
     "float16": DESCRIBED | {"dtype": "float16"},
-    "int64": DESCRIBED | {"dtype": "int64"},
     "a large vocabulary": DESCRIBED | {"vocab_size": 100_000},
     "no vocabulary": DESCRIBED | {"vocab_size": 0},
     "fewer tokens": DESCRIBED | {"num_tokens": 999},
-    "no tokens": DESCRIBED | {"num_tokens": 0},
     "negative tokens": DESCRIBED | {"num_tokens": -5},
-    "negative documents": DESCRIBED | {"num_documents": -1},
     "tokens as text": DESCRIBED | {"num_tokens": "1000"},
-    "tokens as a float": DESCRIBED | {"num_tokens": 1000.0},
     "an end that is true": DESCRIBED | {"end_id": True},
     "an end below all ids": DESCRIBED | {"end_id": -7},
     "an end past the vocabulary": DESCRIBED | {"end_id": 10**12},
-    **{f"tokenizer {name!r}": DESCRIBED | {"tokenizer": name} for name in ("", ".", "/", "../x", "a\0", "missing")},
-    **{f"tokenizer {name}": DESCRIBED | {"tokenizer": name} for name in ("loop", "pipe", "folder", "words.txt")},
+    **{f"tokenizer {name!r}": DESCRIBED | {"tokenizer": name} for name in ("", "../x", "a\0")},
+    **{f"tokenizer {name}": DESCRIBED | {"tokenizer": name} for name in ("pipe", "words.txt")},
 }
 WORDS = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}})
 TOKENIZERS = {
@@ -102,15 +89,14 @@ def token_cases():
 
 
 def place_cases():
-    for what in ODD:
-        for key in ("data.path", "data.tokenizer"):
+    for key, what in [*(("data.path", what) for what in ODD), ("data.tokenizer", "pipe"), ("data.tokenizer", "folder")]:
 
-            def prepare(folder, what=what, key=key):
-                words = small(folder)
-                return [*words, f"--config.{key}={odd_things(folder)[what]}"]
+        def prepare(folder, what=what, key=key):
+            words = small(folder)
+            return [*words, f"--config.{key}={odd_things(folder)[what]}"]
 
-            yield Case(f"{key}: {what}", prepare, (f"{key}: ",))
-    for glob in ("*.none", "[", "loop*", "pip*", "folder/*", "**/nothing", ",,", "words.txt,missing.txt"):
+        yield Case(f"{key}: {what}", prepare, (f"{key}: ",))
+    for glob in ("*.none", "[", "pip*", ",,", "words.txt,missing.txt"):
 
         def matching(folder, glob=glob):
             odd_things(folder)

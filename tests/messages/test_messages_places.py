@@ -40,8 +40,8 @@ def place_cases():
             return [*small(folder), f"--workdir={places[what]}"]
 
         yield Case(f"workdir: {what}", prepare, ("--workdir: ",))
-    for what in ODD:
-        for command, words in COMMANDS.items():
+    for command, words in COMMANDS.items():
+        for what in ODD if command == "generate" else ("loop", "pipe", "folder"):
 
             def asked(folder, what=what, words=words):
                 small(folder)
