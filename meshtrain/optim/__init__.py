@@ -1,5 +1,6 @@
-"""How do weights move? Learning rates, optimizers, and how their moments are stored.
+"""Updates of the weights: learning rates, optimizers, and masks of trained and decaying weights.
 
-An optimizer is a direction by name, decoupled weight decay and the learning rate, on optax. Each array of its state is
-placed as its weight; moments may be stored in fewer bytes.
+An optimizer is a direction by name, decoupled weight decay and the learning rate, on optax. Masks derive from logical
+axes which weights decay and which are matrices. Each array of an optimizer's state is sharded like its weight; moments
+may be stored in fewer bytes.
 """

@@ -1,7 +1,7 @@
 """Adafactor's direction (Shazeer and Stern 2018), computed for each stacked layer separately.
 
-`optax.adafactor` factors over the two largest dims and takes root mean squares over whole arrays. In a weight that
-stacks layers it would mix the layers. Here the logical axes decide which dims are factored and which are stacked.
+`optax.adafactor` factors over the two largest dims and takes root mean squares over complete arrays. If a weight stacks
+layers, this would mix the layers. Here the logical axes determine which dims are factored and which are stacked.
 """
 
 import functools
@@ -23,20 +23,20 @@ LARGEST_RMS = 1.0
 DECAY_EXPONENT = 0.8
 SMALLEST_FACTORED_DIM = 128
 
-# Of one weight, float32; the node stands for a moment that the weight does not use.
+# A moment of one weight, float32; `MaskedNode` for a moment that the weight does not use.
 Moment: TypeAlias = jax.Array | optax.MaskedNode
 
 
 class FactoredState(NamedTuple):
     """The second moments: `row` and `column` for a factored matrix, `full` for any other weight.
 
-    The fields that a weight does not use have a `MaskedNode` in its place.
+    For a weight, each unused field has a `MaskedNode`.
 
     Attributes:
       num_updates: int32 scalar, updates done.
-      row: float32, the mean over the output dims, kept with size 1.
-      column: float32, the mean over the reduction dims, kept with size 1.
-      full: float32, of the weight's shape.
+      row: float32, the mean over the output dims, which have size 1.
+      column: float32, the mean over the reduction dims, which have size 1.
+      full: float32, in the weight's shape.
     """
 
     num_updates: jax.Array
@@ -56,7 +56,7 @@ def scale_by_adafactor(logical_axes: NamesTree) -> optax.GradientTransformation:
     """Returns Adafactor's direction, scaled by the root mean square of each weight, without momentum.
 
     Args:
-      logical_axes: a tree like the parameters, with a tuple of logical axes for each.
+      logical_axes: a pytree with the structure of the parameters and a tuple of logical axes for each.
     """
 
     def init(params: Arrays) -> FactoredState:
@@ -115,7 +115,7 @@ def _direction(
     else:
         row = decay * row + (1 - decay) * jnp.mean(square, dims.output, keepdims=True)
         column = decay * column + (1 - decay) * jnp.mean(square, dims.reduction, keepdims=True)
-        # Two roots: the product under one root could underflow where gradients are zero, and give 0 / 0.
+        # Two roots: a product under one root could underflow if gradients are zero, and give 0 / 0.
         update = gradient / jnp.sqrt(row / jnp.mean(row, dims.reduction, keepdims=True)) / jnp.sqrt(column)
     own = tuple(range(num_stacked(axes), weight.ndim))
     update = update / jnp.maximum(1, _rms(update, own) / LARGEST_RMS)

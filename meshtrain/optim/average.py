@@ -1,12 +1,12 @@
 """Averages of the weights: an exponential moving average of each trained weight, in the optimizer's state.
 
-After an update the average of a weight w is decay * average + (1 - decay) * w, where w is what the update has left in
-float32, whatever dtype stores it (averaging: Polyak and Juditsky 1992; with these weights: Tarvainen and Valpola 2017).
-Averages begin at the weights, so no bias has to be corrected. There is no warm-up: after n updates the weights at the
-beginning have a share of decay^n.
+After an update the average of a weight w is decay * average + (1 - decay) * w. Here w is the updated weight in float32,
+even if it is stored in another dtype (averaging: Polyak and Juditsky 1992; exponential weights: Tarvainen and Valpola
+2017). Averages start at the initial weights, so there is no bias to correct. There is no warm-up: after n updates the
+initial weights have a share of decay^n.
 
-In the state an average has the path of its weight, so it is sharded, offloaded, counted and saved as moments are, and
-stays float32 where moments take fewer bytes. Nothing that trains reads it.
+In the state an average has the path of its weight, so it is sharded, offloaded, counted and saved like moments. It
+stays float32 even if moments are stored in fewer bytes. Training never reads it.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,11 @@ from meshtrain.sharding.trees import Arrays
 
 
 class Averaged(NamedTuple):
-    """The state of an optimizer with averages beside it.
+    """The state of an optimizer, with averages of the weights.
 
     Attributes:
       inner: the optimizer's own state.
-      averaged_weights: float32, like the parameters that it updates; frozen ones have none.
+      averaged_weights: float32, for each parameter that it updates; frozen parameters have none.
     """
 
     inner: Arrays
@@ -30,9 +30,9 @@ class Averaged(NamedTuple):
 
 
 def with_averages(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns an optimizer with room for averages in its state; `followed` moves them, as `update` cannot know all.
+    """Returns an optimizer whose state has averages; its `update` does not change them, `followed` does.
 
-    `Task.after_update` may move weights after it.
+    The averages follow the weights after `Task.after_update`, which runs after `update` and may change weights.
 
     Args:
       inner: from float32 parameters and gradients to updates.
@@ -49,16 +49,16 @@ def with_averages(inner: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def followed(state: Averaged, weights: Arrays, decay: float) -> Averaged:
-    """Returns the state after an update, with the averages moved towards its weights.
+    """Returns the state with its averages moved towards the updated weights.
 
     >>> followed(Averaged((), {"bias": 1.0}), {"bias": 2.0}, 0.75).averaged_weights
     {'bias': 1.25}
 
     Args:
       state: with the averages before the update.
-      weights: after the update, float32, trained ones alone.
-      decay: the share that the averages keep, above 0 and below 1.
+      weights: after the update, float32, only trained weights.
+      decay: the weight of the old average, above 0 and below 1.
     """
-    # The same as decay * average + (1 - decay) * w, rounded relative to the distance instead of the weight.
+    # Equals decay * average + (1 - decay) * w, but rounded relative to the distance instead of the weight.
     move = lambda average, weight: average + (1 - decay) * (weight - average)  # noqa: E731
     return Averaged(state.inner, jax.tree.map(move, state.averaged_weights, weights))

@@ -1,16 +1,16 @@
-"""Blocks of a weight's elements as 8-bit codes with one scale a block: dynamic quantization (Dettmers et al. 2022).
+"""Encodes blocks of a weight's elements as 8-bit codes with one scale per block (Dettmers et al. 2022).
 
-With y = |x| / scale, scale the largest |x| of the block, the code n = 2^i + f with 0 <= f < 2^i stands for
+This is dynamic quantization. With y = |x| / scale, where scale is the maximum |x| of the block, the code n = 2^i + f
+with 0 <= f < 2^i represents
 
     y = 10^(i - top) (0.1 + 0.9 (f + 1) / 2^i),  and n = 0 for y = 0,
 
-so that each decade has twice as many levels as the one below. Signed numbers have top = 6 and int8 codes from -127 to
-127. Of numbers that are never negative the roots are stored, with top = 7 and uint8 codes to 255.
+so that each decade has twice as many levels as the decade below. Signed numbers have top = 6 and int8 codes from -127
+to 127. For nonnegative numbers, square roots are encoded, with top = 7 and uint8 codes up to 255.
 
-A block is a tile: it has an extent along each dim of one weight, never along the dims that stack layers. It is chosen
-from shape and logical axes alone, so that the blocks of a weight are the same on every mesh. The extents leave each dim
-a number of blocks with about the same power of two, because a mesh splits dims by powers of two. A dim of heads' widths
-is not split, and is used up first.
+A block is a tile: it has an extent along each dim of one weight, and extent 1 along dims that stack layers. Extents are
+chosen such that the numbers of blocks along all dims have about the same power of two, because a mesh splits dims by
+powers of two. A dim of heads' widths is never split by a mesh, and is used up first.
 """
 
 import math
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from meshtrain.sharding.param_kinds import matrix_dims, num_stacked
 from meshtrain.sharding.stored import Names
 
-SMALLEST_BLOCK = 32  # elements; below, a float32 scale would take more than an eighth of the codes' bytes
+SMALLEST_BLOCK = 32  # elements; in smaller blocks a float32 scale would take more than an eighth of the codes' bytes
 LARGEST_BLOCK = 4096
 NOT_SPLIT = "head_dim"
 
@@ -30,7 +30,8 @@ NOT_SPLIT = "head_dim"
 def extents(shape: Sequence[int], axes: Names, block: int) -> tuple[int, ...] | None:
     """Returns the extent of a block along each dim of a weight; None for a weight that is not stored in 8 bits.
 
-    Only matrices and tables are, and only where their dims have enough factors of two for `SMALLEST_BLOCK` elements.
+    Only matrices and tables are stored in 8 bits, and only if their dims have enough factors of two for
+    `SMALLEST_BLOCK` elements.
 
     >>> extents((32, 4096, 14336), ("layers", "embed", "mlp"), 256)
     (1, 16, 16)
@@ -40,7 +41,8 @@ def extents(shape: Sequence[int], axes: Names, block: int) -> tuple[int, ...] | 
     Args:
       shape: of the weight.
       axes: its logical axes.
-      block: the number of elements of a block, a power of two; it has fewer where the dims have fewer factors of two.
+      block: the number of elements of a block, a power of two; blocks are smaller if the dims have fewer factors of
+        two.
     """
     if matrix_dims(axes) is None:
         return None
@@ -67,18 +69,18 @@ def num_blocks(shape: Sequence[int], extent: Sequence[int]) -> tuple[int, ...]:
 def encoded(
     x: jax.Array, random: jax.Array | None, extent: Sequence[int], *, is_signed: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes of an array, int8 or uint8 of its shape, and the scales of its blocks, float32.
+    """Returns the codes of an array, int8 or uint8 in its shape, and the scales of its blocks, float32.
 
-    Of an unsigned array the roots are encoded: updates divide by them, and their levels are nearer to each other. A
-    number above zero becomes at least the lowest level above zero.
+    For an unsigned array, square roots are encoded: updates divide by them, and their levels are closer. A number above
+    zero is encoded at least as the lowest level above zero.
 
-    With random bits rounding is stochastic: a root between two levels becomes the upper one with the probability that
-    makes the mean right. Otherwise a second moment, which changes by 1 - beta2 of itself at most where the gradient is
-    zero, would keep its level forever. A first moment changes by more than the distance of two levels.
+    With random bits rounding is stochastic: a root between two levels is rounded up with the probability that makes the
+    mean exact. With rounding to nearest, a second moment would keep its level forever if the gradient is zero, because
+    each step changes it by at most a share 1 - beta2. A first moment changes by more than the distance of two levels.
 
     Args:
-      x: float32; no element is negative unless `is_signed`.
-      random: uint16 of the same shape, random bits; None: to the nearest level.
+      x: float32; nonnegative unless `is_signed`.
+      random: uint16 of the same shape, random bits; None: round to the nearest level.
       extent: of a block, a divisor of the size for each dim.
       is_signed: whether elements may be negative.
     """
@@ -95,7 +97,7 @@ def encoded(
 
 
 def decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Returns the float32 numbers that the result of `encoded` stands for."""
+    """Decodes the result of `encoded` to float32."""
     extent = num_blocks(codes.shape, scales.shape)
     top = 6 if codes.dtype == jnp.int8 else 7
     blocks = _in_blocks(codes, extent)
@@ -106,8 +108,8 @@ def decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def _level(y: jax.Array, top: int) -> jax.Array:
-    """Returns the code of numbers from 0 to 1 as a real number, linear between the levels."""
-    # Below the lowest level the line goes to zero.
+    """Returns the real-valued code of numbers from 0 to 1, by linear interpolation between the levels."""
+    # Below the lowest level, the interpolation ends at zero.
     result = y * 10.0**top
     for i in range(1, top + 1):
         in_decade = 2.0**i - 1 + (y * 10.0 ** (top - i) - 0.1) / 0.9 * 2.0**i
@@ -116,7 +118,7 @@ def _level(y: jax.Array, top: int) -> jax.Array:
 
 
 def _share(code: jax.Array, top: int) -> jax.Array:
-    """Returns the number from 0 to 1 that a code stands for."""
+    """Returns the number from 0 to 1 that a code represents."""
     result = code.astype(jnp.float32) * 10.0**-top
     for i in range(1, top + 1):
         in_decade = 10.0 ** (i - top) * (0.1 + 0.9 * (code - (2**i - 1)).astype(jnp.float32) / 2.0**i)
@@ -125,5 +127,5 @@ def _share(code: jax.Array, top: int) -> jax.Array:
 
 
 def _in_blocks(x: jax.Array, extent: Sequence[int]) -> jax.Array:
-    """Returns [.., size, ..] as [.., size / part, part, ..], for every dim."""
+    """Reshapes [.., size, ..] to [.., size / part, part, ..], for every dim."""
     return x.reshape([n for size, part in zip(x.shape, extent, strict=True) for n in (size // part, part)])

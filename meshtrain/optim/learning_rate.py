@@ -1,6 +1,6 @@
-"""Learning rates: functions of the number of updates done so far.
+"""Learning rates as functions of the number of updates done so far.
 
-`count` is the number of updates done before this one (0 for the first), and `step = count + 1`.
+`count` is the number of earlier updates (0 for the first), and `step = count + 1`.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ DECAYING = ("linear", "cosine", "warmup_stable_decay")
 BATCH_SCALINGS = ("none", "linear", "sqrt")
 
 Schedule = Callable[[jax.Array | int], jax.Array]
-# Updates since a part of the schedule began -> the rate as a share of the peak.
+# Updates since the start of a part of the schedule -> the rate as a share of the peak.
 Share = Callable[[jax.Array], jax.Array]
 
 
@@ -60,7 +60,7 @@ class LearningRateOptions:
 
 
 def check(options: LearningRateOptions) -> list[str]:
-    """Returns one line for each problem that `options.problems` does not check: limits from above and across fields."""
+    """Returns an error line for each problem that `options.problems` does not check: upper limits, conflicts of fields."""
     lines = [
         f"learning_rate.{name}: got {getattr(options, name)}; allowed: 0 to 1, a share; nearest: 1.0"
         for name in ("final_fraction", "stable_fraction")
@@ -96,12 +96,11 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
         a user's function    peak * function(options)(count), with decay_steps = T in the options
 
     The first update of a warm-up has the rate peak / w. The decay reaches f at count T, one update after the last, so
-    the last update still has a rate above 0 where f = 0. A run shorter than its warm-up ends before the peak. Noam
-    computes with w = 1 where w = 0. A run that is continued with another num_steps gets another decay, unless
-    decay_steps is set.
+    the last update still has a rate above 0 if f = 0. A run shorter than its warm-up ends before the peak. Noam uses w
+    = 1 if w = 0. A run that is resumed with another num_steps has another decay, unless decay_steps is set.
 
-    The rate is multiplied by batch_size / base_batch_size where batch_scaling is "linear" (Goyal et al. 2017), and by
-    the square root of that where it is "sqrt" (Malladi et al. 2022, for Adam and its relatives).
+    The rate is multiplied by batch_size / base_batch_size if batch_scaling is "linear" (Goyal et al. 2017), and by the
+    square root of this ratio if it is "sqrt" (Malladi et al. 2022, for Adam and its relatives).
 
     >>> options = LearningRateOptions(name="linear", peak=0.001, warmup_steps=10, final_fraction=0.1)
     >>> schedule = learning_rate(options, num_steps=110, embed_dim=64, batch_size=32)
@@ -118,7 +117,7 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
       A function of an int32 scalar (or any shape), usable under jit, to float32 of that shape.
 
     Raises:
-      UserError: options out of bounds, one line each; or what is wrong with a user's function, one line.
+      UserError: options are out of bounds, one line each; or a user's function is invalid, one line.
     """
     refuse(problems(options, "learning_rate") + check(options))
     ratio = batch_size / options.base_batch_size if options.batch_scaling != "none" else 1.0
@@ -150,7 +149,7 @@ def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
     """Returns (first count, share of the peak) of each part of the schedule after the warm-up.
 
     Args:
-      options: with any name but noam.
+      options: with any name except noam.
       end: the count at which the decay ends, T above.
     """
     first, final = options.warmup_steps, options.final_fraction
@@ -186,7 +185,10 @@ def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
 
 
 def _own(options: LearningRateOptions) -> Share:
-    """Returns the shares of a user's function, or raises UserError with one line where it gives none."""
+    """Returns the schedule of a user's function, as a share of the peak.
+
+    Raises UserError if the function is invalid.
+    """
     wanted = "allowed: a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
     ending = f"; {wanted}; nearest: mend it there"
     share = called(KEY, options.name, NAMES, [options], takes="options", gives=ending)

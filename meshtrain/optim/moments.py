@@ -1,9 +1,9 @@
-"""Moments in fewer bytes: any optimizer's, as bfloat16 or as 8-bit codes, decoded before an update and stored after it.
+"""Stores moments of any optimizer in fewer bytes, as bfloat16 or 8-bit codes.
 
-Numbers in bfloat16, weights too, and second moments in 8 bits are rounded stochastically. A moment with beta2 = 0.999
-changes by a thousandth of itself in a step without gradient, a quarter of the distance between two bfloat16 numbers:
-rounded to the nearest, it would never fall again after the largest gradient of the run. The random bits depend on the
-number of updates, the array and the element, not on the mesh.
+Moments are decoded before an update and encoded after it. Numbers in bfloat16 (also weights) and second moments in 8
+bits are rounded stochastically. A moment with beta2 = 0.999 changes by a thousandth in a step without gradient, a
+quarter of the distance between two bfloat16 numbers. Rounded to nearest, it would never decrease after the largest
+gradient of the run. The random bits depend on the number of updates, the array and the element, not on the mesh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ class StoredMoments(NamedTuple):
 
     Attributes:
       num_updates: int32 scalar, updates done; random bits depend on it.
-      inner: the optimizer's own state. Its moments are bfloat16, or int8 and uint8 codes; all else is as it was.
-      scales: like `inner`, with the float32 scales of the blocks in place of each array of codes, and a `MaskedNode`
-        in place of any other.
+      inner: the optimizer's own state. Its moments are bfloat16, or int8 and uint8 codes; other arrays are unchanged.
+      scales: like `inner`, with the float32 scales of the blocks in place of each array of codes, and a `MaskedNode` in
+        place of other arrays.
     """
 
     num_updates: jax.Array
@@ -41,7 +41,7 @@ class StoredMoments(NamedTuple):
 
 
 def check_block(block: int) -> list[str]:
-    """Returns one line if a number of elements is no power of two that a block may have."""
+    """Returns an error line if the number of elements of a block is invalid: no power of two, or out of bounds."""
     if SMALLEST_BLOCK <= block <= LARGEST_BLOCK and block & (block - 1) == 0:
         return []
     fix = min(max(1 << max(block.bit_length() - 1, 0), SMALLEST_BLOCK), LARGEST_BLOCK)
@@ -56,12 +56,12 @@ def problems(
     column: Mapping[str, tuple[str, ...]],
     mesh_shape: Mapping[str, int],
 ) -> list[str]:
-    """Returns one line for each logical axis along which the mesh does not split weights between blocks.
+    """Returns an error line for each logical axis along which the mesh would split a weight within a block.
 
     Args:
       block: elements of a block.
-      params: abstract, those that are trained.
-      logical_axes: like the parameters, with a tuple of logical axes for each.
+      params: abstract trained parameters.
+      logical_axes: a pytree with the structure of the parameters and a tuple of logical axes for each.
       column: logical axis -> mesh axes of stored weights.
       mesh_shape: the size of each mesh axis.
     """
@@ -84,7 +84,7 @@ def problems(
 
 
 def _between(shape: Sequence[int], names: Names, block: int, parts: Sequence[int]) -> list[int]:
-    """Returns the dims that the mesh splits evenly, but not between blocks. Uneven dims have lines of their own."""
+    """Returns the dims that the mesh splits evenly, but within blocks. Uneven dims are reported elsewhere."""
     extent = extents(shape, names, block)
     counts = num_blocks(shape, extent) if extent else ()
     dims = enumerate(zip(shape, counts, parts, strict=False))
@@ -94,16 +94,16 @@ def _between(shape: Sequence[int], names: Names, block: int, parts: Sequence[int
 def stored(
     inner: optax.GradientTransformation, kind: str, block: int, logical_axes: NamesTree
 ) -> optax.GradientTransformation:
-    """Returns an optimizer that stores the moments of another one in fewer bytes.
+    """Wraps an optimizer so that it stores its moments in fewer bytes.
 
-    A moment is an array of a weight's shape in the other's state. With "8bit" those of vectors, and of matrices without
-    a block, stay float32; see `eight_bits.extents`.
+    A moment is an array of a weight's shape in the optimizer's state. With "8bit", moments of vectors and of matrices
+    without a block stay float32; see `eight_bits.extents`.
 
     Args:
-      inner: an optimizer whose moments are float32 and zero at first.
+      inner: an optimizer whose moments are float32 and initially zero.
       kind: "bfloat16" or "8bit"; with "float32" `inner` itself is returned.
       block: elements of a block of 8-bit codes.
-      logical_axes: a tree like the parameters, with a tuple of logical axes for each.
+      logical_axes: a pytree with the structure of the parameters and a tuple of logical axes for each.
     """
     if kind == FLOAT32:
         return inner
@@ -131,7 +131,7 @@ def stored(
     def init(params: Arrays) -> StoredMoments:
         state, count = inner.init(params), jnp.zeros((), jnp.int32)
         like = jax.eval_shape(packed, state, params, count)
-        # Moments are zero at first, and so are their codes and scales.
+        # Moments are initially zero, and so are their codes and scales.
         kept = jax.tree.map(
             lambda x, of: x if x.dtype == of.dtype else jnp.zeros(of.shape, of.dtype), state, like.inner
         )
@@ -158,15 +158,15 @@ def _unpacked(state: StoredMoments) -> Arrays:
 
 
 def round_weights(weights: Arrays, stored: Arrays, num_updates: jax.Array, seed: int = WEIGHTS_SEED) -> Arrays:
-    """Returns updated weights in the dtypes of the stored ones; to bfloat16 they are rounded stochastically.
+    """Returns updated weights in the dtypes of the stored weights; rounding to bfloat16 is stochastic.
 
-    Rounded to nearest, a weight of 1 would ignore each update below 2^-9, its distance to half of the next number.
+    Rounded to nearest, a weight of 1 would ignore each update below 2^-9, half the distance to the next number.
 
     Args:
       weights: float32, after the update.
       stored: before the update.
       num_updates: int32 scalar; random bits depend on it.
-      seed: random bits of different programs differ by it.
+      seed: distinguishes the random bits of different programs.
     """
     key = _key(seed, num_updates)
     leaves, structure = jax.tree.flatten(weights)
@@ -183,19 +183,19 @@ def _key(seed: int, num_updates: jax.Array) -> jax.Array:
 
 
 def _random(key: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns 16 random bits for each element; those of an element depend on its index in row-major order alone."""
+    """Returns 16 random bits per element, a function only of the key and its row-major index."""
     return jax.random.bits(key, like.shape, jnp.uint16)
 
 
 def to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
-    """Returns float32 numbers as bfloat16, rounded up or down at random so that the mean is right.
+    """Rounds float32 numbers to bfloat16, up or down at random so that the mean is exact.
 
     Args:
       x: float32.
       random: uint16 of the same shape, random bits.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # The lower half of a float32 is what bfloat16 lacks: adding a random half carries with the right probability.
+    # bfloat16 lacks the lower half of a float32: adding a random half carries with the right probability.
     rounded = (bits + random.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
     exact = jax.lax.bitcast_convert_type(rounded, jnp.float32)
     return jnp.where(jnp.isfinite(x), exact, x).astype(jnp.bfloat16)

@@ -1,6 +1,6 @@
-"""Optimizers: a direction by name, decoupled weight decay, the learning rate; or a function of the user's.
+"""Optimizers: a direction by name, decoupled weight decay and the learning rate; or a user's function.
 
-Adam, SGD and Lion are elementwise. Adafactor and Muon reduce over whole weights (not over stacked layers). Run them
+Adam, SGD and Lion are elementwise. Adafactor and Muon reduce over complete weights (not over stacked layers). Run them
 under jit, where the partitioner inserts the collectives. In a manual region they would reduce over local shards only.
 """
 
@@ -27,8 +27,8 @@ from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 
 KEY = "optimizer.name"
 
-# The root mean square of Muon's updates, about that of Adam's, so that both share a learning rate and a weight decay
-# (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
+# The root mean square of Muon's updates, about the same as of Adam's updates, so that both can share a learning rate
+# and a weight decay (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
 MUON_RMS = 0.2
 
 
@@ -53,7 +53,7 @@ def _muon(
 
 
 def _of_matrices(momentum: float, bias_correction: bool, logical_axes: NamesTree) -> optax.GradientTransformation:
-    """Returns Muon (Jordan et al. 2024) for the hidden matrices of a tree that has a `MaskedNode` for any other weight.
+    """Returns Muon (Jordan et al. 2024) for the hidden matrices of a pytree; other weights must be `MaskedNode`s.
 
     With gradient g and momentum b <- g + momentum * b, the update is g + momentum * b, made orthogonal. The variant of
     optax divides b and g by 1 - momentum^t, as Adam does, before it adds them (`bias_correction`).
@@ -75,8 +75,8 @@ def _of_matrices(momentum: float, bias_correction: bool, logical_axes: NamesTree
     if bias_correction:
         directions = [scale_by_muon(beta=momentum, mu_dtype=jnp.float32, weight_dimension_numbers=dimensions)]
     else:
-        # optax exports its orthogonalization only with a momentum. Without a decay, a new state makes no difference,
-        # and XLA removes its zeros.
+        # optax exports its orthogonalization only with a momentum. With decay 0, a new state for each update has no
+        # effect, and XLA removes its zeros.
         orthogonal = scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=dimensions)
         directions = [
             optax.trace(momentum, nesterov=True, accumulator_dtype=jnp.float32),
@@ -88,8 +88,8 @@ def _of_matrices(momentum: float, bias_correction: bool, logical_axes: NamesTree
     )
 
 
-# name -> the direction, without weight decay and learning rate, of weights with these logical axes. Beside them it
-# names the options that it reads.
+# name -> a function that returns the direction, without weight decay and learning rate. Its parameters are the logical
+# axes of the weights and the options that it reads.
 DIRECTIONS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": _adam,
     "adam": _adam,
@@ -104,18 +104,18 @@ WITH_MOMENTS = tuple(name for name in NAMES if name != "adafactor")
 
 
 def _read(name: str) -> list[str]:
-    """Returns the options that a built-in optimizer's direction reads."""
+    """Returns the names of the options that a built-in optimizer's direction reads."""
     return list(inspect.signature(DIRECTIONS[name]).parameters)[1:]
 
 
 def _readers(option: str) -> dict[str, tuple[str, ...]]:
-    """Returns the condition of an option that some directions read."""
+    """Returns the condition of an option: the names of the optimizers that read it."""
     return {"name": tuple(name for name in NAMES if option in _read(name))}
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerOptions:
-    """How weights move along their gradients."""
+    """The optimizer and its hyperparameters."""
 
     name: str = option(
         "adamw",
@@ -184,7 +184,7 @@ class OptimizerOptions:
 
 
 def check(options: OptimizerOptions) -> list[str]:
-    """Returns one line for each problem that `options.problems` does not check: limits from above, and the pattern."""
+    """Returns an error line for each problem that `options.problems` does not check: upper limits and the pattern."""
     above = [
         f"optimizer.{name}: got {getattr(options, name)}; allowed: at least 0 and below 1; nearest: 0.999"
         for name in ("beta1", "beta2", "momentum", "average")
@@ -196,10 +196,10 @@ def check(options: OptimizerOptions) -> list[str]:
 def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: NamesTree) -> optax.GradientTransformation:
     """Returns the optimizer: from float32 parameters and gradients to float32 updates to add to the parameters.
 
-    With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w). The second term
-    applies to weights where `masks.decays` is true, and never with "adam". The whole update of a user's optimizer is
-    its own. The step applies `clip_norm` and `trainable`. The biases of routers stay and have no moments:
-    `Task.after_update` moves them.
+    With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w). The second term applies
+    to weights for which `masks.decays` is true, and never with "adam". A user's optimizer computes its complete update.
+    The step applies `clip_norm` and `trainable`. The biases of routers get no update and have no moments, because
+    `Task.after_update` changes them.
 
     >>> axes = {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
     >>> adamw = optimizer(OptimizerOptions(weight_decay=0.5), lambda count: jnp.float32(0.01), axes)
@@ -211,15 +211,16 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Names
     Args:
       options: name and hyperparameters.
       schedule: the learning rate, a function of the number of updates done so far.
-      logical_axes: a tree like the parameters that it will update, with a tuple of logical axes for each weight.
+      logical_axes: a pytree with the structure of the parameters and a tuple of logical axes for each weight.
 
     Returns:
-      A transformation whose `update` needs the parameters. Its moments are stored as `options.moments` says; those of
-      adafactor are float32. With `options.average` its state is `average.Averaged`, and the step moves the averages.
+      A transformation whose `update` requires the parameters. `options.moments` determines how its moments are stored;
+      moments of adafactor are float32. With `options.average` its state is `average.Averaged`, and the step updates the
+      averages.
 
     Raises:
-      UserError: options out of bounds, one line each; or what is wrong with a user's function, one line, which may
-        also come from the result's `init`.
+      UserError: options are out of bounds, one line each; or a user's function is invalid, one line, which may also be
+        raised by the result's `init`.
     """
     refuse(problems(options, "optimizer") + check(options))
     labels = map_axes(lambda axes: "biases" if is_router_bias(axes) else "others", logical_axes)
@@ -244,7 +245,10 @@ def _built_in(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> op
 
 
 def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.GradientTransformation:
-    """Returns the optimizer of a user's function; its `init` traces an update and raises UserError if it is none."""
+    """Returns the optimizer of a user's function.
+
+    Its `init` traces an update and raises UserError if the update is invalid.
+    """
     takes, wanted = "options, learning rates and logical axes", "an optax.GradientTransformation"
     mend = f"; allowed: {wanted}; nearest: mend it there"
     given = called(KEY, options.name, NAMES, [options, rates, axes], takes=takes, gives=mend)
@@ -254,7 +258,7 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
             "optax.chain(...)"
         )
 
-    # Checkpoints and shardings know arrays of numbers only.
+    # Checkpoints and shardings support only arrays of numbers.
     is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
     as_data = lambda tree: jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)  # noqa: E731
 
@@ -283,7 +287,9 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
 
 
 def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[int, ...]) -> list[str]:
-    """Returns one line if a user's optimizer would see layers otherwise than as [L, ...], and so give other numbers.
+    """Returns an error line if layers are not stored as [L, ...] and a user's optimizer is not known to be elementwise.
+
+    Another shape would then change its updates.
 
     Args:
       options: of the optimizer.
@@ -305,7 +311,7 @@ def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[in
 
 
 def _unlike(tree: Arrays, like: Arrays) -> str:
-    """Returns where abstract arrays differ from others in structure, shape or dtype; '' for nowhere."""
+    """Describes the first difference between two abstract pytrees in structure, shape or dtype; '' if there is none."""
     arrays, others = (
         {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves_with_paths(one)} for one in (tree, like)
     )

@@ -1,4 +1,4 @@
-"""Which weight each array of an optimizer's state belongs to, and the logical axes that follow from it."""
+"""Maps each array of an optimizer's state to the weight that it belongs to, and to its logical axes."""
 
 import operator
 
@@ -14,9 +14,9 @@ SCALES = jax.tree_util.GetAttrKey("scales")
 
 
 def owners(state: Arrays, params: Arrays) -> list[KeyPath | None]:
-    """Returns the path of the weight that each array of an optimizer's state belongs to, None for an array of none.
+    """Returns for each array of an optimizer's state the path of the weight that it belongs to, or None.
 
-    It is the weight whose path is a suffix of the array's own.
+    It is the weight whose path is a suffix of the array's own path.
 
     Args:
       state: of an optimizer.
@@ -38,20 +38,20 @@ def state_axes(
 ) -> list[Names]:
     """Returns the logical axes of each array in an optimizer's state.
 
-    An array belongs to a parameter, see `owners`. A dim of the parameter's size has the parameter's logical axis
-    (moments), and so has a dim of scales (`moments.StoredMoments`), which counts blocks of equal size along it. Any
-    other dim has None (the means of a factored moment have dims of size 1). An array of no parameter (counts,
-    constants), or of another rank than its parameter, has None for every dim.
+    An array may belong to a parameter, see `owners`. A dim of the parameter's size has the parameter's logical axis
+    (moments), and so does a dim of scales (`moments.StoredMoments`), which counts blocks of equal size along it. Any
+    other dim has None (factored moments have dims of size 1). If an array belongs to no parameter (counts, constants),
+    or has another rank, all its dims have None.
 
     Args:
       transformation: any optax optimizer.
       abstract_params: the parameters that it updates, or their `jax.ShapeDtypeStruct`s.
-      logical_axes: like the parameters, with a tuple of logical axes for each.
+      logical_axes: a pytree with the structure of the parameters and a tuple of logical axes for each.
 
     Returns:
       A tuple as long as the array's rank for each array, in the order of
-      `jax.tree.leaves(jax.eval_shape(transformation.init, abstract_params))`. It is a list because logical axes are
-      tuples, and so are the containers of an optimizer's state.
+      `jax.tree.leaves(jax.eval_shape(transformation.init, abstract_params))`. The result is a list because logical axes
+      are tuples, and so are the containers of an optimizer's state.
     """
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
     axes = dict(jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names))
@@ -70,5 +70,5 @@ def state_axes(
 
 
 def _counts(size: int, full: int) -> bool:
-    """Returns whether a dim of this size may count blocks along a dim of a parameter, or has its size."""
+    """Returns whether a dim of this size equals a parameter's dim or may count blocks along it."""
     return size == full or (size > 1 and full % size == 0)

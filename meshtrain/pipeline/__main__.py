@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _time(text: str, least: float = 1e-9) -> Fraction:
-    """Returns a time exactly as written: 0.1 is one tenth."""
+    """Parses a time as an exact fraction: 0.1 is one tenth."""
     try:
         value = float(text)
     except ValueError:
@@ -75,10 +75,10 @@ def _as_json(schedule: Schedule, costs: Costs) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the flags, proves the table, and prints it.
+    """Reads the flags, proves the schedule, and prints it.
 
     Raises:
-      UserError: a wrong flag or schedule, or a file that cannot be written.
+      UserError: a flag or the schedule is invalid, or a file cannot be written.
     """
     arguments, lines = _parser().parse_args(argv), list[str]()
     try:

@@ -1,4 +1,7 @@
-"""Draws a schedule: stages down, time across, as text and as a picture. No JAX; matplotlib only for the picture."""
+"""Draws a schedule, with stages as rows and time as columns, as text or as a picture.
+
+Uses no JAX, and matplotlib only for the picture.
+"""
 
 import collections
 from fractions import Fraction
@@ -37,12 +40,13 @@ def caption(schedule: Schedule, costs: Costs) -> list[str]:
 
 
 def as_text(schedule: Schedule, costs: Costs, *, in_step: bool = False, max_columns: int = 120) -> str:
-    """Returns a chart as lines of text, each at most `max_columns` wide: a long one is cut into several blocks.
+    """Returns a chart as lines of text, each at most `max_columns` wide; long charts are split into several blocks.
 
     Args:
       schedule: a proven table.
       costs: the durations of actions.
-      in_step: whether all stages move row by row; otherwise each action starts as soon as its inputs are there.
+      in_step: whether all stages advance together, row by row; otherwise each action starts when its inputs are
+        available.
       max_columns: characters in a line.
 
     Raises:
@@ -77,7 +81,7 @@ def _number(value: Fraction) -> str:
 
 
 def _ruler(makespan: Fraction, scale: Fraction) -> str:
-    """Returns the line of times over a chart, at intervals wide enough for the numbers."""
+    """Returns the line of times above a chart, at intervals wide enough for the numbers."""
     distance = Fraction(1)
     while distance * scale < 12:
         distance *= 2
@@ -90,9 +94,10 @@ def _ruler(makespan: Fraction, scale: Fraction) -> str:
 
 
 def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figure":
-    """Returns a chart as a matplotlib figure; the arguments are those of `as_text`.
+    """Returns a chart as a matplotlib figure; for the arguments see `as_text`.
 
-    Its time goes on to where gpipe ends with as many stages, layers and microbatches, which gives schedules one scale.
+    The time axis extends to the end of gpipe with the same stages, layers and microbatches, so that charts of different
+    schedules have the same scale.
     """
     # Without pyplot, whose state is global to the process.
     from matplotlib.figure import Figure
@@ -130,14 +135,14 @@ def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figur
 
 
 def _lighter(colour: str, share: float) -> tuple[float, float, float]:
-    """Returns `#rrggbb` mixed with white, which distinguishes the chunks of a stage."""
+    """Mixes the colour `#rrggbb` with white, to distinguish the chunks of a stage."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part + (1 - part) * 0.55 * share for part in parts)
     return red, green, blue
 
 
 def _write_numbers(axes: "Axes", spans: list[Span], points: float) -> None:
-    """Draws each microbatch's number into its cell where it fits; `points` is the width of one unit of time."""
+    """Draws each microbatch's number into its cell if it fits; `points` is the width of one unit of time."""
     digits = max(len(str(span.action.microbatch)) for span in spans)
     for span in spans:
         size = min(9.0, float(span.end - span.start) * points / (digits * 0.75))

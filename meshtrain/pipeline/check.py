@@ -1,4 +1,4 @@
-"""Checks a schedule's table and computes its cost: proof, timelines, bubbles, peak memory. No JAX."""
+"""Checks a schedule's table and computes its costs: proof, timelines, bubbles, peak memory. Uses no JAX."""
 
 import dataclasses
 from collections import Counter
@@ -20,12 +20,12 @@ from meshtrain.pipeline.schedules import (
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The duration of each action and of a transfer to a neighbour: exact fractions, all in the same unit.
+    """The duration of each kind of action and of a transfer between neighbours: exact fractions in the same unit.
 
     Attributes:
-      forward: one forward of one chunk.
-      backward: one backward of one chunk.
-      transfer: from the end of an action to the moment its result is at a neighbouring stage.
+      forward: the forward pass of one chunk.
+      backward: the backward pass of one chunk.
+      transfer: time until the result of an action arrives at a neighbouring stage.
     """
 
     forward: Fraction = Fraction(1)
@@ -33,12 +33,12 @@ class Costs:
     transfer: Fraction = Fraction(0)
 
     def of(self, action: Action) -> Fraction:
-        """Returns how long an action takes."""
+        """Returns the duration of an action."""
         return {"F": self.forward, "B": self.backward}[action.kind]
 
 
 class Span(NamedTuple):
-    """The time in which a stage runs one action."""
+    """The time during which a stage runs one action."""
 
     stage: int
     action: Action
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 def check(
     options: PipelineOptions, *, num_stages: int, num_layers: int, num_microbatches: int, key: str = "model.num_layers"
 ) -> list[str]:
-    """Returns one line for each reason why the executor cannot run a configuration; empty if it can.
+    """Returns an error line for each reason why the executor cannot run a configuration; empty if it can.
 
     These are checks across options. `options.problems` checks each option by itself.
 
@@ -57,15 +57,15 @@ def check(
       options: the configuration's `pipeline`, each within its own bounds.
       num_stages: size of the mesh's pipeline axis, above 1.
       num_layers: layers of the model.
-      num_microbatches: parts of a step's batch.
-      key: what says the number of layers.
+      num_microbatches: microbatches in a step.
+      key: the option that sets the number of layers.
     """
     lines = _without_layers(key, num_layers, num_stages, options.num_chunks)
     return lines + refusals(lambda: prove(chosen(options, num_stages=num_stages, num_microbatches=num_microbatches)))
 
 
 def _without_layers(key: str, num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
-    """Returns one line if a stage has no layer, or with several chunks the last chunk of every stage has none."""
+    """Returns an error line if a stage has no layers, or if the last chunk of every stage has none."""
     num_all = num_stages * num_chunks
     if num_layers >= num_all or not leaves_stage_empty(num_layers, num_stages, num_chunks):
         return []
@@ -79,14 +79,14 @@ def _without_layers(key: str, num_layers: int, num_stages: int, num_chunks: int)
 def prove(schedule: Schedule) -> None:
     """Raises UserError unless each microbatch passes each chunk once forward and once backward, in a legal order.
 
-    An action may depend on actions of *earlier rows* only: results are sent to the neighbour between two rows. A row
-    holds actions of one kind: all stages move in step, and would wait for the slower kind.
+    An action may only depend on actions of *earlier rows*, because results are sent to the neighbour between two rows.
+    All actions of a row are of one kind: stages advance together, and would wait for the slower kind.
     """
     refuse(_incomplete(schedule) or _violated(schedule) or _mixed(schedule))
 
 
 def _incomplete(schedule: Schedule) -> list[str]:
-    """Returns one line if an action is missing, occurs twice, or has a microbatch or chunk out of range."""
+    """Returns an error line if an action is missing, occurs twice, or has a microbatch or chunk out of range."""
     microbatches, chunks = schedule.num_microbatches, schedule.num_chunks
     for stage in range(schedule.num_stages):
         seen = Counter(row[stage] for row in schedule.rows if row[stage] is not None)
@@ -109,7 +109,10 @@ def _incomplete(schedule: Schedule) -> list[str]:
 
 
 def _violated(schedule: Schedule) -> list[str]:
-    """Returns the first violated dependency as one line, with the deadlock if stages that run freely have one."""
+    """Returns an error line for the first violated dependency, with the deadlock that it may cause.
+
+    The deadlock is described for stages that do not wait for each other's rows.
+    """
     stages, chunks = schedule.num_stages, schedule.num_chunks
     row_of = {
         (stage, action): row for row, cells in enumerate(schedule.rows) for stage, action in enumerate(cells) if action
@@ -129,7 +132,7 @@ def _violated(schedule: Schedule) -> list[str]:
 
 
 def _mixed(schedule: Schedule) -> list[str]:
-    """Returns one line for the first row with a forward and a backward action."""
+    """Returns an error line for the first row with both forward and backward actions."""
     for index, row in enumerate(schedule.rows):
         cells = {a.kind: f"{describe(a, schedule.num_chunks)} on stage {s}" for s, a in enumerate(row) if a}
         if len(cells) > 1:
@@ -141,9 +144,10 @@ def _mixed(schedule: Schedule) -> list[str]:
 
 
 def _deadlock(schedule: Schedule) -> str:
-    """Returns what each stage waits for if stages that run freely in this order deadlock, else an empty string.
+    """Describes the deadlock of asynchronous stages that run their actions in this order; '' if there is none.
 
-    None of them has finished: with its last backward pass a stage has what those before it still need.
+    In a deadlock no stage has finished: a stage that runs its last backward pass has produced all inputs of earlier
+    stages.
     """
     spans, left = _replay(schedule, Costs())
     if not any(left):
@@ -161,7 +165,7 @@ def _deadlock(schedule: Schedule) -> str:
 
 
 def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Action]]]:
-    """Returns the timeline of stages that run freely in their own order, and the actions of each that never ran."""
+    """Returns the timeline of asynchronous stages, and for each stage the actions that a deadlock prevents."""
     stages, chunks = schedule.num_stages, schedule.num_chunks
     left = [[row[stage] for row in reversed(schedule.rows) if row[stage]] for stage in range(stages)]
     ends, free, spans = dict[tuple[int, Action], Fraction](), [Fraction(0)] * stages, list[Span]()
@@ -185,16 +189,17 @@ def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Act
 
 
 def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table where a stage starts an action once it is idle and has the inputs."""
+    """Returns the timeline of a proven table if stages are asynchronous: actions start once their inputs are available."""
     spans, left = _replay(schedule, costs)
     assert not any(left), "only proven tables have a timeline"
     return spans
 
 
 def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table where every stage waits in each row for the slowest action of the row.
+    """Returns the timeline of a proven table with synchronous stages: each row takes as long as its slowest action.
 
-    Programs whose rows end with a permute between neighbours run like this. A row with an action adds one transfer.
+    A program that ends each row with a permute between neighbours runs like this. A row with an action adds one
+    transfer.
     """
     spans, now = list[Span](), Fraction(0)
     for row in schedule.rows:
@@ -206,9 +211,9 @@ def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
 
 
 def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
-    """Returns the exact share of the stages' time, from the first start to the last end, in which they idle.
+    """Returns the exact fraction of the stages' time, from the first start to the last end, in which they idle.
 
-    (S - 1) / (M + S - 1) for gpipe on S stages with M microbatches:
+    It is (S - 1) / (M + S - 1) for gpipe on S stages with M microbatches:
 
     >>> from meshtrain.pipeline.schedules import build
     >>> schedule = build("gpipe", num_stages=4, num_microbatches=8)
@@ -221,7 +226,7 @@ def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
 
 
 def bubbles(schedule: Schedule, costs: Costs) -> tuple[float, float]:
-    """Returns the bubble fraction of a proven table where stages run freely, and where they move in step."""
+    """Returns the bubble fractions of a proven table: (with asynchronous stages, with synchronous stages)."""
     free, step = (bubble_fraction(run(schedule, costs), schedule.num_stages) for run in (run_freely, run_in_step))
     return float(free), float(step)
 

@@ -1,13 +1,12 @@
-"""Runs a proven schedule as one SPMD program: in each row of the table every stage runs its own column's cell.
+"""Runs a proven schedule as one SPMD program: in each row of the table, every stage runs the action in its column.
 
-Stages that idle in a row compute too, on whatever the dump slots hold; `jnp.where` drops their results (a product with
-0 would keep infinities). A forward row keeps the residuals of its layers, as the model's `jax.checkpoint` policy has
-them, in a slot from which the backward row reads them (`pullback.py`). Embedding and head are computed by all stages
-together (vocabulary parallelism for pipelines, Yeung et al. 2024). Activations may be any pytree of arrays; "an
-activation" below is such a tree.
+A stage that idles in a row computes as well, on the values in its dump slots; `jnp.where` drops the results (a product
+with 0 would keep infinities). A forward row saves the residuals of its layers, as selected by the model's
+`jax.checkpoint` policy, in a slot from which the backward row reads them (`pullback.py`). All stages compute embedding
+and head together (vocabulary parallelism for pipelines, Yeung et al. 2024). Activations may be any pytree of arrays.
 
-M: microbatches, b: sequences in a microbatch, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage,
-R: rows, K: layers in a chunk, U: layers in a unit (`Stages.num_together`).
+M: microbatches, b: sequences in a microbatch, T: tokens per sequence, D: embed dim, S: stages, V: chunks per stage, R:
+rows, K: layers in a chunk, U: layers in a unit (`Stages.num_together`).
 """
 
 from typing import NamedTuple, TypeAlias
@@ -26,23 +25,23 @@ from meshtrain.sharding.rules import PIPELINE
 from meshtrain.sharding.stored import StoredTree
 from meshtrain.sharding.trees import Arrays, merged, select
 
-# Of a loop over units, likewise: a traced int32 scalar, or a constant of numpy.
+# The index of a loop over units: a traced int32 scalar, or a NumPy constant.
 Place: TypeAlias = jax.Array | np.int32
 
 
 class Carry(NamedTuple):
-    """The arrays of one stage that live from row to row."""
+    """The arrays of one stage that are carried from row to row."""
 
-    inputs: Activations  # of stages, leaves [slots + 1, b, ...] such as [slots + 1, b, T, D]; the last is the dump slot
-    kept: list[jax.Array]  # residuals of units, each [(slots + 1) K / U, ...]; the last K / U are the dump slot
-    outputs: Activations  # outputs of the last layer that wait for the head, like inputs
-    cotangents: Activations  # of floating leaves that wait for their backward row, [slots + 1, b, ...] likewise
+    inputs: Activations  # stage inputs, [slots + 1, b, ...] such as [slots + 1, b, T, D]; the last is the dump slot
+    kept: list[jax.Array]  # saved residuals of units, each [(slots + 1) K / U, ...]; the last K / U are the dump slot
+    outputs: Activations  # outputs of the last layer, until the head reads them; shapes like inputs
+    cotangents: Activations  # of floating leaves, until their backward row, [slots + 1, b, ...]
     leaving: Activations  # latest cotangent of the first layer's input, floating leaves; zeros on stages but 0
     sums: Loss  # loss, weight, metrics of the head; the same on every stage
     layer_sums: LayerSums  # of this stage's layers
     layers: Params  # float32 gradient sums of this stage's trained layers
-    outer: Params  # float32 gradient sums of all other trained parameters; of sharded ones, this stage's shard
-    reduced: Arrays  # `ReducedChunks`, or None where chunks are not reduced by themselves
+    outer: Params  # float32 gradient sums of all other trained parameters; this stage's shard if sharded
+    reduced: Arrays  # `ReducedChunks`; None if chunks are not reduced separately
 
 
 def gradients(
@@ -54,14 +53,14 @@ def gradients(
     rng: jax.Array,
     seed: jax.Array | float = 1.0,
 ) -> Sums:
-    """Returns the sums of a batch, with the gradients of the parameters where `replicas.trained` is true.
+    """Returns the sums of a batch, with gradients of the parameters for which `replicas.trained` is true.
 
     Args:
-      stages: the model, cut into stages.
+      stages: the model, split into stages.
       program: the schedule with its buffer slots.
-      replicas: the mesh, the shardings of parameters, and how gradients are reduced over data; all other axes are
-        left to the partitioner.
-      params: float32; layers in the storage that `stages.py` describes.
+      replicas: the mesh, the shardings of parameters, and how gradients are reduced over data; all other axes are left
+        to the partitioner.
+      params: float32; layers are stored as described in `stages.py`.
       batch: microbatches [b, M, ...].
       rng: a typed key.
       seed: float32 scalar, the cotangent of the loss: gradients are multiplied by it.
@@ -91,7 +90,7 @@ def gradients(
 
 
 def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) -> tuple[Carry, jax.Array]:
-    """Runs the body of a segment `segment.count` times from row `row` on; returns the carry and the next row."""
+    """Runs the body of a segment `segment.count` times, from row `row` on; returns the carry and the next row."""
 
     def one_round(state: tuple[Carry, jax.Array], _: None) -> tuple[tuple[Carry, jax.Array], None]:
         carry, row = state
@@ -116,9 +115,9 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
 
 
 class ReducedChunks(NamedTuple):
-    """Gradients that are reduced over data, of the first so many chunks in the order of `finished`.
+    """Gradients of the chunks that have been reduced over data so far, in the order of `finished`.
 
-    Level 0 keeps them where the sums of one replica were.
+    At ZeRO level 0 they replace the sums of one replica in its buffer.
     """
 
     scattered: Params  # float32 [V K / U, U, ...], this replica's shards; None for gradients that are not scattered
@@ -126,42 +125,42 @@ class ReducedChunks(NamedTuple):
 
 
 class ChunkReduction:
-    """Reduces the gradients of a chunk over data beside the rows after its last one: `begin` before them, then `end`.
+    """Reduces the gradients of a chunk over data, overlapped with later rows: `begin` before them, `end` after them.
 
     A stage finishes its chunks one after the other, S rows apart, and idles or works on other chunks meanwhile. So the
-    reduction of all chunks but the last has rows to run beside, which a reduction after the last row has not.
+    reductions of all chunks except the last can overlap rows, unlike a single reduction after the last row.
     """
 
     def __init__(self, program: Program, replicas: Replicas, stored: StoredTree, num_units: int) -> None:
-        """Stores the order of chunks; `stored` has a `Stored` for each of the trained layers, `num_units` is K / U."""
+        """Computes the order of chunks; `stored` has a `Stored` for each trained layer weight, `num_units` is K / U."""
         self.replicas, self.stored, self.num_units = replicas, stored, num_units
         self.chunks = np.array([chunk for _, chunk in finished(program)], np.int32)
         self.is_scattered = jax.tree.map(lambda weight: weight.is_scattered, stored)
 
     def start(self, units: Params) -> ReducedChunks:
-        """Returns the result before the first reduction; `units` are the trained layers [V K / U, U, ...]."""
+        """Returns the result before the first reduction; `units` are the trained layers, [V K / U, U, ...]."""
         scattered, stored = select(units, self.is_scattered)[0], select(self.stored, self.is_scattered)[0]
         return ReducedChunks(jax.tree.map(self.replicas.reduced_zeros, scattered, stored), jnp.int32(0))
 
     def begin(self, layers: Params, reduced: ReducedChunks) -> tuple[Params, Params, jax.Array]:
-        """Returns `layers`, the reduced gradients of the next chunk [K / U, U, ...], and the place of its first unit.
+        """Starts to reduce the next chunk; returns `layers`, its reduced gradients [K / U, U, ...], and its first unit.
 
         Args:
           layers: the sums of this replica, [V K / U, U, ...].
-          reduced: what is reduced already.
+          reduced: the result of earlier reductions.
         """
         place = ring.take(jnp.asarray(self.chunks), reduced.num_chunks) * self.num_units
         part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, place, self.num_units), layers)
         sent = jax.tree.map(lambda leaf: leaf.astype(self.replicas.wire_dtype), part)
-        # Later rows add to other chunks in place. Unless the slices are made first, XLA copies all sums for that.
+        # Later rows add to other chunks in place. If the slices were not computed before, XLA would copy all sums.
         layers, part = jax.lax.optimization_barrier((layers, sent))
         return layers, self.replicas.reduced_layers(part, self.stored), place
 
     def end(
         self, layers: Params, reduced: ReducedChunks, parts: Params, place: jax.Array
     ) -> tuple[Params, ReducedChunks]:
-        """Returns (layers, reduced) with the parts of `begin` in their place."""
-        # A barrier here would make XLA's scheduler end the collective before the rows between.
+        """Returns (layers, reduced) with the gradients from `begin` written into them."""
+        # A barrier here would make XLA's scheduler end the collective before the overlapping rows.
         scattered, replicated = select(parts, self.is_scattered)
         with_sums, without = select(layers, self.is_scattered)
 
@@ -189,7 +188,7 @@ class Rows:
         rng: jax.Array,
         seed: jax.Array,
     ) -> None:
-        """Stores what is the same in every row; `params` and `batch` are this stage's shards."""
+        """Stores the values that all rows share; `params` and `batch` are this stage's shards."""
         self.stages, self.program, self.replicas = stages, program, replicas
         self.batch, self.rng, self.seed = batch, rng, seed
         layers, self.outer = ring.split_layers(params)
@@ -212,7 +211,7 @@ class Rows:
             self.reduction = ChunkReduction(program, replicas, self.stored_layers, self.num_units)
 
     def cell(self, row: jax.Array) -> Cells:
-        """Returns this stage's cell of a row. The tables are one constant of the compiled program."""
+        """Returns this stage's entry of a row. The tables are one constant of the compiled program."""
         tables, shape = self.program.cells, self.program.cells.active.shape
         columns = [np.broadcast_to(table.astype(np.int32).reshape(shape[0], -1), shape) for table in tables]
         entries = ring.take(ring.take(jnp.asarray(np.stack(columns, axis=-1)), row), self.stage)
@@ -249,13 +248,13 @@ class Rows:
     def run_layers(
         self, weights: Params, x: Activations, given: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[Activations, LayerSums]:
-        """Returns the activations after a unit of layers, and their sums.
+        """Returns the activations after a unit of layers, and the sums of its layers.
 
         Args:
           weights: of the layers, each leaf [U, ...].
-          x: the activations that enter them.
-          given: the microbatch, the index in the whole model of the first of these layers, and the index of the unit
-            among this stage's, int32 scalars.
+          x: the activations before the unit.
+          given: int32 scalars: the microbatch, the index of the unit's first layer in the model, and the index of the
+            unit on this stage.
         """
         m, start, place = given
         if self.stages.with_stack:
@@ -263,24 +262,24 @@ class Rows:
         return ring.run_layers(self.stages, weights, x, ring.microbatch(self.batch, m), self.rng, start, True)
 
     def given(self, cell: Cells, place: jax.Array) -> tuple[jax.Array, jax.Array, Place]:
-        """Returns `given` of `run_layers` for one of this stage's units."""
+        """Returns the argument `given` of `run_layers` for one of this stage's units."""
         first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
         return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together, place
 
     def is_layer(self, cell: Cells, given: tuple[jax.Array, jax.Array, Place]) -> jax.Array:
-        """Returns whether the unit of `given` has layers, and not empty places."""
+        """Returns whether the unit of `given` has layers; a unit of padding has none."""
         return given[1] < ring.end_of_layers(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
 
     def first_place(self, cell: Cells) -> Place:
         """Returns the index of the first unit of the cell's chunk among this stage's units.
 
-        With one chunk it is a constant. XLA then knows which slice each turn of a loop reads, and a product may read
-        the weights where they are.
+        With one chunk it is a constant. Then XLA knows which slice each iteration of a loop reads, and a product may
+        read the weights in place.
         """
         return np.int32(0) if self.num_chunks == 1 else cell.chunk * self.num_units
 
     def forward(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
-        """Runs an F row: reads a stage input, keeps the layers' residuals, sends the output to the next stage."""
+        """Runs an F row: reads a stage input, saves the layers' residuals, sends the output to the next stage."""
 
         def one(state: Arrays, _: None) -> tuple[Arrays, LayerSums]:
             x, kept, place, slot = state
@@ -303,7 +302,10 @@ class Rows:
         return self.embed_next(row, carry, cell)
 
     def backward(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
-        """Runs a B row: the stage's backward pass, from what it kept; sends the cotangent of its input back."""
+        """Runs a B row: the stage's backward pass from saved residuals.
+
+        Sends the cotangent of its input to the previous stage.
+        """
         if row.embed_backward:
             carry = self.embed_backward(carry, cell.embed_backward_microbatch)
         cotangent = ring.take(carry.cotangents, cell.cotangent_slot)
@@ -319,7 +321,8 @@ class Rows:
     def layers_backward(self, carry: Carry, cell: Cells, cotangent: Activations) -> tuple[Carry, Activations]:
         """Adds the gradients of a chunk's layers, last layer first; returns the cotangent of the chunk's input.
 
-        Each unit's gradient is added at once. Those of a whole chunk would take as much memory as the accumulators.
+        Each unit's gradients are added immediately, because the gradients of a complete chunk would take as much memory
+        as the accumulators.
         """
 
         def one(state: Arrays, _: None) -> tuple[Arrays, None]:
@@ -332,13 +335,13 @@ class Rows:
                 before, active = ring.where(is_layer, before, cotangent), active & is_layer
             added_at = sum_place
             if self.reduction:
-                # The additions wait for the cotangent: XLA then runs them while the chunk's last one is sent. Where
-                # the network is fast, they hide more beside what the layer itself sends (modelled).
+                # The additions wait for the cotangent, so XLA runs them while the chunk's last cotangent is sent. On a
+                # fast network, overlapping them with the layer's own transfers would hide more (modelled).
                 before, added_at = jax.lax.optimization_barrier((before, sum_place))
             total = ring.add_at(total, part, added_at, active)
             return (total, before, place - 1, sum_place - 1, slot - 1), None
 
-        # All indices are carried. Of indices computed in the loop's body each kernel would compute its own copy. That
+        # All indices are carried, because each kernel would recompute an index computed in the loop's body. The index
         # of the sums is never a constant: XLA would evaluate the barrier in `add_at`, and fails (jax 0.12.0.1).
         last = self.num_units - 1
         firsts = self.first_place(cell), cell.chunk * self.num_units, cell.kept_slot * self.num_units
@@ -349,7 +352,7 @@ class Rows:
     def head_backward(
         self, carry: Carry, cell: Cells, y: Activations, cotangent: Activations
     ) -> tuple[Carry, Activations]:
-        """Adds a microbatch's loss; returns the cotangent of `y` where this is the last stage in its last chunk."""
+        """Adds a microbatch's loss; on the last stage, replaces `cotangent` by the cotangent of the model's output."""
         wanted, m = cell.head_microbatch >= 0, jnp.maximum(cell.head_microbatch, 0)
         is_last = (self.stage == self.num_stages - 1) & (cell.chunk == self.num_chunks - 1) & cell.active
         final = ring.from_stage(y, is_last)
@@ -367,14 +370,14 @@ class Rows:
         return carry, ring.where(is_last, floating(final_cotangent), cotangent)
 
     def embed_next(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
-        """Embeds a microbatch for a later row into a slot of stage 0, in rows whose body has an embedding."""
+        """Embeds a microbatch for a later row into a slot of stage 0, if the row's body has an embedding."""
         if not row.embed:
             return carry
         x = self.embed(self.outer, jnp.maximum(cell.embed_microbatch, 0))
         return carry._replace(inputs=_write(carry.inputs, x, cell.embed_slot))
 
     def embed_backward(self, carry: Carry, m: jax.Array) -> Carry:
-        """Adds the embedding's gradient of microbatch `m` from the cotangent on stage 0; adds nothing for m < 0."""
+        """Adds the embedding's gradient of microbatch `m`, from the cotangent on stage 0; adds nothing for m < 0."""
         embed = lambda trained: self.embed(merged(trained, self.frozen_outer), jnp.maximum(m, 0))  # noqa: E731
         x, pull = jax.vjp(embed, self.trained_outer)
         (outer,) = pull(with_float0(ring.from_stage(carry.leaving, self.stage == 0), x))

@@ -1,6 +1,6 @@
-"""Evaluation and generation through the stages of a pipeline: forward passes only.
+"""Evaluation and generation through the stages of a pipeline, which need only forward passes.
 
-M: microbatches, b: sequences in a microbatch, T: tokens a sequence, S: stages, V: chunks a stage.
+M: microbatches, b: sequences in a microbatch, T: tokens per sequence, S: stages, V: chunks per stage.
 """
 
 import functools
@@ -18,12 +18,12 @@ from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.rules import PIPELINE
 from meshtrain.sharding.trees import Arrays, Specs
 
-Total: TypeAlias = Arrays  # what the passes add up or collect of all microbatches: losses, columns or activations
+Total: TypeAlias = Arrays  # results accumulated over all microbatches: losses, logits or activations
 # (total, activations of microbatch m that leave the last stage, m) -> total.
 Finish = Callable[[Total, Activations, jax.Array], Total]
-Source = Callable[[jax.Array], Activations]  # m -> the activations of microbatch m that enter stage 0
-RunLayers = Callable[[Activations, jax.Array], tuple[Activations, LayerSums]]  # (activations, m): of this stage
-State = tuple[Activations, Total, LayerSums]  # a stage input, the total, sums of this stage's layers
+Source = Callable[[jax.Array], Activations]  # m -> the activations of microbatch m before stage 0
+RunLayers = Callable[[Activations, jax.Array], tuple[Activations, LayerSums]]  # (activations, m) -> its outputs
+State = tuple[Activations, Total, LayerSums]  # (a stage input, the total, sums of this stage's layers)
 
 
 def evaluate(
@@ -32,11 +32,11 @@ def evaluate(
     """Returns the sums of a batch without gradients or dropout: (loss, weight, metrics), float32 scalars.
 
     Args:
-      stages: the model, cut into stages.
+      stages: the model, split into stages.
       num_chunks: V.
       mesh: the mesh.
-      specs: a tree like the parameters, the spec of each.
-      params: global arrays; layers in the storage that `stages.py` describes.
+      specs: the spec of each parameter, a pytree with the structure of the parameters.
+      params: global arrays; layers are stored as described in `stages.py`.
       batch: microbatches [b, M, ...].
       rng: a typed key.
 
@@ -96,10 +96,11 @@ def forward_only(
 ) -> tuple[Total, LayerSums]:
     """Runs all microbatches through all stages and saves nothing for a backward pass.
 
-    Each chunk is a pass of M + S - 1 rows: in row r stage s runs microbatch r - s, and idles where there is none.
+    Each chunk is a pass of M + S - 1 rows (clock ticks): in row r stage s runs microbatch r - s, or idles if there is
+    none.
 
     Args:
-      stages: the model, cut into stages.
+      stages: the model, split into stages.
       params: this stage's shard.
       batch: [b, M, ...], the same on every stage.
       rng: a typed key.
@@ -149,9 +150,9 @@ def _one_pass(run_layers: RunLayers, source: Source, finish: Finish, state: Stat
     """Runs all microbatches through one chunk of every stage.
 
     Args:
-      run_layers: (activations, m) -> (activations, sums), this stage's layers.
-      source: m -> the activations of microbatch m that enter stage 0.
-      finish: (carry, activations that leave the last stage, m) -> carry.
+      run_layers: (activations, m) -> (activations, sums) of this stage's layers.
+      source: m -> the activations of microbatch m before stage 0.
+      finish: (carry, activations after the last stage, m) -> carry.
       state: (a stage input of any values, carry, sums of this stage's layers).
       num_parts: M.
 

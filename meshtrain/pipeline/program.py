@@ -1,15 +1,17 @@
-"""Compiles a proven schedule: assigns buffer slots to rows and merges rows into loops with a common body. No JAX.
+"""Compiles a proven schedule: assigns buffer slots to rows and merges rows into loops with a common body. Uses no JAX.
 
-How a program runs. In an F row every stage reads a stage input and sends its output to stage s + 1. In a B row it reads
-what the F row kept of the same microbatch and the cotangent of its output, and sends the cotangent of its input to
-stage s - 1. Both directions close to a ring. Arrays that arrive are written into a slot at the end of the row. Each
-stage has four buffers: stage inputs from their arrival to their F row, residuals from their F row to their B row,
-outputs of the last layer, which wait for the head, likewise, and cotangents from their arrival to their B row. A row
-reads before it writes, so an arriving array may reuse a slot that the same row reads last.
+How a program runs: a row is one clock tick. In an F row every stage reads a stage input and sends its output to stage s
++ 1. In a B row it reads the residuals that the F row of the same microbatch saved, and the cotangent of its output; it
+sends the cotangent of its input to stage s - 1. Both directions form a ring. Arriving arrays are written into a slot at
+the end of the row.
+
+Each stage has four buffers: stage inputs from their arrival to their F row, residuals from their F row to their B row,
+outputs of the last layer from their F row to the head, and cotangents from their arrival to their B row. A row reads
+before it writes, so an arriving array may reuse a slot that the same row has just read.
 
 All stages compute embedding and head together. The embedding of a microbatch runs at the end of an earlier row, its
-backward pass at the start of a later row, so neither waits for the layers of its own row. Both prefer rows with a head,
-of which there is one for each microbatch.
+backward pass at the start of a later row, so neither waits for the layers of the same row. Both are put into rows with
+a head if possible; there is one row with a head for each microbatch.
 
 Table shapes: R rows, S stages; every table is int32 or bool.
 """
@@ -24,22 +26,23 @@ import numpy as np
 from meshtrain.pipeline.check import prove
 from meshtrain.pipeline.schedules import Action, Row, Schedule
 
-Cell: TypeAlias = Any  # of a table: a numpy array; in the executor, of one row and stage, a scalar of JAX
+Cell: TypeAlias = Any  # a NumPy table; in the executor its JAX scalar for one row and stage
 
 
 class Cells(NamedTuple):
-    """Numpy tables that give, for each row and stage, the work and the slots of its arrays.
+    """NumPy tables with the action of each row and stage, and the buffer slots of its arrays.
 
-    Each buffer has one slot more than it needs, the dump slot, whose index is the number of the others. Arrays without
-    a reader are written there. Idle cells read and write dump slots, with microbatch and chunk 0.
+    Each buffer has an additional slot, the dump slot, whose index is the number of the other slots. Arrays without a
+    reader are written there. Idle cells read and write dump slots, with microbatch and chunk 0.
 
     Attributes:
       microbatch: [R, S] int32.
       chunk: [R, S] int32.
-      active: [R, S] bool; False where the stage idles, so that its results are masked.
+      active: [R, S] bool; False if the stage idles, so that its results are masked.
       input_slot: [R, S] int32; the slot of the stage input in an F row.
       kept_slot: [R, S] int32; the slot of the chunk's residuals, written in F rows and read in B rows.
-      output_slot: [R, S] int32; the slot of the last stage's output in its last chunk, likewise.
+      output_slot: [R, S] int32; the slot of the last stage's output in its last chunk, written in F rows and read in B
+        rows.
       embed_slot: [R, S] int32; the slot for the microbatch that is embedded at the end of a row (stage 0, else dump).
       receive_slot: [R, S] int32; the slot for the activation that arrives at the end of an F row.
       cotangent_slot: [R, S] int32; the slot of the output's cotangent in a B row (dump for the last stage in its last
@@ -47,8 +50,8 @@ class Cells(NamedTuple):
       receive_cotangent_slot: [R, S] int32; the slot for the cotangent that arrives at the end of a B row.
       embed_microbatch: [R] int32; the microbatch that is embedded at the end of this row, else -1.
       head_microbatch: [R] int32; the microbatch whose loss is computed in this B row, else -1.
-      embed_backward_microbatch: [R] int32; the microbatch whose embedding runs its backward pass at the start of this
-        B row, with the cotangent that stage 0 computed last in chunk 0; else -1.
+      embed_backward_microbatch: [R] int32; the microbatch whose embedding runs its backward pass at the start of this B
+        row, with the cotangent that stage 0 computed last in chunk 0; else -1.
     """
 
     microbatch: Cell
@@ -68,20 +71,20 @@ class Cells(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What one SPMD program needs to run a schedule.
+    """A schedule with its buffer slots, ready to run as one SPMD program.
 
     Attributes:
       schedule: the proven table that this program runs.
       num_slots: slots for stage inputs on each stage, without the dump slot.
       num_kept_slots: slots for residuals of a chunk on each stage, without the dump slot.
       num_output_slots: slots for outputs of the last layer on each stage, without the dump slot.
-      num_cotangent_slots: slots for waiting cotangents on each stage, without the dump slot.
+      num_cotangent_slots: slots for cotangents on each stage, without the dump slot.
       kinds: F or B for each row.
-      cells: the work and the slots of each row and stage.
+      cells: the action and the slots of each row and stage.
       first_microbatch: embedded before the first row, into slot 0.
-      last_microbatch: its embedding runs its backward pass after the last row.
-      reduces_chunks: whether the gradients of a chunk are reduced over data as soon as its last backward row is over,
-        see `worth_reducing_early`.
+      last_microbatch: the microbatch whose embedding runs its backward pass after the last row.
+      reduces_chunks: whether the gradients of a chunk are reduced over data directly after its last backward row, see
+        `worth_reducing_early`.
     """
 
     schedule: Schedule
@@ -97,7 +100,7 @@ class Program:
 
 
 class Signature(NamedTuple):
-    """The parts of a row's body. Rows of a loop share a body; a row that does not need a part masks it."""
+    """The parts of a row's body. Rows of a loop share a body; a row masks the parts that it does not need."""
 
     kind: str
     embed: bool
@@ -110,10 +113,10 @@ Run = tuple[tuple[str, ...], int]  # consecutive rows, and how often they repeat
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Rows that run as one loop of `count` turns. The body is a sequence of rows and inner loops.
+    """Rows that run as one loop of `count` iterations. The body is a sequence of rows and inner loops.
 
-    A turn that `reduces` begins with the reduction over data of the next chunk's gradients, which may run beside the
-    rows of the turn.
+    If `reduces`, each iteration starts the reduction over data of the next chunk's gradients, which may overlap the
+    rows of the iteration.
     """
 
     body: tuple["Signature | Segment", ...]
@@ -122,12 +125,12 @@ class Segment:
 
 
 def executable(schedule: Schedule) -> Program:
-    """Returns the slots and flags with which one SPMD program runs a table.
+    """Returns the program of a schedule, with buffer slots and flags.
 
     Each array gets the lowest free slot, so equal tables give equal programs. Buffer sizes are the maximum over stages.
 
     Raises:
-      UserError: the table is wrong, see `check.prove`.
+      UserError: the table is invalid, see `check.prove`.
     """
     prove(schedule)
     rows = [row for row in schedule.rows if any(row)]
@@ -136,7 +139,7 @@ def executable(schedule: Schedule) -> Program:
     first, last = (0, 0), (schedule.num_stages - 1, schedule.num_chunks - 1)
     heads = _microbatches_at(rows, "B", *last)
     embedded, first_microbatch = _prefetched(_microbatches_at(rows, "F", *first), heads)
-    # Time reversed: a backward pass of the embedding comes after its row where an embedding comes before it.
+    # Time is reversed: the embedding precedes its row, and its backward pass follows its row.
     returned, last_microbatch = _prefetched(_microbatches_at(rows, "B", *first)[::-1], heads[::-1])
     slots = {name: np.full(shape, -1, np.int32) for name in _SLOT_TABLES}
     sizes = _assign_slots(schedule, rows, slots, [first_microbatch, *embedded])
@@ -177,16 +180,16 @@ _SLOT_TABLES = {
 
 
 def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.ndarray:
-    """Returns, for each row, the microbatch that `stage` has in `chunk` in a row of this kind, else -1: [R] int32."""
+    """Returns, for each row, the microbatch of `stage` in `chunk` if the row is of this kind, else -1: [R] int32."""
     cells = [row[stage] for row in rows]
     return np.array([a.microbatch if a and (a.kind, a.chunk) == (kind, chunk) else -1 for a in cells], np.int32)
 
 
 def _prefetched(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns for each row the microbatch to prefetch in it, int32 [R], else -1; and the first one wanted.
+    """Returns for each row the microbatch to prefetch in it, int32 [R], else -1; and the first microbatch of all rows.
 
-    A microbatch is prefetched in the last row with a head between the previous row that wants one and its own, or in
-    that previous row if there is no head between them. No row precedes the first one, which is fetched before all rows.
+    A microbatch is prefetched after the previous row that needs one: in the last row with a head before its own row, or
+    in the previous row itself if there is no head between them. The first microbatch is fetched before all rows.
 
     Args:
       wanted: [R] int32; the microbatch that a row needs at its start, else -1.
@@ -200,7 +203,7 @@ def _prefetched(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]
 
 
 class _Slots:
-    """The slots of one buffer on one stage: `free` ones, and the slot `of` each (microbatch, chunk) in the buffer."""
+    """The slots of one buffer on one stage: the `free` slots, and `of`: (microbatch, chunk) -> its slot."""
 
     def __init__(self) -> None:
         self.size, self.free, self.of = 0, list[int](), dict[tuple[int, int], int]()
@@ -259,7 +262,10 @@ def _assign_slots(
 
 
 def finished(program: Program) -> list[tuple[int, int]]:
-    """Returns (row, chunk) for each chunk, in the order of rows: the last backward row of a chunk on any stage."""
+    """Returns (row, chunk) for each chunk, sorted by row.
+
+    The row is the last backward row of the chunk on any stage.
+    """
     is_backward = np.array([kind == "B" for kind in program.kinds])[:, None] & program.cells.active
     last = [
         int(np.flatnonzero((is_backward & (program.cells.chunk == chunk)).any(axis=1))[-1])
@@ -268,15 +274,15 @@ def finished(program: Program) -> list[tuple[int, int]]:
     return sorted((row, chunk) for chunk, row in enumerate(last))
 
 
-# The share of a step that reductions beside rows have to hide: they take memory, and the step compiles longer.
+# The minimum share of a step that overlapped reductions must hide: they take memory and compile time.
 LEAST_HIDDEN = 0.02
 
 
 def worth_reducing_early(program: Program, reduction_seconds: float, computing_seconds: float) -> bool:
-    """Returns whether gradients are reduced chunk by chunk beside later rows, not all of them behind the last row.
+    """Returns whether to reduce gradients chunk by chunk, overlapped with later rows, not all after the last row.
 
-    The last of V chunks has no rows behind it, so that (V - 1) / V of the reduction are hidden. Behind each of the
-    others there have to be rows of a loop: XLA's scheduler begins a collective late beside a row that stands alone.
+    The last of V chunks has no later rows, so (V - 1) / V of the reduction is hidden. Each other chunk must be followed
+    by a loop of rows: XLA's scheduler does not overlap a collective well with a single row.
 
     Args:
       program: of a schedule.
@@ -292,7 +298,7 @@ def worth_reducing_early(program: Program, reduction_seconds: float, computing_s
 def segments(program: Program) -> tuple[Segment, ...]:
     """Returns the rows as loops; see `_loops`.
 
-    Where chunks are reduced as soon as they are complete, the rows are cut there. Turns that reduce come in the order
+    If chunks are reduced separately, the rows are split at the end of each chunk. Iterations that reduce have the order
     of `finished`, one for each chunk.
     """
     if not program.reduces_chunks:
@@ -310,9 +316,9 @@ def segments(program: Program) -> tuple[Segment, ...]:
 def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
     """Returns rows start ... stop - 1 as loops, so that compile time does not grow with the number of rows.
 
-    Rows of one loop have the same kind, and all of them or none have a head: its matrix products run in no other row.
-    A body has the embedding or its backward pass if one of its rows does, and other rows mask them. A loop in which
-    most rows would mask them is cut in two.
+    Rows of one loop have the same kind, and all of them or none have a head, because its matrix products are never
+    masked. A body has the embedding or its backward pass if one of its rows needs it, and other rows mask it. A loop in
+    which most rows would mask it is split in two.
 
     Returns:
       Segments whose rows, in order, are exactly these rows.
@@ -320,7 +326,7 @@ def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
     heads = program.cells.head_microbatch >= 0
     letters = ["F" if kind == "F" else "H" if head else "B" for kind, head in zip(program.kinds, heads, strict=True)]
     letters = letters[start:stop]
-    # Two passes: repeats of a row or of a pair of rows, then repeats of groups of those (interleaved schedules).
+    # Two passes: repeats of a row or of a pair of rows, then repeats of groups of such repeats (interleaved schedules).
     runs = [(tuple(body), count) for body, count in _repeats(letters, max_period=2)]
     groups = min((_repeats(some, max_period=len(some)) for some in (runs, _cut(runs))), key=_num_bodies)
     result = list[Segment]()
@@ -337,7 +343,7 @@ def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
 
 
 def _signature(program: Program, first: int, step: int, times: int, outer_step: int, outer_times: int) -> Signature:
-    """Returns the body of rows first + i step + j outer_step, for i < times and j < outer_times."""
+    """Returns the common body of rows first + i step + j outer_step, for i < times and j < outer_times."""
     rows = [first + i * step + j * outer_step for j in range(outer_times) for i in range(times)]
     flags = program.cells.embed_microbatch, program.cells.head_microbatch, program.cells.embed_backward_microbatch
     embed, head, embed_backward = (bool((flag[rows] >= 0).any()) for flag in flags)
@@ -346,11 +352,11 @@ def _signature(program: Program, first: int, step: int, times: int, outer_step: 
 
 
 def _parts(program: Program, first: int, count: int) -> list[int]:
-    """Returns the lengths of the loops that run `count` rows of one kind from row `first` on: one or two.
+    """Returns the lengths of the one or two loops that run `count` rows of one kind from row `first` on.
 
-    A masked embedding is not free. It sums activations over the stages, twice what a row hands on.
-    So rows at the end of a loop that need none get a loop of their own, if they are the most and at least as many as
-    stages. (With as many microbatches as stages no group of rows repeats, whose parts would be loops already.)
+    A masked embedding is not free: it sums activations over the stages, twice the bytes that a row sends. So rows at
+    the start or end of a loop that need no embedding get a separate loop, if they are the majority and at least as many
+    as stages. (If there are as many microbatches as stages, no group of rows repeats that would be split into loops.)
     """
     some = slice(first, first + count)
     used = np.flatnonzero(
@@ -366,7 +372,7 @@ def _parts(program: Program, first: int, count: int) -> list[int]:
 
 
 def _cut(runs: list[Run]) -> list[Run]:
-    """Splits the first and the last run of each body where they are longer than its shortest run.
+    """Splits the first and the last run of each body if they are longer than its shortest run.
 
     The parts of equal length may then repeat as a group: F x 3, (F B) x 4, ... becomes F x 1, F x 2, (F B) x 4, ...
     """
@@ -385,14 +391,14 @@ def _cut(runs: list[Run]) -> list[Run]:
 
 
 def _num_bodies(groups: list[tuple[list[Run], int]]) -> int:
-    """Returns the number of row bodies that are compiled."""
+    """Returns the number of row bodies to compile."""
     return sum(len(body) for group, _ in groups for body, _ in group)
 
 
 def _repeats(items: list, max_period: int) -> list[tuple[list, int]]:
-    """Splits a list into (part, count), each part repeated count times, with as few rows in all parts as possible.
+    """Splits a list into (part, count), each part repeated count times, with the fewest rows in all parts.
 
-    Dynamic programming from the end: best[i] is the cheapest split of items[i:].
+    Uses dynamic programming from the end: best[i] is the cheapest split of items[i:].
     """
     bodies = [len(item[0]) if isinstance(item, tuple) else 1 for item in items]
     best: list[tuple[int, int, int]] = [(0, 0, 0)] * (len(items) + 1)
@@ -402,7 +408,8 @@ def _repeats(items: list, max_period: int) -> list[tuple[list, int]]:
             part, cost, end = items[start : start + period], sum(bodies[start : start + period]), start
             while items[end : end + period] == part:
                 end += period
-                # Several rows that occur once are no loop; as one part, the second pass could not match them singly.
+                # Several rows that occur once are no loop; if they were one part, the second pass could not match them
+                # separately.
                 if period == 1 or end - start > period:
                     choices.append((cost + best[end][0], start - end, period))
         cheapest, rows, period = min(choices)

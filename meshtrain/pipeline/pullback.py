@@ -1,9 +1,9 @@
-"""A layer cut in two: a forward pass that returns its residuals, and a backward pass that starts from them.
+"""Splits a layer into a forward pass that returns its residuals, and a backward pass that starts from them.
 
-The two run in different rows of a schedule, so residuals wait in a buffer. They are those that `jax.vjp` saves under
-the `jax.checkpoint` policies of the model. Residuals that do not depend on the activations (weights, casts of them,
-rotary angles, masks of documents or of dropout, random keys) are not kept: the backward pass computes them again from
-the weights and the microbatch.
+The two run in different rows of a schedule, so residuals are stored in a buffer. They are the residuals that `jax.vjp`
+saves under the model's `jax.checkpoint` policies. Residuals that do not depend on the activations (weights, casts of
+them, rotary angles, masks of documents or of dropout, random keys) are not stored: the backward pass recomputes them
+from the weights and the microbatch.
 """
 
 from collections.abc import Callable
@@ -19,23 +19,24 @@ from meshtrain.models.task import Activations, LayerSums, Params
 from meshtrain.sharding.jaxprs import depends, results
 from meshtrain.sharding.trees import Arrays, Masks, merged, select
 
-Given: TypeAlias = Arrays  # what else a layer depends on, such as its index: any tree of integers
+Given: TypeAlias = Arrays  # further inputs of a layer, such as its index: any pytree of integers
 # (weights, activations, given) -> (activations, sums), see `Stages.repeated`.
 Layer = Callable[[Params, Activations, Given], tuple[Activations, LayerSums]]
 
 
 class SplitLayer:
-    """A layer, traced once, as a forward pass and a backward pass."""
+    """A layer, traced once, as a separate forward pass and backward pass."""
 
     def __init__(self, layer: Layer, weights: Params, x: Activations, given: Given, mask: Masks = None) -> None:
-        """Traces the layer for these shapes. Arrays that it closes over are read by both passes.
+        """Traces the layer for these shapes. Both passes read the arrays that the layer closes over.
 
         Args:
           layer: (weights, activations, given) -> (activations, sums).
           weights: the layer's parameters.
-          x: the activations that enter it.
-          given: what else the layer depends on, such as its index.
-          mask: a tree of bool like the weights, true for each that gets a gradient; None: all of them.
+          x: the activations before the layer.
+          given: further inputs of the layer, such as its index.
+          mask: a pytree of bool with the structure of the weights, true for each weight with a gradient; None: all
+            weights.
 
         Raises:
           UserError: a residual that depends on activations is in host memory.
@@ -64,7 +65,10 @@ class SplitLayer:
     def _differentiated(
         self, layer: Layer, mask: Masks, weights: Params, x: Activations, given: Given
     ) -> tuple[Activations, LayerSums, list[jax.Array]]:
-        """Returns (output, sums, residuals) of a layer. Remembers how its backward pass is made of residuals."""
+        """Returns (output, sums, residuals) of a layer.
+
+        Stores the structure that rebuilds the backward pass from residuals.
+        """
         trained, frozen = select(weights, mask)
 
         def differentiable(trained: Params, x: Activations) -> tuple[tuple[Activations, jax.Array | None], Arrays]:
@@ -73,7 +77,7 @@ class SplitLayer:
 
         (y, loss), pull, metrics = jax.vjp(differentiable, trained, x, has_aux=True)
         leaves, structure = jax.tree.flatten(pull)
-        # A buffer holds the numbers of a random key.
+        # A buffer stores a random key as numbers.
         implementations = [jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in leaves]
         self._pulls = [structure, implementations]
         numbers = [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in leaves]
@@ -81,7 +85,7 @@ class SplitLayer:
 
     @property
     def kept(self) -> list[jax.ShapeDtypeStruct]:
-        """What `forward` returns for `backward`, abstract arrays of numbers in any dtypes."""
+        """The residuals that `forward` returns for `backward`, as abstract arrays of numeric dtypes."""
         return [jax.ShapeDtypeStruct(_aval(var).shape, _aval(var).dtype) for var in self._kept]
 
     def forward(self, weights: Params, x: Activations, given: Given) -> tuple[Activations, LayerSums, list[jax.Array]]:
@@ -97,13 +101,13 @@ class SplitLayer:
         """Returns the gradients of the trained weights, and the cotangent of the input's floating leaves.
 
         Args:
-          kept: from `forward`.
+          kept: residuals from `forward`.
           weights: as in `forward`.
           given: as in `forward`.
           cotangent: of the output's floating leaves.
-          seed: of the loss among the sums, float32 scalar.
+          seed: cotangent of the loss among the sums, float32 scalar.
         """
-        # Nothing of what is computed here depends on the activations.
+        # The recomputed residuals do not depend on the activations, so zeros replace them.
         x = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._shapes]
         again = results(self._closed, self._again, *jax.tree.leaves((weights, x, given)))
         values = dict(zip([*self._kept, *self._again], [*kept, *again], strict=True))
@@ -125,12 +129,12 @@ def _is_key(leaf: jax.Array) -> bool:
 
 
 def floating(tree: Arrays) -> Arrays:
-    """Returns a tree with None in place of the leaves that have no cotangent: integers, bools, float0."""
+    """Returns a pytree with None in place of leaves without a cotangent: integers, bools, float0."""
     return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, tree)
 
 
 def with_float0(cotangent: Activations, output: Activations) -> Activations:
-    """Returns a cotangent as the function from `jax.vjp` takes it: float0 zeros in place of each None of `floating`.
+    """Replaces each None of `floating` in a cotangent by float0 zeros, which functions from `jax.vjp` require.
 
     Args:
       cotangent: of the floating leaves of `output`.

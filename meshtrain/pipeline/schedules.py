@@ -1,10 +1,11 @@
-"""In what order the stages run, as plain tables: one row after another, one cell a stage. No JAX.
+"""Pipeline schedules as plain tables: a row for each clock tick, a cell for each stage. Uses no JAX.
 
-A stage holds `num_chunks` chunks of layers. Chunk c of stage s is the *virtual stage* v = c * num_stages + s. A
-microbatch passes the virtual stages in order, so it goes from the last stage back to the first with the next chunk.
+A stage has `num_chunks` chunks of layers. Chunk c of stage s is the *virtual stage* v = c * num_stages + s. A
+microbatch passes the virtual stages in order, so after the last stage it returns to the first stage with the next
+chunk.
 
-Letters: S stages, M microbatches, V chunks a stage; s a stage, m a microbatch, c a chunk, u a unit (a microbatch in one
-chunk).
+Letters: S stages, M microbatches, V chunks per stage; s a stage, m a microbatch, c a chunk, u a unit (a microbatch in
+one chunk).
 """
 
 import dataclasses
@@ -19,11 +20,11 @@ from meshtrain.options import FORM, called, function_problems, option
 Kind = Literal["F", "B"]
 KEY = "pipeline.schedule"
 MAX_SIZE = 1 << 18  # actions of one kind in a table: building and proving this many takes ten seconds
-MAX_STAGES = 1 << 10  # idle cells of a table grow as their square
+MAX_STAGES = 1 << 10  # the number of idle cells grows with its square
 
 
 class Action(NamedTuple):
-    """One stage's work in one row.
+    """The work of one stage in one row.
 
     Attributes:
       kind: F is a forward pass, B a backward pass.
@@ -40,7 +41,7 @@ Row = tuple[Action | None, ...]
 
 
 class Schedule(NamedTuple):
-    """A table: `rows[r][s]` is what stage s does in row r, None where it idles."""
+    """A table: `rows[r][s]` is the action of stage s in row r (clock tick r), or None if the stage idles."""
 
     name: str
     num_stages: int
@@ -50,12 +51,12 @@ class Schedule(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The schedule in a few words: its name and its numbers."""
+        """A short text with the schedule's name and numbers."""
         return f"{self.name}, {self.num_microbatches} microbatches, {self.num_chunks} chunks a stage"
 
 
 def layers_in_chunk(num_layers: int, num_stages: int, num_chunks: int) -> int:
-    """Returns K, the places for layers in a chunk: L / (S V), rounded up. Some of the K S V places may be empty.
+    """Returns K, the places for layers in a chunk: L / (S V), rounded up. Some of the K S V places may be padding.
 
     >>> layers_in_chunk(96, 8, 4), layers_in_chunk(94, 8, 4)
     (3, 3)
@@ -64,7 +65,7 @@ def layers_in_chunk(num_layers: int, num_stages: int, num_chunks: int) -> int:
 
 
 def spreads_evenly(num_layers: int, num_stages: int, num_chunks: int) -> bool:
-    """Returns whether layers are spread over all chunks, because full chunks would leave a stage without layers.
+    """Returns whether layers are spread over all chunks, because chunks filled in order would leave a stage empty.
 
     >>> spreads_evenly(7, 4, 1), spreads_evenly(6, 4, 1), spreads_evenly(3, 4, 1)
     (False, True, False)
@@ -73,7 +74,7 @@ def spreads_evenly(num_layers: int, num_stages: int, num_chunks: int) -> bool:
 
 
 def leaves_stage_empty(num_layers: int, num_stages: int, num_chunks: int) -> bool:
-    """Returns whether full chunks would leave a stage, or with several chunks the last one of every stage, empty."""
+    """Returns whether filling chunks in order would leave a stage, or the last chunk of every stage, without layers."""
     in_chunk = layers_in_chunk(num_layers, num_stages, num_chunks)
     num_empty = in_chunk * num_stages * num_chunks - num_layers
     return num_empty >= (in_chunk * num_stages if num_chunks > 1 else in_chunk)
@@ -82,8 +83,8 @@ def leaves_stage_empty(num_layers: int, num_stages: int, num_chunks: int) -> boo
 def layers_of_chunks(num_layers: int, num_stages: int, num_chunks: int) -> tuple[range, ...]:
     """Returns the layers of each chunk; chunk c of stage s has the index c S + s.
 
-    Chunks are filled with K layers one after the other, the last ones with the rest. If `spreads_evenly`, the numbers
-    of layers differ by one at most.
+    Chunks are filled in order with K layers each, the last chunks with the rest. If `spreads_evenly`, the numbers of
+    layers differ by at most one.
 
     >>> [len(layers) for layers in layers_of_chunks(7, 4, 1)], [len(layers) for layers in layers_of_chunks(6, 4, 1)]
     ([2, 2, 2, 1], [2, 2, 1, 1])
@@ -98,7 +99,7 @@ def layers_of_chunks(num_layers: int, num_stages: int, num_chunks: int) -> tuple
 
 
 def describe(action: Action | None, num_chunks: int = 1) -> str:
-    """Returns an action as a cell of a table: `F3`, or `F3.1` where stages have several chunks; empty for idle."""
+    """Returns the text of an action: `F3`, or `F3.1` if stages have several chunks; empty for idle."""
     if action is None:
         return ""
     return f"{action.kind}{action.microbatch}" + (f".{action.chunk}" if num_chunks > 1 else "")
@@ -122,9 +123,8 @@ def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -
 def _forward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
     """Returns the row in which stage s runs unit u = row - s.
 
-    Microbatches form groups of S, and each group passes through all chunks before the next group starts.
-
-    Unit u is microbatch (u // (S V)) S + u mod S in chunk (u // S) mod V (Narayanan et al. 2021, figure 4).
+    Microbatches form groups of S, and each group passes through all chunks before the next group starts. Unit u is
+    microbatch (u // (S V)) S + u mod S in chunk (u // S) mod V (Narayanan et al. 2021, figure 4).
     """
     cells: list[Action | None] = []
     for stage in range(num_stages):
@@ -152,7 +152,7 @@ def _one_kind_rows(num_stages: int, num_microbatches: int, num_chunks: int) -> t
 
 
 def _one_chunk(name: str, num_chunks: int) -> None:
-    """Raises UserError for chunks, of which a schedule has one a stage."""
+    """Raises UserError if there are several chunks, for a schedule that supports only one per stage."""
     if num_chunks > 1:
         raise UserError(
             f"pipeline.num_chunks: got {num_chunks} with {KEY}={name}; allowed: 1; nearest: 1, or interleaved_1f1b"
@@ -160,20 +160,26 @@ def _one_chunk(name: str, num_chunks: int) -> None:
 
 
 def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """All forwards, then all backwards (Huang et al. 2019): bubble (S-1)/(M+S-1), M microbatches in flight."""
+    """Returns gpipe: all forwards, then all backwards (Huang et al. 2019).
+
+    Its bubble is (S-1)/(M+S-1), with M microbatches in flight.
+    """
     _one_chunk("gpipe", num_chunks)
     forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
     return forward + backward
 
 
 def _1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Backwards as early as possible (Narayanan et al. 2021): gpipe's bubble, 2 S - 1 - 2 s in flight on stage s."""
+    """Returns 1F1B: backwards as early as possible (Narayanan et al. 2021).
+
+    It has the bubble of gpipe, with 2 S - 1 - 2 s microbatches in flight on stage s.
+    """
     _one_chunk("1f1b", num_chunks)
     return _aligned(num_stages, num_microbatches, num_chunks)
 
 
 def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """1F1B of microbatches that pass all stages once for each chunk (Narayanan et al. 2021)."""
+    """Returns interleaved 1F1B: microbatches pass all stages once for each chunk (Narayanan et al. 2021)."""
     if num_microbatches % num_stages:
         legal = num_stages * max(1, round(num_microbatches / num_stages))
         raise UserError(
@@ -184,13 +190,13 @@ def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -
 
 
 def _aligned(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Rows of one kind, each backward row as early as its dependencies allow.
+    """Returns rows of a single kind each, with each backward row as early as its dependencies allow.
 
     Groups have S microbatches. The first S backward rows of a group start in the last virtual stage: the first of them
-    needs forward row V S - 1 of the group, each later one needs one forward row more. The other backward rows, of
-    earlier chunks, need no further forward rows. A group is therefore S forward rows, S pairs of a forward and a
-    backward row, and S (V - 1) backward rows. Bubble (S-1)/(V M + S-1); V S + S - 1 - 2 s units in flight on stage s,
-    at most V M.
+    needs forward row V S - 1 of the group, each later one needs one more forward row. The other backward rows, for
+    earlier chunks, need no further forward rows. A group therefore has S forward rows, S pairs of a forward and a
+    backward row, and S (V - 1) backward rows. The bubble is (S-1)/(V M + S-1), with V S + S - 1 - 2 s units in flight
+    on stage s, at most V M.
     """
     forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
     group, rows, done = num_chunks * num_stages, list[Row](), 0
@@ -201,20 +207,20 @@ def _aligned(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Ro
     return rows
 
 
-# (stages, microbatches, chunks) -> rows. It raises UserError for numbers that it has no table for.
+# (stages, microbatches, chunks) -> rows. It raises UserError for numbers without a table.
 BUILT_IN: Mapping[str, Callable[[int, int, int], list[Row]]] = {
     "1f1b": _1f1b,
     "gpipe": _gpipe,
     "interleaved_1f1b": _interleaved_1f1b,
 }
 NAMES = tuple(BUILT_IN)
-# What the planner's search tries -> chunks a stage. gpipe keeps more than 1f1b and is no faster.
+# Schedules that the planner's search tries -> chunks per stage. gpipe stores more residuals than 1f1b and is no faster.
 SEARCHED: Mapping[str, int] = {"1f1b": 1, "interleaved_1f1b": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineOptions:
-    """In what order the stages of the mesh's pipeline axis run; without effect where that axis has size 1."""
+    """The pipeline schedule; without effect if the mesh's pipeline axis has size 1."""
 
     schedule: str = option(
         "1f1b", f"order in which the stages run: {', '.join(NAMES)}, or {FORM} of one's own", choices=NAMES,
@@ -225,19 +231,19 @@ class PipelineOptions:
 
 
 def is_own(name: str) -> bool:
-    """Returns whether a schedule's name is that of a user's function."""
+    """Returns whether a schedule's name refers to a user's function."""
     return ":" in name
 
 
 def chosen(options: PipelineOptions, *, num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns the table of a configuration, see `build`."""
+    """Returns the schedule of a configuration, see `build`."""
     return build(
         options.schedule, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=options.num_chunks
     )
 
 
 def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Returns the named schedule's table; that of a user's function is not proven (see `check.prove`).
+    """Returns the schedule with this name; a user's schedule is not proven here (see `check.prove`).
 
     Three microbatches on two stages, a line for each row and a column for each stage:
 
@@ -256,11 +262,11 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
     Args:
       name: one of NAMES, or `package.module:function`, which is imported and called.
       num_stages: size of the mesh's pipeline axis.
-      num_microbatches: parts of a step's batch.
+      num_microbatches: microbatches in a step.
       num_chunks: chunks of layers on each stage.
 
     Raises:
-      UserError: an unknown name, numbers for which the schedule has no table, or a user's function that cannot be
+      UserError: the name is unknown, the schedule has no table for these numbers, or a user's function cannot be
         imported, raises, or returns no rows.
     """
     lines = function_problems(KEY, name, NAMES)
@@ -283,7 +289,7 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
 
 
 def _own_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Returns the rows of a user's function, or raises UserError with one line where it raises or returns none."""
+    """Returns the rows of a user's function; raises UserError if it raises or returns no rows."""
     given = called(
         KEY,
         name,
@@ -303,7 +309,7 @@ def _own_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int
 
 
 def _no_rows(given: Any, num_stages: int) -> str:
-    """Returns what of a function's result is no row or no cell, and where it is; '' for rows."""
+    """Describes the first part of a function's result that is no row or no cell; '' if there is none."""
     if not isinstance(given, list | tuple):
         return type(given).__name__
     for index, row in enumerate(given):

@@ -1,16 +1,17 @@
 """Operations of one stage on its own shards, inside a manual region over the pipeline axis.
 
-M: microbatches, b: sequences in a microbatch, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage,
-K: places for layers in a chunk, U: layers in a unit (`Stages.num_together`), L: layers.
+M: microbatches, b: sequences in a microbatch, T: tokens per sequence, D: embed dim, S: stages, V: chunks per stage, K:
+places for layers in a chunk, U: layers in a unit (`Stages.num_together`), L: layers.
 
-Layers are stored as [K S, ...] where V is 1, else as [V, K S, ...], with the dim of size K S sharded over the stages.
-Chunk c of stage s holds the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order, so a
-leaf [L, ...] of a checkpoint is a reshape. Dims may stand before these, such as that of the replicas.
+Layers are stored as [K S, ...] if V is 1, else as [V, K S, ...], with the dim of size K S sharded over the stages.
+Chunk c of stage s has the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order, so a leaf
+[L, ...] of a checkpoint becomes this shape by a reshape. Further dims may precede these, such as a dim of replicas.
 
-Where S V does not divide L, the places from L on are empty. If this would leave a stage without layers, layers are
-spread evenly, and the last place of some chunks is empty (`schedules.layers_of_chunks`). The numbers of empty places
-are zeros, which checkpoints do not have. A stage computes empty places too; their results are dropped as those of idle
-rows are: activations pass through unchanged, gradients are zeros, and the zeros that an optimizer moves are never read.
+If S V does not divide L, the places from L on are padding layers. If this would leave a stage without layers, layers
+are spread evenly, and the last place of some chunks is padding (`schedules.layers_of_chunks`). Weights of padding
+layers are zeros, and are not in checkpoints. A stage computes padding layers too, and drops their results, as in idle
+rows: activations pass through unchanged, gradients are zeros, and changes of the padding weights by an optimizer have
+no effect.
 """
 
 import dataclasses
@@ -34,7 +35,10 @@ MANUAL = frozenset({PIPELINE})
 
 
 def take(tree: Arrays, index: jax.Array, dim: int = 0) -> Arrays:
-    """Returns x[index] along a dim of each array. Without negative indices the compiled program is half as long."""
+    """Returns x[index] along a dim of each array.
+
+    Excluding negative indices makes the compiled program half as long.
+    """
 
     def one(x: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(x, index, dim, keepdims=False, allow_negative_indices=False)
@@ -55,7 +59,8 @@ def num_microbatches(batch: Batch) -> int:
 def with_cast_layers(stages: Stages, params: Params) -> Params:
     """Returns parameters with the layers in their compute dtypes, if the model casts them once a step.
 
-    Called before the manual region, which gathers the weights that ZeRO shards: so they are gathered in these dtypes.
+    It is called before the manual region, which gathers the weights that ZeRO shards, so that they are gathered in
+    these dtypes.
     """
     return {**params, "layers": stages.cast(params["layers"])} if stages.cast else params
 
@@ -74,7 +79,7 @@ def num_units(stages: Stages, num_stages: int, num_chunks: int) -> int:
     """Returns K / U.
 
     Raises:
-      UserError: U does not divide K, or a unit would have both layers and empty places.
+      UserError: U does not divide K, or a unit would have both layers and padding.
     """
     in_chunk, together = layers_in_chunk(stages.num_layers, num_stages, num_chunks), stages.num_together
     common = math.gcd(*map(len, layers_of_chunks(stages.num_layers, num_stages, num_chunks)))
@@ -87,12 +92,12 @@ def num_units(stages: Stages, num_stages: int, num_chunks: int) -> int:
 
 
 def in_units(layers: Params, num_chunks: int, num_in_unit: int) -> Params:
-    """Returns the layers of this stage as [V K / U, U, ...], U layers a unit: what is computed in one call.
+    """Returns the layers of this stage as [V K / U, U, ...]: units of U layers that are computed in one call.
 
-    A unit is a slice of the first dim alone, so that products and sums can read and write it in place.
+    A unit is a slice of the first dim only, so that products and sums can read and write it in place.
 
     Args:
-      layers: each leaf [K, ...], or [V, K, ...] where there are chunks.
+      layers: each leaf [K, ...], or [V, K, ...] if there are several chunks.
       num_chunks: V.
       num_in_unit: U, a divisor of K.
     """
@@ -101,23 +106,23 @@ def in_units(layers: Params, num_chunks: int, num_in_unit: int) -> Params:
 
 
 def from_units(units: Params, num_chunks: int) -> Params:
-    """Returns arrays [V K / U, U, ...] as layers are stored, the inverse of `in_units`."""
+    """Reshapes arrays [V K / U, U, ...] to the stored shape of layers; the inverse of `in_units`."""
     leading = (-1,) if num_chunks == 1 else (num_chunks, -1)
     return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[2:]), units)
 
 
 def flat(units: Params) -> Params:
-    """Returns arrays [V K / U, U, ...] as [V K, ...], a layer after the other."""
+    """Reshapes arrays [V K / U, U, ...] to [V K, ...], one entry for each layer."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), units)
 
 
 def run_layers(
     stages: Stages, layers: Params, x: Activations, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
 ) -> tuple[Activations, LayerSums]:
-    """Returns the result of `Stages.repeated`, (activations, sums), after checking it.
+    """Returns the checked result of `Stages.repeated`: (activations, sums).
 
     Raises:
-      UserError: it returns something else, or activations with another tree, shapes or dtypes than its input.
+      UserError: the result has another form, or its activations have another structure, shape or dtype than the input.
     """
     allowed = "allowed: (activations, None) or (activations, (loss, metrics))"
     output = stages.repeated(layers, x, batch, rng, start, train)
@@ -146,9 +151,9 @@ def run_chunk(
     start: jax.Array,
     end: jax.Array | int,
 ) -> tuple[Activations, LayerSums]:
-    """Returns the result of `run_layers` without dropout, of a chunk whose places from layer `end` on are empty.
+    """Returns the result of `run_layers` without dropout, for a chunk with padding layers from index `end` on.
 
-    One layer is computed after the other, so that each empty place can be passed by.
+    Layers are computed one by one, so that each padding layer can be skipped.
     """
 
     def one(state: tuple[Activations, jax.Array], weights: Params) -> tuple[tuple[Activations, jax.Array], LayerSums]:
@@ -163,7 +168,7 @@ def run_chunk(
 
 
 def passed_by(is_layer: jax.Array, x: Activations, y: Activations, sums: LayerSums) -> tuple[Activations, LayerSums]:
-    """Returns a layer's output and sums; of an empty place its input and zeros."""
+    """Returns a layer's output and sums; for a padding layer, its input and zeros."""
     return where(is_layer, (y, sums), (x, zeros_like(sums)))
 
 
@@ -178,16 +183,16 @@ def _are_sums(sums: Tree) -> bool:
 
 
 def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> Params:
-    """Returns the accumulators of all units of this stage, with the gradients of one unit added where `active`.
+    """Adds the gradients of one unit to the accumulators of all units of this stage, if `active`.
 
     Args:
       total: each leaf [V K / U, U, ...].
-      part: each leaf [U, ...]; it may hold infinities and NaN where `active` is false.
+      part: each leaf [U, ...]; it may contain infinities and NaN if `active` is false.
       place: int32 scalar, index of the unit.
       active: bool scalar.
     """
-    # XLA makes one kernel of the addition and the update in place where slice and update have the same shape and read
-    # the same instruction as their index. Without the barrier each may get its own copy of the index's arithmetic.
+    # XLA fuses the addition and the update in place if slice and update have the same shape and use the same
+    # instruction as their index. Without the barrier each may get a separate copy of the index's arithmetic.
     place = jax.lax.optimization_barrier(place)
 
     def add(total: jax.Array, part: jax.Array) -> jax.Array:
@@ -200,7 +205,10 @@ def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> 
 
 
 def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array:
-    """Returns the index in the whole model of the first layer of this stage's chunk: (c S + s) K in full chunks."""
+    """Returns the model-wide index of the first layer of this stage's chunk.
+
+    It is (c S + s) K if chunks are filled in order.
+    """
     in_chunk, index = layers_in_chunk(num_layers, num_stages, num_chunks), chunk * num_stages + _stage()
     if not spreads_evenly(num_layers, num_stages, num_chunks):
         return index * in_chunk
@@ -208,7 +216,10 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
 
 
 def end_of_layers(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array | int:
-    """Returns the index in the whole model after the last layer of this stage's chunk, or L, which is not below it."""
+    """Returns the model-wide index after the last layer of this stage's chunk.
+
+    L, an upper bound, if chunks are filled in order.
+    """
     if not spreads_evenly(num_layers, num_stages, num_chunks):
         return num_layers
     ends = jnp.asarray([layers.stop for layers in layers_of_chunks(num_layers, num_stages, num_chunks)])
@@ -220,7 +231,7 @@ def _stage() -> jax.Array:
 
 
 def from_stage(tree: Arrays, here: jax.Array) -> Arrays:
-    """Broadcasts the arrays of the one stage where `here` is true to all stages; zeros if it is true on none."""
+    """Broadcasts the arrays of the stage for which `here` is true to all stages; zeros if it is true on none."""
     return jax.tree.map(lambda x: psum_of_one(jnp.where(here, x, jnp.zeros_like(x)), PIPELINE), tree)
 
 
@@ -237,22 +248,25 @@ def to_previous(tree: Arrays, num_stages: int) -> Arrays:
 
 
 def where(condition: jax.Array, chosen: Arrays, otherwise: Arrays) -> Arrays:
-    """Returns `chosen` where the condition holds, else `otherwise`, by selection: a product with 0 keeps infinities."""
+    """Returns `chosen` if the condition is true, else `otherwise`.
+
+    Selects, because a product with 0 would keep infinities.
+    """
     return jax.tree.map(lambda one, other: jnp.where(condition, one, other), chosen, otherwise)
 
 
 def add_if(condition: jax.Array, total: Arrays, part: Arrays) -> Arrays:
-    """Returns total + part where the condition holds, else `total`; `part` may then hold infinities and NaN."""
+    """Adds `part` if the condition is true; safe even if an unused `part` is inf or NaN."""
     return jax.tree.map(lambda total, part: jnp.where(condition, total + part, total), total, part)
 
 
 def zeros_like(tree: Arrays) -> Arrays:
-    """Returns zeros for a tree of arrays or of abstract arrays."""
+    """Returns zeros for a pytree of arrays or of abstract arrays."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
 def layers_of_stage(stage: int, num_stages: int, num_layers: int, num_chunks: int) -> list[range]:
-    """Returns the layers that a stage holds, a range for each of its chunks."""
+    """Returns the layers of a stage, a range for each of its chunks."""
     return list(layers_of_chunks(num_layers, num_stages, num_chunks)[stage::num_stages])
 
 
@@ -261,7 +275,7 @@ CHUNKS = "chunks"
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """How the layers of a pipeline are stacked in memory: L, S and V."""
+    """How the layers of a pipeline are stacked in memory: L, S and V (see the module's text)."""
 
     num_layers: int
     num_stages: int
@@ -269,7 +283,7 @@ class Stack:
 
     @property
     def num_places(self) -> int:
-        """K S V: places for layers, empty ones counted."""
+        """K S V: places for layers, including padding."""
         return self.num_stages * self.num_chunks * layers_in_chunk(self.num_layers, self.num_stages, self.num_chunks)
 
     @property
@@ -284,7 +298,7 @@ class Stack:
 
     @property
     def places_of_layers(self) -> np.ndarray | None:
-        """The place of each layer in memory, int [L], where chunks before the last have empty places; else None."""
+        """The place of each layer in memory, int [L], if chunks before the last have padding; else None."""
         arguments = self.num_layers, self.num_stages, self.num_chunks
         if not spreads_evenly(*arguments):
             return None
@@ -293,31 +307,31 @@ class Stack:
         return np.concatenate(places)
 
     def of_layers(self, layers: Params) -> Params:
-        """Returns a tree of [L, ...] as it is in memory; the same tree where the shapes are the same."""
+        """Reshapes a pytree of [L, ...] to its shape in memory; unchanged if the shapes are the same."""
         return jax.tree.map(lambda leaf: relaid(leaf, (*self.shape, *leaf.shape[1:]), self), layers)
 
     def places_shape(self, shape: Sequence[int], names: Names) -> tuple[int, ...]:
-        """Returns the shape of a leaf in layer order with K S V in place of L."""
+        """Returns the shape of a leaf in layer order, with K S V in place of L."""
         is_stack = lambda size, name: name == LAYERS and size == self.num_layers  # noqa: E731
         return tuple(self.num_places if is_stack(*dim) else dim[0] for dim in zip(shape, names, strict=True))
 
     def places(self, layers: Params) -> Params:
-        """Returns abstract arrays [K S V, ...] for those of a tree of [L, ...]."""
+        """Returns abstract arrays [K S V, ...] for a pytree of arrays [L, ...]."""
         place = lambda leaf: jax.ShapeDtypeStruct((self.num_places, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
         return jax.tree.map(place, layers)
 
 
 def stack_of(stages: Stages | None, num_stages: int, num_chunks: int) -> Stack | None:
-    """Returns how layers are stacked on a pipeline of this size; None on one of size 1, or without stages."""
+    """Returns how layers are stacked on a pipeline of this size; None for size 1, or without stages."""
     return None if stages is None or num_stages == 1 else Stack(stages.num_layers, num_stages, num_chunks)
 
 
 def relaid(x: jax.Array, shape: Sequence[int], stack: Stack | None) -> jax.Array:
-    """Returns an array with stacked layers in another shape: from [.., L, ..] to `Stack.shape` with zeros, or back.
+    """Reshapes an array with stacked layers: from [.., L, ..] to `Stack.shape`, padded with zeros, or back.
 
     Args:
       x: in one of the two shapes.
-      shape: the other one.
+      shape: the other shape.
       stack: how the layers are stacked in memory; None if they are not.
     """
     if x.shape == tuple(shape):
@@ -346,10 +360,10 @@ def layer_order_shape(shape: Sequence[int], names: Names, stack: Stack | None) -
     end = names.index(LAYERS) + 1
     start = max(0, end - len(stack.shape))
     if (tuple(shape[start:end]), names[start:end]) != (stack.shape, stack.names):
-        return tuple(shape)  # of layers outside of the pipeline
+        return tuple(shape)  # layers outside of the pipeline
     return (*shape[:start], stack.num_layers, *shape[end:])
 
 
 def layer_order_names(names: Names) -> Names:
-    """Returns the logical axes of a leaf [L, ...], given those in memory."""
+    """Returns the logical axes of a leaf [L, ...], given its logical axes in memory."""
     return tuple(name for name in names if name != CHUNKS)

@@ -1,7 +1,7 @@
-"""Which weights decay, and which are matrices, from the logical axes of each weight.
+"""Determines from the logical axes of each weight whether it decays and whether it is a matrix.
 
 Logical axes are a tuple for each weight, a name or None for each dim, such as ("layers", "embed", "heads", "head_dim").
-Leading dims whose names are in `STACKED` stack whole weights, so each expert has matrices of its own; all other dims
+Leading dims whose names are in `STACKED` stack complete weights, so each expert has separate matrices; all other dims
 belong to one weight.
 
     weight                           logical axes                               matrix   decays   muon
@@ -33,7 +33,7 @@ from meshtrain.sharding.trees import Masks, NamesTree, Tree
 
 STACKED = (*stored.STACKED, "experts")
 NORM = "norm"
-# A row of each is for one token, position or expert: updates with equal singular values would mix what is apart.
+# Each row belongs to one token, position or expert: updates with equal singular values would mix independent rows.
 TABLES = ("vocab", "positions", "router")
 EMBEDS = ("embed", "expert_embed", "from_latent")
 HEAD_DIMS = ("head_dim", ADAPTER_HEAD_DIM)
@@ -52,12 +52,12 @@ class MatrixDims(NamedTuple):
 
 
 def map_axes(function: Callable[[Names], Tree], logical_axes: NamesTree) -> Tree:
-    """Returns a tree with the function's result for the logical axes of each weight."""
+    """Applies a function to the logical axes of each weight; returns a pytree with its results."""
     return jax.tree.map(function, logical_axes, is_leaf=is_names)
 
 
 def num_stacked(axes: Names) -> int:
-    """Returns how many leading dims stack whole weights.
+    """Returns the number of leading dims that stack complete weights.
 
     >>> num_stacked(("layers", "embed", "mlp"))
     1
@@ -71,9 +71,9 @@ def num_stacked(axes: Names) -> int:
 def matrix_dims(axes: Names) -> MatrixDims | None:
     """Returns the dims of a weight as a matrix, or None for a norm, a bias or a scalar.
 
-    Heads and a head_dim right after them count as one feature dim, so a bias of (heads, head_dim) is no matrix. With
-    more than two feature dims, `embed` alone is reduced where it comes first (a fused query, key and value); otherwise
-    the last is the output and all others are reduced (a convolution: height, width, in, out).
+    Heads and a head_dim directly after them count as one feature dim, so a bias of (heads, head_dim) is no matrix. With
+    more than two feature dims, a leading `embed` is the only reduced dim (a fused query, key and value). Otherwise the
+    last dim is the output and all others are reduced (a convolution: height, width, in, out).
 
     >>> matrix_dims(("layers", "embed", "heads", "head_dim"))
     MatrixDims(reduction=(1,), output=(2, 3))
@@ -91,7 +91,7 @@ def matrix_dims(axes: Names) -> MatrixDims | None:
 
 
 def decays(logical_axes: NamesTree) -> Masks:
-    """Returns a tree of bool: True for each weight that decays, which are the matrices.
+    """Returns a pytree of bool: True for each weight that decays, which are the matrices.
 
     >>> decays({"kernel": ("embed", "mlp"), "bias": ("mlp",)})
     {'bias': False, 'kernel': True}
@@ -100,7 +100,7 @@ def decays(logical_axes: NamesTree) -> Masks:
 
 
 def is_router_bias(axes: Names) -> bool:
-    """Returns whether a weight is a router's bias: without a gradient, because `Task.after_update` moves it.
+    """Returns whether a weight is a router's bias, which has no gradient because `Task.after_update` changes it.
 
     >>> is_router_bias(("layers", "router")), is_router_bias(("layers", "embed", "router"))
     (True, False)
@@ -109,5 +109,5 @@ def is_router_bias(axes: Names) -> bool:
 
 
 def is_hidden_matrix(axes: Names) -> bool:
-    """Returns whether a weight is a matrix, and neither a table (tokens, positions), the head nor a router."""
+    """Returns whether a weight is a matrix other than a table (tokens, positions), the head or a router."""
     return matrix_dims(axes) is not None and not any(name in TABLES for name in axes)

@@ -1,8 +1,8 @@
-"""Which weights are trained: those whose path matches a regular expression. The others are frozen.
+"""Selects the trained weights: those whose path matches a regular expression. Other weights are frozen.
 
-A frozen weight takes part in the forward pass and has neither gradient nor moments. Adapters (`models/lora.py`) are
-trained, and other weights beside them only if the expression is not empty. A task's weights below the name `frozen` are
-never trained.
+A frozen weight takes part in the forward pass, but has neither a gradient nor moments. Adapters (`models/lora.py`) are
+always trained; other weights are then trained only if the expression is not empty. A task's weights below the name
+`frozen` are never trained.
 """
 
 import difflib
@@ -14,23 +14,23 @@ from meshtrain.errors import UserError
 from meshtrain.sharding.trees import Arrays, Masks, leaves_with_paths
 
 OPTION = "optimizer.trainable"
-# Ends of the names of an adapter's two factors.
+# Suffixes of the names of an adapter's two factors.
 ADAPTER_ENDS = ("_lora_a", "_lora_b")
-FROZEN = "frozen"  # in a path: what a task never trains
+FROZEN = "frozen"  # in a path: weights that are never trained
 
 
 def is_adapter(path: str) -> bool:
-    """Returns whether a path is that of a factor of an adapter."""
+    """Returns whether the weight with this path is a factor of an adapter."""
     return path.endswith(ADAPTER_ENDS)
 
 
 def is_frozen(path: str) -> bool:
-    """Returns whether a path is that of a weight that its task never trains."""
+    """Returns whether the weight with this path is never trained by its task."""
     return FROZEN in path.split("/")
 
 
 def check(pattern: str) -> list[str]:
-    """Returns one line if the pattern is not a valid regular expression, else none."""
+    """Returns an error line if the pattern is not a valid regular expression, else []."""
     fix = re.sub(r"[^\w/]+", ".*", pattern)
     return [
         f"{OPTION}: got '{pattern}' ({error}); allowed: a regular expression as Python reads it, '' for all weights; "
@@ -40,7 +40,7 @@ def check(pattern: str) -> list[str]:
 
 
 def pattern_errors(pattern: str) -> list[str]:
-    """Returns what Python says about a pattern that is not a regular expression, else nothing."""
+    """Returns Python's message about an invalid regular expression, else []."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -49,10 +49,10 @@ def pattern_errors(pattern: str) -> list[str]:
 
 
 def trained_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) -> Masks:
-    """Returns a tree of bool like the parameters: True where a weight is trained.
+    """Returns a pytree of bool with the structure of the parameters: True for each trained weight.
 
     The pattern is searched anywhere in a path (`re.search`): `query` matches `layers/attention/query`, and `^layers/`
-    everything in the layers. The empty pattern matches every path.
+    matches everything in the layers. The empty pattern matches every path.
 
     >>> trained_mask("up$", {"layers": {"up": 1.0, "down": 2.0}})
     {'layers': {'down': False, 'up': True}}
@@ -60,8 +60,8 @@ def trained_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) ->
     Args:
       pattern: a valid regular expression.
       params: arrays or `jax.ShapeDtypeStruct`s.
-      has_adapters: whether some of them are adapters, which are trained in any case. The empty pattern then matches no
-        other path.
+      has_adapters: whether some of them are adapters, which are always trained. The empty pattern then matches no other
+        path.
 
     Raises:
       UserError: no path matches; the line names the nearest path.

@@ -61,7 +61,7 @@ def _decoders(decoder: Json) -> set[str]:
 
 
 def _anchor(loaded: "tokenizers.Tokenizer", vocab: Mapping[str, int]) -> tuple[list[int], int]:
-    """Returns a list with one id, after which other ids show their text when decoded, and the bytes of this id's text."""
+    """Returns an id (in a list) and the bytes of its text; other ids are decoded after it to measure their text."""
     # A letter or digit of ASCII: a decoder neither joins it with the next token nor removes it.
     anchors = [index for piece, index in vocab.items() if re.fullmatch(r"[A-Za-z0-9]", piece)] or list(vocab.values())
     return anchors[:1], len(loaded.decode(anchors[:1]).encode())
