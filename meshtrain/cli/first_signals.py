@@ -1,6 +1,6 @@
-"""Signals while the program is imported: SIGINT ends it with a documented exit code, without a traceback.
+"""Handles signals while the program is imported: SIGINT ends it with a documented exit code, without a traceback.
 
-`__main__` calls `begin` before its other imports, so this module imports the standard library only.
+`__main__` calls `begin` before its other imports, so this module imports only the standard library.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-# As `meshtrain.errors`, whose import takes time.
+# The same codes as in `meshtrain.errors`, which would take time to import.
 _EXIT_START_AGAIN, _EXIT_INTERRUPTED = 75, 130
 SAID = "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again"
 _replaced: dict[int, Any] = {}  # signal -> the handler before `begin`
@@ -19,7 +19,8 @@ def begin(is_training: bool) -> None:
     """Makes signals end the process until `taken` is called.
 
     Args:
-      is_training: whether SIGINT, SIGTERM and SIGHUP end it with code 75 and a line; else SIGINT ends it with code 130.
+      is_training: if true, SIGINT, SIGTERM and SIGHUP end it with code 75 and a line; else SIGINT ends it with code
+        130.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -28,18 +29,18 @@ def begin(is_training: bool) -> None:
         os._exit(_EXIT_START_AGAIN if is_training else _EXIT_INTERRUPTED)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_training else (signal.SIGINT,):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does for SIGHUP
+        if signal.getsignal(number) is not signal.SIG_IGN:  # keep an ignored signal ignored: nohup ignores SIGHUP
             _replaced[number] = signal.signal(number, end)
 
 
 def taken() -> dict[int, Any]:
-    """Returns {signal: its handler before `begin`}, which the caller installs again; an empty one the second time."""
+    """Returns {signal: its handler before `begin`} for the caller to restore; empty at the second call."""
     handlers = dict(_replaced)
     _replaced.clear()
     return handlers
 
 
 def over() -> None:
-    """Restores the handlers before `begin`."""
+    """Restores the handlers that were set before `begin`."""
     for number, handler in taken().items():
         signal.signal(number, handler)

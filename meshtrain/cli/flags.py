@@ -1,8 +1,8 @@
-"""The command line, the file it names, and the conversion of values to the types of their fields.
+"""Parses the command line and its configuration file, and converts values to the types of their fields.
 
 ml_collections stops at the first wrong flag, so overrides (`--config.group.field=value`) are parsed here, and all
-problems are collected. This module works on any dataclass of options. It imports nothing that is slow to load, so that
-`--help` is quick.
+problems are collected. This module works with any dataclass of options. It imports only fast modules, so that `--help`
+is fast.
 """
 
 import argparse
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_OFF = ("", "false", "no", "0", "off", "none", "null")  # folded values that switch something off
-_PATHS = ("FILE", "DIR", "RUN")  # with which the metavar of an argument begins that is a path, and so no URL
-_STATED = ("text", "choices", "names", "minimum", "maximum")  # of a field, in `option`
-_MOST_LISTED = 20  # files of a folder
-_DEEPEST = 20  # nested groups; without a limit a mapping that contains itself would recurse forever
+_OFF = ("", "false", "no", "0", "off", "none", "null")  # case-folded values that switch an option off
+_PATHS = ("FILE", "DIR", "RUN")  # prefixes of the metavars of arguments that are paths, and must not be URLs
+_STATED = ("text", "choices", "names", "minimum", "maximum")  # the metadata of a field, see `option`
+_MOST_LISTED = 20  # files of a folder in an error
+_DEEPEST = 20  # nested groups; limits the recursion for a mapping that contains itself
 _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
 `{} config` lists the fields with their types, defaults and meanings.
 """
-PICTURES = (".png", ".svg", ".pdf")  # endings that `write_picture` takes
-NEAR_EXAMPLE = "; nearest: --config=3d"  # ends a line: a configuration that runs, from any folder
+PICTURES = (".png", ".svg", ".pdf")  # formats that `write_picture` supports
+NEAR_EXAMPLE = "; nearest: --config=3d"  # the end of an error line: a configuration that runs from any folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One field of a configuration: type, default, meaning, legal names, what it names, bounds of a whole number."""
+    """A field of a configuration: type, default, description, allowed values, kind of name, and bounds of a number."""
 
     kind: type
     default: Value
@@ -56,7 +56,7 @@ class Entry:
 
 
 def program() -> str:
-    """Returns by which name the program runs: `meshtrain`, which an installation has, or `python -m meshtrain`."""
+    """Returns the name with which the program was started: `meshtrain` if installed, or `python -m meshtrain`."""
     return "meshtrain" if pathlib.Path(sys.argv[0]).stem == "meshtrain" else "python -m meshtrain"
 
 
@@ -64,11 +64,11 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UserError, where argparse would print its usage and exit."""
 
     def __init__(self, prog: str | None = None, **named: Any) -> None:
-        """Takes what argparse takes; the usage names the program as it was typed."""
+        """Takes the arguments of ArgumentParser; the usage shows the program's name as the user typed it."""
         super().__init__(prog and prog.replace("python -m meshtrain", program()), **named)
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError with argparse's message and what is allowed."""
+        """Raises UserError with argparse's message and the allowed arguments."""
         words = [word for action in self._actions for word in action.option_strings]
         named = re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message)
         action = next((one for one in self._actions if named and named[1] in one.option_strings), None)
@@ -80,14 +80,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(text if "allowed: " in text else f"{text}; allowed: {', '.join(words)}; nearest: {fix}")
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """Returns the parsed arguments. Raises UserError for unknown ones, with the closest known one, and for URLs."""
+        """Returns the parsed arguments.
+
+        Raises UserError for unknown arguments, with the most similar known argument, and for paths that are URLs.
+        """
         parsed, rest = self.parse_known_args(args, namespace)
         known = [word for action in self._actions for word in action.option_strings]
         refuse([*unknown_arguments(rest, known), *self.without_urls(parsed)])
         return parsed
 
     def without_urls(self, parsed: argparse.Namespace) -> list[str]:
-        """Gives each path that is a URL its default, in place; returns one line for each."""
+        """Replaces each path that is a URL by its default, in place; returns one error line for each."""
         problems, command = [], self.prog.split()[-1]
         for action in [action for action in self._actions if str(action.metavar).startswith(_PATHS)]:
             key, given = [action.metavar, *action.option_strings][-1], getattr(parsed, action.dest) or []
@@ -103,15 +106,16 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
 
     Args:
       argv: the words after the command.
-      extra: the command's own arguments, its `prog` and its description; None for none.
+      extra: a parser with the command's own arguments, its `prog` and its description; None if it has none.
 
     Returns:
-      A namespace with `config` (the file or None), `workdir` (a Path or a URL; by default runs/NAME_OF_CONFIG), and
-      `overrides` (dotted key -> text; the last one wins), `problems` (a line for each unknown argument, to be reported
-      with those of the configuration), `command` (the words to type again, without `extra` none), and those of `extra`.
+      A namespace with the arguments of `extra` and: `config` (the file or None), `workdir` (a Path or a URL; by default
+      runs/NAME_OF_CONFIG), `overrides` (dotted key -> text; the last value wins), `problems` (a line for each unknown
+      argument, to report together with problems of the configuration), and `command` (the words to repeat the command;
+      empty without `extra`).
 
     Raises:
-      UserError: a known argument with a wrong value, or without one.
+      UserError: a known argument with a wrong value, or without a value.
     """
     rest, overrides, problems = _split(argv)
     parser = Parser(
@@ -140,12 +144,12 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
 
 
 def default_workdir(config: str | None) -> pathlib.Path:
-    """Returns the workdir of a configuration file for which none is given: runs/NAME, runs/default without a file."""
+    """Returns the default workdir of a configuration file: runs/NAME, or runs/default without a file."""
     return pathlib.Path("runs") / (pathlib.Path(config).stem if config else "default")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """Returns (the words that are no overrides, dotted key -> text, problems)."""
+    """Returns (the words that are not overrides, dotted key -> text of the overrides, problems)."""
     rest: list[str] = []
     overrides: dict[str, str] = {}
     problems: list[str] = []
@@ -166,7 +170,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
 
 
 def unknown_arguments(arguments: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Returns one line for each unknown flag, or for each argument if none is a flag."""
+    """Returns one line for each unknown flag, or for each argument if there is no flag."""
     lines = []
     for argument in [argument for argument in arguments if argument.startswith("-")] or arguments:
         name = argument.partition("=")[0]
@@ -182,7 +186,7 @@ def unknown_arguments(arguments: Sequence[str], allowed: Sequence[str]) -> list[
 
 
 def _nearest_argument(argument: str, allowed: Sequence[str]) -> str:
-    """Returns the end of the error line for an unknown argument of a command; '' if it resembles no known mistake."""
+    """Returns the end of the error line for an unknown argument; '' if it is not similar to a known mistake."""
     name, equals, value = argument.partition("=")
     if len(name) == 2 and name[0] == "-":  # -c
         flags = [flag for flag in allowed if flag.startswith(f"-{name}")]
@@ -204,7 +208,7 @@ def _is_configuration(argument: str) -> bool:
 
 
 def named() -> dict[str, pathlib.Path]:
-    """Returns name -> file of meshtrain's own configurations, which an installation holds in the package.
+    """Returns name -> file of meshtrain's example configurations; an installation contains them in the package.
 
     >>> named()["3d"].name
     '3d.py'
@@ -215,11 +219,11 @@ def named() -> dict[str, pathlib.Path]:
 
 
 def load(path: str, keys: Sequence[str]) -> Imported:
-    """Runs a configuration file and returns what its `get_config()` returns.
+    """Runs a configuration file and returns the result of its `get_config()`.
 
     Args:
-      path: a Python file, or else the name of one of meshtrain's own.
-      keys: the dotted keys of the configuration, to suggest one for a misspelt name.
+      path: a Python file, or the name of an example configuration.
+      keys: the dotted keys of the configuration, to suggest a key for a misspelt name.
 
     Raises:
       UserError: one line: no such file, not Python, no `get_config`, or an exception in it with its line number.
@@ -229,7 +233,7 @@ def load(path: str, keys: Sequence[str]) -> Imported:
         if path not in own:
             raise UserError(_no_file(path, what, list(own)))
         path = str(own[path])
-    # Compiled rather than imported: 3d.py is no legal module name, and an import would write a __pycache__.
+    # Compiled rather than imported: 3d.py is not a valid module name, and an import would write a __pycache__.
     module: dict[str, Imported] = {"__name__": pathlib.Path(path).stem, "__file__": path}
     try:
         exec(compile(pathlib.Path(path).read_bytes(), path, "exec"), module)
@@ -246,7 +250,7 @@ def load(path: str, keys: Sequence[str]) -> Imported:
         line = f":{error.lineno}" if error.lineno else ""
         reason = f"{path}{line}: {type(error).__name__}: {error.msg}"
         raise UserError(f"{reason}; allowed: Python in UTF-8{NEAR_EXAMPLE}") from error
-    except BaseException as error:  # SystemExit too: a configuration file must not end the program
+    except BaseException as error:  # also SystemExit: a configuration file must not end the program
         raise UserError(_raised_inside(path, error, keys)) from error
 
 
@@ -263,12 +267,12 @@ def _no_file(path: str, what: str, own: Sequence[str]) -> str:
 
 
 def _raised_inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
-    """Returns one line for an exception that a configuration file raised."""
+    """Returns the error line for an exception that a configuration file raised."""
     names = {name for key in keys for name in key.split(".")}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"{path}:{frames[-1].lineno}" if frames else path
     reason = first_line(error)
-    # The message of a ConfigDict for a missing key has the key in two pairs of quotes, and other keys after it.
+    # ConfigDict's message for a missing key has the key in double quotation marks, followed by other keys.
     word = re.match(r'\W*(?:Key ")?(\w+)', reason)
     last_frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, (AttributeError, KeyError)) and word and "ml_collections" in last_frame.filename:
@@ -278,7 +282,7 @@ def _raised_inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
 
 
 def schema(options: Options, prefix: str = "") -> dict[str, Entry]:
-    """Returns dotted key -> Entry for a dataclass of options and the dataclasses in it, in order of declaration."""
+    """Returns dotted key -> Entry for a dataclass of options and its nested dataclasses, in order of declaration."""
     kinds = typing.get_type_hints(type(options))
     result: dict[str, Entry] = {}
     for field in dataclasses.fields(options):
@@ -295,7 +299,7 @@ def schema(options: Options, prefix: str = "") -> dict[str, Entry]:
 def flatten(values: Mapping[str, Value] | Options, prefix: str = "") -> Values:
     """Returns dotted key -> value for a nested mapping, or for a dataclass of options.
 
-    An empty mapping inside another stays a value, and so does one below 20 levels.
+    An empty nested mapping stays a value, and so does a mapping below 20 levels.
 
     >>> flatten({"seed": 1, "mesh": {"data": 2, "fsdp": 4}})
     {'seed': 1, 'mesh.data': 2, 'mesh.fsdp': 4}
@@ -321,7 +325,8 @@ def collect(
 
     Returns:
       dotted key -> value for every entry, and one line for each unknown key and each value of a wrong type. A wrong
-      text is replaced by the value of `given`, and a wrong value by the default.
+      text is
+      replaced by the value in `given`, and a wrong value by the default.
     """
     values = {key: entry.default for key, entry in entries.items()}
     all_given: Values = {**given, **texts}
@@ -345,19 +350,19 @@ def collect(
 
 
 def typed(value: Value, kind: type, *, is_text: bool = False, bounds: tuple[float, ...] = Entry.bounds) -> Value:
-    """Returns a value as int, float, bool or str.
+    """Converts a value to int, float, bool or str.
 
     >>> typed("1e3", int, is_text=True), typed("yes", bool, is_text=True)
     (1000, True)
 
     Args:
       value: from Python or JSON, or from a command line.
-      kind: the wanted type.
+      kind: the required type.
       is_text: whether the value was written on a command line: 1_000, 1e3, true.
-      bounds: of the whole number that is suggested in place of a fraction.
+      bounds: the range of the whole number that is suggested instead of a fraction.
 
     Raises:
-      ValueError: `got ...; allowed: ...`: the value is not of that type.
+      ValueError: `got ...; allowed: ...`: the value cannot be converted to this type.
     """
     if kind is str and isinstance(value, str):
         if is_utf8(value) and "\0" not in value:
@@ -382,7 +387,7 @@ def _shown(value: Value) -> str:
     try:
         text = repr(value)
         return text if len(text) <= 400 else f"{text[:200]}...{text[-100:]}"
-    except Exception:  # noqa: BLE001  a __repr__ of the user's may raise anything
+    except Exception:  # noqa: BLE001  a user's __repr__ may raise anything
         return "something that cannot be shown"
 
 
@@ -397,7 +402,7 @@ def _number(text: str) -> int | float | None:
 
 
 def _unknown_keys(given: Mapping[str, Value], entries: Mapping[str, Entry]) -> list[str]:
-    # More than there are fields are no misspelt ones, and the closest field of each would take minutes to find.
+    # More unknown keys than fields are not typing errors, and a search for fields similar to each would take minutes.
     listed = list(given)[: None if len(given) <= len(entries) else MOST_LINES]
     more = [f"... and {len(given) - len(listed)} more keys like these"] if len(listed) < len(given) else []
     return [_unknown_key(key, given[key], entries) for key in listed] + more
@@ -407,7 +412,7 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> str:
     groups = {name.partition(".")[0] for name in entries if "." in name}
     top, _, last = key.rpartition(".")
     other_names = [key, *(part for part in (last, key.partition(".")[0]) if part not in groups)]
-    if any(fold(name) == fold(key) for name in entries):  # `nearest` finds it
+    if any(fold(name) == fold(key) for name in entries):  # `nearest` will suggest it
         other_names = []
     ours = [words.OPTIONS[fold(name)] for name in other_names if fold(name) in words.OPTIONS]
     fix = _assignment(ours[0], value, entries) if ours else ""
@@ -431,7 +436,7 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> str:
 def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
     """Returns `; nearest: OPTION=VALUE` for a row of `words.OPTIONS` with the value of the other program.
 
-    If the option does not take the value, the text names the option alone; '' if this configuration has no such option.
+    If the option does not accept the value, the text contains only the option; '' if this configuration lacks it.
     """
     name, is_switch, _ = ours.partition("=")
     text = value if isinstance(value, str) else _shown(value)
@@ -456,7 +461,7 @@ def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
 
 
 def construct(default: Options, values: Mapping[str, Value], prefix: str = "") -> Options:
-    """Returns a copy of a dataclass, nested ones included, with each field replaced by `values[dotted key]`."""
+    """Returns a copy of a dataclass, including nested ones, with each field replaced by `values[dotted key]`."""
     fields = {}
     for field in dataclasses.fields(default):
         inner, name = getattr(default, field.name), prefix + field.name
@@ -465,7 +470,7 @@ def construct(default: Options, values: Mapping[str, Value], prefix: str = "") -
 
 
 def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[str]:
-    """Returns one line, with the folder's flag and a legal name, if it cannot be created or written; leaves no file."""
+    """Returns one line (with the folder's flag and an example) if it cannot be created or written; leaves no file."""
     existing, fix = folder.absolute(), f"nearest: {example}"
     if folder.parts[:1] and folder.parts[0].startswith("~"):
         return [f"{flag}: got '{folder}', a home directory that is missing; allowed: a writable folder; {fix}"]
@@ -477,7 +482,7 @@ def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "ru
             f"written; {fix}"
         ]
     try:
-        # A real attempt: permission bits say nothing about root or a read-only file system.
+        # Tries to write: permission bits are not sufficient for root or for a read-only file system.
         with tempfile.TemporaryDirectory(dir=existing, prefix=".meshtrain-"):
             return []
     except OSError as error:
@@ -489,7 +494,7 @@ def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "ru
 
 @contextlib.contextmanager
 def writing(flag: str, path: str) -> Iterator[None]:
-    """Raises UserError, one line, where the block cannot write what a flag names."""
+    """Raises UserError with one line if the block cannot write the file that a flag names."""
     try:
         yield
     except OSError as error:
@@ -500,17 +505,17 @@ def writing(flag: str, path: str) -> Iterator[None]:
 
 
 def write(flag: str, path: str, content: str | bytes) -> None:
-    """Writes the file that a flag names: a new one, which then replaces `path`.
+    """Writes the file that a flag names: first a new file, which then replaces `path`.
 
     Raises:
-      UserError: it cannot be written; `path` is as before.
+      UserError: it cannot be written; `path` is unchanged.
     """
     with writing(flag, path):
         write_whole(path, content)
 
 
 def write_picture(flag: str, path: str, figure: "Figure", **how: Any) -> None:
-    """Writes a figure as `write` does, in the format of the path's ending; `how` is for `Figure.savefig`."""
+    """Writes a figure like `write`, in the format of the path's ending; `how` is passed to `Figure.savefig`."""
     content = io.BytesIO()
     figure.savefig(content, format=pathlib.Path(path).suffix[1:], **how)
     write(flag, path, content.getvalue())

@@ -1,13 +1,13 @@
-"""Functions, paths and addresses that a folder of anybody's names, and the rule that keeps them from being reached.
+"""Protects users from files of other users: restricts the functions, paths and addresses that such files can name.
 
-A run's config.json, the metadata of a checkpoint and adapter_config.json may come from a stranger. `FIELDS` lists their
-fields that can import, read or contact something. Commands call `outside` before they build anything from such a file:
+A run's config.json, the metadata of a checkpoint and adapter_config.json may come from another user. `FIELDS` lists
+their fields that can import, read or contact something. Commands call `outside` before they use such a file:
 
-- A function is imported if the user names it too: on the command line, or in the file of `--config`.
-- A path is read, and an address is contacted, if it lies in the folder itself, if the user names it too, or if this
+- A function is imported only if the user names it too: on the command line, or in the file of `--config`.
+- A path is read, or an address is contacted, only if it lies in the same folder, if the user names it too, or if this
   user's own run wrote the file. Each run records the hash of the file that it writes, outside of the run's folder.
 
-A field that a command does not read is no problem there. `train` takes its configuration from the user alone.
+Fields that a command does not read cause no error. `train` takes its configuration only from the user.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject, expanded, is_url, real
 
 FUNCTION, PATH = "function", "path"
-# Uses of a folder: its weights; its tokenizer and template; its data; the folder that its weights came from.
+# Uses of a folder: its weights; its tokenizer and template; its data; the folder from which it got its weights.
 WEIGHTS, TEXT, DATA, ORIGIN = USES = ("weights", "text", "data", "origin")
-BASE = "base_model_name_or_path"  # of adapter_config.json
+BASE = "base_model_name_or_path"  # a key of adapter_config.json
 _ALLOWED = {
     FUNCTION: "a function that the command line or the file of --config names too, because it would run here",
     PATH: "a path in that folder, or one that the command line or the file of --config names too, because it would be "
@@ -35,11 +35,11 @@ _ALLOWED = {
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field of a foreign file that reaches outside of the file's folder.
+    """A field of a file from another user that can reach outside of the file's folder.
 
     Attributes:
       kind: FUNCTION, which is imported; or PATH: a path that is read, or an address that is contacted.
-      read_for: the uses that read it; none: only training does.
+      read_for: the uses that read it; if empty, only training reads it.
       default: the value that names nothing.
     """
 
@@ -48,7 +48,7 @@ class Field:
     default: str = ""
 
 
-# By the dotted key of config.json, but for BASE. A tracker may send rows over the network; only training starts one.
+# Keys are dotted keys of config.json, except BASE. A tracker may send rows over the network; only training starts it.
 FIELDS: Mapping[str, Field] = {
     "task": Field(FUNCTION),
     "reduction.name": Field(FUNCTION),
@@ -72,12 +72,12 @@ FIELDS: Mapping[str, Field] = {
 def outside(
     content: JsonObject, file: str | Path, uses: Collection[str], fields: Mapping[str, Field] = FIELDS
 ) -> dict[str, str]:
-    """Returns dotted key -> value for the fields of a file that reach outside of its folder; reads nothing there.
+    """Returns dotted key -> value for fields of a file that reach outside of its folder; reads none of these paths.
 
     Args:
-      content: of the file, nested.
-      file: the file, or the bucket with the checkpoints whose metadata it is.
-      uses: for which the folder is opened. Functions are returned whatever the use is.
+      content: the nested content of the file.
+      file: the file, or the bucket with the checkpoints to which the metadata belong.
+      uses: the uses for which the folder is opened. Functions are returned for every use.
       fields: the table, or a part of it.
     """
     values, is_own = flags.flatten(content), is_written(content)
@@ -100,10 +100,10 @@ def refuse(found: Mapping[str, str], file: str | Path, command: str, fields: Map
     """Raises UserError, one line, if fields of a file reach outside of its folder.
 
     Args:
-      found: of `outside`, without the values that the user names too.
+      found: from `outside`, without the values that the user names too.
       file: the file.
-      command: what the user may type to allow them.
-      fields: the table that has them.
+      command: the words with which the user can allow the values.
+      fields: the table with these fields.
     """
     if found:
         got = ", ".join(f"{key}: got '{value}'" for key, value in found.items())
@@ -112,7 +112,7 @@ def refuse(found: Mapping[str, str], file: str | Path, command: str, fields: Map
 
 
 def _paths(value: str) -> set[str]:
-    """Returns each text of a value that an option may take for a path: FILE, NAME=FILE, FILE:WEIGHT, with commas."""
+    """Returns each part of a value that an option may read as a path: FILE, NAME=FILE, FILE:WEIGHT, with commas."""
     paths = {value, *(piece.strip() for piece in value.split(","))}
     for piece in list(paths):
         parts = piece.split("=")
@@ -122,30 +122,33 @@ def _paths(value: str) -> set[str]:
 
 
 def _is_inside(path: str, folder: str) -> bool:
-    """Returns whether a path lies in a folder, or an address below that of a bucket."""
+    """Returns whether a path lies in a folder, or an address below the address of a bucket."""
     if is_url(folder) or is_url(path):
         below = f"{folder.rstrip('/')}/"
         return f"{path.rstrip('/')}/".startswith(below) and ".." not in path.split("/")
     try:
         return Path(os.path.realpath(expanded(path))).is_relative_to(folder)
-    except ValueError:  # a name that no file can have, which is refused where its type is checked
+    except ValueError:  # an impossible file name, which the check of its type rejects
         return True
 
 
 def record_written(content: JsonObject) -> None:
-    """Records that this user wrote a file with a content. Without a writable home, its paths have to be named again."""
+    """Records that this user wrote a file with this content.
+
+    If the home folder is not writable, users must name the paths in the file again.
+    """
     with contextlib.suppress(OSError):
         (place := _record()).mkdir(parents=True, exist_ok=True)
         (place / _digest(content)).touch()
 
 
 def is_written(content: Json) -> bool:
-    """Returns whether this user wrote a file with a content."""
+    """Returns whether this user wrote a file with this content."""
     return os.path.exists(_record() / _digest(content))
 
 
 def _record() -> Path:
-    """Returns the folder of the records: an empty file each, whose name is the hash of a content."""
+    """Returns the folder of the records: for each content, an empty file named after its hash."""
     return expanded(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "meshtrain" / "written"
 
 

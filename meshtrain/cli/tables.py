@@ -1,4 +1,4 @@
-"""Numbers and rows as text: byte counts and aligned tables."""
+"""Formats byte counts and aligned tables as text."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ def format_bytes(n: int) -> str:
     """
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = 0
-    # Half a unit early: 1023.9 KiB would be shown as 1024 KiB.
+    # Switches half a unit earlier: 1023.9 KiB would be printed as 1024 KiB.
     while power + 1 < len(units) and abs(n) >= 1024 ** (power + 1) - 1024**power // 2:
         power += 1
     unit = 1024**power
@@ -23,12 +23,12 @@ def format_bytes(n: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "") -> str:
-    """Returns a text table: a header, a rule, and a line for each row; columns two blanks apart, no trailing blanks.
+    """Returns a text table: header, rule, and one line per row; columns are separated by two blanks.
 
     Args:
-      rows: cells; each row as long as the header.
+      rows: cells; each row has the length of the header.
       header: column titles.
-      align: `<` or `>` for each column; columns beyond its end are left-aligned.
+      align: `<` or `>` for each column; missing columns are left-aligned.
     """
     assert all(len(row) == len(header) for row in rows), "a row is not as long as the header"
     sides = align.ljust(len(header), "<")

@@ -1,12 +1,12 @@
-"""Option names and values of other programs, and ours: error messages about unknown keys and values suggest these.
+"""Maps option names and values of other programs to ours, for error messages about unknown keys and values.
 
-The names are those of PyTorch (DDP, FSDP), DeepSpeed, Megatron-LM, MaxText, torchtitan, Axolotl, and the Trainers of
-Hugging Face. No option gets a second name: the message shows ours, and the user types it.
+The names come from PyTorch (DDP, FSDP), DeepSpeed, Megatron-LM, MaxText, torchtitan, Axolotl, and Hugging Face's
+Trainers. They are not accepted as aliases: the message suggests our name, and the user types it.
 """
 
 from meshtrain.errors import fold
 
-# `ours: names elsewhere`. `option=value` stands for a switch; text with blanks is a hint, if no single option does it.
+# `our name: other names`. `option=value` is for switches; text with blanks is a hint if no single option is equivalent.
 _OPTIONS = """
 mesh.data: ddp dp data_parallel data_parallel_size dp_size dp_degree data_parallel_replicate_degree num_replicas
 mesh.data: ici_data_parallelism dcn_data_parallelism mesh.replica dp_replicate
@@ -66,7 +66,7 @@ the same command with the same --workdir, which resumes: resume_from_checkpoint 
 `launch --processes=N`, or Slurm's or Kubernetes' variables: world_size nproc_per_node nnodes num_processes rank
 `launch --processes=N`, or Slurm's or Kubernetes' variables: local_rank master_addr master_port num_gpus num_nodes
 """
-# `option=value: values elsewhere`. A value that differs in case or punctuation only needs no row.
+# `option=value: other values`. A value that differs only in case or punctuation needs no row.
 _VALUES = """
 precision.policy=bfloat16: bf16 bf16_mixed
 precision.policy=float16: fp16 half amp true 16_mixed
@@ -86,6 +86,6 @@ def _pairs(table: str) -> list[tuple[str, str]]:
     return [(fold(word), ours) for ours, _, words in rows for word in words.split()]
 
 
-OPTIONS = dict(_pairs(_OPTIONS))  # folded name of another program -> our option, `option=value` or a hint
-# (our option, folded value of another program) -> our value
+OPTIONS = dict(_pairs(_OPTIONS))  # case-folded name of another program -> our option, `option=value` or a hint
+# (our option, case-folded value of another program) -> our value
 VALUES = {(ours.partition("=")[0], word): ours.partition("=")[2] for word, ours in _pairs(_VALUES)}

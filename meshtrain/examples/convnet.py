@@ -1,10 +1,10 @@
-"""A small convolutional classifier of images in Flax NNX, and its task: any Flax module fits the contract.
+"""A small convolutional image classifier in Flax NNX, and its task; shows that any Flax module can be a task.
 
 b: images in a microbatch, H: height, W: width, C: channels of an image, F: filters, h = H // 2, w = W // 2, M: hidden
 width, K: classes.
 
-Normalization is over groups of channels of one image (Wu and He 2018). BatchNorm's statistics are of a batch: they
-would make the mesh and the microbatches part of the numbers, and need a state beside the weights.
+Normalization is over groups of channels of one image (Wu and He 2018). BatchNorm's statistics depend on the batch:
+results would depend on the mesh and the microbatches, and a state in addition to the weights would be needed.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
 from meshtrain.step.precision import compute_dtype, in_fp8
 
-# What is folded into an image's key, so that each use has random numbers of its own.
+# Folded into an image's key, so that each use has independent random numbers.
 SHIFT, AFTER_POOLING, AFTER_HIDDEN = range(3)
-WINDOW = 3  # of a convolution, in pixels
+WINDOW = 3  # the size of a convolution's kernel in pixels
 IMAGES = ("digits", "idx")  # sources of images
 
 
@@ -51,7 +51,7 @@ class ConvnetOptions:
 class ConvNet(nnx.Module):
     """Two convolutions with GroupNorm, max pooling, a dense layer and the head. Weights carry their logical axes.
 
-    Images [b, H, W, C] in the dtype of the weights -> logits [b, K].
+    Maps images [b, H, W, C] in the dtype of the weights to logits [b, K].
     """
 
     def __init__(self, options: ConvnetOptions, dtype: DTypeLike, placement: Placement, rngs: nnx.Rngs) -> None:
@@ -59,7 +59,7 @@ class ConvNet(nnx.Module):
 
         Args:
           options: the sizes.
-          dtype: of products; norms are computed in float32.
+          dtype: the dtype of products; norms are computed in float32.
           placement: the shardings of activations.
           rngs: the stream `params` initializes the weights.
         """
@@ -68,7 +68,7 @@ class ConvNet(nnx.Module):
         conv = functools.partial(nnx.Conv, kernel_size=(WINDOW, WINDOW), use_bias=False, dtype=dtype, rngs=rngs)
         dense = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
         ones = nnx.with_metadata(nnx.initializers.ones, axes=("norm",))
-        # The fast variance, E[x^2] - E[x]^2, cancels digits.
+        # The fast variance, E[x^2] - E[x]^2, loses precision by cancellation.
         norm = functools.partial(
             nnx.GroupNorm, num_groups=of.num_groups, dtype=jnp.float32, scale_init=ones, bias_init=_zeros("norm"),
             use_fast_variance=False, rngs=rngs,
@@ -79,12 +79,12 @@ class ConvNet(nnx.Module):
         self.second_norm = norm(2 * filters)
         features = (of.height // 2) * (of.width // 2) * 2 * filters
         self.hidden = dense(features, of.hidden, kernel_init=_he("embed", "mlp"), bias_init=_zeros("mlp"))
-        # Small at first, so that the first loss is that of guessing, log K.
+        # Small initial weights, so that the first loss is log K, the loss of random guesses.
         small = nnx.with_metadata(nnx.initializers.normal(0.01), axes=("embed", None))
         self.head = dense(of.hidden, of.num_classes, kernel_init=small, bias_init=_zeros(None))
 
     def __call__(self, images: jax.Array, keys: jax.Array | None) -> jax.Array:
-        """Returns the logits; `keys` [b] drop activations out, None drops nothing."""
+        """Returns the logits; `keys` [b] are used for dropout, None disables dropout."""
         rate = self.options.dropout_rate if keys is not None else 0.0
         keys = jnp.zeros((len(images),)) if keys is None else keys
         place = self.placement.activation
@@ -113,14 +113,14 @@ def convnet(
 ) -> Task:
     """Returns the task: cross-entropy of the labels, and the metric `accuracy`.
 
-    A batch is images uint8 [B, H, W, C], labels int32 [B] and weights float32 [B], 0 for padding. Weights in memory are
-    those of `ConvNet`, by the names of its modules.
+    A batch contains images uint8 [B, H, W, C], labels int32 [B] and weights float32 [B], 0 for padding. The parameters
+    are the weights of `ConvNet`, under the names of its modules.
 
     Args:
-      options: each within its own bounds and checked against the others.
+      options: each field is within its bounds, and the combination was checked.
       batch_size: B, images in a global batch.
-      dtype: of products; norms, the softmax and the loss are in float32.
-      placement: the shardings; None: one device.
+      dtype: the dtype of products; norms, the softmax and the loss are in float32.
+      placement: the shardings; None for a single device.
     """
     placement = placement or Placement.nowhere()
     build = functools.partial(ConvNet, options, dtype, placement)
@@ -132,7 +132,7 @@ def convnet(
         return nnx.to_pure_dict(state, lambda leaf: nn.LogicallyPartitioned(leaf.get_value(), leaf.axes))
 
     def ready(w: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-        # The cast comes first so that the gather moves the smaller dtype; norms stay in float32.
+        # Cast first, so that the all-gather moves the smaller dtype; norms stay in float32.
         return placement.weight(w if "norm" in names else w.astype(dtype), names)
 
     def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
@@ -143,7 +143,7 @@ def convnet(
         logits = network(images.astype(dtype) / 127.5 - 1, keys).astype(jnp.float32)
         labels, weights = batch["labels"], batch["weights"]
         right = jnp.sum((jnp.argmax(logits, axis=-1) == labels) * weights)
-        # The loss's other dim is that of tokens: an image has one label.
+        # The loss expects a dim of tokens: an image has one label.
         total = cross_entropy(logits[:, None], labels[:, None], weights[:, None], options.num_classes)
         return total, jnp.sum(weights), {"accuracy": right}
 
@@ -163,12 +163,12 @@ def convnet(
 
 
 def shifted(images: jax.Array, keys: jax.Array, most: int) -> jax.Array:
-    """Shifts each image by -most .. most pixels down and to the right; zeros come in at the border.
+    """Shifts each image by -most .. most pixels down and to the right; the border is filled with zeros.
 
     Args:
       images: [b, H, W, C], any dtype.
-      keys: one for each image [b]; the shift depends on it alone.
-      most: pixels; 0 returns the images as they are.
+      keys: a key for each image, [b]; the shift depends only on this key.
+      most: pixels; 0 returns the images unchanged.
     """
     if most == 0:
         return images
@@ -184,8 +184,8 @@ def shifted(images: jax.Array, keys: jax.Array, most: int) -> jax.Array:
 def flops_per_image(options: ConvnetOptions) -> float:
     """Returns the FLOPs of one image's forward and backward pass: 2 for each multiplication by a weight.
 
-    The backward pass has twice as many as the forward pass, but for the first convolution, whose input needs no
-    gradient. A window of 3 x 3 at each of H x W pixels has (3 H - 2) (3 W - 2) places on the image.
+    The backward pass has twice the FLOPs of the forward pass, except for the first convolution, whose input needs no
+    gradient. A kernel of 3 x 3 at each of H x W pixels overlaps the image at (3 H - 2) (3 W - 2) positions.
     """
     filters, hidden = options.filters, options.hidden
     places = (WINDOW * options.height - 2) * (WINDOW * options.width - 2)
@@ -201,11 +201,11 @@ def _make(config: Config, placement: Placement) -> Task:
 
 
 def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each way in which a convnet's options contradict each other or the data.
+    """Returns one line for each conflict between a convnet's options, or between options and data.
 
     Args:
       config: with `ConvnetOptions` as its model, each field within its own bounds.
-      mesh_shape: the size of each mesh axis; which of them the task runs on is checked for all tasks alike.
+      mesh_shape: the size of each mesh axis; another check verifies for all tasks which axes they support.
     """
     options, problems = config.model, source_problems(config, IMAGES, "images")
     if in_fp8(config.precision):

@@ -1,8 +1,8 @@
-"""Images and labels in IDX files, the format of MNIST, plain or compressed by gzip.
+"""Reads images and labels from IDX files, the format of MNIST, uncompressed or compressed by gzip.
 
-A file begins with a magic number: two zero bytes, the type of the elements, the number of dims. The size of each dim
-follows as a big-endian uint32, then the elements in C order. Elements here are unsigned bytes, so images [N, H, W]
-begin with 0x00000803 and labels [N] with 0x00000801.
+A file starts with a magic number: two zero bytes, the type of the elements, the number of dims. The size of each dim
+follows as a big-endian uint32, then the elements in C order. The elements here are unsigned bytes, so images [N, H, W]
+have the magic number 0x00000803 and labels [N] 0x00000801.
 """
 
 import gzip
@@ -23,11 +23,11 @@ from meshtrain.files import what_is_at
 IMAGES, LABELS = 0x00000803, 0x00000801
 _NAMES = {IMAGES: "images", LABELS: "labels"}
 _GZIP = b"\x1f\x8b"
-_MOST_GROWTH = 1032  # bytes that deflate makes of one, at most (zlib's technical details)
+_MOST_GROWTH = 1032  # the maximum expansion factor of deflate (zlib's technical details)
 
 
 def labels_of(images: Path) -> Path:
-    """Returns the path of the labels of a file of images: the same name with `labels` and `idx1`.
+    """Returns the path of the labels that belong to a file of images: the name with `labels` and `idx1`.
 
     >>> labels_of(Path("mnist/train-images-idx3-ubyte.gz")).as_posix()
     'mnist/train-labels-idx1-ubyte.gz'
@@ -36,13 +36,13 @@ def labels_of(images: Path) -> Path:
 
 
 def find_images(paths: str, key: str) -> tuple[list[Path], list[str]]:
-    """Returns the files of images that an option names, and one line for each problem that their headers show.
+    """Returns the image files that an option names, and one line for each problem in their headers.
 
-    Each file of images has its labels beside it, in the file `labels_of`.
+    The labels of each image file are in the same folder, in the file `labels_of`.
 
     Args:
       paths: files or globs, comma separated.
-      key: the option, for the lines.
+      key: the option, for error lines.
     """
     if not paths.strip():
         return [], [
@@ -76,16 +76,16 @@ def find_images(paths: str, key: str) -> tuple[list[Path], list[str]]:
 
 
 def header(path: Path, magic: int, key: str) -> tuple[int, ...]:
-    """Returns the size of each dim, as the first bytes of a file say.
+    """Reads the header of a file and returns the size of each dim.
 
     Args:
       path: the file.
-      magic: the number that it has to begin with, `IMAGES` or `LABELS`.
+      magic: the expected magic number, `IMAGES` or `LABELS`.
       key: the option that names the file, for errors.
 
     Raises:
-      UserError: the file is missing or unreadable, begins otherwise, has a dim of size 0, or cannot hold what its
-        header says.
+      UserError: the file is missing or unreadable, has another magic number, has a dim of size 0, or has another size
+        than its header requires.
     """
     num_dims = magic & 0xFF
     with _opened(path, magic, key) as file:
@@ -108,13 +108,14 @@ def read(path: Path, magic: int, key: str) -> np.ndarray:
     """Returns the elements of a file, uint8: images [N, H, W] or labels [N]; for the arguments see `header`.
 
     Raises:
-      UserError: see `header`; or the compressed file is damaged, or holds less or more than its header says.
+      UserError: see `header`; or the compressed file is damaged, or contains fewer or more bytes than its header
+        requires.
     """
     dims = header(path, magic, key)
     num_elements = math.prod(dims)
     with _opened(path, magic, key) as file:
         _bytes(file, 4 + 4 * len(dims), path, key)
-        content = _bytes(file, num_elements + 1, path, key)  # one more, to see that the file ends
+        content = _bytes(file, num_elements + 1, path, key)  # one more byte, to detect data after the end
     if len(content) != num_elements:
         amount = "more" if len(content) > num_elements else f"{len(content)}"
         raise UserError(_cut(path, f"holds {amount} bytes of data, and its header says {_said(dims)}", key))
@@ -122,10 +123,10 @@ def read(path: Path, magic: int, key: str) -> np.ndarray:
 
 
 def read_pairs(files: Sequence[Path], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns images [N, H, W] and labels [N] of some files of images, one after the other, both uint8.
+    """Returns the concatenated images [N, H, W] and labels [N] of some image files, both uint8.
 
     Raises:
-      UserError: one line for each file that `read` refuses.
+      UserError: one line for each file that `read` rejects.
     """
     arrays, problems = dict[int, list[np.ndarray]]({IMAGES: [], LABELS: []}), Problems()
     for path in files:
@@ -158,10 +159,10 @@ def _is_compressed(path: Path) -> bool:
 
 
 def _bytes(file: BinaryIO, most: int, path: Path, key: str) -> bytes:
-    """Returns the next bytes of a file, at most `most`; fewer where it ends.
+    """Returns the next bytes of a file, at most `most`; fewer at its end.
 
     Raises:
-      UserError: it cannot be read, or its compression is damaged or ends too early.
+      UserError: it cannot be read, or the compressed data are damaged or incomplete.
     """
     parts, left = list[bytes](), most
     try:
@@ -181,7 +182,7 @@ def _wrong_beginning(path: Path, first: bytes, magic: int, key: str) -> str:
     got = int.from_bytes(first[:4])
     wanted = f"0x{magic:08x}, as IDX files of {_NAMES[magic]} begin"
     if len(first) >= 4 and got in _NAMES:
-        is_swapped = magic == LABELS or _images_of(path) == os.fspath(path)  # under the other one's name
+        is_swapped = magic == LABELS or _images_of(path) == os.fspath(path)  # the two files have exchanged names
         fix = "the other file of the two" if is_swapped else f"'{_images_of(path)}'"
         return f"{key}: got '{path}', a file of {_NAMES[got]}; allowed: {wanted}; nearest: {fix}"
     return f"{key}: got '{path}', which begins with 0x{first[:4].hex()}; allowed: {wanted}; nearest: a file of MNIST"

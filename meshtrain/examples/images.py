@@ -1,4 +1,4 @@
-"""Images with labels: the handwritten digits that come with this package, or IDX files.
+"""Data sources of labelled images: the handwritten digits included in this package, or IDX files.
 
 The digits are the test part of Optical Recognition of Handwritten Digits by E. Alpaydin and C. Kaynak, from the UCI
 Machine Learning Repository, CC BY 4.0; see digits/SOURCE.txt.
@@ -36,11 +36,11 @@ class ImageOptions(DataOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Images by number, each a dict: images uint8 [H, W, 1], labels int32 [], weights float32 [], which are 1.
+    """Images by index, each a dict: images uint8 [H, W, 1], labels int32 [], weights float32 [], which are 1.
 
     Attributes:
       pixels: uint8 [N, H, W], 0 is the background.
-      labels: [N], of any integers.
+      labels: [N], any integer dtype.
     """
 
     pixels: np.ndarray
@@ -55,18 +55,18 @@ class Images:
 
 
 def open_images(options: ImageOptions, asked: Asked) -> Data:
-    """Opens the digits, or the IDX files of `data.path`; all images are held in memory.
+    """Opens the digits, or the IDX files of `data.path`; all images are in memory.
 
-    Without files of their own, validation images are those whose pixels have the smallest hashes. So an image stays in
-    its split whatever its place in the files is, and copies of one image are in the same split but for the last one.
+    Without validation files, the images with the smallest hashes of their pixels are the validation set. So the split
+    of an image does not depend on its position in the files, and copies of an image are in the same split, except at
+    the cut.
 
     Args:
       options: with the source `digits` or `idx`.
-      asked: of the entries `images` [B, H, W, 1] and `labels`, if the task has them.
+      asked: the data request; checked are the entries `images` [B, H, W, 1] and `labels`, if the task has them.
 
     Raises:
-      UserError: one line for each file that is missing or wrong, for images of another size, for labels that are too
-        large.
+      UserError: one line for each missing or wrong file, for images of another size, and for labels that are too large.
     """
     key, key_of_validation, what = "data.path", "data.validation_path", "handwritten digits (UCI, Alpaydin and Kaynak)"
     if options.source == "digits":
@@ -94,7 +94,7 @@ def open_images(options: ImageOptions, asked: Asked) -> Data:
 
 
 def open_each(options: ImageOptions, asked: Asked) -> dict[str, Images]:
-    """Opens each IDX file of images by itself, whole, by its path as `data.path` names it.
+    """Opens each IDX file of images separately, without a validation split; returns path in `data.path` -> images.
 
     Raises:
       UserError: see `open_images`.
@@ -115,7 +115,7 @@ def _files(paths: str, key: str) -> list[Path]:
 
 
 def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> list[str]:
-    """Returns one line for images of another size than the task's, and one for labels that the task has not."""
+    """Returns one line if the images do not have the task's size, and one if a label exceeds the task's classes."""
     pixels, labels = pair
     height, width = pixels.shape[1:]
     size = asked.batch["images"].shape[1:] if "images" in asked.batch else ()
@@ -141,7 +141,7 @@ def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> li
 def _split(
     pixels: np.ndarray, labels: np.ndarray, fraction: float
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Returns the images and labels of training, and those of validation: the share with the smallest hashes."""
+    """Returns the images and labels for training, and for validation: the fraction with the smallest hashes."""
     hashes = [hashlib.sha256(image.tobytes()).digest() for image in pixels]
     is_held = np.zeros(len(pixels), bool)
     is_held[sorted(range(len(pixels)), key=hashes.__getitem__)[: round(len(pixels) * fraction)]] = True
@@ -149,7 +149,7 @@ def _split(
 
 
 def check(options: ImageOptions, reads_data: bool) -> list[str]:
-    """Returns one line for each problem that the options, and the headers of files, show."""
+    """Returns one line for each problem of the options and of the files' headers."""
     inputs = ("path", "validation_path") if options.source == "idx" else ()
     urls = unmounted(options) if inputs else []
     problems = unread(options, inputs, lambda path: "idx") + fraction_problems(options) + urls

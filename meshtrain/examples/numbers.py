@@ -1,6 +1,6 @@
-"""Numbers in digits -> numbers in words, as pairs for an encoder-decoder: "407" -> "four zero seven".
+"""A data source for an encoder-decoder: numbers in digits are translated to words, "407" -> "four zero seven".
 
-Sources and targets share one vocabulary: the end token, which also begins a target; the ten digits; the words.
+Sources and targets share one vocabulary: the end token, which also starts a target; the ten digits; the words.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def spelled(number: int, spelling: str) -> list[str]:
 
     Args:
       number: 0 to 999,999.
-      spelling: `digits`, a word for each digit, or `english`, as it is spoken in Britain.
+      spelling: `digits`, a word for each digit, or `english`, in British English.
     """
     if spelling == "digits":
         return [UNITS[int(digit)] for digit in str(number)]
@@ -81,7 +81,7 @@ def _below_thousand(number: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class NumberPairs:
-    """Pair i is (ids of the digits, ids of the words) of `numbers[i]`. They are made when they are read."""
+    """Pair i is (ids of the digits, ids of the words) of `numbers[i]`. Pairs are computed when they are read."""
 
     numbers: np.ndarray
     spelling: str
@@ -94,7 +94,7 @@ class NumberPairs:
         return [ids[digit] for digit in str(number)], [ids[word] for word in spelled(number, self.spelling)]
 
     def lengths(self) -> np.ndarray:
-        """Returns the tokens of each source and of each target, with their ends, int64 [pairs, 2]."""
+        """Returns the numbers of tokens of each source and of each target, including ends, int64 [pairs, 2]."""
         both = [(len(str(number)) + 1, len(spelled(number, self.spelling)) + 1) for number in self.numbers.tolist()]
         return np.asarray(both, np.int64)
 
@@ -105,7 +105,7 @@ def ids_of(spelling: str) -> dict[str, int]:
 
 
 def tokenizer(spelling: str) -> Tokenizer:
-    """Returns the tokenizer of numbers: digits, and words with spaces between, to ids and back."""
+    """Returns the tokenizer of numbers: converts digits, and words separated by blanks, to ids and back."""
     ids = ids_of(spelling)
     tokens = list(ids)
 
@@ -133,14 +133,14 @@ def tokenizer(spelling: str) -> Tokenizer:
 
 
 def num_held_out(options: NumberOptions) -> int:
-    """Returns how many numbers are kept for validation."""
+    """Returns how many numbers are used for validation."""
     return options.num_held_out or min(options.numbers_below // 10, MOST_HELD_OUT)
 
 
 def split(options: NumberOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers to train on and those held out, int64: the ones with the smallest hash are held out.
+    """Splits numbers into training and validation sets by hash, int64: the smallest hashes are for validation.
 
-    Both are in the order of their hashes, so that neighbours in a row of pairs are unrelated.
+    Both sets are sorted by hash, so that adjacent pairs are unrelated.
     """
     numbers = np.arange(options.numbers_below, dtype=np.int64)
     by_hash = numbers[np.argsort(_hashes(numbers), kind="stable")]
@@ -148,7 +148,7 @@ def split(options: NumberOptions) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _hashes(numbers: np.ndarray) -> np.ndarray:
-    """Returns 64-bit hashes: the output function of SplitMix64 (Steele et al. 2014), of each number's state."""
+    """Returns 64-bit hashes: the output function of SplitMix64 (Steele et al. 2014), applied to each number's state."""
     z = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -160,10 +160,10 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
 
     Args:
       options: `numbers_below`, `num_held_out` and `spelling`.
-      asked: by the run; the entries of its batch say how many tokens of sources and of targets are in an example.
+      asked: the data request; its batch determines the tokens of sources and of targets in an example.
 
     Raises:
-      UserError: the task takes no pairs; or a line for each size that is too small.
+      UserError: the task does not accept pairs; or one line for each size that is too small.
     """
     if missing := [name for name in SIDES if name not in asked.batch]:
         raise UserError(
@@ -203,7 +203,7 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
 
 
 def check(options: NumberOptions, reads_data: bool) -> list[str]:
-    """Returns one line for each problem of the options; numbers are made, so nothing is read."""
+    """Returns one line for each problem of the options; numbers are generated, so no file is read."""
     problems = unread(options, ()) + fraction_problems(options)
     if options.num_held_out >= options.numbers_below:
         problems.append(

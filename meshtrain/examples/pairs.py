@@ -1,11 +1,11 @@
-"""Pairs of a source and a target, such as a sentence and its translation, packed into examples of fixed lengths.
+"""Packs pairs of a source and a target, such as a sentence and its translation, into examples of fixed lengths.
 
 Shapes: S tokens of sources in an example, T tokens of targets, P pairs, R rows.
 
 An example is a dict of arrays. For the decoder it has tokens, targets, segment_ids, positions (int32 [T]) and weights
 (float32 [T]: 1 where the target counts, else 0). For the encoder it has source_tokens, source_segment_ids,
-source_positions (int32 [S]). The segment ids of a pair are the same on both sides; they count from 1, and 0 is padding.
-Positions count from 0 in each segment.
+source_positions (int32 [S]). A pair has the same segment id on both sides; ids start at 1, and 0 is padding. Positions
+start at 0 in each segment.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ import numpy as np
 
 from meshtrain.errors import Problems, refuse
 
-Pair = tuple[Sequence[int], Sequence[int]]  # ids of the source and of the target, without begin and end
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of the source and of the target, without begin and end tokens
 Example = dict[str, np.ndarray]
 
 
 class Pairs(Protocol):
-    """Pairs by number, such as a list."""
+    """A sequence of pairs, such as a list."""
 
     def __len__(self) -> int: ...
 
@@ -30,17 +30,17 @@ class Pairs(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PairExamples:
-    """Example i is row i of whole pairs.
+    """Examples of complete pairs: example i is row i.
 
-    The encoder reads the source and the begin token, which marks where the source ends. The decoder reads the begin
+    The encoder reads the source and the begin token, which marks the end of the source. The decoder reads the begin
     token and the target, and predicts the target and the end token.
 
     Attributes:
-      pairs: by number.
-      row_starts: int64 [R + 1]: row r holds the pairs row_starts[r] .. row_starts[r + 1].
+      pairs: the pairs by index.
+      row_starts: int64 [R + 1]: row r contains the pairs row_starts[r] .. row_starts[r + 1].
       source_length: S.
       target_length: T.
-      begin_id: the token that ends a source, and that the decoder reads first.
+      begin_id: the token that ends a source, and is the decoder's first input.
       end_id: the token that ends a target.
     """
 
@@ -89,18 +89,18 @@ def packed(
     end_id: int = 0,
     lengths: np.ndarray | None = None,
 ) -> PairExamples:
-    """Returns examples of whole pairs: as many to a row, in their order, as fit on both sides.
+    """Returns examples of complete pairs: each row has the maximum number of consecutive pairs that fit on both sides.
 
     Args:
-      pairs: by number; a source has 0 to S - 1 tokens and a target 0 to T - 1, for an end follows both.
+      pairs: pairs by index; a source has 0 to S - 1 tokens and a target 0 to T - 1, since an end token follows both.
       source_length: S.
       target_length: T.
-      begin_id: the token that ends a source, and that the decoder reads first; `model.begin_id`.
-      end_id: the token that ends a target; it may be the same.
-      lengths: int [P, 2], tokens of each source and of each target, with their ends; None: they are counted.
+      begin_id: the token that ends a source, and is the decoder's first input; `model.begin_id`.
+      end_id: the token that ends a target; may be the same as `begin_id`.
+      lengths: int [P, 2], tokens of each source and of each target, including end tokens; None: they are counted.
 
     Raises:
-      UserError: a line for each pair that does not fit into a row.
+      UserError: one line for each pair that does not fit into a row.
 
     >>> rows = packed([([5, 6], [7]), ([8], [9])], source_length=5, target_length=4)
     >>> rows[0]["source_tokens"].tolist(), rows[0]["targets"].tolist()
@@ -129,13 +129,13 @@ def _too_long(lengths: np.ndarray, capacities: tuple[int, int]) -> list[str]:
 
 
 def rows_in_order(lengths: np.ndarray, capacities: Sequence[int]) -> np.ndarray:
-    """Returns where each row begins if pieces are put into rows in order, int64 [R + 1].
+    """Returns the start of each row if pieces are packed into rows in order, int64 [R + 1].
 
-    A row is closed where the next piece does not fit into it (next fit).
+    A row ends when the next piece does not fit (next fit).
 
     Args:
-      lengths: int [P, K], K sizes of each piece, each 1 .. its capacity.
-      capacities: what a row holds of each, K numbers.
+      lengths: int [P, K], K sizes of each piece, each between 1 and its capacity.
+      capacities: the capacities of a row, K numbers.
     """
     assert np.all(lengths <= np.asarray(capacities)), "a piece does not fit into a row"
     totals = np.concatenate([np.zeros((1, len(capacities)), np.int64), np.cumsum(lengths, axis=0)])

@@ -1,7 +1,8 @@
-"""Preferences: prompts, each with a chosen and a rejected answer, from lines or rows of files; or made here.
+"""Data source of preferences: prompts with a chosen and a rejected answer, from files or generated.
 
-A line has `chosen` and `rejected`, which are texts that continue a `prompt`, or lists of messages, with those of
-`prompt` before them if it is a list too. Of messages the last answer counts. Pairs made here ask for sorted digits.
+A line has `chosen` and `rejected`. They are texts that continue a `prompt`, or lists of messages, preceded by the
+messages of `prompt` if it is also a list. In lists of messages, only the last answer is trained. Generated pairs ask
+for sorted digits.
 
 T: sequence_length.
 """
@@ -47,7 +48,7 @@ NUM_MADE = 4000
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceData(DataOptions):
-    """The options of the source `preferences`, which are read with other sources as well."""
+    """The options of the source `preferences`; other sources use them as well."""
 
     end_token: str = option("", "the token that ends an answer; '' takes the folder's, a well-known one, or adds one")
     begin_token: str = option(
@@ -64,7 +65,7 @@ class PreferenceData(DataOptions):
 
 
 class Pair(NamedTuple):
-    """Where a line stands, its prompt, and its two texts."""
+    """The place of a line in its file, its prompt, and its two texts."""
 
     where: str
     prompt: str
@@ -72,7 +73,7 @@ class Pair(NamedTuple):
 
 
 def _pair(fields: JsonObject, where: str) -> Pair:
-    """Returns what a line holds. Raises ValueError: what it got, and what is allowed."""
+    """Parses a line. Raises ValueError with the faulty value and the allowed values."""
     if missing := [name for name in ANSWERS if name not in fields]:
         fix = nearest(missing[0], fields)
         raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {ALLOWED}{fix}")
@@ -95,7 +96,7 @@ def _pair(fields: JsonObject, where: str) -> Pair:
 
 
 def made() -> Iterator[Pair]:
-    """Yields pairs whose chosen answers are the prompt's digits in order; rejected ones have another digit or order."""
+    """Yields generated pairs: the chosen answer is the sorted prompt; rejected answers have another digit or order."""
     generator = np.random.default_rng(0)
     for number in range(NUM_MADE):
         digits, size = generator.permutation(10), generator.integers(3, 7)
@@ -107,7 +108,7 @@ def made() -> Iterator[Pair]:
 
 
 def read_pairs(files: Iterable[Place], problems: Problems) -> Iterator[Pair]:
-    """Yields the pairs of files; `problems` gets a line for each line of a file that holds none."""
+    """Yields the pairs of files; adds an error to `problems` for each invalid line."""
     for where, row, _ in itertools.chain.from_iterable(map(read_rows, files)):
         try:
             yield _pair(fields_of(row, ALLOWED), where)
@@ -118,10 +119,10 @@ def read_pairs(files: Iterable[Place], problems: Problems) -> Iterator[Pair]:
 
 
 def open_pairs(options: DataOptions, asked: Asked) -> Data:
-    """Opens the pairs of the files of `data.path`, or those that are made here.
+    """Opens the pairs in the files of `data.path`, or generated pairs if it is empty.
 
     Raises:
-      UserError: one line for each line of a file that holds no pair, whose answers are equal, or that is longer than a
+      UserError: one line for each line of a file that is not a pair, whose answers are equal, or that is longer than a
         row; or the tokenizer or the task does not fit.
     """
     files = checked_files(options, like="chat") if options.path else []
@@ -159,7 +160,7 @@ def open_pairs(options: DataOptions, asked: Asked) -> Data:
 
 
 def open_each(options: DataOptions, asked: Asked) -> dict[str, Examples]:
-    """Returns the path of each file of `data.path` -> all of its pairs."""
+    """Returns path -> all of its pairs, for each file of `data.path`."""
     whole = functools.partial(dataclasses.replace, options, validation_fraction=0.0)
     return {str(path): open_pairs(whole(path=str(path)), asked).train for path in checked_files(options, like="chat")}
 

@@ -2,13 +2,14 @@
 
 b: pairs in a microbatch, T: tokens in the row of a pair, v: columns of the vocabulary on one shard of a manual axis.
 
-A row holds a pair: segment 1 is the prompt with the chosen answer, segment 2 the prompt with the rejected one. Weights
-are 1 at tokens of answers. The reference is the model without its adapters. Without adapters it is a copy of the model
-as the run began, under the name `frozen` in each group of weights.
+A row contains a pair: segment 1 is the prompt with the chosen answer, segment 2 the prompt with the rejected answer.
+Weights are 1 at tokens of answers. The reference is the model without its adapters. If the model has no adapters, the
+reference is a copy of the initial model, stored under the name `frozen` in each group of weights.
 
-With g the log-probability of an answer less that by the reference, and margin = g(chosen) - g(rejected), the loss of a
-pair is -log sigmoid(beta margin) (Rafailov et al. 2023, equation 7), or (margin - 1 / (2 beta))^2 with each g over
-the tokens of its answer (IPO, Azar et al. 2023, equation 17, as the package TRL has it). Rewards are beta g.
+Let g be the log-probability of an answer minus its log-probability under the reference, and margin = g(chosen) -
+g(rejected). The loss of a pair is -log sigmoid(beta margin) (Rafailov et al. 2023, equation 7), or (margin - 1 / (2
+beta))^2 with each g divided by the tokens of its answer (IPO, Azar et al. 2023, equation 17, as implemented in TRL).
+Rewards are beta g.
 """
 
 import dataclasses
@@ -35,19 +36,19 @@ CHOSEN, REJECTED = 1, 2  # segments of a row
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceOptions(DecoderOptions):
-    """The options of the task `preferences`: those of a decoder, and of its loss."""
+    """The options of the task `preferences`: the decoder's options and the options of the loss."""
 
     beta: float = option(0.1, "how far the model may go from its reference: a small beta lets it go far", minimum=1e-6)
     preference_loss: str = option("sigmoid", "sigmoid (DPO) or ipo", choices=("sigmoid", "ipo"))
 
 
 def policy_of(group: Params) -> Params:
-    """Returns what is trained of a group of weights, and what stands beneath adapters."""
+    """Returns the policy's weights in a group, including the base weights below adapters."""
     return {name: part for name, part in group.items() if name != FROZEN}
 
 
 def reference_of(group: Params) -> Params:
-    """Returns the reference's weights of a group: the copy, or the weights without adapters."""
+    """Returns the reference's weights in a group: the frozen copy, or the weights without adapters."""
     if FROZEN in group:
         return group[FROZEN]
     inner = {name: reference_of(part) if isinstance(part, Mapping) else part for name, part in group.items()}
@@ -59,20 +60,20 @@ def _each(of_group: Callable[[Params], Params], params: Params) -> Params:
 
 
 def with_copy(params: Params) -> Params:
-    """Returns weights with a copy of each group's inside of it, in place of one that is there."""
+    """Returns the weights with a frozen copy of each group inside the group; replaces an existing copy."""
     return _each(lambda group: {**policy_of(group), FROZEN: jax.tree.map(jnp.copy, policy_of(group))}, params)
 
 
 @dataclasses.dataclass(frozen=True)
 class Preferences:
-    """The stages of a pair: activations are (of the policy, of the reference), and the latter have no gradient."""
+    """The stages for pairs: activations are (policy's, reference's), and the reference's have no gradient."""
 
     stages: Stages
     columns: Callable[..., jax.Array]  # `Stages.logits`
     options: PreferenceOptions
 
     def first(self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: Axis = None) -> Activations:
-        """Returns what enters the layers; see `Stages`."""
+        """Returns the activations that enter the first layer; see `Stages`."""
         policy, reference = (_each(of, params) for of in (policy_of, reference_of))
         x = self.stages.first(policy, batch, rng, train, axis)
         return x, jax.lax.stop_gradient(self.stages.first(reference, batch, rng, False, axis))
@@ -89,7 +90,7 @@ class Preferences:
         return (x, y), sums
 
     def last(self, params: Params, both: Activations, batch: Batch, axis: Axis = None) -> Loss:
-        """Returns the sum of the pairs' losses, the number of pairs, and sums over them of the metrics."""
+        """Returns the sum of the pairs' losses, the number of pairs, and the sums of the metrics."""
         o = self.options
         weights = jnp.stack([batch["weights"] * (batch["segment_ids"] == one) for one in (CHOSEN, REJECTED)])
         models = [(_each(of, params), x) for of, x in zip((policy_of, reference_of), both, strict=True)]
@@ -150,7 +151,7 @@ def _make(config: Config, placement: Placement) -> Task:
 
 
 def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each way in which the options contradict each other, the data or the mesh."""
+    """Returns one line for each conflict between the options, or of the options with the data or the mesh."""
     found = source_problems(config, ("preferences",), "pairs of answers") + tasks.model_problems(config, mesh_shape)
     if not config.model.within_documents:
         what = "allowed with task=preferences, whose rows hold two texts: True"

@@ -1,7 +1,7 @@
-"""The modules of an encoder-decoder transformer: Vaswani et al. 2017, and its usual variants by configuration.
+"""Modules of an encoder-decoder transformer: Vaswani et al. 2017, and its usual variants by configuration.
 
-b: sequences in a microbatch, T: tokens of targets in a sequence, S: tokens of sources, L: T or S, D: embed dim,
-H: head dim, V: padded vocabulary.
+b: sequences in a microbatch, T: tokens of targets in a sequence, S: tokens of sources, L: T or S, D: embed dim, H: head
+dim, V: padded vocabulary.
 """
 
 import dataclasses
@@ -86,9 +86,9 @@ class Seq2SeqOptions(TransformerShape):
 
 
 class Embedding(nn.Module):
-    """Tokens to activations: int32 [b, L] -> [b, L, D], times sqrt(D), with positions and dropout.
+    """Embeds tokens: int32 [b, L] -> [b, L, D], scaled by sqrt(D), plus positions, with dropout.
 
-    The tables are `table`, or `source_table` and `target_table`; and learned positions of each side.
+    The tables are `table`, or `source_table` and `target_table`, and learned positions of each side.
     """
 
     options: Seq2SeqOptions
@@ -99,14 +99,14 @@ class Embedding(nn.Module):
     def __call__(
         self, side: str, tokens: jax.Array, positions: jax.Array, num_positions: int, keys: jax.Array, train: bool
     ) -> jax.Array:
-        """Looks up the tokens of one side.
+        """Embeds the tokens of one side.
 
         Args:
           side: `source` or `target`.
           tokens: int32 [b, L].
           positions: int32 [b, L].
-          num_positions: rows of the table of learned positions of this side.
-          keys: one key for each sequence, keys [b].
+          num_positions: rows in the table of learned positions of this side.
+          keys: a key for each sequence, keys [b].
           train: whether to apply dropout.
         """
         o, place, init = self.options, self.placement, normal(self.options.weight_std)
@@ -124,10 +124,10 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer: attention, attention to the memory if there is one, mlp. [b, L, D] -> [b, L, D].
+    """A layer: self-attention, cross-attention if there is a memory, mlp. [b, L, D] -> [b, L, D].
 
-    With a memory (or its slots) it is a layer of the decoder, whose tokens see those before them only. Without one it
-    is a layer of the encoder, whose tokens see each other.
+    With a memory (or its cache slots) it is a layer of the decoder, with causal self-attention. Without a memory it is
+    a layer of the encoder, with full self-attention.
     """
 
     options: Seq2SeqOptions
@@ -147,24 +147,24 @@ class Layer(nn.Module):
         memory: Memory | None = None,
         memory_slots: Slots | None = None,
     ) -> tuple[jax.Array, None]:
-        """Applies one layer.
+        """Applies the layer.
 
         Args:
           x: [b, L, D].
           layer: int32 scalar, the layer's index in its stack, for dropout.
-          keys: one key for each sequence, keys [b], different for encoder and decoder.
+          keys: a key for each sequence, keys [b], different for encoder and decoder.
           angles: see `MultiHead`.
           documents: see `MultiHead`: the pair of each token.
-          slots: see `MultiHead`: of the tokens before.
+          slots: see `MultiHead`: the cache slots of previous tokens.
           memory: the encoder's output and its pairs.
-          memory_slots: see `MultiHead`: of the memory, where its keys and values are in a cache.
+          memory_slots: see `MultiHead`: the cache slots of the memory, if its keys and values are in a cache.
 
         Returns:
-          The activations, and None: `nn.scan` has no outputs to stack.
+          The activations, and None, because `nn.scan` has no outputs to stack.
         """
         o, in_decoder = self.options, memory is not None or memory_slots is not None
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, layer + 1)
-        # As in the decoder, what each layer adds to the residual stream shrinks with the number of additions.
+        # As in the decoder, the initial output of a layer shrinks with the number of additions to the residual stream.
         num_added = 3 * o.num_layers if in_decoder else 2 * o.num_encoder_layers
         std = o.weight_std
         output_std = std / math.sqrt(num_added) if o.norm_placement == "pre" else std
@@ -199,14 +199,14 @@ class Layer(nn.Module):
 
 
 class End(nn.Module):
-    """The end of a stack: its last norm, which post-norm does without. [b, L, D] -> [b, L, D]."""
+    """The last norm of a stack; post-norm has none. [b, L, D] -> [b, L, D]."""
 
     options: Seq2SeqOptions
     placement: Placement
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes each position, or returns it as it is."""
+        """Normalizes each position; with post-norm returns the activations unchanged."""
         o = self.options
         if o.norm_placement == "pre":
             x = Norm(o.norm, o.norm_epsilon, o.biases, self.placement, name="norm")(x)
@@ -223,7 +223,7 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, table: jax.Array | None, loss: vocabulary.Loss = vocabulary.logits) -> jax.Array:
-        """Returns the logits, or what `loss` computes of them; for the arguments see `decoder.Head`."""
+        """Returns the logits, or the result of `loss` applied to them; for the arguments see `decoder.Head`."""
         o = self.options
         product = vocabulary.Product(
             self.placement, vocabulary.KERNEL if table is None else vocabulary.TABLE, self.output_dtype
@@ -239,7 +239,7 @@ class Head(nn.Module):
 def sinusoids(positions: jax.Array, embed_dim: int) -> jax.Array:
     """Returns the encoding of Vaswani et al. 2017, section 3.5, float32 [b, L, D].
 
-    Channel 2i is sin(position / 10000^(2i / D)), channel 2i + 1 the cosine of the same.
+    Channel 2i is sin(position / 10000^(2i / D)), and channel 2i + 1 is the cosine of the same angle.
 
     Args:
       positions: int32 [b, L].
@@ -250,17 +250,17 @@ def sinusoids(positions: jax.Array, embed_dim: int) -> jax.Array:
 
 
 def angles_of(options: Seq2SeqOptions, positions: jax.Array) -> jax.Array | None:
-    """Returns the rotary angles of int32 positions [b, L], float32 [b, L, H / 2]; None with other positions."""
+    """Returns the RoPE angles of int32 positions [b, L], float32 [b, L, H / 2]; None with other position encodings."""
     if options.positions != "rotary":
         return None
     return rotary_angles(positions, options.width_of_head, options.rope_base, None)
 
 
 def side_keys(keys: jax.Array, side: str) -> jax.Array:
-    """Returns the keys of one side from those of the sequences, keys [b]."""
+    """Derives the keys of one side from the keys of the sequences, keys [b]."""
     return jax.vmap(functools.partial(jax.random.fold_in, data=(SOURCE, TARGET).index(side)))(keys)
 
 
 def params_of(params: Params, name: str) -> dict[str, Params]:
-    """Returns the variables of a module that may have no parameters, for `apply`."""
+    """Returns the variables of a module for `apply`; empty if the module has no parameters."""
     return {"params": params[name]} if name in params else {}

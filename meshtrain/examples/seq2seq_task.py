@@ -1,10 +1,10 @@
-"""The task of an encoder-decoder: cross-entropy of the targets of packed pairs, and the share of pairs all right.
+"""The task of an encoder-decoder: cross-entropy of the targets of packed pairs, and the share of exactly correct pairs.
 
 B: sequences in the global batch, b: sequences in a microbatch, T: tokens of targets in a sequence, S: tokens of
-sources, D: embed dim, V: padded vocabulary, K: layers of the decoder, N: heads, H: head dim, R: rows of a cache,
-P: tokens of a source after padding.
+sources, D: embed dim, V: padded vocabulary, K: layers of the decoder, N: heads, H: head dim, R: rows of a cache, P:
+tokens of a source after padding.
 
-A sequence holds several pairs. Tokens of sources and targets with the same segment id belong together.
+A sequence contains several pairs. Tokens of sources and targets with the same segment id belong to the same pair.
 
 params = {"embedding": {table [V, D], ...}, "encoder": {"layers": {... each leaf [layers, ...]}, "end": {"norm": ...}},
           "decoder": like "encoder", "head": {kernel [D, V]}}
@@ -66,7 +66,7 @@ from meshtrain.sharding.stored import named_params
 from meshtrain.sharding.trees import Arrays, leaves_with_paths
 from meshtrain.step.precision import compute_name
 
-PAIRS = ("numbers",)  # sources of pairs of a source and a target
+PAIRS = ("numbers",)  # data sources of pairs
 
 
 def seq2seq(
@@ -79,13 +79,13 @@ def seq2seq(
     remat: RematOptions = NOTHING_AGAIN,
     placement: Placement | None = None,
 ) -> Task:
-    """Returns the task of an encoder-decoder. It has no stages: it does not run in a pipeline.
+    """Returns the task of an encoder-decoder. It has no stages, so it cannot run in a pipeline.
 
     Args:
-      options: the model's shape; for others see `transformer.task.decoder`.
+      options: the model's shape; for the other arguments see `transformer.task.decoder`.
       batch_size: B, sequences in the global batch.
       sequence_length: T, tokens of targets.
-      remat: what the backward pass recomputes; `every` divides both stacks.
+      remat: what the backward pass recomputes; `every` divides the number of layers of both stacks.
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the data"
     lengths = (options.source_length or sequence_length, sequence_length)
@@ -109,9 +109,9 @@ def seq2seq(
 
 
 def pair_batch(batch_size: int, source_length: int, target_length: int, vocab_size: int) -> dict[str, Entry]:
-    """Returns `Task.batch`: the entries of `token_batch` for the targets, and three more for the sources.
+    """Returns `Task.batch`: the entries of `token_batch` for the targets, and three entries for the sources.
 
-    `tokens` are the decoder's inputs: a begin token and the target; `targets` the target and an end token.
+    `tokens` are the decoder's inputs: a begin token and the target; `targets` are the target and an end token.
     `source_tokens`, `source_segment_ids` (0 is padding) and `source_positions` are int32 [B, S]. A begin token ends
     each source.
     """
@@ -134,7 +134,7 @@ class Seq2Seq:
     remat: RematOptions
 
     def encode(self, params: Params, batch: Batch, keys: jax.Array, train: bool) -> Memory:
-        """Returns what cross-attention reads: the encoder's output [b, S, D], and the pair of each token [b, S]."""
+        """Returns the memory for cross-attention: the encoder's output [b, S, D], and the pair of each token [b, S]."""
         tokens, positions = batch["source_tokens"], batch["source_positions"]
         segment_ids, keys = batch["source_segment_ids"], side_keys(keys, SOURCE)
         x = self.embed(params, SOURCE, tokens, positions, keys, train)
@@ -162,7 +162,7 @@ class Seq2Seq:
         """Returns the activations after all layers of a stack and its last norm, [b, L, D].
 
         Args:
-          params: of the stack.
+          params: the parameters of the stack.
           x: [b, L, D].
           given: further arguments of each `Layer`: keys, angles, pairs, slots, and for the decoder the memory.
           train: whether to apply dropout and `remat`.
@@ -176,7 +176,7 @@ class Seq2Seq:
         return y
 
     def columns(self, params: Params, x: jax.Array, loss: vocabulary.Loss = vocabulary.logits) -> jax.Array:
-        """Returns logits [b, T, V] in the output dtype, padding included, or what `loss` computes of them."""
+        """Returns logits [b, T, V] in the output dtype, including padding, or the result of `loss` applied to them."""
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
         module = Head(self.options, self.placement, self.dtype, self.output_dtype)
         result: Arrays = module.apply(params_of(params, "head"), x, table, loss)
@@ -185,7 +185,7 @@ class Seq2Seq:
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
         """Returns (sum of cross-entropies over targets, number of targets, metrics).
 
-        Without dropout, in an evaluation, the metrics have `exact_match`, see there.
+        In an evaluation (without dropout) the metrics include `exact_match`; see this function.
         """
         keys = sequence_keys(rng, batch)
         memory = self.encode(params, batch, keys, train)
@@ -208,8 +208,8 @@ class Seq2Seq:
         return vocabulary.without_padding(self.columns(params, x), self.options.vocab_size)
 
     def decoding(self) -> Decode:
-        """Returns how targets are generated one token after the other."""
-        # One token cannot be split over an axis that splits the sequences of training.
+        """Returns the functions that generate targets token by token."""
+        # A single token cannot be sharded over axes that shard the sequence dim in training.
         unsharded = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
         is_learned = self.options.positions == "learned"
         return Decode(
@@ -226,8 +226,9 @@ class Seq2Seq:
     def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
         """Returns the entries of an empty cache; see `Decode.cache`.
 
-        Beside those of the target, which begins with one token, `memory_keys` and `memory_values` [K, R, P + 1, N, H]
-        are the cross-attention's, and `memory_filled` int32 [R, P + 1] is 1 where the source or its end has a token.
+        In addition to the entries of the target, which starts with one token, there are `memory_keys` and
+        `memory_values` [K, R, P + 1, N, H] of cross-attention, and `memory_filled` int32 [R, P + 1], which is 1 at
+        tokens of the source and its end.
         """
         o, num_sources = self.options, prompt_length + 1
         entries = functools.partial(caches.stack_entries, o.attends, o.num_layers, num_rows)
@@ -237,9 +238,9 @@ class Seq2Seq:
         return {**own, **caches.row_entries(num_rows, 1 + num_steps), **of_memory}
 
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Encodes sources, int32 [R, P], and begins their targets: returns logits [R, V] and the cache; see `Decode`.
+        """Encodes sources, int32 [R, P], and starts their targets; returns logits [R, V] and the cache; see `Decode`.
 
-        Each source gets its end. The keys and values of cross-attention are computed here, once.
+        Appends the end token to each source. The keys and values of cross-attention are computed here, only once.
         """
         tokens = jnp.pad(tokens, ((0, 0), (0, 1)))
         num_rows, num_sources = tokens.shape
@@ -263,7 +264,7 @@ class Seq2Seq:
         return self._next_logits(params, y), after
 
     def step(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Returns the logits [R, V] that follow one more token of each target, int32 [R], and the cache."""
+        """Appends a token to each target, int32 [R]; returns the logits [R, V] of the next token, and the cache."""
         slot, positions = cache["slot"], cache["positions"]
         filled = caches.next_slot(cache["filled"], slot)
         names = ("keys", "values")
@@ -290,7 +291,7 @@ class Seq2Seq:
         """Returns the decoder's output [R, 1, D] for one token of each row, int32 [R], and its keys and values.
 
         Args:
-          params: of the model.
+          params: the parameters of the model.
           tokens: int32 [R].
           positions: int32 [R], of the tokens.
           stored: the collection CACHE of the layers, or {}.
@@ -310,17 +311,17 @@ class Seq2Seq:
         return vocabulary.without_padding(self.columns(params, x), self.options.vocab_size)[:, 0]
 
     def _no_keys(self, num_rows: int) -> jax.Array:
-        """Returns the keys of dropout, which is off."""
+        """Returns placeholder keys, since dropout is off."""
         return sequence_keys(jax.random.key(0), {SEQUENCE_INDEX: jnp.arange(num_rows)})
 
 
 def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: jax.Array) -> Params:
-    """Returns initial float32 parameters, each boxed with its logical axes. The values depend on `rng` alone."""
+    """Returns initial float32 parameters, each boxed with its logical axes. The values depend only on `rng`."""
     nowhere, keys, dtype = Placement.nowhere(), jax.random.split(rng, 6), jnp.float32
     ints, sequence = jnp.zeros((1, 1), jnp.int32), jax.random.split(rng, 1)
     x = jnp.zeros((1, 1, options.embed_dim))
     embedding, end = Embedding(options, nowhere, dtype), End(options, nowhere)
-    # Both sides begin with the same key: a shared table has the same values in both.
+    # Both sides use the same key, so that a shared table has the same values.
     tables = [
         embedding.init(keys[0], side, ints, ints, rows, sequence, False)["params"]
         for side, rows in ((SOURCE, source_length), (TARGET, target_length))
@@ -346,16 +347,17 @@ def _named(name: str, variables: Mapping[str, Params]) -> dict[str, Params]:
 
 @functools.cache
 def initializer(options: Seq2SeqOptions, source_length: int, target_length: int) -> Callable[[jax.Array], Params]:
-    """Returns `Task.init`, the same function for equal arguments: JAX caches what it traces by the function."""
+    """Returns `Task.init`; the same function object for equal arguments, because JAX caches traces by function."""
     return functools.partial(init, options, source_length, target_length)
 
 
 def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: int) -> float:
-    """Returns model FLOPs of a forward and backward pass for one token of a target, with its share of the sources.
+    """Returns model FLOPs of a forward and backward pass per token of a target, including its share of the sources.
 
-    6 for each weight that multiplies a token, times S or T tokens, over T. The encoder, and the keys and values of
-    cross-attention, read tokens of sources; the rest of the decoder and the head those of targets. And 12 N H for each
-    pair of a query and a key of full attention: S S in a layer of the encoder, T T and T S in one of the decoder.
+    6 for each weight that multiplies a token, times S or T tokens, divided by T. The encoder, and the keys and values
+    of cross-attention, read tokens of sources; the rest of the decoder and the head read tokens of targets. In addition
+    12 N H for each pair of a query and a key of full attention: S S in a layer of the encoder, T T and T S in a layer
+    of the decoder.
     """
     params, _ = named_params(initializer(options, source_length, target_length))
     total = 6.0 * target_length * options.vocab_size * options.embed_dim
@@ -371,20 +373,20 @@ def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: 
 
 
 def causal_flops_per_token(options: Seq2SeqOptions, target_length: int) -> float:
-    """Returns the FLOPs of the decoder's self-attention, as if it were full, for one token of a target: 12 L T N H."""
+    """Returns the FLOPs of the decoder's self-attention per target token, counted as full attention: 12 L T N H."""
     return 12.0 * options.num_layers * target_length * options.num_heads * options.width_of_head
 
 
 def exact_match(logits: jax.Array, batch: Batch) -> Ratio:
-    """Returns the number of pairs whose targets are all the most probable token, and the number of pairs.
+    """Returns the number of pairs whose most probable tokens are all correct, and the number of pairs.
 
-    That is the share of pairs which greedy decoding gets right: as long as all tokens before were right, it has the
-    same input as here.
+    This equals the number of pairs that greedy decoding solves: if all previous tokens are correct, its input is the
+    same as here.
 
     Args:
       logits: float32 [b, T, V], padding at minus infinity.
-      batch: with `targets`, `weights` and `segment_ids`. The tokens of a pair are neighbours. A pair counts if it has
-        a target of weight above 0, and only such targets have to be right.
+      batch: with `targets`, `weights` and `segment_ids`. The tokens of a pair are adjacent. A pair counts if it has a
+        target of weight above 0, and only these targets must be correct.
     """
     counts = batch["weights"] > 0
     wrong = counts & (jnp.argmax(logits, axis=-1) != batch["targets"])
@@ -398,7 +400,7 @@ def exact_match(logits: jax.Array, batch: Batch) -> Ratio:
 
 
 def _sum_in_pair(marks: jax.Array, is_first: jax.Array) -> jax.Array:
-    """Returns how many of a pair's tokens up to each one are marked, int32 [b, T]; both arguments are bool [b, T]."""
+    """Returns the cumulative number of marked tokens within each pair, int32 [b, T]; both arguments are bool [b, T]."""
     total = jnp.cumsum(marks.astype(jnp.int32), axis=1)
     before_pair = jax.lax.cummax(jnp.where(is_first, total - marks, 0), axis=1)
     return total - before_pair
@@ -409,7 +411,7 @@ def _make(config: Config, placement: Placement) -> Task:
 
 
 def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each way in which an encoder-decoder's options contradict each other, the data or the mesh.
+    """Returns one line for each conflict between an encoder-decoder's options, or with the data or the mesh.
 
     Args:
       config: with `Seq2SeqOptions` as its model, each field within its own bounds.
