@@ -1,12 +1,12 @@
-"""The published peaks of accelerators, by `jax.Device.device_kind`. Imports no JAX.
+"""Published peaks of accelerators, by `jax.Device.device_kind`. Imports no JAX.
 
-All rates are peaks per JAX device (on these TPUs a chip, on GPUs a card), dense: without the factor of two for sparsity
-that many data sheets include.
+All rates are peaks per JAX device (a chip for these TPUs, a card for GPUs), dense: without the factor of two for
+sparsity that many data sheets include.
 """
 
 import dataclasses
 
-# The names of a GPU's platform: of `jax.Device.platform`, and of the CUDA plugin.
+# The names of a GPU's platform: in `jax.Device.platform`, and of the CUDA plugin.
 GPU = ("gpu", "cuda")
 
 
@@ -15,22 +15,22 @@ class Accelerator:
     """The published peaks of one device.
 
     Attributes:
-      name: the short name, as users write it.
-      device_kinds: what `jax.Device.device_kind` says for it.
+      name: the short name that users write.
+      device_kinds: its values of `jax.Device.device_kind`.
       bfloat16_flops_per_second: dense matrix multiplications of bfloat16 inputs; float16 has the same peak on GPUs.
       memory_bytes: device memory.
       memory_bytes_per_second: reads and writes of device memory together.
-      num_links: fast links of one device (NVLink to the switch, ICI to the neighbours in the torus).
-      link_bytes_per_second: what one device can send over all of its fast links together, in one direction.
-      product_share: of the peak, that large matrix products in 16 bits reach while the card runs at its full power.
-      source: where the numbers stand.
-      product_source: where `product_share` comes from, or what it is assumed from.
-      float32_flops_per_second: dense matrix multiplications of float32 inputs rounded to TF32, which is what XLA does
-        on NVIDIA GPUs by default; None if none is published (a TPU multiplies float32 in passes of bfloat16).
-      float8_flops_per_second: dense matrix multiplications of two 8-bit floats; None where there are none or no peak
-        is published.
-      network_bytes_per_second: what one device's share of its host can send to other hosts (GPU) or other slices (TPU),
-        in one direction; None if none is published.
+      num_links: fast links of one device (NVLink to the switch, ICI to the neighbors in the torus).
+      link_bytes_per_second: the rate at which one device can send over all of its fast links together, in one
+        direction.
+      product_share: the share of the peak that large 16-bit matrix products reach while the card runs at full power.
+      source: the publication of the numbers.
+      product_source: the source of `product_share`, or the basis of the assumption.
+      float32_flops_per_second: dense matrix multiplications of float32 inputs rounded to TF32, XLA's default on NVIDIA
+        GPUs; None if not published (a TPU multiplies float32 in passes of bfloat16).
+      float8_flops_per_second: dense matrix multiplications of two 8-bit floats; None if not supported or not published.
+      network_bytes_per_second: the rate at which one device's share of its host can send to other hosts (GPU) or other
+        slices (TPU), in one direction; None if not published.
       num_units: streaming multiprocessors of a GPU, which compute tiles of products; 0 for a TPU.
     """
 
@@ -50,10 +50,10 @@ class Accelerator:
     num_units: int = 0
 
 
-# NVIDIA's memory_bytes is what the driver reports, from openxla/xla xla/backends/gpu/target_config/specs/*.txtpb: a
-# data sheet's 80 GB is neither 80e9 bytes nor 80 GiB. Where Google's tables say GB of memory they mean GiB (JAX's own
-# table, jax/_src/pallas/mosaic/tpu_info.py, has 17.2e9 bytes for v5e's 16 GB). Where a table counts a link in both
-# directions, half of it is used here.
+# NVIDIA's memory_bytes is the driver's value, from openxla/xla xla/backends/gpu/target_config/specs/*.txtpb: a data
+# sheet's 80 GB is neither 80e9 bytes nor 80 GiB. GB of memory in Google's tables means GiB (JAX's table,
+# jax/_src/pallas/mosaic/tpu_info.py, has 17.2e9 bytes for v5e's 16 GB). If a table counts a link in both directions,
+# half of its rate is used here.
 ACCELERATORS = (
     Accelerator(
         name="a100-80",
@@ -179,21 +179,21 @@ ACCELERATORS = (
 
 
 def find(device_kind: str) -> Accelerator | None:
-    """Returns the accelerator behind `jax.Device.device_kind`, or None if its peaks are not known (any CPU).
+    """Returns the accelerator with this `jax.Device.device_kind`, or None if its peaks are unknown (any CPU).
 
-    The whole name must agree: "NVIDIA H100 PCIe", "NVIDIA GH200 480GB" or a slice such as "... MIG 1g.10gb" are other
-    devices with other peaks.
+    The complete name must match: "NVIDIA H100 PCIe", "NVIDIA GH200 480GB" or a slice such as "... MIG 1g.10gb" are
+    other devices with other peaks.
     """
     return next((accelerator for accelerator in ACCELERATORS if device_kind in accelerator.device_kinds), None)
 
 
 def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
-    """Returns one device's peak for matrix multiplications, in FLOP/s, or None where it is not known.
+    """Returns one device's peak for matrix multiplications, in FLOP/s, or None if it is unknown.
 
     Args:
-      device_kind: what `jax.Device.device_kind` says.
-      dtype: the dtype of the inputs: "bfloat16", "float16", "float32", or "fp8" for two 8-bit floats. No peak is known
-        for others, nor for float16 on a TPU, which does not multiply it natively.
+      device_kind: the value of `jax.Device.device_kind`.
+      dtype: the dtype of the inputs: "bfloat16", "float16", "float32", or "fp8" for two 8-bit floats. The peak of other
+        dtypes is unknown, and of float16 on a TPU, which does not multiply it natively.
     """
     accelerator = find(device_kind)
     if accelerator is None:
@@ -210,21 +210,21 @@ def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
 # allocator's fragmentation. An estimate, not a measurement.
 GPU_RUNTIME_BYTES = 2 * 2**30
 GPU_MEMORY_FRACTION = 0.95
-# The share of a GPU's memory that JAX takes is set by this variable (docs.jax.dev, GPU memory allocation). By default
-# it is three quarters. `POOL_FRACTION` holds `usable_bytes` on each of the cards above; runs start with it.
+# This variable sets the share of a GPU's memory that JAX allocates (docs.jax.dev, GPU memory allocation). By default it
+# is three quarters. `POOL_FRACTION` is enough for `usable_bytes` on each of the cards above; runs start with it.
 FRACTION_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# JAX refuses both names together.
+# JAX raises an error if both variables are set.
 FRACTION_VARIABLES = (FRACTION_VARIABLE, "XLA_CLIENT_MEM_FRACTION")
 DEFAULT_MEMORY_FRACTION = 0.75
 POOL_FRACTION = 0.94
-# libtpu keeps this of each chip: it offers 15.75 of v5e's 16 GiB.
+# libtpu reserves this memory of each chip: it offers 15.75 of v5e's 16 GiB.
 TPU_RUNTIME_BYTES = 2**28
 
 
 def usable_bytes(accelerator: Accelerator) -> int:
-    """Returns the memory that a program can have: all of it less what runtime and allocator keep.
+    """Returns the memory that a program can use: all memory minus the share of the runtime and the allocator.
 
-    On a GPU this needs `POOL_FRACTION`, with which runs start.
+    On a GPU this requires `POOL_FRACTION`, with which runs start.
     """
     if accelerator.device_kinds[0].startswith("TPU"):
         return accelerator.memory_bytes - TPU_RUNTIME_BYTES

@@ -1,4 +1,4 @@
-"""XLA as a compiler: its options for the step and the initial weights, and what its C++ code writes meanwhile."""
+"""Options of XLA's compiler for the step and the initial weights; captures the output of its C++ code."""
 
 import contextlib
 import dataclasses
@@ -12,22 +12,22 @@ from typing import TypeAlias
 
 from meshtrain.errors import terminals
 
-# The line with which a compiler announces that it aborts the process: it has to reach the terminal before that.
+# The line that a compiler writes before it aborts the process; it must reach the terminal before that.
 FATAL = re.compile(r"[FE]\d{4} .*Check fail|F\d{4} ")
 
-CACHE = "~/.cache/meshtrain/jax"  # of compiled programs, where JAX_COMPILATION_CACHE_DIR names no other folder
+CACHE = "~/.cache/meshtrain/jax"  # compiled programs, if JAX_COMPILATION_CACHE_DIR is not set
 
-XlaValue: TypeAlias = bool | int | float | str  # of an option of the compiler
-CompilerOptions: TypeAlias = dict[str, XlaValue]  # name, as XLA knows it -> value
+XlaValue: TypeAlias = bool | int | float | str  # the value of a compiler option
+CompilerOptions: TypeAlias = dict[str, XlaValue]  # XLA's name -> value
 
 
 @dataclasses.dataclass(frozen=True)
 class CompilerOption:
-    """One option that every step is compiled with on one kind of device.
+    """A compiler option for every step on one kind of device.
 
     Attributes:
-      name: as XLA knows it.
-      value: a bool or a number, which XLA refuses as text; or the name of an enum's value.
+      name: XLA's name.
+      value: a bool or a number, which XLA rejects as text; or the name of an enum's value.
       reason: its purpose, in one line.
       before: the first jaxlib version without this option (removed, crashing, or untested); "999" for none.
       since: the first jaxlib version with it; "0" for all.
@@ -47,8 +47,8 @@ PIPELINED = {
 }
 PIPELINED_GATHERS = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_all_gather")
 
-# On jaxlib 0.10.2 matrix products overlap at least 90 % of FSDP's traffic with these. jaxlib 0.12.0 has other names for
-# the pipelined ones (see LARGE_GPU_OPTIONS), and its compiler aborts with the estimator.
+# On jaxlib 0.10.2 matrix products overlap at least 90 % of FSDP's traffic with these options. jaxlib 0.12.0 has other
+# names for the pipelining options (see LARGE_GPU_OPTIONS), and its compiler aborts with the estimator.
 GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_enable_latency_hiding_scheduler", True, "starts collectives early; some GPUs (A100) do not by default"
@@ -63,8 +63,8 @@ GPU_OPTIONS = (
 )
 
 
-# With layers whose gradients are larger than LARGE_BYTES on a device. jaxlib 0.12 copies what pipelined loops carry,
-# which costs smaller layers more than it hides (modelled).
+# For layers whose gradients are larger than LARGE_BYTES on a device. jaxlib 0.12 copies the carry of pipelined loops,
+# which takes smaller layers more time than it hides (modelled).
 LARGE_BYTES = 128 * 2**20
 LARGE_GPU_OPTIONS = tuple(
     CompilerOption(f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON", why, since="0.12")
@@ -72,9 +72,10 @@ LARGE_GPU_OPTIONS = tuple(
 )
 
 
-# With experts on several devices, whose tokens cross the links between the gathers of weights; LARGE_GPU_OPTIONS come
-# with it. On jaxlib 0.12 `qwen3_235b_a22b` takes 13 % less with the first and 12 % less with the second, `mixtral_8x7b`
-# 8 % and `qwen3_30b_a3b` 7 % less with the second. On 0.10 that one makes all three slower (modelled).
+# For experts on several devices, which exchange tokens between the all-gathers of weights; used together with
+# LARGE_GPU_OPTIONS. On jaxlib 0.12 `qwen3_235b_a22b` takes 13 % less time with the first and 12 % less with the second
+# option, `mixtral_8x7b` 8 % and `qwen3_30b_a3b` 7 % less with the second. On 0.10 the second makes all three slower
+# (modelled).
 EXPERT_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_enable_analytical_sol_latency_estimator",
@@ -91,7 +92,7 @@ EXPERT_GPU_OPTIONS = (
 )
 
 
-# With gradients that are applied one step late.
+# For gradients that are applied one step late.
 LATE_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -101,8 +102,9 @@ LATE_GPU_OPTIONS = (
 )
 
 
-# With gradients that a pipeline reduces beside loops over rows, or with experts in its layers, whose collectives follow
-# one another closely (modelled). Those of gradients are not joined: XLA's scheduler then ends them before the loop.
+# For a pipeline that overlaps the reduction of gradients with loops over clock ticks, or that has experts, whose
+# collectives follow each other closely (modelled). Reductions of gradients are not joined: XLA's scheduler would then
+# complete them before the loop.
 CHUNK_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -117,14 +119,14 @@ CHUNK_GPU_OPTIONS = (
 )
 
 
-# With `precision.deterministic`.
+# For `precision.deterministic`.
 DETERMINISTIC_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_deterministic_ops",
         True,
         "the same bits each time: rows that are added up are sorted first, and no kernel is chosen by its time",
     ),
-    # jaxlib 0.12 does not compile Triton's for a GPU that is not there with the first option.
+    # With the first option, jaxlib 0.12 cannot compile Triton products for a GPU that is not present.
     CompilerOption(
         "xla_gpu_enable_triton_gemm", False, "products are cuBLAS', by its own choice of kernel", since="0.12"
     ),
@@ -136,7 +138,7 @@ CPU_OPTIONS = (
         "xla_cpu_copy_insertion_use_region_analysis",
         True,
         "updates moments in place, which it copies by default",
-        "0.13",  # not tried yet; an option that XLA does not know makes every compilation fail
+        "0.13",  # untested; an option that XLA does not know makes every compilation fail
     ),
 )
 
@@ -146,12 +148,13 @@ JOINED_BYTES = 30 * 2**20
 
 
 def joining(layer_bytes: int) -> tuple[CompilerOption, ...]:
-    """Returns the options that join the reductions of one layer's gradients into one, for GPUs.
+    """Returns the options that join the reductions of one layer's gradients into a single collective, for GPUs.
 
-    One collective runs at a time, and XLA's scheduler puts products beside the first of several only.
+    Only one collective runs at a time, and XLA's scheduler overlaps products only with the first of several
+    collectives.
 
     Args:
-      layer_bytes: of one layer's gradients on a device, as they are sent; 0: no loop reduces gradients.
+      layer_bytes: the bytes of one layer's gradients on a device, as sent; 0 if no loop reduces gradients.
     """
     if layer_bytes <= JOINED_BYTES:
         return ()
@@ -170,17 +173,17 @@ def options_of(
     splits_experts: bool = False,
     is_deterministic: bool = False,
 ) -> tuple[CompilerOption, ...]:
-    """Returns the options for `jax.Device.device_kind`; none for TPUs, whose compiler's defaults suffice.
+    """Returns the options for a `jax.Device.device_kind`; none for TPUs, for which XLA's defaults are sufficient.
 
     Args:
-      device_kind: as JAX names it.
+      device_kind: JAX's name of the device.
       layer_bytes: see `joining`.
       is_late: whether gradients are applied one step late.
       by_chunk: whether a pipeline reduces the gradients of each chunk of layers as soon as they are complete, or has
         experts in its layers.
       gathers_early: whether a loop over layers may gather for the next layer, see `Assembly.gathers_early`.
       splits_experts: whether loops over layers, outside of a pipeline, exchange tokens between experts.
-      is_deterministic: whether the same program has to give the same bits each time.
+      is_deterministic: whether repeated runs of a program must give bitwise equal results.
     """
     table: tuple[CompilerOption, ...] = CPU_OPTIONS if device_kind == "cpu" else ()
     if device_kind.startswith("NVIDIA"):
@@ -199,16 +202,16 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def init_compiler_options(device_kind: str) -> CompilerOptions:
-    """Returns the compiler options for the program that makes the initial weights, which runs once.
+    """Returns the compiler options for the program that initializes the weights, which runs once.
 
-    On CPUs LLVM's first level of optimization takes half of the compile time; speed and results are the same.
+    On CPUs, LLVM's first level of optimization halves the compile time; speed and results are the same.
     """
     return {"xla_backend_optimization_level": 1} if device_kind == "cpu" else {}
 
 
 @contextlib.contextmanager
 def captured() -> Iterator[list[str]]:
-    """Captures what C++ code writes to file descriptor 2 during the block; yields its lines, there once it has ended.
+    """Captures the output of C++ code to file descriptor 2 in the block; yields a list that has its lines at the end.
 
     A line that matches FATAL, and every line after it, is also written to the terminal at once.
     """
@@ -225,7 +228,7 @@ def captured() -> Iterator[list[str]]:
         yield lines
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)  # closes the last end for writing, so that the reader sees the end of the file
+        os.dup2(kept, 2)  # closes the last writing end, so that the reader reaches the end of the file
         reader.join()
         terminals.remove(kept)
         os.close(kept)

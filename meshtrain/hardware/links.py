@@ -1,4 +1,4 @@
-"""Measured links: latency and bandwidth of each collective operation along each mesh axis, as a file. No JAX.
+"""Measured links: latency and bandwidth of each collective operation along each mesh axis, in a file. Imports no JAX.
 
 `meshtrain bench-collectives --json=FILE` writes the file, and `meshtrain plan --links=FILE` reads it:
 
@@ -6,9 +6,9 @@
      "links": [{"axis": "data", "operation": "all-reduce", "group_size": 8, "num_hosts": 2,
                 "latency_seconds": 3.1e-05, "bytes_per_second": 4.2e+10}, ...]}
 
-A collective then takes latency_seconds + wire bytes / bytes_per_second. Wire bytes are what one device sends, as
-`plan/hlo/collectives.py` counts them, so bytes_per_second is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md).
-Other keys of the file are not read.
+A collective takes latency_seconds + wire bytes / bytes_per_second. Wire bytes are the bytes that one device sends, as
+counted by `plan/hlo/collectives.py`, so bytes_per_second is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md). Other
+keys of the file are ignored.
 """
 
 import collections
@@ -21,7 +21,7 @@ from meshtrain.errors import Problems, UserError, is_finite, refuse
 from meshtrain.files import Json, JsonObject, expanded, what_is_at
 from meshtrain.hardware.accelerators import find as find_accelerator
 
-# As XLA names them. The ring is an all-reduce written with permutes, which no compiled step has.
+# XLA's names. The ring is an all-reduce written with permutes; it does not occur in compiled steps.
 RING = "ring-all-reduce"
 OPERATIONS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", RING
@@ -35,12 +35,12 @@ class Link:
     """The measured speed of one operation along one mesh axis.
 
     Attributes:
-      axis: of the mesh that was measured.
-      operation: one of `OPERATIONS`.
+      axis: an axis of the measured mesh.
+      operation: an element of `OPERATIONS`.
       group_size: devices along the axis.
-      num_hosts: hosts over which these devices are spread.
-      latency_seconds: of a collective without bytes.
-      bytes_per_second: what one device sends, of a collective so large that latency does not count.
+      num_hosts: hosts over which these devices are distributed.
+      latency_seconds: the time of a collective without bytes.
+      bytes_per_second: the rate at which one device sends in a collective so large that latency is negligible.
     """
 
     axis: str
@@ -51,17 +51,17 @@ class Link:
     bytes_per_second: float
 
     def seconds(self, wire_bytes: float) -> float:
-        """Returns the seconds of a collective of which one device sends this many bytes."""
+        """Returns the seconds of a collective in which each device sends this number of bytes."""
         return self.latency_seconds + wire_bytes / self.bytes_per_second
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The measured links of one cluster.
+    """The measured links of a cluster.
 
     Attributes:
       platform: `jax.Device.device_kind` of its devices.
-      links: at most one for each axis, operation, group size and number of hosts.
+      links: at most one entry for each axis, operation, group size and number of hosts.
     """
 
     platform: str
@@ -69,18 +69,19 @@ class Links:
 
 
 def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts: int) -> Link | None:
-    """Returns the measured link for a collective, or None where nothing like it was measured.
+    """Returns the measured link for a collective, or None if no comparable link was measured.
 
-    Measured on the same axis and operation, its group has to use the network in the same way: inside one host, or with
-    the same number of devices on each of several hosts. For another group size the bandwidth stays, and the latency
-    (but a permute's) grows with log2 of the group size, as in the plan's model. Of several the nearest size is taken.
+    A comparable link has the same axis and operation, and its group uses the network in the same way: inside one host,
+    or with the same number of devices on each of several hosts. For another group size the bandwidth stays, and the
+    latency (except of a permute) grows with log2 of the group size, as in the plan's model. The link with the nearest
+    size is used.
 
     Args:
-      links: as measured.
-      axis: of the mesh.
-      operation: one of `OPERATIONS`.
+      links: the measured links.
+      axis: an axis of the mesh.
+      operation: an element of `OPERATIONS`.
       group_size: devices of the group, at least 2.
-      num_hosts: hosts over which they are spread.
+      num_hosts: hosts over which they are distributed.
     """
     found = [
         link
@@ -92,7 +93,7 @@ def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts
     if not found:
         return None
     closest = min(found, key=lambda link: abs(math.log2(link.group_size / group_size)))
-    # In a permute each device sends once, whatever the group's size.
+    # In a permute each device sends once, independent of the group's size.
     growth = 1.0 if operation == "collective-permute" else math.log2(group_size) / math.log2(closest.group_size)
     latency = closest.latency_seconds * growth
     return dataclasses.replace(closest, group_size=group_size, num_hosts=num_hosts, latency_seconds=latency)
@@ -107,10 +108,10 @@ def read(path: str) -> Links:
     """Returns the links of a file.
 
     Args:
-      path: of the file, as the user wrote it.
+      path: the path that the user wrote.
 
     Raises:
-      UserError: it is no such file, or has no links; a line for each problem, at most ten.
+      UserError: the file is missing, invalid or without links; one line for each problem, at most ten.
     """
     place = expanded(path)
     if (what := what_is_at(place)) != "a file":
@@ -138,15 +139,15 @@ def read(path: str) -> Links:
 
 
 def refuse_other_platform(path: str, links: Links, device_kind: str) -> None:
-    """Checks that links were measured on the devices that are planned for. Names of one accelerator are the same.
+    """Checks that links were measured on the planned devices. All names of the same accelerator are equivalent.
 
     Args:
-      path: of the file, for the error.
-      links: as measured.
+      path: the file, for the error.
+      links: the measured links.
       device_kind: `jax.Device.device_kind` of the planned devices.
 
     Raises:
-      UserError: they were measured on others.
+      UserError: they were measured on other devices.
     """
     measured_on = find_accelerator(links.platform)
     if links.platform == device_kind or (measured_on and measured_on is find_accelerator(device_kind)):
@@ -158,7 +159,7 @@ def refuse_other_platform(path: str, links: Links, device_kind: str) -> None:
 
 
 def _top(path: str, content: Json, problems: Problems) -> tuple[str, Sequence[Json]]:
-    """Returns the platform and the list of links; a value of a wrong type is a problem, and is replaced."""
+    """Returns the platform and the list of links; reports a value of a wrong type, and replaces it."""
     keys = ("platform", "links")
     missing = [key for key in keys if not (isinstance(content, dict) and key in content)]
     if missing:

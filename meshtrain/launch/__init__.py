@@ -1,5 +1,5 @@
 """Who starts the processes? Platform, devices, the compilation cache, and how processes connect.
 
-JAX is initialised in one place here, after the processes have met. Once a run steps, signals ask for a save, a watchdog
-ends what hangs, and peers exchange small messages.
+JAX is initialised only in `distributed`, after the processes have registered with each other. During training, signals
+cause a save, a watchdog ends hanging processes, and peers exchange small messages.
 """

@@ -14,7 +14,7 @@ from meshtrain.launch import local_processes
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the description of the command line, up to the `--`."""
+    """Returns the parser of the arguments before the `--`."""
     result = argparse.ArgumentParser(
         prog=f"{program()} launch",
         description="Starts a program in several processes that find each other, and ends them together.",
@@ -101,7 +101,7 @@ def _flag(name: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Starts the processes and returns the exit code of the first one that failed, or 0."""
+    """Starts the processes; returns the exit code of the first process that failed, or 0."""
     if set(argv[: argv.index("--")] if "--" in argv else argv) & {"-h", "--help"}:
         parser().print_help()
         return 0

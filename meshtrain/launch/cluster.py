@@ -1,10 +1,10 @@
-"""Whether this process is one of several, and where they meet, read from the environment without JAX.
+"""Determines from the environment, without JAX, whether this process is one of several, and how they connect.
 
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID   set by a launcher, or by hand
-    MESHTRAIN_FULL_PROCESSES                                     how many there are with all machines of the job
-    Slurm's, Open MPI's, Kubernetes', Cloud TPU's own variables   read by JAX, where there are several processes
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID   set by a launcher or by the user
+    MESHTRAIN_FULL_PROCESSES                                     number of processes if all machines of the job run
+    variables of Slurm, Open MPI, Kubernetes and Cloud TPU       read by JAX if there are several processes
 
-`processes` says how JAX is to connect them, and `meeting` where it will.
+`processes` returns JAX's arguments to connect them, and `meeting` returns the address.
 """
 
 import dataclasses
@@ -18,24 +18,24 @@ from typing import TypedDict
 from meshtrain.errors import UserError, unknown
 
 PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
-_OWN_PLUGINS = ("xla_cuda", "xla_rocm")  # entry points of JAX's own packages begin so
+_OWN_PLUGINS = ("xla_cuda", "xla_rocm")  # prefixes of the entry points of JAX's own packages
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 FULL = "MESHTRAIN_FULL_PROCESSES"
-WITHOUT_JAX = ("deactivate", "slurm", "ompi")  # ways to meet whose address the environment says
+WITHOUT_JAX = ("deactivate", "slurm", "ompi")  # detection methods whose address is in the environment
 _BY_HAND = f"each process with its {', '.join(EXPLICIT)}"
-# Where JAX meets if nobody names a port: jax/_src/clusters, a port of the last 4096 by the number of the job.
+# JAX's default ports (jax/_src/clusters): one of the last 4096 ports, derived from the job's number.
 _NUM_PORTS = 4096
 _FIRST_PORT = 65535 - _NUM_PORTS + 1
 _KUBERNETES_PORT = 55527
-_RANGES = re.compile(r"|\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")  # between the brackets of Slurm's lists
-_MOST = 2**32  # of the numbers that schedulers count with
+_RANGES = re.compile(r"|\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")  # the text inside brackets of Slurm's node lists
+_MOST = 2**32  # limit of the schedulers' numbers
 
 
 def platform_problems(environ: Mapping[str, str]) -> list[str]:
     """Returns one line for each unknown name in JAX_PLATFORMS; none if a package adds platforms to JAX.
 
     Args:
-      environ: of this process.
+      environ: the environment of this process.
     """
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     if any(not plugin.name.startswith(_OWN_PLUGINS) for plugin in plugins):
@@ -46,14 +46,14 @@ def platform_problems(environ: Mapping[str, str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Where the processes of a job meet.
+    """The address where the processes of a job connect, and their numbers.
 
     Attributes:
       address: host:port of process 0.
-      num_processes: how many there are.
-      index: of this one.
-      num_hosts: on how many machines they run; None where the environment does not say.
-      names: the machine of each process, by index; empty where the environment does not say.
+      num_processes: the number of processes.
+      index: the index of this process.
+      num_hosts: the number of machines; None if the environment does not state it.
+      names: the machine of each process, by index; empty if the environment does not state them.
     """
 
     address: str
@@ -63,24 +63,24 @@ class Meeting:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises UserError where the address is not host:port."""
+        """Raises UserError if the address is not host:port."""
         if not _is_address(self.address):
             allowed = "host:port, from 1 to 65535, in JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_BIND_ADDRESS"
             raise UserError(f"processes: got {self.address}; allowed: {allowed}; nearest: localhost:9901")
 
     @property
     def host(self) -> str:
-        """The name or number of process 0's machine."""
+        """The name or IP address of process 0's machine."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """The port at which process 0 listens."""
+        """The port on which process 0 listens."""
         return int(self.address.rpartition(":")[2])
 
 
 class Arguments(TypedDict, total=False):
-    """The arguments of `jax.distributed.initialize` that are given; it finds out the others."""
+    """Arguments of `jax.distributed.initialize`; JAX determines the missing arguments."""
 
     coordinator_address: str
     num_processes: int
@@ -90,17 +90,17 @@ class Arguments(TypedDict, total=False):
 
 
 def processes(environ: Mapping[str, str], platforms: str) -> Arguments | None:
-    """Returns the arguments for `jax.distributed.initialize`, or None where this process is alone.
+    """Returns the arguments for `jax.distributed.initialize`, or None for a single process.
 
-    It reads only the environment, so that a machine outside a cluster neither waits for a network nor fails.
-    `num_processes` is among the arguments wherever the environment says it.
+    Reads only the environment, so that a machine outside a cluster neither waits for a network nor fails. The result
+    contains `num_processes` if the environment states it.
 
     Args:
-      environ: of this process.
-      platforms: JAX's platforms as the user or JAX chose them, such as `cpu` or `tpu,cpu`; empty: not chosen.
+      environ: the environment of this process.
+      platforms: JAX's platforms as chosen by the user or by JAX, such as `cpu` or `tpu,cpu`; empty if not chosen.
 
     Raises:
-      UserError: a variable that is read is missing or no number; Open MPI without an address to connect to.
+      UserError: a variable is missing or not a number; or Open MPI without an address to connect to.
     """
     if "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ:
         return _explicit(environ)
@@ -112,7 +112,7 @@ def processes(environ: Mapping[str, str], platforms: str) -> Arguments | None:
     if num_tasks > 1:
         one_on_each_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
         return _scheduler(environ, _open_mpi(environ), num_tasks, one_on_each_host)
-    # Google's Kubernetes tells pods with TPUs where they meet. A job is one slice of theirs.
+    # In Google's Kubernetes, TPU pods get the addresses from variables; their job is one slice.
     is_pod = "KUBERNETES_SERVICE_HOST" in environ and "TPU_WORKER_HOSTNAMES" not in environ
     if is_pod and "JOB_COMPLETION_INDEX" in environ and _installed("kubernetes"):
         return {"cluster_detection_method": "k8s"}
@@ -120,14 +120,14 @@ def processes(environ: Mapping[str, str], platforms: str) -> Arguments | None:
 
 
 def full_size(environ: Mapping[str, str], num_processes: int) -> int:
-    """Returns how many processes the job has with all of its machines: at least those that there are.
+    """Returns the number of processes if all machines of the job run: at least the current number.
 
     Args:
-      environ: of this process.
-      num_processes: that there are; they are all, where the environment does not say it.
+      environ: the environment of this process.
+      num_processes: the current number; the default if the environment does not state the full number.
 
     Raises:
-      UserError: the variable is no number, or below `num_processes`.
+      UserError: the variable is not a number, or is below `num_processes`.
     """
     if not environ.get(FULL):
         return num_processes
@@ -142,15 +142,15 @@ def full_size(environ: Mapping[str, str], num_processes: int) -> int:
 def meeting(
     environ: Mapping[str, str], num_processes: int | None = None, full_name: Callable[[], str] = socket.getfqdn
 ) -> Meeting | None:
-    """Returns where the processes meet, as JAX finds it, or None where this process is alone.
+    """Returns the coordinator address that JAX would use, and the processes' numbers; None for a single process.
 
     Args:
-      environ: of this process.
-      num_processes: how many there are, where the environment does not say it; None: not known.
-      full_name: asks for this machine's name with its domain.
+      environ: the environment of this process.
+      num_processes: the number of processes if the environment does not state it; None if unknown.
+      full_name: returns this machine's name with its domain.
 
     Raises:
-      UserError: see `processes`; or only JAX can find the address or the number of processes.
+      UserError: see `processes`; or only JAX can determine the address or the number of processes.
     """
     how = processes(environ, environ.get("JAX_PLATFORMS") or "")
     if how is None:
@@ -172,13 +172,13 @@ def meeting(
 
 
 def hosts_of(text: str) -> list[str]:
-    """Returns the hosts of a list of Slurm's.
+    """Parses a node list of Slurm.
 
     >>> hosts_of("node[1-2,007],login")
     ['node1', 'node2', 'node007', 'login']
 
     Raises:
-      UserError: something else than numbers stands between brackets.
+      UserError: the text between brackets is not a list of numbers and ranges.
     """
     result = []
     for prefix, inside, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
@@ -197,21 +197,21 @@ def hosts_of(text: str) -> list[str]:
 def _in_slurm(environ: Mapping[str, str], address: str | None, num_processes: int) -> Meeting:
     listed = environ["SLURM_STEP_NODELIST"]
     hosts, num_hosts = hosts_of(listed), _count(environ, "SLURM_STEP_NUM_NODES")
-    # JAX reads all of these, once the processes meet.
+    # JAX will read all of these variables.
     below = {"SLURM_PROCID": num_processes, "SLURM_LOCALID": num_processes, "SLURM_NTASKS": _MOST}
     index, _, _, job = _numbers(environ, **below, SLURM_JOB_ID=_MOST)
     if not address:
-        # As JAX reads the list: what follows the brackets does not count.
+        # Like JAX, which ignores the text after the brackets.
         prefix, number = re.match(r"([^,\[]*)(?:\[([^,\-]*))?", listed).groups(default="")  # type: ignore[union-attr]
         address = f"{prefix}{number}:{_FIRST_PORT + job % _NUM_PORTS}"
-    # Consecutive tasks share a host, which is how srun fills them unless it is told otherwise.
+    # Assumes that consecutive tasks share a host, the default distribution of srun.
     even = len(hosts) == num_hosts and num_processes % num_hosts == 0
     names = tuple(hosts[i * num_hosts // num_processes] for i in range(num_processes)) if even else ()
     return Meeting(address, num_processes, index, num_hosts, names)
 
 
 def _in_kubernetes(environ: Mapping[str, str], address: str | None, num_processes: int, full_name: str) -> Meeting:
-    # The pods of an Indexed Job are JOB-0, JOB-1, ..., and the service gives them its name as their domain.
+    # The pods of an Indexed Job are named JOB-0, JOB-1, ..., and their domain is the name of the service.
     [index] = _numbers(environ, JOB_COMPLETION_INDEX=num_processes)
     own, _, domain = full_name.partition(".")
     job = own.removesuffix(f"-{index}")
@@ -222,7 +222,7 @@ def _in_kubernetes(environ: Mapping[str, str], address: str | None, num_processe
 
 
 def _address_of_open_mpi(environ: Mapping[str, str]) -> str:
-    """Returns the address that JAX takes from an URI such as `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
+    """Returns the address that JAX derives from a URI such as `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
     uri = environ["OMPI_MCA_orte_hnp_uri"]
     match = re.match(r"(\d{1,12})\..*?(?:tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]])", uri)
     if match is None:
@@ -235,10 +235,10 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def _numbers(environ: Mapping[str, str], **below: int) -> list[int]:
-    """Returns the numbers that variables hold, each below its limit.
+    """Returns the values of variables that contain numbers below the given limits.
 
     Raises:
-      UserError: a line for each that is missing, no whole number, or not below its limit.
+      UserError: one line for each variable that is missing, not a whole number, or not below its limit.
     """
     texts = {name: environ.get(name) or "nothing" for name in below}
     wrong = [name for name, value in texts.items() if not (_is_whole(value) and int(value) < below[name])]
@@ -249,7 +249,7 @@ def _numbers(environ: Mapping[str, str], **below: int) -> list[int]:
 
 
 def _is_whole(text: str) -> bool:
-    return text.isdecimal() and len(text) <= 12  # Python reads no number of thousands of digits
+    return text.isdecimal() and len(text) <= 12  # Python does not convert thousands of digits
 
 
 def _is_address(text: str) -> bool:
@@ -277,8 +277,8 @@ def _explicit(environ: Mapping[str, str]) -> Arguments | None:
 
 def _scheduler(environ: Mapping[str, str], method: str, num_tasks: int, one_on_each_host: bool) -> Arguments:
     arguments: Arguments = {"cluster_detection_method": method, "num_processes": num_tasks}
-    # JAX gives process i of a host only the i-th device, which is wrong where a process is alone on its host, and
-    # where the scheduler already shows each process its own device and no other. An empty list means: all it sees.
+    # JAX gives process i of a host only the i-th device. This is wrong if a process is the only one on its host, and if
+    # the scheduler shows each process only its device. An empty list means: all visible devices.
     bound = "CUDA_VISIBLE_DEVICES" in environ and "," not in environ["CUDA_VISIBLE_DEVICES"]
     if (one_on_each_host or bound) and "JAX_LOCAL_DEVICE_IDS" not in environ:
         arguments["local_device_ids"] = []
@@ -288,7 +288,7 @@ def _scheduler(environ: Mapping[str, str], method: str, num_tasks: int, one_on_e
 def _open_mpi(environ: Mapping[str, str]) -> str:
     if "OMPI_MCA_orte_hnp_uri" in environ:
         return "ompi"
-    if _installed("mpi4py"):  # from version 5 on, Open MPI's environment names no address to meet at
+    if _installed("mpi4py"):  # from version 5 on, Open MPI's environment contains no address
         return "mpi4py"
     raise UserError(
         f"processes: got {environ['OMPI_COMM_WORLD_SIZE']} from Open MPI without an address to meet at; "
@@ -302,8 +302,8 @@ def _cloud_tpu(environ: Mapping[str, str], platforms: str) -> Arguments | None:
     hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
     if "," in hosts or _count(environ, "MEGASCALE_NUM_SLICES") > 1:
         return {"cluster_detection_method": "gketpu" if hosts else "gcetpu"}
-    # Elsewhere in the cloud only the metadata server knows the other hosts. JAX itself sets this variable where there
-    # are no chips, and so do single-host images.
+    # Elsewhere in the cloud only the metadata server knows the other hosts. JAX sets this variable if there are no
+    # chips, and single-host images set it, too.
     return {"cluster_detection_method": "gcetpu"} if not hosts and "TPU_SKIP_MDS_QUERY" not in environ else None
 
 

@@ -1,7 +1,7 @@
-"""The one place where JAX is initialised: platform, processes, devices, compilation cache.
+"""Initialises JAX: platform, processes, devices, compilation cache. No other module does this.
 
-Everything here must happen before the first device query, and nothing in the package queries a device at import.
-`cluster` reads from the environment whether a process is one of several.
+All of it must happen before the first device query, and no module of the package queries a device at import. `cluster`
+determines from the environment whether a process is one of several.
 """
 
 import contextlib
@@ -25,27 +25,28 @@ from meshtrain.hardware.compiler_options import CACHE, captured
 from meshtrain.launch import cluster, early_errors, endings, peers
 from meshtrain.launch.local_processes import MAX_SIMULATED
 
-NVIDIA = Path("/proc/driver/nvidia")  # of the kernel's driver
-_NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
-# JAX keeps only what took a second to compile; small programs are most of the start-up time on a CPU.
+NVIDIA = Path("/proc/driver/nvidia")  # created by the kernel driver
+_NUM_DEVICES_TO_FILL = 8  # simulated on CPU if a mesh axis is -1
+# By default JAX caches only programs that compile for a second; on CPUs, small programs dominate the start-up time.
 _CACHE_EVERYTHING = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
 
 def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[list[jax.Device], list[str]]:
-    """Initialises JAX and returns the devices of the mesh. May be called again, and after others used JAX.
+    """Initialises JAX and returns the devices of the mesh. May be called again, and after other code has used JAX.
 
-    On CPU as many devices are simulated as are needed. On GPUs and TPUs the existing ones are used.
+    On CPU the required number of devices is simulated. On GPUs and TPUs the existing devices are used.
 
     Args:
-      num_devices_needed: product of the mesh's axes over all processes; None for all there are (8 simulated on CPU).
-      is_open: one axis is -1. Simulated devices are then as many as `num_devices_needed`; elsewhere all are taken.
+      num_devices_needed: the product of the mesh's axes over all processes; None for all devices (8 simulated on CPU).
+      is_open: whether an axis is -1. Then `num_devices_needed` devices are simulated on CPU; on accelerators all
+        devices are used.
 
     Returns:
-      The devices, of all processes; and lines about them to show to the user (often none).
+      The devices of all processes, and lines about them for the user (often none).
 
     Raises:
-      UserError: fewer devices than needed; on several processes, another number than needed; processes that cannot
-        connect, or an incomplete description of them.
+      UserError: too few devices; with several processes, any other number than required; processes that cannot connect,
+        or an incomplete description of them.
     """
     _refuse_flags(os.environ.get("XLA_FLAGS") or "")
     refuse(cluster.platform_problems({"JAX_PLATFORMS": _setting("jax_platforms") or ""}))
@@ -53,9 +54,9 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
     take_memory(_setting("jax_platforms") or "", os.environ)
     how = cluster.processes(os.environ, _setting("jax_platforms") or "")
     if how is not None and "num_processes" not in how:
-        _meet(how)  # only the cluster knows the number of processes
+        _meet(how)  # only JAX can determine the number of processes
         how = {**how, "num_processes": peers.num_connected()}
-    # If possible, checked before the processes connect: an error in one must not leave the others waiting.
+    # If possible, check before the processes connect: an error in one process must not leave the others waiting.
     num_processes = cluster.full_size(os.environ, how["num_processes"] if how else 1)
     num_devices = devices_each(num_devices_needed, num_processes, is_open)
     if how is not None:
@@ -73,18 +74,18 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
 
 
 def simulate(num_devices: int) -> None:
-    """Makes JAX run on this many simulated CPU devices: for notebooks and scripts, before anything else uses JAX.
+    """Makes JAX simulate this number of CPU devices; for notebooks and scripts, before any other use of JAX.
 
     In the first cell::
 
         import meshtrain
         meshtrain.simulate(8)
 
-    `train` asks for as many as its mesh needs, but JAX fixes the number at its first use, so a later and larger mesh
-    cannot have more. Calling it again with the same number is fine.
+    `train` simulates the devices that its mesh needs, but JAX fixes the number at its first use, so a later and larger
+    mesh cannot have more. Calling it again with the same number is allowed.
 
     Args:
-      num_devices: how many; the largest mesh that is to be trained on here.
+      num_devices: the devices of the largest mesh that will be trained on here.
 
     Raises:
       UserError: JAX has started with another number, or the number is not from 1 to 8192.
@@ -106,15 +107,15 @@ def simulate(num_devices: int) -> None:
 
 
 def devices_each(num_devices_needed: int | None, num_processes: int, is_open: bool = False) -> int:
-    """Returns how many CPU devices each process simulates.
+    """Returns the number of CPU devices that each process simulates.
 
     Args:
       num_devices_needed: over all processes; None for the default, 8.
-      num_processes: how many share them.
-      is_open: one axis is -1, so that a remainder of devices may be left out.
+      num_processes: the number of processes that share them.
+      is_open: whether an axis is -1, so that a remainder of devices may remain unused.
 
     Raises:
-      UserError: the devices do not divide among the processes.
+      UserError: the devices cannot be divided evenly among the processes.
     """
     if num_devices_needed is None or is_open:
         return max(1, (num_devices_needed or _NUM_DEVICES_TO_FILL) // num_processes)
@@ -131,15 +132,15 @@ def devices_each(num_devices_needed: int | None, num_processes: int, is_open: bo
 def choose(
     found: Sequence[jax.Device], num_devices_needed: int | None, num_processes: int
 ) -> tuple[list[jax.Device], list[str]]:
-    """Returns the devices that the mesh takes of those there are, and a line where some are left over.
+    """Returns the devices for the mesh, and a line if some devices remain unused.
 
     Args:
       found: `jax.devices()`.
-      num_devices_needed: product of the mesh's axes; None for all.
-      num_processes: how many processes share them.
+      num_devices_needed: the product of the mesh's axes; None for all devices.
+      num_processes: the number of processes that share them.
 
     Raises:
-      UserError: there are fewer; or another number, on several processes.
+      UserError: there are too few devices; or, with several processes, another number.
     """
     if num_devices_needed is None or num_devices_needed == len(found):
         return list(found), []
@@ -151,7 +152,7 @@ def choose(
         )
     if num_devices_needed > len(found):
         fix = f"one axis of -1, or JAX_PLATFORMS=cpu, which simulates {num_devices_needed}"
-        if found[0].platform == "cpu":  # JAX was in use before: too late to simulate more
+        if found[0].platform == "cpu":  # JAX was used before, so it is too late to simulate more
             fix = f"restart Python, and before anything uses JAX call meshtrain.simulate({num_devices_needed})"
         raise UserError(
             f"mesh: got {num_devices_needed} devices; allowed: at most the {len(found)} {what} devices there are; "
@@ -161,7 +162,7 @@ def choose(
 
 
 def _setting(name: str) -> Any:
-    return getattr(jax.config, name)  # JAX defines its options at run time: no type checker knows them
+    return getattr(jax.config, name)  # JAX defines its options at run time, so type checkers do not know them
 
 
 def _devices() -> list[jax.Device]:
@@ -169,14 +170,14 @@ def _devices() -> list[jax.Device]:
     try:
         with captured() if _setting("jax_platforms") == "cpu" else contextlib.nullcontext():
             return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts if the only platform has no device
+    except (RuntimeError, AssertionError) as error:  # JAX raises AssertionError if the only platform has no device
         what = f"JAX cannot start on '{_setting('jax_platforms')}': {str(error) or 'it has no device'}"
         raise UserError(f"devices: {what}; nearest: JAX_PLATFORMS=cpu") from error
 
 
 def _choose_platform() -> None:
     """Chooses CPU if there is no accelerator, because a plugin without its driver prints tracebacks."""
-    # Set by the user's JAX_PLATFORMS, or by JAX itself where it found TPU chips.
+    # Set by the user's JAX_PLATFORMS, or by JAX if it found TPU chips.
     if _setting("jax_platforms"):
         return
     if not nvidia_answers(os.environ) and not Path("/dev/kfd").exists():  # /dev/kfd: AMD's driver
@@ -184,13 +185,13 @@ def _choose_platform() -> None:
 
 
 def take_memory(platforms: str, environ: MutableMapping[str, str], proc: Path = NVIDIA) -> None:
-    """Has JAX take the share of each GPU's memory that plans assume, unless the user has set one.
+    """Makes JAX allocate the fraction of GPU memory that plans assume, unless the user has set a fraction.
 
-    It does so on cards that plans know. On others, which may be small and also draw a screen, JAX's default stays.
+    Applies only to GPUs that plans know. Other GPUs may be small and also drive a display; there JAX's default stays.
 
     Args:
-      platforms: JAX's platforms, separated by commas; empty if it chooses.
-      environ: of this process, before JAX has started.
+      platforms: JAX's platforms, separated by commas; empty if JAX chooses.
+      environ: the environment of this process, before JAX has started.
       proc: the folder of NVIDIA's driver.
     """
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
@@ -207,7 +208,7 @@ def nvidia_answers(environ: Mapping[str, str]) -> bool:
         return False
     if (NVIDIA / "version").exists():
         return True
-    # WSL has no such file; its driver is reached through this program only.
+    # WSL has no such file; its driver can be queried only with this program.
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return False
@@ -219,10 +220,10 @@ def nvidia_answers(environ: Mapping[str, str]) -> bool:
 
 @functools.cache
 def _refuse_flags(flags: str) -> None:
-    """Asks XLA in another process, for 0.2 s, whether it takes XLA_FLAGS: if not, it ends the process that asks.
+    """Checks in a subprocess (0.2 s) whether XLA accepts XLA_FLAGS, since unknown flags abort the process.
 
     Raises:
-      UserError: it does not.
+      UserError: XLA rejects them.
     """
     if not flags:
         return
@@ -233,10 +234,10 @@ def _refuse_flags(flags: str) -> None:
 
 
 def _meet(how: cluster.Arguments) -> None:
-    """Connects this process with the others, unless it is connected already.
+    """Connects this process to the other processes, unless it is already connected.
 
     Raises:
-      UserError: JAX cannot connect them, or is in use already.
+      UserError: JAX cannot connect them, or is already in use.
     """
     if jax.distributed.is_initialized():
         return
@@ -253,10 +254,10 @@ def _meet(how: cluster.Arguments) -> None:
 
 
 def _simulate(num_devices: int) -> None:
-    """Sets the number of CPU devices, unless it is already as large or JAX is in use.
+    """Sets the number of CPU devices, unless it is already at least this number or JAX is in use.
 
     Raises:
-      UserError: more than JAX can simulate.
+      UserError: more devices than JAX can simulate.
     """
     if _setting("jax_num_cpu_devices") >= num_devices:
         return
@@ -265,7 +266,7 @@ def _simulate(num_devices: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
-        return  # JAX is in use: `choose` refuses its devices if they are too few
+        return  # JAX is in use: `choose` raises an error if its devices are too few
 
 
 def _about_cpu(devices: Sequence[jax.Device]) -> list[str]:
@@ -279,12 +280,12 @@ def _about_cpu(devices: Sequence[jax.Device]) -> list[str]:
 
 
 def leaves_gpus(devices: Sequence[jax.Device]) -> bool:
-    """Returns whether JAX computes on the CPU though nobody asked for that and an NVIDIA GPU is there."""
+    """Returns whether JAX runs on the CPU although the user did not choose it and there is an NVIDIA GPU."""
     return devices[0].platform == "cpu" and not _setting("jax_platforms") and nvidia_answers(os.environ)
 
 
 def _keep_compilations() -> list[str]:
-    """Turns the persistent compilation cache on; returns a line where its directory cannot be written."""
+    """Enables the persistent compilation cache; returns a line if its directory is not writable."""
     if not _setting("jax_enable_compilation_cache"):
         return []
     directory = _setting("jax_compilation_cache_dir") or CACHE
@@ -294,7 +295,7 @@ def _keep_compilations() -> list[str]:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 directory = str(path)
-        except (OSError, RuntimeError, ValueError) as error:  # no home directory; a name that no file can have
+        except (OSError, RuntimeError, ValueError) as error:  # no home directory, or an impossible file name
             jax.config.update("jax_compilation_cache_dir", None)
             return [f"compilation cache off: {directory}: {error}; JAX_COMPILATION_CACHE_DIR names another"]
     jax.config.update("jax_compilation_cache_dir", directory)

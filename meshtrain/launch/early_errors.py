@@ -1,6 +1,7 @@
-"""Errors before the processes of a job connect: the process with the error tells the others at the rendezvous.
+"""Shares errors that occur before the processes of a job connect: the failing process reports to the rendezvous.
 
-Otherwise they would wait for a process that has ended. This module imports no JAX, which may be the cause of the error.
+Otherwise the other processes would wait for a process that has ended. This module does not import JAX, which may be the
+cause of the error.
 """
 
 import contextlib
@@ -14,43 +15,43 @@ from meshtrain.launch import cluster, rendezvous
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.rendezvous import Said, Unreachable
 
-CODE, LINES = "code", "lines"  # keys of the end of a process that others are told
-TELL_SECONDS = 20.0  # in which the others may come
-_TOLD = (errors.EXIT_USER_ERROR, errors.EXIT_TOO_FEW, errors.EXIT_BUG)  # a signal ends a process at once
-_meetings: list[Meeting] = []  # where an error is told: none for a single process, or after the rendezvous has begun
+CODE, LINES = "code", "lines"  # keys of the message about the end of a process
+TELL_SECONDS = 20.0  # how long to wait for the others
+_TOLD = (errors.EXIT_USER_ERROR, errors.EXIT_TOO_FEW, errors.EXIT_BUG)  # codes that are reported
+_meetings: list[Meeting] = []  # where to report an error; empty for a single process, or after `meet` was called
 
 
 def tell_before_meeting(environ: Mapping[str, str]) -> None:
-    """Makes an error that ends this process reach the others of its job, until `meet` begins.
+    """Makes an error that ends this process reach the other processes of its job, until `meet` is called.
 
-    A single process is not affected, nor a job whose rendezvous only JAX knows.
+    Does nothing for a single process, or for a job whose address only JAX can determine.
 
     Args:
-      environ: of this process.
+      environ: the environment of this process.
     """
-    with contextlib.suppress(UserError):  # a wrong variable: the start itself reports it
+    with contextlib.suppress(UserError):  # a wrong variable: JAX's start will report it
         if meeting := cluster.meeting(environ):
             _meetings[:] = [meeting]
             errors.before_leaving(lambda code, lines: _tell(environ, {CODE: code, LINES: lines}))
 
 
 def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
-    """Waits for the others as `rendezvous.meet` does; an error of this process is no longer told there."""
+    """Waits for the other processes like `rendezvous.meet`; later errors are not reported to the rendezvous."""
     _meetings.clear()
     return rendezvous.meet(meeting, environ)
 
 
 def _tell(environ: Mapping[str, str], ending: JsonObject) -> None:
-    """Tells the others how this process ends, whose lines are printed; waits for them, but not longer than 20 s."""
+    """Reports the end of this process to the others; waits for them at most 20 s. Its lines are already printed."""
     if not _meetings or ending[CODE] not in _TOLD:
         return
     meeting = _meetings.pop()
 
     def tell() -> None:
-        with contextlib.suppress(Unreachable, UserError, OSError):  # they would hide the error of this process
+        with contextlib.suppress(Unreachable, UserError, OSError):  # these errors would hide the error of this process
             rendezvous.tell(meeting, environ, ending, TELL_SECONDS)
 
-    # In a thread, because process 0 answers only when all have come, and name servers may take minutes.
+    # In a thread, because process 0 answers only after all processes have registered, and DNS may take minutes.
     thread = threading.Thread(target=tell, daemon=True, name="early error")
     thread.start()
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,8 +1,9 @@
-"""How the processes of a job end: all print the error of one process and have its exit code; process 0 ends last.
+"""Ends the processes of a job together: all print the error of one process and have its exit code; process 0 ends last.
 
-A process that ends with an error publishes exit code and lines in the key-value store. A thread in each process reads
-the store once a second: it reaches a process in every wait, also in a collective or in the compiler. The store is in
-process 0, whose end makes JAX abort the others (SIGABRT). So process 0 waits until the others have printed their lines.
+A process that ends with an error publishes its exit code and lines in JAX's key-value store. A thread in each process
+reads the store once a second, so it works even while the process waits in a collective or in the compiler. The store is
+in process 0, whose end makes JAX abort the other processes (SIGABRT). So process 0 waits until the other processes have
+printed their lines.
 """
 
 import atexit
@@ -19,11 +20,11 @@ from meshtrain.launch.early_errors import CODE, LINES
 from meshtrain.launch.rendezvous import Said
 
 POLL_SECONDS = 1.0
-_OWN_SECONDS = 0.5  # in which this process may find the same error
-_PRINTED_SECONDS = 10.0  # process 0 waits for the last lines of the others; a process that was killed has none
-_KNOWN_SECONDS = 4.0  # another process waits until all know that it ends
+_OWN_SECONDS = 0.5  # this process may raise the same error in the meantime
+_PRINTED_SECONDS = 10.0  # process 0 waits for the last lines of the others; a killed process prints none
+_KNOWN_SECONDS = 4.0  # other processes wait until all have noticed the end
 _WAIT_SECONDS = 0.1
-_LAST_SECONDS = 0.5  # between the last line of a process and its end, or between two ends
+_LAST_SECONDS = 0.5  # between the last line of a process and its end, or between the ends of two processes
 _HAS_PRINTED = "has_printed"
 # Exit codes that a process shares: the others end with the same lines and the same code.
 _SHARED = (
@@ -33,12 +34,12 @@ _SHARED = (
     errors.EXIT_NOT_SAVED,
     errors.EXIT_START_AGAIN,
 )
-# All processes find these on their own, and may still have rows to write.
+# All processes reach these codes independently, and may still have rows to write.
 _FOUND_BY_ALL = (errors.EXIT_FINISHED, errors.EXIT_STOPPED_ITSELF)
 
 
 def end_together() -> None:
-    """Makes this process end with the error of another one, and publish its own. Call it once they are connected."""
+    """Makes this process end with the error of another process, and publish its own. Call it after they connect."""
     if peers.num_connected() == 1:
         return
     errors.before_leaving(_say_farewell)
@@ -47,7 +48,7 @@ def end_together() -> None:
     listener.start()
 
     def stop() -> None:
-        # A thread inside JAX's client while Python ends would abort the process.
+        # A thread inside JAX's client would abort the process when Python exits.
         ends.set()
         listener.join(_KNOWN_SECONDS)
 
@@ -56,21 +57,21 @@ def end_together() -> None:
 
 @contextlib.contextmanager
 def telling_errors() -> Iterator[None]:
-    """Publishes a UserError of the block at once, before blocks around it wait for other processes or threads."""
+    """Publishes a UserError of the block at once, before enclosing blocks wait for other processes or threads."""
     try:
         yield
     except UserError as error:
-        with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 is gone
+        with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 has ended
             if peers.is_connected() and peers.num_connected() > 1:
                 peers.say_ending({CODE: error.code, LINES: errors.error_lines(error), _HAS_PRINTED: False})
         raise
 
 
 def end_if_told(said: Said, own_number: int) -> None:
-    """Ends this process if another one has told an error at the rendezvous, with its lines and its code.
+    """Ends this process with the lines and exit code of another process that reported an error to the rendezvous.
 
     Args:
-      said: process -> None, or how it ends.
+      said: process -> None, or the message about its end.
       own_number: the number of this process.
     """
     if ending := ending_of_others({process: ending for process, ending in said.items() if ending}, own_number):
@@ -78,10 +79,10 @@ def end_if_told(said: Said, own_number: int) -> None:
 
 
 def ending_of_others(endings: dict[int, JsonObject], own_number: int) -> tuple[int, str] | None:
-    """Returns the exit code and the lines with which this process has to end, or None to continue.
+    """Returns the exit code and the lines with which this process must end, or None to continue.
 
     Args:
-      endings: process -> what it has published.
+      endings: process -> its published message.
       own_number: the number of this process.
     """
     for process, ending in sorted(endings.items()):
@@ -97,7 +98,7 @@ def ending_of_others(endings: dict[int, JsonObject], own_number: int) -> tuple[i
 
 def _listen(ends: threading.Event) -> None:
     while not ends.wait(POLL_SECONDS):
-        with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 is gone
+        with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 has ended
             if ending_of_others(peers.endings(), peers.own_number()) is None or ends.wait(_OWN_SECONDS):
                 continue
             if ending := ending_of_others(peers.endings(), peers.own_number()):
@@ -111,19 +112,19 @@ def _end_with(code: int, lines: str) -> None:
 
 
 def _end_later(code: int, lines: str) -> None:
-    """Waits, so that the process with the error ends first: a launcher may leave out the first."""
+    """Waits, so that the process with the error ends first: a launcher may leave the first one out of a restart."""
     time.sleep(_LAST_SECONDS)
 
 
 def _say_farewell(code: int, lines: str) -> None:
-    """Publishes the end of this process, whose lines are printed; waits until the others know it.
+    """Publishes the end of this process (its lines are already printed), and waits until the others have noticed.
 
     The end of a process breaks the collectives of the others, and the end of process 0 aborts them.
     """
     if not peers.is_connected():
         return
     number = peers.own_number()
-    with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 is gone
+    with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 has ended
         peers.say_ending({CODE: code, LINES: lines, _HAS_PRINTED: True})
         deadline = time.monotonic() + (_KNOWN_SECONDS if number else _PRINTED_SECONDS)
         while not _all_have(peers.endings(), needs_lines=number == 0) and time.monotonic() < deadline:
@@ -133,6 +134,6 @@ def _say_farewell(code: int, lines: str) -> None:
 
 
 def _all_have(endings: dict[int, JsonObject], *, needs_lines: bool) -> bool:
-    """Returns whether all processes have published an ending; if asked, whether they have printed their lines too."""
+    """Returns whether all processes have published their end, and, with `needs_lines`, printed their lines."""
     have = [ending[_HAS_PRINTED] or not needs_lines for ending in endings.values()]
     return sum(have) == peers.num_connected()

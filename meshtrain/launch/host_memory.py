@@ -1,4 +1,4 @@
-"""How much main memory is there for this process: the machine's, the container's, the shell's limit. Imports no JAX."""
+"""Main memory available to this process: limited by the machine, the container and the shell. Imports no JAX."""
 
 import re
 import resource
@@ -7,18 +7,18 @@ from pathlib import Path
 
 MEMORY = Path("/proc/meminfo")
 GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# Of a control group: the limit, and what is in use; of version 2, and of version 1 below its folder `memory`.
+# Files of a control group with its limit and its usage: version 2, and version 1 below the folder `memory`.
 _FILES = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
 _ULIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
 
 def memory(proc: Path = MEMORY, groups: Path = GROUPS, own: Path = OWN_GROUP) -> tuple[int, int]:
-    """Returns the available and all bytes of main memory, within the limits of containers.
+    """Returns the available and the total bytes of main memory, within the limits of containers.
 
     Args:
-      proc: the kernel's table of memory.
+      proc: the kernel's memory table, /proc/meminfo.
       groups: the folder of control groups.
-      own: the file that names the groups of this process.
+      own: the file that names the control groups of this process.
     """
     sizes = _sizes(proc)
     limits = [(limit, used) for limit, used in _limits(groups, own) if limit < sizes["MemTotal"]]
@@ -27,14 +27,14 @@ def memory(proc: Path = MEMORY, groups: Path = GROUPS, own: Path = OWN_GROUP) ->
 
 
 def most_bytes(proc: Path = MEMORY, groups: Path = GROUPS, own: Path = OWN_GROUP) -> int | None:
-    """Returns the bytes that this process cannot exceed: memory and swap, or a lower limit; None if they are not known.
+    """Returns the bytes that this process can use at most: memory and swap, or a lower limit; None if unknown.
 
-    Limits are those of containers and of `ulimit -v` and `ulimit -d`.
+    Limits are set by containers, `ulimit -v` and `ulimit -d`.
 
     Args:
-      proc: the kernel's table of memory.
+      proc: the kernel's memory table, /proc/meminfo.
       groups: the folder of control groups.
-      own: the file that names the groups of this process.
+      own: the file that names the control groups of this process.
     """
     sizes = _sizes(proc)
     if "MemTotal" not in sizes:
@@ -46,15 +46,15 @@ def most_bytes(proc: Path = MEMORY, groups: Path = GROUPS, own: Path = OWN_GROUP
 
 
 def _sizes(proc: Path) -> dict[str, int]:
-    """Returns name -> bytes of the kernel's table of memory."""
+    """Parses the kernel's memory table; returns name -> bytes."""
     return {key: int(size) * 1024 for key, size in re.findall(r"^(\w+):\s+(\d+) kB", _text(proc), re.MULTILINE)}
 
 
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """Yields (limit, bytes in use) of the control groups of this process that have a limit, the inner ones first."""
+    """Yields (limit, used bytes) of the control groups of this process that have a limit, inner groups first."""
     for folder, limit_file, used_file in _FILES:
         name = re.search(rf"^\d+:{folder}:/(.*)$", _text(own), re.MULTILINE)
-        # In a container the folder's root is often the container's group, whatever the name says.
+        # In a container the root of the folder is often the container's group, even if the name differs.
         inner = groups / folder / (name[1] if name else "")
         for group in (inner, *inner.parents):
             if not group.is_relative_to(groups):

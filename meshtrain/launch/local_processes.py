@@ -1,8 +1,8 @@
-"""Starts several processes on this machine, forwards signals to them, and ends all when one of them fails.
+"""Starts several processes on this machine, forwards signals to them, and ends all if one of them fails.
 
-Each process gets its index and the coordinator's address through the environment (see `distributed`). Its output
-lines are printed with its index in front. The exit code is that of the first process that failed. A job may go on with
-those that are left, and with all of them some time later. Needs no JAX.
+Each process gets its index and the coordinator's address through the environment (see `distributed`). Its output lines
+are printed with its index as prefix. The exit code is the code of the first process that failed. An elastic job may
+continue with the remaining processes, and later with all processes again. Does not need JAX.
 """
 
 import collections
@@ -33,10 +33,10 @@ from meshtrain.launch.signals import STOPPING, drop_output, heeded, on_terminal
 
 # EXIT_NOT_SAVED is retried: the disk may have space again when the run has repeated its last steps.
 NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
-MAX_PROCESSES = 256  # each takes a third of a GB and two pipes: more than any machine has GPUs
-MAX_SIMULATED = 8192  # devices of a process: this many take JAX about four seconds and 1 GB
-LOST_SECONDS = "15"  # between two heartbeats: less than on a cluster, since no network can delay them here
-_GRACE_SECONDS = 5.0  # after one process has failed: time for the others to print their own reason
+MAX_PROCESSES = 256  # more than a machine has GPUs; each process takes a third of a GB and two pipes
+MAX_SIMULATED = 8192  # devices of a process: JAX needs about four seconds and 1 GB for this number
+LOST_SECONDS = "15"  # between two heartbeats: less than on a cluster, since there is no network that delays them
+_GRACE_SECONDS = 5.0  # after one process has failed: time for the others to print their errors
 _SAVING_SECONDS = 60.0  # after one process has saved and ended: time for the others to do the same
 _POLL_SECONDS = 0.05
 _NUM_LAST_WORDS = 5
@@ -45,16 +45,16 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is started.
+    """The processes to start.
 
     Attributes:
       command: the arguments of `python`.
       num_processes: the number of processes.
-      num_devices: devices that each simulates on CPU; 0 leaves that to the program.
-      gpus: identifiers of the machine's GPUs, of which each process gets one; empty on CPU.
-      min_processes: with how many it may go on where one has failed; 0: with all.
-      back_seconds: after which time one that has failed is started again with the others.
-      full: how many there are with those that are left out; 0: nobody is.
+      num_devices: devices that each process simulates on CPU; 0: the program decides.
+      gpus: identifiers of the machine's GPUs, one for each process; empty on CPU.
+      min_processes: the minimum number of processes with which the job may continue after a failure; 0: all.
+      back_seconds: the time after which a failed process is started again with the others.
+      full: the number of processes including those left out; 0 if none is left out.
     """
 
     command: tuple[str, ...]
@@ -67,7 +67,7 @@ class Job:
 
 
 class Workers:
-    """The processes of one start."""
+    """The processes of one start of a job."""
 
     def __init__(self, job: Job) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -91,10 +91,10 @@ class Workers:
                 process.send_signal(number)
 
     def wait(self, until: float | None = None) -> tuple[int, int]:
-        """Waits until all processes have ended; returns (index, exit code) of the first that failed, or (0, 0).
+        """Waits until all processes have ended; returns (index, exit code) of the first failure, or (0, 0).
 
         Args:
-          until: the time, by `time.monotonic`, at which they are told to save and to end; None: never.
+          until: the time, by `time.monotonic`, at which SIGTERM asks them to save and end; None: never.
         """
         first = None
         while first is None and any(process.poll() is None for process in self.processes):
@@ -106,7 +106,7 @@ class Workers:
         first = first or self._first_failure()
         if first is not None:
             known = self._end(_SAVING_SECONDS if first[1] == EXIT_START_AGAIN else _GRACE_SECONDS)
-            # Process 0 ends last, also if its error is the one that has ended the others.
+            # Process 0 ends last, even if its error has ended the others.
             first = known or first if first[1] == EXIT_LOST_PEER else first
         for thread in self._threads:
             thread.join(timeout=_GRACE_SECONDS)
@@ -114,13 +114,13 @@ class Workers:
 
     def _first_failure(self) -> tuple[int, int] | None:
         codes = [(index, process.poll()) for index, process in enumerate(self.processes)]
-        # 128 + the signal's number, as shells report it.
+        # 128 + the signal's number, the convention of shells.
         failed = [(index, 128 - code if code < 0 else code) for index, code in codes if code]
-        # A process that ends because it lost another one is not the first that failed.
+        # A process that ends because it lost another process is not the first failure.
         return min(failed, key=lambda pair: pair[1] == EXIT_LOST_PEER, default=None)
 
     def _end(self, patience_seconds: float) -> tuple[int, int] | None:
-        """Ends all processes after this patience; returns the first failure among those that ended on their own."""
+        """Ends all processes after this patience; returns the first failure of processes that ended by themselves."""
         deadline = time.monotonic() + patience_seconds
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
             time.sleep(_POLL_SECONDS)
@@ -133,13 +133,13 @@ class Workers:
 
 
 def run(job: Job, num_restarts: int = 0) -> int:
-    """Runs a job to its end, starting it again where that may help, and returns its exit code.
+    """Runs a job to its end, with restarts if they may help, and returns its exit code.
 
     Args:
-      job: what to start.
-      num_restarts: how often it is started again after a failure. It is not started again after a user's mistake, a run
-        that stopped itself, or a signal to this process. A start with those that are left, because fewer fit the run or
-        because all are there again, does not count.
+      job: the processes to start.
+      num_restarts: the maximum number of restarts after failures. There is no restart after a user error, a run that
+        stopped itself, or a signal to this process. A start with fewer processes because the run needs it, or with all
+        processes after a pause, does not count.
     """
     workers: Workers | None = None
     arrived, descriptors = list[int](), on_terminal()
@@ -157,7 +157,7 @@ def run(job: Job, num_restarts: int = 0) -> int:
     left = Left(job)
     while True:
         part = left.part(arrived)
-        # Until all processes are started: one that got the same SIGINT twice would end without a save.
+        # Block signals until all processes are started: a process that gets SIGINT twice would end without a save.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         try:
             if arrived:
@@ -185,22 +185,23 @@ def run(job: Job, num_restarts: int = 0) -> int:
 
 
 class Left:
-    """Which processes of a job are started: all, or those that are left where it may go on with fewer.
+    """The processes to start: all, or the survivors of an elastic job.
 
     Attributes:
-      until: when those that the last start left out are there again, by `time.monotonic`; None: it left out none.
+      until: when processes left out by the last start are available again, by `time.monotonic`; None if none was left
+        out.
     """
 
     def __init__(self, job: Job) -> None:
-        """Starts with all of them."""
+        """Starts with all processes."""
         self.job = job
         self.until: float | None = None
-        self._back = [0.0] * job.num_processes  # when each is there again
-        self._most = job.num_processes  # that fit the run
+        self._back = [0.0] * job.num_processes  # when each process is available again
+        self._most = job.num_processes  # the largest number that fits the run
         self._started = list(range(job.num_processes))
 
     def part(self, arrived: Sequence[int]) -> Job:
-        """Returns the job of the next start, after a wait where too few processes are left; names those left out.
+        """Returns the job of the next start, and names processes left out; waits if too few are available.
 
         Args:
           arrived: signals to this process, which end the wait.
@@ -220,13 +221,16 @@ class Left:
         return dataclasses.replace(job, num_processes=len(self._started), gpus=gpus, full=job.num_processes)
 
     def failed(self, index: int, code: int) -> None:
-        """Leaves a process out for a while: the one with this index of the last start ended first, with this code."""
+        """Leaves a process out for a while: the process with this index in the last start, which ended first.
+
+        It is not left out if its exit code means that another process or a signal was the cause.
+        """
         self._most = self.job.num_processes
         if self.job.min_processes and code not in (EXIT_START_AGAIN, EXIT_LOST_PEER):
             self._back[self._started[index]] = time.monotonic() + self.job.back_seconds
 
     def one_less(self) -> bool:
-        """Makes the next start one process smaller, because this number does not fit; returns whether it may be."""
+        """Makes the next start one process smaller, because this number does not fit; returns whether it is allowed."""
         tried = len(self._started)
         self._most = tried - 1
         may = self._most >= self.job.min_processes > 0
@@ -238,17 +242,17 @@ class Left:
 
 
 def environment(job: Job, index: int, address: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of one of the processes.
+    """Returns the environment of a process of the job.
 
     Args:
-      job: what is started.
-      index: of the process.
+      job: the processes to start.
+      index: the index of the process.
       address: host:port of the coordinator.
-      inherited: this process' own environment.
+      inherited: the environment of this process.
     """
     own = {
         "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address,  # else JAX listens on all interfaces
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # otherwise JAX listens on all interfaces
         "JAX_NUM_PROCESSES": str(job.num_processes),
         "JAX_PROCESS_ID": str(index),
         "MESHTRAIN_LOST_SECONDS": inherited.get("MESHTRAIN_LOST_SECONDS") or LOST_SECONDS,
@@ -267,7 +271,7 @@ def gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the identifiers of the GPUs that may be used; none if JAX_PLATFORMS names other devices.
 
     Args:
-      environ: this process' own environment.
+      environ: the environment of this process.
     """
     platforms = environ.get("JAX_PLATFORMS") or "cuda"
     if not {"cuda", "gpu"} & set(platforms.split(",")):
@@ -290,27 +294,27 @@ def _start(job: Job, index: int, address: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # a Ctrl-C in the terminal reaches this process only, which forwards it once
+        start_new_session=True,  # a Ctrl-C in the terminal reaches only this process, which forwards it once
         preexec_fn=_prepared,
     )
 
 
 def _prepared() -> None:
-    """Runs in the child process before it becomes its program."""
-    # If the launcher is killed, the kernel kills the child: nothing else would end it.
+    """Runs in the child process before it executes its program."""
+    # If the launcher is killed, the kernel kills the child, which would otherwise continue.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.deque[str]) -> None:
-    """Copies a process' lines, each in one write, so that those of several processes do not mix."""
+    """Copies a process's lines, each in one write, so that lines of several processes do not mix."""
     for line in stream:
         last_words.append(line.rstrip())
         try:
             target.write(f"[{index}] {line.rstrip()}\n")
             target.flush()
         except OSError:
-            errors.leave_at_once(errors.lost_output())  # the kernel then ends the processes too
+            errors.leave_at_once(errors.lost_output())  # then the kernel also ends the processes
 
 
 def _say(what: str) -> None:

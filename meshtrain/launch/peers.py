@@ -1,7 +1,7 @@
-"""Small messages between the processes of a run, through the key-value store of JAX's coordination service.
+"""Exchanges small messages between the processes of a run, with the key-value store of JAX's coordination service.
 
-JAX has no public interface to that store: this file is the only one that uses the private one, and a test fails if
-it moves. With a single process every function returns that process' own message.
+JAX has no public interface to that store: only this module uses the private one, and a test fails if it moves. With a
+single process every function returns the process's own message.
 """
 
 import collections
@@ -21,8 +21,8 @@ from jax.experimental import multihost_utils
 from meshtrain.errors import Interrupted, LostPeer, TrainingStopped, refuse
 from meshtrain.files import Json
 
-_PATIENCE_SECONDS = 600  # wait for the slowest process: it may be reading a large file
-_LAST_SECONDS = 5.0  # for reports that are not yet published at the end
+_PATIENCE_SECONDS = 600  # patience for the slowest process, which may be reading a large file
+_LAST_SECONDS = 5.0  # to publish the remaining reports at the end
 _ROOM = "meshtrain"
 SAME_START = "start them by the same command on the same installation"
 SAME_FILES = "the same files on every machine, as in one shared folder"
@@ -30,30 +30,30 @@ FINISHED = "finished"  # instead of a heartbeat
 _num_calls: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _beats = itertools.count()
-_exchanges = itertools.count()  # a program may train several times
+_exchanges = itertools.count()  # distinguishes the exchanges of a program that trains several times
 
 
 def index() -> int:
-    """Returns the index of this process, from 0 on."""
+    """Returns the index of this process, starting at 0."""
     return jax.process_index()
 
 
 def is_main_process() -> bool:
-    """Returns whether this process writes the run's files and talks to the user (process 0).
+    """Returns whether this is process 0, which writes the run's files and prints for the user.
 
-    Call it after `distributed.start`: before that, JAX knows of one process only.
+    Call it after `distributed.start`: before that, JAX knows only a single process.
     """
     return index() == 0
 
 
 def agreed_stop(start_step: int) -> Callable[[int], bool] | None:
-    """Returns a function of a step: whether all processes stop after it. None for a single process.
+    """Returns a function of a step: whether all processes stop after this step. None for a single process.
 
-    JAX has all of them stop after the step that follows the last one asked for, which is 0 at first. So it is told the
-    number of steps since the start: in a run that resumes, step 1 is long past.
+    JAX makes all processes stop after the step that follows the last requested step, which is 0 at first. So JAX gets
+    the number of steps since the start: in a resumed run, step 1 would be in the past.
 
     Args:
-      start_step: the last step that is done; it is then asked for each of those that follow.
+      start_step: the last completed step; the function is then called for each following step.
     """
     if count() == 1:
         return None
@@ -66,11 +66,11 @@ def count() -> int:
 
 
 def gathered(name: str, value: Json) -> list[Json]:
-    """Returns the values of all processes, by process index. All processes call it, with the same names in one order.
+    """Returns the values of all processes, by process index. All processes call it, with the same names in order.
 
     Args:
-      name: of the message.
-      value: of this process; anything that JSON holds.
+      name: the name of the message.
+      value: the value of this process; any JSON value.
 
     Raises:
       LostPeer: a process does not answer.
@@ -89,7 +89,7 @@ def gathered(name: str, value: Json) -> list[Json]:
 
 
 def num_connected() -> int:
-    """Returns the number of connected processes without starting JAX's backends, which `count` does."""
+    """Returns the number of connected processes without starting JAX's backends, unlike `count`."""
     return int(distributed.global_state.num_processes)
 
 
@@ -99,11 +99,11 @@ def num_machines() -> int:
 
 
 def refuse_differences(what: str, facts: Mapping[str, Json], fix: str = SAME_START) -> None:
-    """Compares values that have to be equal in all processes. All processes call it.
+    """Checks that values are equal in all processes. All processes call it.
 
     Args:
-      what: what the values describe; it names the message and starts the lines.
-      facts: name -> anything that JSON holds.
+      what: what the values describe; it names the message and starts the error lines.
+      facts: name -> any JSON value.
       fix: how the user makes them equal.
 
     Raises:
@@ -117,7 +117,7 @@ def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_
 
     Args:
       what: what the facts describe.
-      facts: of each process.
+      facts: the facts of each process.
       fix: how the user makes them equal.
     """
     problems = []
@@ -133,43 +133,43 @@ def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_
 
 
 def share_problems(name: str, problems: Sequence[str]) -> list[str]:
-    """Returns the problems of all processes, without duplicates, so that all of them stop if one has to.
+    """Returns the problems of all processes, without duplicates, so that all processes stop together.
 
     Args:
-      name: of the check.
-      problems: those of this process.
+      name: the name of the check.
+      problems: the problems of this process.
     """
     return list(dict.fromkeys(line for lines in gathered(name, list(problems)) for line in lines))
 
 
 def announce(what: str) -> None:
-    """Tells the other processes something that they ask for by `is_announced`, of a name that is used once."""
+    """Announces an event to the other processes, which query it with `is_announced`. Use each name only once."""
     if count() > 1:
         _service().key_value_set(f"{_ROOM}/{what}/{index()}", "", allow_overwrite=True)
 
 
 def is_announced(what: str) -> bool:
-    """Returns whether a process has announced it. It asks the service of process 0: not more often than need be."""
+    """Returns whether a process has announced an event. It queries process 0, so do not call it too often."""
     return count() > 1 and bool(_service().key_value_dir_get(f"{_ROOM}/{what}/"))
 
 
 def beat(step: int) -> None:
-    """Publishes a heartbeat of this process: the step that it has completed; see `say_finished` for the last one."""
+    """Publishes a heartbeat of this process: its last completed step. `say_finished` is the last heartbeat."""
     _service().key_value_set(f"{_ROOM}/beat/{index()}", f"{step} {next(_beats)}", allow_overwrite=True)
 
 
 def say_finished() -> None:
-    """Tells the other processes that this one ends normally: they no longer expect a heartbeat from it."""
+    """Announces that this process ends normally, so that the others no longer expect heartbeats from it."""
     _service().key_value_set(f"{_ROOM}/beat/{index()}", FINISHED, allow_overwrite=True)
 
 
 def say_ending(message: Json) -> None:
-    """Publishes why this process ends, as JSON holds it, before it ends."""
+    """Publishes the reason why this process ends, a JSON value, before it ends."""
     _service().key_value_set(f"{_ROOM}/ending/{own_number()}", json.dumps(message), allow_overwrite=True)
 
 
 def endings() -> dict[int, Json]:
-    """Returns {process: why it ends} for the processes that have published it."""
+    """Returns {process: reason of its end} for the processes that have published it."""
     entries = _service().key_value_dir_get(f"{_ROOM}/ending/")
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries}
 
@@ -180,30 +180,30 @@ def own_number() -> int:
 
 
 def is_connected() -> bool:
-    """Returns whether this process is connected with others at this moment."""
+    """Returns whether this process is currently connected to other processes."""
     return distributed.global_state.client is not None
 
 
 def signs_of_life() -> dict[int, str]:
-    """Returns {process: its last heartbeat, or FINISHED}. A heartbeat that has not changed is an old one."""
+    """Returns {process: its last heartbeat, or FINISHED}. A process without a new heartbeat returns the same value."""
     beats = _service().key_value_dir_get(f"{_ROOM}/beat/")
     return {int(key.rpartition("/")[2]): value for key, value in beats}
 
 
 class Exchange:
-    """Publishes numbered reports from a thread while its `with` block is open; nobody waits for another process.
+    """Publishes numbered reports from a thread while its `with` block is open; no process waits for another.
 
-    Process 0 knows a report once every process has published it: the others may be a while behind. All processes open
-    the same exchanges in one order.
+    Process 0 receives a report after every process has published it, so there may be a delay. All processes open the
+    same exchanges in the same order.
     """
 
     def __init__(self, name: str, complete: Callable[[int, dict[int, Json]], None]) -> None:
-        """Makes an exchange; its thread starts with the `with` block.
+        """Creates an exchange; its thread starts with the `with` block.
 
         Args:
-          name: of the reports.
+          name: the name of the reports.
           complete: (number, {process: report}) -> None; called in the thread of process 0, in the order of the numbers,
-            once all processes have published a report of that number.
+            after all processes have published the report with this number.
         """
         self._room = f"{_ROOM}/{name}/{next(_exchanges)}"
         self._complete = complete
@@ -216,21 +216,21 @@ class Exchange:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._jobs.put(None)
-        # So all processes end alike; otherwise another one may be gone, and nothing answers. A thread that is left over
-        # would ask JAX for this process's number while Python exits, and JAX would start its backend for that.
+        # In these cases all processes end; otherwise another process may have died, and nothing answers. A remaining
+        # thread would query JAX for this process's index while Python exits, and JAX would start its backend for it.
         if kind in (None, Interrupted, TrainingStopped):
             self._thread.join(_LAST_SECONDS)
 
     def do(self, job: Callable[[], None]) -> None:
-        """Calls a function in the thread, after all that was given to it before."""
+        """Calls a function in the thread, after all functions passed before."""
         self._jobs.put(job)
 
     def publish(self, number: int, report: Callable[[], Json]) -> None:
         """Publishes a report from the thread.
 
         Args:
-          number: larger than those before, and the same in all processes.
-          report: returns anything that JSON holds; it may wait for a device.
+          number: larger than all previous numbers, and the same in all processes.
+          report: returns any JSON value; it may wait for a device.
         """
         self.do(lambda: self._publish(number, report()))
 
@@ -249,7 +249,7 @@ class Exchange:
                 self._complete(known, of_each)
 
     def _work(self) -> None:
-        # RuntimeError: raised by JAX when process 0 or a device is gone, which the watchdog and the loop notice.
+        # JAX raises RuntimeError if process 0 or a device has failed, which the watchdog and the loop notice.
         with contextlib.suppress(RuntimeError):
             while (job := self._jobs.get()) is not None:
                 job()

@@ -1,9 +1,9 @@
-"""Messages between the processes of a job before JAX connects them: over TCP, through process 0, each with a limit.
+"""Exchanges messages between the processes of a job before JAX connects them, over TCP, with time limits.
 
-JAX ends a process without a word about the others when one of them is missing. Here process 0 listens at the port that
-JAX will listen at. The others connect, and stay connected when it has stopped listening, so that process 0 can say who
-is missing or stuck whatever JAX does. A message is one line of JSON. `roll_call` is the rendezvous of the doctor,
-of `meet`, with which a run starts, and of `tell`, for a process that cannot start.
+If a process is missing, JAX ends the others without a message that names it. Here process 0 listens on the port that
+JAX will use. The other processes connect, and stay connected after it has stopped listening, so that process 0 can name
+missing or hanging processes in any state of JAX. A message is one line of JSON. `roll_call` is used by the doctor, by
+`meet` at the start of a run, and by `tell` for a process that cannot start.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from meshtrain.errors import LostPeer, UserError
 from meshtrain.files import Json, read_json
 from meshtrain.launch.cluster import Meeting
 
-LINE_SECONDS = 15.0  # between two lines about those that are awaited
-TRY_SECONDS = 10.0  # for a port that was in use a moment ago, and for name servers
-MEET_SECONDS = 300.0  # as long as JAX waits
+LINE_SECONDS = 15.0  # between two lines about missing processes
+TRY_SECONDS = 10.0  # retries for a port that was just in use, and for name servers
+MEET_SECONDS = 300.0  # the same time limit as JAX's
 _ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST")
 _NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 _NAMED = 8  # processes that a line names
-_MOST_BYTES = 2**22  # of a message: more is from something else
+_MOST_BYTES = 2**22  # of a message: larger messages come from another program
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
-_GRACE_SECONDS = 10.0  # process 0 waits for the others first, and answers then
+_GRACE_SECONDS = 10.0  # process 0 first waits for the others, then answers
 _MEET, _AWAITED, _REFUSED = "meet", "awaited", "refused"
 _T = TypeVar("_T")
 _Message = Mapping[str, Json]
@@ -36,30 +36,30 @@ Said = dict[int, Json]  # process -> its value
 
 
 class Unreachable(Exception):
-    """Process 0 cannot be reached, or does not answer; the text is what was seen."""
+    """Process 0 cannot be reached, or does not answer; the text states the observation."""
 
 
 class Refused(Unreachable):
-    """Two processes say that they are the same one, or that the job has different sizes; the text names them."""
+    """Two processes have the same number, or different sizes of the job; the text names them."""
 
 
 class Occupied(Unreachable):
-    """Process 0 cannot listen at its port; the text is the reason."""
+    """Process 0 cannot listen on its port; the text is the reason."""
 
 
 def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
-    """Waits until all processes of a job are there, five minutes at most; prints every 15 s for whom.
+    """Waits at most five minutes until all processes of a job have registered; prints missing ones every 15 s.
 
     Returns:
       Process -> None, or the value with which it called `tell`.
 
     Raises:
-      UserError: the address does not resolve, process 0 cannot listen there, or two processes have one number.
-      LostPeer: a process has not come, or has ended meanwhile.
+      UserError: the address does not resolve, process 0 cannot listen there, or two processes have the same number.
+      LostPeer: a process has not registered, or has ended meanwhile.
     """
     got, number = f"{next(filter(environ.get, _ADDRESSES))}: got {meeting.address}", next(filter(environ.get, _NUMBERS))
     try:
-        if "KUBERNETES_SERVICE_HOST" not in environ:  # there a name resolves once its pod has started
+        if "KUBERNETES_SERVICE_HOST" not in environ:  # there a name resolves only after its pod has started
             tried(lambda: socket.getaddrinfo(meeting.host, meeting.port), TRY_SECONDS)
     except OSError as failure:
         fix = "allowed: host:port of process 0; nearest: its IP address, or mend DNS"
@@ -77,7 +77,7 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
 
 
 def tell(meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float) -> None:
-    """Passes a value, which is not None, to the processes that call `meet`: this process cannot take part in the job.
+    """Passes a value other than None to the processes that call `meet`: this process cannot take part in the job.
 
     Raises:
       Unreachable: see `roll_call`.
@@ -87,7 +87,7 @@ def tell(meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: flo
 
 
 def _answers(call: "Hub | Member", said: Said) -> Said:
-    """Returns the answers of a roll call, whose connections it closes."""
+    """Returns the answers of a roll call, and closes its connections."""
     with call:
         if isinstance(call, Hub):
             call.wait_for_the_end(_CONNECT_SECONDS)
@@ -97,19 +97,21 @@ def _answers(call: "Hub | Member", said: Said) -> Said:
 def roll_call(
     meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float, *, needs_all: bool
 ) -> "tuple[Hub | Member, Said]":
-    """Returns the open connection to the others, and process -> value; prints every 15 s who is awaited.
+    """Registers this process with all others; returns the open connection, and process -> value.
+
+    Prints every 15 s which processes are missing.
 
     Args:
-      meeting: where the processes meet.
-      environ: of this process.
-      value: of this process, as JSON holds it.
+      meeting: the address and number of the processes.
+      environ: the environment of this process.
+      value: the JSON value of this process.
       seconds: how long to wait for the others.
-      needs_all: whether a process that is missing, refused or has ended is an error; without, the others go on. A value
-        of another process that is not None comes before these errors.
+      needs_all: whether a missing, rejected or ended process is an error; if not, the others continue. If a process has
+        sent a value other than None, it is returned instead of these errors.
 
     Raises:
-      Unreachable: process 0 cannot be reached or cannot listen (`Occupied`), or this process has the number of another
-        (`Refused`); if all are needed, also if a process has not come, has ended, or has the number of another.
+      Unreachable: process 0 cannot be reached or cannot listen (`Occupied`), or this process has another process's
+        number (`Refused`); with `needs_all`, also if another process is missing, has ended, or was rejected.
     """
     begun = time.monotonic()
 
@@ -137,7 +139,7 @@ def roll_call(
             if (left := begun + seconds - time.monotonic() - _RETRY_SECONDS) <= 0:
                 raise Unreachable(f"waited {line([0], why)}") from None
             say([0], why)
-            time.sleep(min(left, LINE_SECONDS) if member else 0.0)  # what answers at once would be asked without end
+            time.sleep(min(left, LINE_SECONDS) if member else 0.0)  # an answer at once would lead to an endless loop
     with contextlib.ExitStack() as opened:
         hub = opened.enter_context(_listening(meeting, environ))
         missing = hub.wait_for_all(begun + seconds, say)
@@ -153,7 +155,7 @@ def roll_call(
 
 
 def _listening(meeting: Meeting, environ: Mapping[str, str]) -> "Hub":
-    """Returns process 0's side of a roll call; Refused where another process 0 listens, else Occupied."""
+    """Returns process 0's side of a roll call. Raises Refused if another process 0 listens, otherwise Occupied."""
     try:
         return tried(lambda: Hub(meeting, environ), TRY_SECONDS)
     except OSError as failure:
@@ -166,12 +168,12 @@ def _listening(meeting: Meeting, environ: Mapping[str, str]) -> "Hub":
 
 
 def tried(act: Callable[[], _T], seconds: float) -> _T:
-    """Returns what `act` returns; raises OSError, its `strerror` the reason, if that fails for so many seconds."""
+    """Returns the result of `act`, retried for this time; then raises OSError with the reason as its `strerror`."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             return act()
-        except (OSError, UnicodeError) as failure:  # UnicodeError: no name can be like that
+        except (OSError, UnicodeError) as failure:  # UnicodeError: an impossible host name
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 why = failure.strerror if isinstance(failure, OSError) else ""
                 raise OSError(None, why or str(failure)) from failure
@@ -179,17 +181,17 @@ def tried(act: Callable[[], _T], seconds: float) -> _T:
 
 
 class Hub:
-    """Process 0's side: it listens until all have registered, and passes on what they say."""
+    """Process 0's side: listens until all processes have registered, and distributes their messages."""
 
     def __init__(self, meeting: Meeting, environ: Mapping[str, str]) -> None:
-        """Listens at the port of the meeting.
+        """Listens on the port of the meeting.
 
         Args:
-          meeting: where the processes meet.
-          environ: of this process; JAX_COORDINATOR_BIND_ADDRESS names another address to listen at, as for JAX.
+          meeting: the address and number of the processes.
+          environ: the environment of this process; JAX_COORDINATOR_BIND_ADDRESS sets another address, as in JAX.
 
         Raises:
-          OSError: another program has the port, or the address is not of this machine.
+          OSError: another program uses the port, or the address does not belong to this machine.
         """
         self._meeting = meeting
         self._is_listening = True
@@ -204,7 +206,7 @@ class Hub:
         self._selector.register(self._server, selectors.EVENT_READ, self._server)
 
     def exchange(self, name: str, value: Json, seconds: float) -> Said:
-        """Returns process -> value, of those that answered in time, and tells them the same."""
+        """Returns process -> value for the processes that answered in time, and sends the same to them."""
         self._pump(time.monotonic() + seconds, lambda: self._has_all(name))
         answers = {0: value, **{i: one.said[name] for i, one in sorted(self._own.items()) if name in one.said}}
         for one in self._own.values():
@@ -212,7 +214,10 @@ class Hub:
         return answers
 
     def wait_for_all(self, deadline: float, say: Callable[[Sequence[int]], None]) -> list[int]:
-        """Returns who has not come when the time is over, or a process was refused or has ended; tells all who wait."""
+        """Waits for all processes, and reports missing ones to those that wait; returns the missing processes.
+
+        Ends when all have registered, when the time is over, or when a process was rejected or has ended.
+        """
         while True:
             self._pump(min(deadline, time.monotonic() + LINE_SECONDS), lambda: self._has_all(_MEET))
             here = [process for process, one in self._own.items() if _MEET in one.said]
@@ -233,13 +238,13 @@ class Hub:
         self._selector.close()
 
     def stop_listening(self) -> None:
-        """Leaves the port, so that JAX can listen there; the connections stay."""
+        """Releases the port, so that JAX can listen on it; the connections stay open."""
         self._is_listening = False
         self._selector.unregister(self._server)
         self._server.close()
 
     def wait_for_the_end(self, seconds: float) -> None:
-        """Waits until the others have ended: JAX would abort them if this process ended first."""
+        """Waits until the others have ended, because JAX would abort them if this process ended first."""
         self._pump(time.monotonic() + seconds, lambda: not any(one.is_open for one in self._own.values()))
 
     def ended(self) -> list[int]:
@@ -251,12 +256,12 @@ class Hub:
         return any(one.said.get(name) is not None for one in self._own.values())
 
     def _has_all(self, name: str) -> bool:
-        """Returns whether nobody is left who could still say this."""
+        """Returns whether all processes that can still send this message have sent it."""
         is_complete = len(self._own) == self._meeting.num_processes - 1 or not self._is_listening
         return is_complete and all(name in one.said or not one.is_open for one in self._own.values())
 
     def _pump(self, deadline: float, is_done: Callable[[], bool]) -> None:
-        """Reads what arrives until something is done, or the time is over."""
+        """Reads incoming messages until `is_done`, or until the time is over."""
         while not is_done() and (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
                 if key.data is self._server:
@@ -282,7 +287,7 @@ class Hub:
             why = f"{one.address} says that it is process {process}, and so does another process"
         else:
             self._own[process] = one
-            one.send(_AWAITED, [])  # the process knows that it is not at another program's port
+            one.send(_AWAITED, [])  # shows the process that it has not reached another program's port
             return True
         self.refused.append(why)
         one.send(_REFUSED, why)
@@ -290,14 +295,14 @@ class Hub:
 
 
 class Member:
-    """The side of every process but 0."""
+    """The side of every process except process 0."""
 
     def __init__(self, meeting: Meeting, seconds: float) -> None:
         """Connects to process 0, which may not listen yet.
 
         Args:
-          meeting: where the processes meet.
-          seconds: how long it tries.
+          meeting: the address and number of the processes.
+          seconds: how long it retries.
 
         Raises:
           Unreachable: it cannot connect; the text is the reason of the last attempt.
@@ -330,16 +335,16 @@ class Member:
     def exchange(
         self, name: str, value: Json, seconds: float, say: Callable[[Sequence[int]], None] = lambda _: None
     ) -> Said:
-        """Returns what `Hub.exchange` returns in process 0.
+        """Sends a value; returns the same result as `Hub.exchange` in process 0.
 
         Args:
-          name: of the message.
-          value: of this process.
-          seconds: to wait after each answer of process 0.
-          say: told who is awaited.
+          name: the name of the message.
+          value: the value of this process.
+          seconds: how long to wait after each answer of process 0.
+          say: called with the missing processes.
 
         Raises:
-          Unreachable: process 0 has ended, does not answer in time, or refuses this process.
+          Unreachable: process 0 has ended, does not answer in time, or rejects this process.
         """
         self._connection.send(name, value)
         deadline = time.monotonic() + seconds + _GRACE_SECONDS
@@ -370,12 +375,12 @@ class Member:
 
 
 class _Connection:
-    """One end of a connection.
+    """One side of a connection.
 
     Attributes:
-      address: of the other end.
+      address: the address of the other side.
       said: the newest message of each name.
-      strange: a line that is no message; empty: none came.
+      strange: a received line that is not a message; empty if none was received.
     """
 
     def __init__(self, connected: socket.socket, meeting: Meeting, address: str) -> None:
@@ -399,7 +404,7 @@ class _Connection:
                 self.is_open = False
 
     def read(self) -> list[_Message]:
-        """Returns the messages that are complete; something else than a message ends the connection."""
+        """Returns the complete messages received; a line that is not a message ends the connection."""
         try:
             piece = self.socket.recv(2**16)
         except OSError:

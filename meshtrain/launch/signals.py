@@ -1,9 +1,9 @@
-"""SIGTERM, SIGINT and SIGHUP: before the first step they end the program at once, between steps a run saves first.
+"""Handles SIGTERM, SIGINT and SIGHUP: before the first step the program ends at once, between steps a run saves first.
 
-Before the first step there is nothing to save yet, and after the last one everything is saved. Python runs a signal's
-handler between two lines of the main thread, which may be minutes inside a compiler. A thread learns of the signal at
-once, through the file descriptor that Python's C handler writes to (`signal.set_wakeup_fd`). This module imports no
-JAX, because it is used before JAX is imported.
+Before the first step there is nothing to save, and after the last step everything is saved. Python runs a signal's
+handler between two instructions of the main thread, which may be in a compiler for minutes. A thread notices the signal
+at once, through the file descriptor that Python's C handler writes to (`signal.set_wakeup_fd`). This module does not
+import JAX, because it is used before JAX is imported.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from meshtrain.cli import first_signals
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AFTER = "meshtrain: interrupted: after the last step, whose state is saved; the same command completes the run"
 _undo: list[Callable[[], None]] = []
-_former: dict[int, Any] = {}  # signal -> the handler that one of this module stands in place of
+_former: dict[int, Any] = {}  # signal -> the handler that this module has replaced
 _forking = threading.local()
-_end: list[Callable[[], None]] = []  # ends the thread of `stops_at_signals`, at most one
+_end: list[Callable[[], None]] = []  # ends the thread of `stops_at_signals`; at most one entry
 
 
 def heeded() -> list[signal.Signals]:
-    """Returns the signals that stop a run: all but those that the parent process ignores, as nohup does SIGHUP."""
+    """Returns the signals that stop a run: all except those that the parent process ignores (nohup: SIGHUP)."""
     return [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -44,7 +44,8 @@ def over(taken: Collection[int] = ()) -> None:
     """Restores the handlers before `stops_at_signals` and ends its thread. It may be called again.
 
     Args:
-      taken: signals for which C code has installed a handler meanwhile; Python does not know it, and leaves it.
+      taken: signals for which C code has installed a handler meanwhile; Python does not know it, and does not replace
+        it.
     """
     _end_thread()
     for number in _former.keys() - set(taken):
@@ -59,20 +60,20 @@ def _handle(numbers: Collection[int], handler: Callable[[int, FrameType | None],
 
 
 def _start_thread(line: str) -> None:
-    """Starts a thread that ends the process at a signal, with this line; Python allows it in the main thread only."""
+    """Starts a thread that ends the process at a signal and prints this line. Works only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before, numbers = signal.set_wakeup_fd(writing, warn_on_full_buffer=False), frozenset(heeded())
-    # A handler in Python, though it has nothing to do: without one, nothing is written to the file descriptor.
+    # An empty Python handler is necessary: without a handler, Python does not write to the file descriptor.
     _handle(numbers, lambda *_: None)
     thread = threading.Thread(target=_wait, args=(reading, numbers, line), daemon=True, name="signals")
     thread.start()
 
     def end() -> None:
         signal.set_wakeup_fd(before)
-        os.write(writing, b"\0")  # no signal has this number: the thread ends
+        os.write(writing, b"\0")  # no signal has the number 0, which ends the thread
         thread.join()
         for descriptor in (reading, writing):
             os.close(descriptor)
@@ -90,7 +91,7 @@ def _end_thread() -> bool:
 
 @contextlib.contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Calls `undo` if the block raises, or if a signal ends the program within it before the first step."""
+    """Calls `undo` if the block raises, or if a signal ends the program inside it before the first step."""
     _undo.append(undo)
     try:
         yield
@@ -102,7 +103,7 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def undo() -> None:
-    """Calls the functions of the open blocks of `undone`, the last one first, before the process ends at once."""
+    """Calls the functions of the open `undone` blocks, the last first, before the process ends at once."""
     for step_back in reversed(_undo):
         with contextlib.suppress(OSError):
             step_back()
@@ -119,8 +120,8 @@ def _wait(reading: int, heeded: frozenset[int], said: str) -> None:
 def interruptions(agreed: Callable[[int], bool] | None = None) -> Iterator[Callable[[int], bool]]:
     """Yields a function that returns whether to save and stop. Call it once after each step, with the step's number.
 
-    Signals thus take effect between steps only. A second SIGINT ends the program at once. After SIGHUP the terminal is
-    gone: output to it is dropped, because a failed write would end the run before its save.
+    So signals take effect only between steps. A second SIGINT ends the program at once. After SIGHUP the terminal is
+    closed: its output is discarded, because a failed write would end the run before its save.
 
     Args:
       agreed: step -> whether all processes stop after it; None for a single process.
@@ -130,7 +131,7 @@ def interruptions(agreed: Callable[[int], bool] | None = None) -> Iterator[Calla
 
     def note(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and number in arrived:
-            if is_program:  # an exception could be raised inside a callback of a library, which ignores it
+            if is_program:  # a library's callback could ignore an exception
                 errors.leave_at_once(errors.EXIT_INTERRUPTED)
             raise KeyboardInterrupt
         if number == signal.SIGHUP:
@@ -139,11 +140,11 @@ def interruptions(agreed: Callable[[int], bool] | None = None) -> Iterator[Calla
         if agreed:
             signal.raise_signal(signal.SIGTERM)
 
-    # With several processes JAX handles SIGTERM: it tells the others, and they agree on a step that none has passed.
+    # With several processes JAX handles SIGTERM: it informs the others, and they agree on a step that none has passed.
     taken = (signal.SIGTERM,) if agreed else ()
     try:
         _handle([number for number in heeded() if number not in taken], note)
-    except ValueError:  # not the main thread, as in some notebooks: Python allows no handlers here
+    except ValueError:  # not the main thread, as in some notebooks: Python forbids handlers here
         yield agreed or (lambda step: False)
         return
     _end_thread()
@@ -172,17 +173,17 @@ def _forget() -> None:
     _unblock()
 
 
-# A forked process, such as one of a user's data function, gets the former handlers: its signals are its own.
+# A forked process, for example in a user's data function, gets the previous handlers.
 os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
 
 
 def on_terminal() -> list[int]:
-    """Returns which of the file descriptors of standard output and error are a terminal. Call it before SIGHUP."""
+    """Returns the file descriptors of standard output and error that are terminals. Call it before SIGHUP."""
     return [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
 
 def drop_output(descriptors: list[int]) -> None:
-    """Redirects these file descriptors to /dev/null: writing to a lost terminal fails and would end the program."""
+    """Redirects these file descriptors to /dev/null: a write to a lost terminal fails and would end the program."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)

@@ -1,9 +1,9 @@
-"""A thread that ends the process, with a reason, when no step completes or another process is lost.
+"""Ends the process from a thread, with a reason, if no step completes or another process is lost.
 
-Each process has one. It publishes a heartbeat every second and reads those of the others:
+Each process has a watchdog. It publishes a heartbeat every second and reads the heartbeats of the others:
 
-    no step for `watchdog_seconds`             all stacks and the slowest processes are printed: exit code 4
-    no heartbeat of a process for LOST_SECONDS the process is named: exit code 4
+    no step for `watchdog_seconds`             prints all stacks and the slowest processes: exit code 4
+    no heartbeat of a process for LOST_SECONDS prints the process: exit code 4
 """
 
 import collections
@@ -23,23 +23,23 @@ import jax
 from meshtrain.errors import EXIT_LOST_PEER, Interrupted, TrainingStopped, UserError, leave_at_once
 from meshtrain.launch import peers
 
-LOST_SECONDS = "MESHTRAIN_LOST_SECONDS"  # in the environment: longest time without a heartbeat of a process, in seconds
+LOST_SECONDS = "MESHTRAIN_LOST_SECONDS"  # a variable of the environment: longest time without a heartbeat, in seconds
 _DEFAULT_LOST_SECONDS = 60.0
 _LEAST_SECONDS = 60.0
 _MEDIANS = 10
 _PATIENT_SECONDS = 1800.0
 _POLL_SECONDS = 1.0
-_LAST_SECONDS = 5.0  # for the last heartbeat
+_LAST_SECONDS = 5.0  # to send the last heartbeat
 _ADVICE = "started again, the run goes on from its last checkpoint"
-_ABSENT_SECONDS = 10.0  # between two checks: longer means that this process itself was stopped (SIGSTOP, suspend)
+_ABSENT_SECONDS = 10.0  # between two checks: a longer time means that this process was stopped (SIGSTOP, suspend)
 _NUM_STEPS_REMEMBERED = 64
-_NO_SIGN = "0 none"  # of a process that has not yet given its first: its step
+_NO_SIGN = "0 none"  # placeholder before the first heartbeat; it starts with the step
 
 
 class Watchdog:
     """Checks the run once a second while its `with` block is open.
 
-    Call `completed` after each step, and put evaluations and saves into `patient`.
+    Call `completed` after each step, and enclose evaluations and saves in `patient`.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Watchdog:
         lost_seconds: float | None = None,
         num_processes: int | None = None,
     ) -> None:
-        """Makes a watchdog; its threads start with the `with` block.
+        """Creates a watchdog; its threads start with the `with` block.
 
         Args:
-          limit_seconds: the longest time between two steps; 0: ten times the median step, 60 at least.
-          now: a monotonic time in seconds.
+          limit_seconds: the longest time between two steps; 0: ten times the median step, at least 60.
+          now: returns a monotonic time in seconds.
           lost_seconds: longest time without a heartbeat of a process, in seconds; None: MESHTRAIN_LOST_SECONDS, or 60.
           num_processes: the number of processes; None asks JAX.
 
@@ -84,16 +84,16 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # After another error, which may be of this process alone, the others are to miss its heartbeats.
+        # After another error, which may affect only this process, the others should notice the missing heartbeats.
         self._is_finished = isinstance(error, Interrupted | TrainingStopped | None)
         self._is_over.set()
         if isinstance(error, jax.errors.JaxRuntimeError) and self._num_processes > 1:
-            # A collective failed because another process is gone; a regular exit would wait for that process.
+            # A collective failed because another process has died; a regular exit would wait for that process.
             leave_at_once(
                 EXIT_LOST_PEER, f"meshtrain: lost: a process is gone: {str(error).splitlines()[0]}; {_ADVICE}"
             )
         if self._num_processes > 1:
-            # A heartbeat asks JAX for this process's number. Once Python exits, JAX would start its backend for that.
+            # A heartbeat queries JAX for this process's index. While Python exits, JAX would start its backend for it.
             self._heartbeats.join(_LAST_SECONDS)
 
     def completed(self, step: int, seconds: float | None) -> None:
@@ -101,7 +101,7 @@ class Watchdog:
 
         Args:
           step: its number.
-          seconds: its duration; None for a step that is not typical (the first one may compile).
+          seconds: its duration; None for a step that is not typical (the first step may compile).
         """
         self._step, self._last_seconds, self._is_starting = step, self._now(), False
         if seconds is not None:
@@ -117,7 +117,7 @@ class Watchdog:
             self._last_seconds, self._is_patient = self._now(), before
 
     def limit_seconds(self) -> float:
-        """Returns the longest time without a step that is allowed at the moment."""
+        """Returns the currently allowed time without a step, in seconds."""
         if self._is_starting:
             return math.inf
         if self._is_patient:
@@ -127,12 +127,12 @@ class Watchdog:
         return max(_LEAST_SECONDS, _MEDIANS * statistics.median(self._durations or [0.0]))
 
     def lost(self) -> dict[int, float]:
-        """Returns {process: seconds without a heartbeat} for the processes beyond `lost_seconds`."""
+        """Returns {process: seconds without a heartbeat} for the processes above `lost_seconds`."""
         now = self._now()
         if self._num_processes == 1:
             return {}
         if now - self._answered_seconds > self._lost_seconds:
-            return {0: now - self._answered_seconds}  # process 0, which stores all heartbeats, does not answer
+            return {0: now - self._answered_seconds}  # process 0 stores all heartbeats and does not answer
         silent = {process: now - seen for process, (sign, seen) in self._signs.items() if sign != peers.FINISHED}
         return {process: seconds for process, seconds in silent.items() if seconds > self._lost_seconds}
 
@@ -144,7 +144,7 @@ class Watchdog:
                 self._signs[process] = (sign, self._answered_seconds)
 
     def look(self) -> str:
-        """Returns why the process has to end, or an empty string."""
+        """Returns the reason why the process must end, or an empty string."""
         self._discount_own_absence()
         if lost := self.lost():
             process, seconds = min(lost.items())
@@ -180,9 +180,9 @@ class Watchdog:
                 leave_at_once(EXIT_LOST_PEER, f"meshtrain: hang: {reason}; {_ADVICE}")
 
     def _exchange(self) -> None:
-        # In a thread of its own: these calls block when process 0 does, and `_watch` has to notice that.
+        # In a separate thread: these calls block if process 0 does, and `_watch` must notice that.
         while not self._is_over.wait(_POLL_SECONDS):
-            with contextlib.suppress(RuntimeError):  # raised by JAX when process 0 is gone
+            with contextlib.suppress(RuntimeError):  # raised by JAX if process 0 has ended
                 peers.beat(self._step)
                 self.note(peers.signs_of_life())
         with contextlib.suppress(RuntimeError):
