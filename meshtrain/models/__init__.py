@@ -1,7 +1,7 @@
-"""What is computed? A task is an init and a loss over named dims; the built-in ones are Flax modules.
+"""Models: a task is an init and a loss over arrays with logical axes; the built-in tasks are Flax modules.
 
-The contract is `Task`, with the shapes of batches, kinds of metrics and the cache of generation beside it. The
-decoder is a file of options, one of modules and one that makes the task; attention and experts have implementations
-for each platform and a choice between them. Embedding, head and loss may be split over the vocabulary. Low-rank
-adapters stand beside the matrices. Nothing here sees a mesh or a configuration.
+`task.py` defines the contract `Task`, with the shapes of batches; `metrics.py` defines kinds of metrics. The decoder
+has a file of options, a file of modules and a file that builds the task. Attention and experts have implementations for
+each platform and a function that selects one. Embedding, head and loss may be split over the vocabulary. Low-rank
+adapters are added to matrices. This package uses neither the mesh nor the configuration directly.
 """

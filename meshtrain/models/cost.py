@@ -1,15 +1,15 @@
-"""What a microbatch costs a device, by formula: what the planner knows of a model without a compiler.
+"""Costs of a microbatch on a device by formula, which the planner uses without compiling the model.
 
 b: units (tokens) of a microbatch on a device, D: width, L: layers of a device's stage, a: bytes of a number, n: devices
 along tensor, A = b D a.
 
-    tensor    2 (n - 1) / n of A: 4 a layer, one for the look-up and one for the head. The backward pass repeats some
-              (Korthikanti et al. 2022): one more a layer for the sum after attention (remat.policy save_attention, full
-              or offload). With sequence parallelism a sum is a scatter and a gather, half of it each. There it is one
-              more for the gathers of both norms (selective or dots), and one and a half for these and the scatter after
-              attention (save_attention, full or offload)
-    kept      b D (10 + 24 / n) in 16 bits a layer (Korthikanti et al. 2022, table 2, without the matrix of
-              probabilities, which a fused kernel does not keep); compiled programs keep about 1.6 times that
+    tensor    2 (n - 1) / n of A: 4 per layer, one for the look-up and one for the head. The backward pass repeats some
+              (Korthikanti et al. 2022): one more per layer for the sum after attention (remat.policy save_attention,
+              full or offload). With sequence parallelism a sum is a scatter and a gather, half of it each. Then there
+              is one more for the gathers of both norms (selective or dots), and one and a half for these and the
+              scatter after attention (save_attention, full or offload)
+    kept      b D (10 + 24 / n) in 16 bits per layer (Korthikanti et al. 2022, table 2, without the matrix of
+              probabilities, which a fused kernel does not save); compiled programs save about 1.6 times as much
 """
 
 import dataclasses
@@ -29,22 +29,22 @@ from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import EXPERT, PIPELINE, TENSOR
 
 REDUCTIONS_A_LAYER, LOOKUP_AND_HEAD = 4, 2
-GATHERS_AGAIN = ("selective", "dots")  # policies that compute the norms again, but not the sum after attention
+GATHERS_AGAIN = ("selective", "dots")  # policies that recompute the norms, but not the sum after attention
 KEPT_SEEN = 1.6
-LOGIT_BYTES = 8  # of one logit: itself, its gradient, and a float32 on the way
+LOGIT_BYTES = 8  # per logit: the logit, its gradient, and a float32 intermediate
 FLOAT32_BYTES = 4
 ATTENTION, EXPERTS = "attention", "experts"  # parts of a model
 LOOP = "products by a loop over blocks"
 
 
 class Kernel(NamedTuple):
-    """What computes a part of the model.
+    """The implementation that computes a part of the model.
 
     Attributes:
       part: of the model, such as `ATTENTION` or `EXPERTS`.
       by: its name; '': there is no choice.
-      why: it is that one.
-      exchange: what devices exchange for it, in one line; '': nothing.
+      why: the reason for the choice.
+      exchange: the data that devices exchange for it, as one line of text; '': none.
     """
 
     part: str
@@ -55,18 +55,20 @@ class Kernel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one microbatch costs one device besides weights and their gradients; in a pipeline, the device of a stage.
+    """Costs of one microbatch on one device, without weights and their gradients.
+
+    In a pipeline, on the device of a stage.
 
     Attributes:
-      layer_bytes: mesh axis -> bytes of activations that the layers send along it, forward and backward; without an
-        entry it is not known.
-      other_bytes: the same of what stands before and after the layers, such as look-up and head.
-      kept_bytes: activations that layers keep for the backward pass.
-      working_bytes: activations that are there while one layer, or the head, computes.
-      shares: scope of operations (`jax.named_scope`) -> the share of a conditional's runs there that take its second
-        branch, of a kernel's blocks that have rows, or of the rows of a gather that differ; or how often a loop runs
-        whose turns the data decide. Without one each branch counts as run each time.
-      kernels: what computes parts of the model and what devices exchange for it; empty without devices.
+      layer_bytes: mesh axis -> bytes of activations that the layers send along it, forward and backward; an axis
+        without an entry is unknown.
+      other_bytes: the same for parts before and after the layers, such as look-up and head.
+      kept_bytes: activations that layers save for the backward pass.
+      working_bytes: temporary activations while one layer, or the head, computes.
+      shares: name scope of operations (`jax.named_scope`) -> a share: of a conditional's runs that take the second
+        branch, of a kernel's blocks that have rows, or of a gather's rows that differ; or the number of iterations of a
+        loop that depends on the data. Without an entry each branch counts as run each time.
+      kernels: the implementations of parts of the model, with the data that devices exchange; empty without devices.
     """
 
     layer_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -78,7 +80,7 @@ class Cost:
 
     @property
     def exchanges(self) -> list[str]:
-        """What devices exchange for parts of the model, a line each."""
+        """A line of text for each part of the model for which devices exchange data."""
         return [kernel.exchange for kernel in self.kernels if kernel.exchange]
 
 
@@ -87,7 +89,7 @@ MakeCost = Callable[[Mapping[str, int], float], Cost]
 
 
 def unknown(mesh_shape: Mapping[str, int], units: float) -> Cost:
-    """Returns the cost of a task that does not state any."""
+    """Returns the empty cost of a task that does not state its costs."""
     return Cost()
 
 
@@ -101,7 +103,7 @@ def of_transformer(
     mesh_shape: Mapping[str, int],
     units: float,
 ) -> Cost:
-    """Returns the cost of a transformer but for what its attention sends along `context`.
+    """Returns the cost of a transformer, except for the bytes that attention sends along `context`.
 
     Args:
       options: with `embed_dim`, `num_heads`, `vocab_size` and `loss_chunk`.
@@ -109,7 +111,7 @@ def of_transformer(
       dtype: of activations.
       output_dtype: of logits.
       remat: what the backward pass recomputes.
-      placement: its rules say whether the sequence is split over tensor between layers.
+      placement: its rules determine whether the sequence is split over tensor between layers.
       mesh_shape: the size of each mesh axis.
       units: tokens of a microbatch on a device.
     """
@@ -137,8 +139,9 @@ def of_transformer(
 
 
 def _reductions(remat: RematOptions, placement: Placement) -> float:
-    """Returns how often a layer sums one microbatch's activations over tensor."""
-    # Of the two reductions of a layer's forward pass, halves: nothing waits for the sum at its end.
+    """Returns how often a layer sums the activations of a microbatch over tensor."""
+    # Halves of the two reductions of a layer's forward pass; the backward pass does not need the sum at the layer's
+    # end.
     sums, gathers = remat.policy in SUMS_AGAIN, remat.policy in (*SUMS_AGAIN, *GATHERS_AGAIN)
     splits_sequence = TENSOR in placement.rules.activations["residual_sequence"]
     repeated = (2 * gathers + sums) / 2 if splits_sequence else float(sums)

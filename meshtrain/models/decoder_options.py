@@ -1,4 +1,4 @@
-"""The options of the decoder; what the modules of `decoder.py` compute with them stands in docs/design/model.md."""
+"""The options of the decoder; docs/design/model.md explains the computations that they select."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ ROUTERS = ("softmax", "sigmoid")
 
 
 class TransformerShape:
-    """What the options of the built-in models with attention have in common."""
+    """The options that the built-in models with attention share."""
 
     embed_dim: int
     num_heads: int
@@ -40,7 +40,7 @@ class TransformerShape:
 
     @property
     def width_of_head(self) -> int:
-        """The head dim: `head_dim`, or `embed_dim / num_heads` where that is 0."""
+        """The head dim: `head_dim`, or `embed_dim / num_heads` if it is 0."""
         return self.head_dim or self.embed_dim // self.num_heads
 
     @property
@@ -50,19 +50,19 @@ class TransformerShape:
 
     @property
     def width_of_rotary(self) -> int:
-        """How many channels of a head have rotary positions, if there are any."""
+        """The number of a head's channels with rotary positions, if the model has them."""
         return self.width_of_head
 
     @property
     def attends(self) -> Attention:
-        """What the attention of a layer computes, with a key and a value head for each query head."""
+        """The description of a layer's attention, with a key and a value head for each query head."""
         heads, biases = self.num_heads, self.biases
         return Attention(heads, heads, self.width_of_head, self.attention, qkv_biases=biases, output_bias=biases)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderOptions(TransformerShape):
-    """The shape of the model."""
+    """The architecture of the decoder."""
 
     num_layers: int = option(4, "transformer layers", minimum=1, maximum=100_000)
     embed_dim: int = option(128, "width of the residual stream", minimum=1, dim="embed")
@@ -189,7 +189,7 @@ class DecoderOptions(TransformerShape):
         0,
         "experts in place of each mlp, of which a token goes through a few; 0: none",
         minimum=0,
-        maximum=2**20,  # the ends of their rows are int32, and one more than there are experts
+        maximum=2**20,  # the ends of their rows are int32, and there is one more end than experts
         dim="experts",
     )
     experts_per_token: int = option(2, "experts that a token goes through", minimum=1, only_for=_OF_EXPERTS)
@@ -246,32 +246,32 @@ class DecoderOptions(TransformerShape):
 
     @property
     def alternates(self) -> bool:
-        """Whether some layers have a window and others may have none."""
+        """Whether some layers have a sliding window and others may have none."""
         return self.window > 0 and self.global_every > 0
 
     @property
     def num_global(self) -> int:
-        """How many layers have no window in a model where others have one."""
+        """Number of layers without a window in a model whose other layers have one."""
         return self.num_layers // self.global_every if self.alternates else 0
 
     @property
     def num_dense(self) -> int:
-        """How many layers come before those with experts, in a stack of their own."""
+        """Number of layers before the layers with experts; they are a separate stack."""
         return self.dense_layers if self.num_experts else 0
 
     @property
     def num_repeated(self) -> int:
-        """How many layers are alike, and cut into the stages of a pipeline."""
+        """Number of identical layers, which a pipeline splits into stages."""
         return self.num_layers - self.num_dense
 
     @property
     def of_dense(self) -> "DecoderOptions":
-        """The options of the first layers: those of all, without experts."""
+        """The options of the first layers: the same options without experts."""
         return dataclasses.replace(self, num_experts=0, mlp_dim=self.dense_dim)
 
     @property
     def width_of_head(self) -> int:
-        """The width of a query and a key head, rotary channels included."""
+        """The width of a query and a key head, including rotary channels."""
         return super().width_of_head + (self.rope_dim if self.latent_dim else 0)
 
     @property
@@ -281,24 +281,24 @@ class DecoderOptions(TransformerShape):
 
     @property
     def width_of_rotary(self) -> int:
-        """How many channels of a head have rotary positions."""
+        """The number of a head's channels with rotary positions."""
         return self.rope_dim if self.latent_dim else self.width_of_head
 
     @property
     def latent(self) -> Latent | None:
-        """The widths of latent attention, where there is one."""
+        """The widths of latent attention; None without it."""
         if not self.latent_dim:
             return None
         return Latent(self.latent_dim, self.query_latent_dim, self.rope_dim, self.width_of_values, self.norm_epsilon)
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the experts that a token goes through; 1 without experts."""
+        """The share of the experts that process a token; 1 without experts."""
         return self.experts_per_token / self.num_experts if self.num_experts else 1.0
 
     @property
     def scaling(self) -> Scaling | None:
-        """How frequencies of rotary positions are scaled; None: they are not."""
+        """The scaling of rotary frequencies; None: they are not scaled."""
         if self.rope_factor == 1.0:
             return None
         ramp = (self.rope_low, self.rope_high, self.rope_original_length)
@@ -306,14 +306,14 @@ class DecoderOptions(TransformerShape):
 
     @property
     def stretch(self) -> float | None:
-        """What rotated queries and keys are multiplied by (Peng et al. 2023, section 3.4); None: nothing."""
+        """The factor of rotated queries and keys (Peng et al. 2023, section 3.4); None: no factor."""
         if self.rope_factor == 1.0 or self.rope_scaling != "yarn":
             return None
         return self.rope_attention or 0.1 * math.log(self.rope_factor) + 1.0
 
     @property
     def attends(self) -> Attention:
-        """What the attention of a layer computes."""
+        """The description of a layer's attention."""
         return Attention(
             self.num_heads,
             self.num_kv_heads,

@@ -1,13 +1,13 @@
-"""Products of activations with weights whose operands are 8-bit floats, forward and backward.
+"""Products of activations with weights in 8-bit floats, forward and backward.
 
 Inputs and weights are e4m3, gradients e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Each tensor has
-one scale, of the largest number that it has at that moment, so there is no state. Delayed scaling would read the maxima
-of steps before (Flax's `fp8_ops` does, by gradients that overwrite weights, which sums over microbatches would add up);
-a pipeline's rows would each need them, and a resumed or resized run could meet a number beyond its scale.
+one scale, from its current maximum, so there is no state. Delayed scaling would read the maxima of earlier steps.
+(Flax's `fp8_ops` passes them as gradients that overwrite weights, which sums over microbatches would add up.) Each row
+of a pipeline would need these maxima, and a resumed or resized run could have a number beyond its scale.
 
-A scale is a power of two. Then it changes no mantissa, and a number is rounded alike whatever the largest one beside it
-is, unless it is so small (2^-15 of the largest in e4m3, 2^-30 in e5m2) that it becomes subnormal. So the number of
-microbatches, which decides what one tensor is, hardly matters either.
+A scale is a power of two. It changes no mantissa, so a number is rounded independently of the tensor's maximum, unless
+it becomes subnormal (below 2^-15 of the maximum in e4m3, 2^-30 in e5m2). So the number of microbatches, which
+determines the tensors, hardly affects results.
 """
 
 import functools
@@ -21,19 +21,19 @@ from meshtrain.sharding.placement import Placement
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
-Residuals = tuple[jax.Array | None, jax.Array | None]  # x and w, or their gradients; None where no gradient needs it
+Residuals = tuple[jax.Array | None, jax.Array | None]  # x and w, or their gradients; None if not needed
 
 
 def product(x: jax.Array, w: jax.Array, placement: Placement) -> jax.Array:
     """Returns the sum over the last dims of `x` and the first dims of `w`, in the dtype of `x`.
 
-    With `placement.in_fp8` operands are 8-bit floats, and so they are in both products of the backward pass. Otherwise
-    they are as given.
+    With `placement.in_fp8`, operands of this product and of both products of the backward pass are 8-bit floats.
+    Otherwise they keep their dtype.
 
     Args:
       x: [b, T, I...].
       w: [I..., O...], in the dtype of `x`.
-      placement: over whose shards a tensor's maximum is taken.
+      placement: determines the shards over which a tensor's maximum is taken.
 
     Returns:
       [b, T, O...].
@@ -48,8 +48,8 @@ def _product(x: jax.Array, w: jax.Array, placement: Placement) -> jax.Array:
 
 
 def _forward(x: CustomVJPPrimal, w: CustomVJPPrimal, placement: Placement) -> tuple[jax.Array, Residuals]:
-    # The residuals are those of a product in 16 bits, so `remat.policy` means what it means there. Of a frozen weight
-    # (or an input without a gradient) the other one is not needed.
+    # The residuals are the same as for a product in 16 bits, so `remat.policy` has the same meaning. If an operand has
+    # no gradient (such as a frozen weight), the other operand is not saved.
     return _product(x.value, w.value, placement), (x.value if w.perturbed else None, w.value if x.perturbed else None)
 
 
@@ -81,19 +81,19 @@ def _scaled(
         quantized(array, dtype, placement) for array, dtype in zip((a, b), dtypes, strict=True)
     )
     result = jax.lax.dot_general(low_a, low_b, (summed, ((), ())), preferred_element_type=a.dtype)
-    # Multiplied by a power of two after rounding to the result's dtype: exact, as would be before.
+    # Multiplying by a power of two after rounding to the result's dtype is exact.
     return result * (scale_a * scale_b).astype(a.dtype)
 
 
 def quantized(x: jax.Array, dtype: DTypeLike, placement: Placement) -> tuple[jax.Array, jax.Array]:
     """Returns an array divided by its scale as 8-bit floats, and the scale.
 
-    The scale is the least power of two with which the largest number of all shards is in the dtype's range.
+    The scale is the smallest power of two such that the maximum over all shards is in the dtype's range.
 
     Args:
       x: any floating-point array; on a manual axis that splits the batch, one shard.
       dtype: of 8-bit floats.
-      placement: over whose shards the maximum is taken.
+      placement: determines the shards over which the maximum is taken.
 
     Returns:
       (8-bit floats of the same shape, float32 scalar).

@@ -1,6 +1,6 @@
-"""The pieces of a transformer layer. Each weight is one line: its name, its shape, its logical axes, its initializer.
+"""The parts of a transformer layer. Each weight is declared with its name, shape, logical axes and initializer.
 
-b: sequences in a microbatch, T: tokens a sequence, D: embed dim, F: mlp dim, H: head dim.
+b: sequences in a microbatch, T: tokens per sequence, D: embed dim, F: mlp dim, H: head dim.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,8 @@ Initializer = Callable[..., jax.Array]
 
 A, B = ADAPTER_ENDS
 X, RESIDUAL = ("batch", "sequence", None), ("batch", "residual_sequence", None)
-# A matrix is stored in shards of its dim `embed`, which only one factor of its adapter has. The other one is stored in
-# shards of its last dim.
+# A matrix is stored in shards of its dim `embed`, which only one factor of its adapter has. The other factor is stored
+# in shards of its last dim.
 STORED_BY = {
     "head_dim": ADAPTER_HEAD_DIM, "mlp": ADAPTER_MLP, "expert_mlp": ADAPTER_EXPERT_MLP, "latent": "from_latent",
 }  # fmt: skip
@@ -41,14 +41,14 @@ def weight(
     placement: Placement,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Declares a float32 parameter and returns it ready to compute with: cast to `dtype`, then gathered.
+    """Declares a float32 parameter and returns it cast to `dtype` and gathered.
 
     The cast comes first so that the all-gather of a sharded weight moves the smaller dtype.
 
     Args:
       module: the Linen module that owns the parameter.
       name: of the parameter in its module.
-      shape: of the whole weight.
+      shape: of the complete weight.
       axes: a logical axis or None for each dim.
       initializer: (key, shape, dtype) -> array.
       placement: the sharding of the gathered weight.
@@ -61,14 +61,14 @@ def weight(
 def multiplied(
     module: nn.Module, name: str, x: jax.Array, matrix: jax.Array, axes: Names, placement: Placement
 ) -> jax.Array:
-    """Returns the product of `x` with a matrix, plus (x A) B if the module has the factors of an adapter: [b, T, ...].
+    """Returns the product of `x` with a matrix, [b, T, ...], plus (x A) B if the module has an adapter for the matrix.
 
-    A stands for (alpha / r) A B of Hu et al. 2021, see `models/lora.py`. The sum of the matrix and A B is not computed:
-    it would take the memory of another matrix, and its gradient as much again.
+    A includes the factor alpha / r of Hu et al. 2021, see `models/lora.py`. The sum of the matrix and A B is not
+    computed, because it and its gradient would take as much memory as the matrix.
 
     Args:
       module: the Linen module that owns the matrix.
-      name: of the matrix; those of the factors begin with it.
+      name: of the matrix; the names of the factors start with it.
       x: [b, T, ...], with the dims that the product sums over.
       matrix: in the dtype of `x`.
       axes: the logical axes of the matrix.
@@ -85,7 +85,7 @@ def multiplied(
 
 
 def with_adapter(module: nn.Module, name: str, matrix: jax.Array) -> jax.Array:
-    """Returns a matrix plus A B if the module has the factors of an adapter, for products that `multiplied` is not."""
+    """Returns a matrix plus A B if the module has an adapter for it; for products that do not use `multiplied`."""
     if not module.has_variable("params", name + A):
         return matrix
     a: jax.Array = module.get_variable("params", name + A)
@@ -94,7 +94,7 @@ def with_adapter(module: nn.Module, name: str, matrix: jax.Array) -> jax.Array:
 
 
 def factor_axes(axes: Names) -> tuple[Names, Names]:
-    """Returns the logical axes of A and B from those of a matrix; the rank, their last and first dim, has none.
+    """Returns the logical axes of A and B, given those of a matrix; the rank dim (last of A, first of B) has none.
 
     >>> factor_axes(("layers", "embed", "mlp"))
     (('layers', 'embed', None), ('layers', None, 'adapter_mlp'))
@@ -113,18 +113,18 @@ def factor_axes(axes: Names) -> tuple[Names, Names]:
 
 
 def _gelu(x: jax.Array) -> jax.Array:
-    """Returns GELU by its approximation with tanh."""
+    """Returns GELU by its tanh approximation."""
     return jax.nn.gelu(x, approximate=True)
 
 
 def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Returns the gated product of gpt-oss (OpenAI 2025): both factors have bounds, and `up` is centered at 1."""
+    """Returns the gated product of gpt-oss (OpenAI 2025): both factors are clamped, and `up` is shifted by 1."""
     gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
     return gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
 
 
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702
-# Gated products of mlps (Shazeer 2020), of the gate and what it multiplies.
+# Gated products of mlps (Shazeer 2020): functions of the gate and the gated values.
 GATES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
     "geglu": lambda gate, up: _gelu(gate) * up,
@@ -135,8 +135,8 @@ GATES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 def gather_sequence(x: jax.Array, placement: Placement) -> jax.Array:
     """Returns `x`, [b, T, D], gathered along the sequence, which sequence parallelism shards between products.
 
-    The first constraint keeps `x` sharded until the gather: otherwise the partitioner may gather what `x` was cast
-    from, which has more bytes.
+    The first constraint keeps `x` sharded until the gather. Otherwise the partitioner may gather the array from which
+    `x` was cast, which has more bytes.
     """
     return placement.activation(
         placement.activation(x, ("batch", "residual_sequence", "embed")), ("batch", "sequence", "embed")
@@ -144,14 +144,17 @@ def gather_sequence(x: jax.Array, placement: Placement) -> jax.Array:
 
 
 def sums_spec(place: Placement, shape: tuple[int, ...], over: tuple[str, ...]) -> PartitionSpec:
-    """Returns the spec of sums over some mesh axes, [b, T, D]: with sequence parallelism these split the sequence."""
+    """Returns the spec of [b, T, D] after a sum over mesh axes.
+
+    With sequence parallelism, the result's sequence is split over these axes.
+    """
     tokens, residual = place.activation_spec(shape, X), place.activation_spec(shape, RESIDUAL)
     scatters = bool(over) and axes_of_dims(residual, 3)[1] == (*axes_of_dims(tokens, 3)[1], *over)
     return residual if scatters else tokens
 
 
 def reduced(x: jax.Array, over: tuple[str, ...], scatters: bool) -> jax.Array:
-    """Returns the sum of `x`, [b, T, D], over manual mesh axes, as it is or scattered along the sequence."""
+    """Sums `x`, [b, T, D], over manual mesh axes; with `scatters` the result is scattered along the sequence."""
     if scatters:
         return jax.lax.psum_scatter(x, over, scatter_dimension=1, tiled=True)
     return jax.lax.psum(x, over) if over else x
@@ -163,8 +166,8 @@ class Norm(nn.Module):
     [b, T, D] -> [b, T, D], or [b, T, heads, H] -> [b, T, heads, H], in the dtype of the input.
 
     Attributes:
-      centered: multiplies by 1 + scale, with scales that start at 0, instead of by the scale.
-      axes: the logical axes of the scale, one for each dim that the norm is over.
+      centered: multiplies by 1 + scale instead of the scale; scales then start at 0.
+      axes: the logical axes of the scale, one for each normalized dim.
     """
 
     kind: str
@@ -176,7 +179,7 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes each position, or each head of it."""
+        """Normalizes each position, or each head of each position."""
         dims = tuple(range(-len(self.axes), 0))
         shape, y = x.shape[dims[0] :], x.astype(jnp.float32)
         if self.kind == "layernorm":
@@ -236,7 +239,7 @@ class Mlp(nn.Module):
 
 
 def capped(x: jax.Array, cap: float) -> jax.Array:
-    """Returns cap tanh(x / cap), taken in float32, in the dtype of `x`; with a cap of 0 `x` itself."""
+    """Returns cap tanh(x / cap), computed in float32, in the dtype of `x`; returns `x` if the cap is 0."""
     return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype) if cap else x
 
 
@@ -250,7 +253,7 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array, site: int) -> jax.Array:
 
     Args:
       x: [b, ...].
-      rate: probability of zero, below 1; at 0 `x` is returned as it is.
+      rate: probability of zero, below 1; at 0 `x` is returned unchanged.
       keys: one key for each sequence [b], with step, sequence and layer already folded in.
       site: a number that distinguishes the dropouts of one layer, folded into the keys.
     """

@@ -1,12 +1,12 @@
 """Low-rank adapters (Hu et al. 2021): x W becomes x W + (alpha / r) (x A) B, with W frozen and A and B trained.
 
-Rank-stabilized ones (Kalajdzievski 2023) have alpha / sqrt(r) in its place.
+Rank-stabilized adapters (Kalajdzievski 2023) use alpha / sqrt(r) instead.
 
-A task of the decoder or of the encoder-decoder gets two more weights beside each chosen matrix of its layers, named
-after it (`query`, `query_lora_a`, `query_lora_b`). They have logical axes like any weight, so meshes, pipelines,
-optimizers and checkpoints need to know nothing about them. `layers.multiplied` applies them inside the product.
+A task of the decoder or of the encoder-decoder gets two additional weights for each selected matrix of its layers,
+named after it (`query`, `query_lora_a`, `query_lora_b`). They have logical axes like any weight, so meshes, pipelines,
+optimizers and checkpoints need no special support. `layers.multiplied` applies them in the product.
 
-r: rank. A [..., r] has the dims that the product sums over, B [r, ...] the others. Both are stacked as W is.
+r: rank. A [..., r] has the dims that the product sums over, B [r, ...] the other dims. Both are stacked like W.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ TARGETS = "lora.targets"
 
 @dataclasses.dataclass(frozen=True)
 class LoraOptions:
-    """Low-rank adapters beside the matrices of the layers."""
+    """Low-rank adapters for the matrices of the layers."""
 
     rank: int = option(
         0,
@@ -52,19 +52,20 @@ class LoraOptions:
 
     @property
     def scale(self) -> float:
-        """What an adapter adds is multiplied by it; the rank is not 0."""
+        """The factor of an adapter's output; requires a rank above 0."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 def with_adapters(task: Task, options: LoraOptions, share_of_experts: float = 1.0) -> Task:
-    """Returns the task with adapters beside the chosen matrices; with a rank of 0 the task itself.
+    """Returns the task with adapters for the selected matrices; the unchanged task if the rank is 0.
 
-    B starts at zero, so the first loss is that of the task without adapters. The other weights start as they do there.
+    B starts at zero, so the first loss equals the loss without adapters. Other weights have the same initial values as
+    without adapters.
 
     Args:
-      task: whose modules call `layers.multiplied`: that of the decoder or of the encoder-decoder.
-      options: from which `problems` returns no line.
-      share_of_experts: of the weights with a dim `experts`, the share that a token goes through.
+      task: its modules must call `layers.multiplied`, like those of the decoder and the encoder-decoder.
+      options: for which `problems` returns no line.
+      share_of_experts: for weights with a dim `experts`, the share of the experts that process a token.
     """
     if not options.rank:
         return task
@@ -92,7 +93,7 @@ def with_adapters(task: Task, options: LoraOptions, share_of_experts: float = 1.
 
 
 def _flops_per_token(task: Task, num_added: int) -> float:
-    """Returns model FLOPs for one token: a frozen weight takes 4 instead of 6, since it has no gradient."""
+    """Returns model FLOPs for one token: a frozen weight takes 4 FLOPs instead of 6, because it has no gradient."""
     return (task.flops_per_token - task.attention_flops_per_token) * 4 / 6 + (
         task.attention_flops_per_token + 6.0 * num_added
     )
@@ -103,9 +104,9 @@ def _scaling(function: Callable[..., Arrays], scale: float) -> Callable[..., Arr
 
 
 def scaled(params: Params, scale: float) -> Params:
-    """Returns the weights with each B multiplied by the scale, in float32; the others as they are.
+    """Multiplies each B by the scale, in float32; other weights are unchanged.
 
-    The product stands outside of the layers because they know no options. B is the smallest factor.
+    This is done outside of the layers because they do not have the options. B is the smallest factor.
     """
 
     def one(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:
@@ -116,12 +117,15 @@ def scaled(params: Params, scale: float) -> Params:
 
 @functools.cache
 def initializer(init: Callable[[jax.Array], Params], options: LoraOptions) -> Callable[[jax.Array], Params]:
-    """Returns `Task.init` with adapters, the same function for equal arguments: JAX caches traces by the function."""
+    """Returns `Task.init` with adapters.
+
+    The same function for equal arguments, because JAX caches traces by function.
+    """
     return functools.partial(_init, init, options)
 
 
 def _init(init: Callable[[jax.Array], Params], options: LoraOptions, rng: jax.Array) -> Params:
-    """Returns the weights of `init`, bitwise, and the factors beside them, each boxed with its logical axes."""
+    """Returns the unchanged weights of `init` and the adapter factors, each boxed with its logical axes."""
     is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
 
     def extended(tree: Params, above: str) -> Params:
@@ -155,7 +159,7 @@ def _factors(key: jax.Array, box: nn.LogicallyPartitioned, rank: int) -> dict[st
 
 
 def merged(params: Params, options: LoraOptions) -> Params:
-    """Returns the weights of the task without adapters: W + scale A B in float32, and the others as they are.
+    """Merges adapters into weights: returns W + scale A B in float32, and other weights unchanged.
 
     Args:
       params: arrays in layer order or in chunks.
@@ -188,7 +192,7 @@ def _product(a: jax.Array, b: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def problems(options: LoraOptions, params: Params, axes: NamesTree) -> list[str]:
-    """Returns one line for each reason why these options fit no weight of a task, or train nothing.
+    """Returns an error line for each reason why these options fit no weight of a task, or train nothing.
 
     Args:
       options: each field within its bounds.

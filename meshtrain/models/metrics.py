@@ -1,9 +1,9 @@
-"""Kinds of metrics: what is added up over a batch, and the number that is logged of the sum.
+"""Kinds of metrics: how each is summed over a batch, and how the logged number follows from the sum.
 
-All are added up over layers, microbatches, shards, stages and the batches of an evaluation. A plain scalar is divided
+Metrics are summed over layers, microbatches, shards, stages and the batches of an evaluation. A plain scalar is divided
 by the weight of the loss.
 
-E: experts, N: a largest number.
+E: experts, N: a maximum.
 """
 
 from collections.abc import Mapping
@@ -15,20 +15,20 @@ import numpy as np
 
 from meshtrain.sharding.trees import Tree
 
-# The metric of how many parts of its rows a device computed, see `moe.parts`.
+# The metric that counts the parts of its rows that a device computed, see `moe.parts`.
 EXPERT_PARTS = "expert_parts"
-EACH = "_each"  # ends the name under which the load of each expert is logged, beside that of the `Load`
+EACH = "_each"  # suffix of the name of the load of each expert, which is logged in addition to the `Load`
 
 
 class Ratio(NamedTuple):
-    """A metric with a weight of its own, such as the share of right answers among answers: float32 scalars."""
+    """A metric with a separate weight, such as the share of correct answers: float32 scalars."""
 
     sum: jax.Array
     weight: jax.Array
 
 
 class Count(NamedTuple):
-    """A metric that is logged as it is, such as the number of sequences that were cut: a float32 scalar."""
+    """A metric that is logged without division, such as the number of truncated sequences: a float32 scalar."""
 
     sum: jax.Array
 
@@ -36,25 +36,25 @@ class Count(NamedTuple):
 class Load(NamedTuple):
     """How often each expert was chosen: float32 [..., E], exact up to 2^24.
 
-    What is logged is the largest count over the mean count, 1 where all are equal and E where all tokens chose the same
-    expert; of several rows (layers) the mean of these numbers. A layer adds its row to the zeros of the other layers,
-    because a sum over layers would hide that each of them prefers some experts.
+    The logged number is the maximum count over the mean count: 1 if all are equal, E if all tokens chose the same
+    expert. For several rows (layers) it is the mean over rows. Each layer adds its row to zeros for the other layers,
+    because a sum over layers would hide that each layer prefers some experts.
     """
 
     counts: jax.Array
 
 
 class Largest(NamedTuple):
-    """The largest of whole numbers from 0 to N: float32 [N + 1], how often there was each. 0 where there was none."""
+    """The maximum of integers from 0 to N: float32 [N + 1], how often each occurred. Logged as 0 if none occurred."""
 
     counts: jax.Array
 
 
 class Peaks(NamedTuple):
-    """The largest magnitude in each layer: float32 [L, N], how often it was in each of N bins, eight to an octave.
+    """The largest magnitude in each layer: float32 [L, N], how often it was in each of N bins, eight per octave.
 
-    A layer adds its row to the zeros of the other layers. The last bin has what is not finite too. What is logged is
-    the middle of the highest bin that was met, 4.4 % off at most, and 0 of layers that count nothing.
+    Each layer adds its row to zeros for the other layers. The last bin also counts non-finite numbers. The logged
+    number is the middle of the highest bin with a count, at most 4.4 % off, and 0 for layers without counts.
     """
 
     counts: jax.Array
@@ -62,19 +62,19 @@ class Peaks(NamedTuple):
 
 Metric = jax.Array | Ratio | Count | Load | Largest | Peaks
 Metrics = Mapping[str, Metric]
-# Of a metric, or the weight of the loss: a float32 scalar, or a number or numpy scalar where it was read.
+# A metric's field or the weight of the loss: a float32 scalar, or a number or NumPy scalar after it was read.
 Number: TypeAlias = Any
 PEAK = "largest_activation"
-_BINS, _LEAST, _MOST = 8, -16, 32  # bins of an octave, from 2 ** _LEAST to 2 ** _MOST
+_BINS, _LEAST, _MOST = 8, -16, 32  # bins per octave, from 2 ** _LEAST to 2 ** _MOST
 
 
 def divisor(weight: Number) -> Number:
-    """Returns what a sum is divided by: its weight, or 1 where that is 0."""
+    """Returns the weight, or 1 if it is 0, to divide a sum by."""
     return weight + (weight == 0)
 
 
 def logged(metric: Metric | float, weight: Number) -> Number:
-    """Returns what is logged of a metric, a scalar.
+    """Returns the number to log for a metric, a scalar.
 
     >>> print(logged(Load(jnp.float32([[3, 1, 0, 0], [1, 1, 1, 1]])), jnp.float32(7)))
     2.0
@@ -98,9 +98,9 @@ def logged(metric: Metric | float, weight: Number) -> Number:
 
 
 def all_logged(metrics: Metrics, weight: Number) -> dict[str, Number]:
-    """Returns what is logged of all metrics: a scalar of each, and what each expert or each layer has.
+    """Returns the numbers to log for all metrics: a scalar for each, and arrays for each expert and each layer.
 
-    That is of a `Load` the load of each expert, float32 [E], and of `Peaks` the largest of each layer, float32 [L].
+    A `Load` also gives the load of each expert, float32 [E]; `Peaks` the maximum of each layer, float32 [L].
 
     Args:
       metrics: of a batch.
@@ -113,7 +113,7 @@ def all_logged(metrics: Metrics, weight: Number) -> dict[str, Number]:
 
 
 def peaks(x: jax.Array, layer: jax.Array, num_layers: int) -> Peaks:
-    """Returns the row of one layer and zeros for the others, from its activations of any shape; no gradient."""
+    """Returns the `Peaks` of one layer's activations of any shape, with zeros for other layers; without a gradient."""
     largest = jnp.log2(jnp.max(jnp.abs(jax.lax.stop_gradient(x))).astype(jnp.float32))
     last = _BINS * (_MOST - _LEAST) - 1
     place = jnp.where(jnp.isnan(largest), last, jnp.clip(jnp.floor(_BINS * (largest - _LEAST)), 0, last))
@@ -127,7 +127,7 @@ def of_layers(metric: Peaks) -> jax.Array:
 
 
 def of_each(load: Load) -> jax.Array:
-    """Returns the count of each expert over the mean count, float32 [E]; of several rows (layers) the mean of these.
+    """Returns the count of each expert over the mean count, float32 [E]; for several rows (layers), the mean over rows.
 
     >>> print(of_each(Load(jnp.float32([[3, 1, 0, 0], [1, 1, 1, 1]]))))
     [2.  1.  0.5 0.5]
@@ -138,7 +138,7 @@ def of_each(load: Load) -> jax.Array:
 
 
 def are_metrics(metrics: Tree) -> bool:
-    """Returns whether this is a dict of metrics: scalars, and kinds of scalars, or of counts, which are arrays."""
+    """Returns whether a value is a dict of metrics: scalars, kinds of scalars, or kinds of count arrays."""
     return isinstance(metrics, Mapping) and all(_is_metric(metric) for metric in metrics.values())
 
 
@@ -150,5 +150,5 @@ def _is_metric(metric: Tree) -> bool:
 
 
 def is_scalar(value: Tree) -> bool:
-    """Returns whether this is one number or a scalar array, and no container."""
+    """Returns whether a value is a number or a scalar array, and no container."""
     return not isinstance(value, tuple | Mapping) and jnp.shape(value) == ()

@@ -1,4 +1,4 @@
-"""Checks of the options of decoder and encoder-decoder against each other and the mesh: got, allowed, nearest fix."""
+"""Checks the options of decoder and encoder-decoder against each other and the mesh; returns error lines."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from meshtrain.options import MOST
 def of_decoder(
     options: DecoderOptions, sequence_length: int, computes_in: str, in_fp8: bool, mesh_shape: Mapping[str, int]
 ) -> list[str]:
-    """Returns one line for each way in which a decoder's options contradict each other or the mesh.
+    """Returns an error line for each contradiction of a decoder's options with each other or the mesh.
 
     Args:
       options: each within its own bounds.
@@ -46,7 +46,7 @@ def of_decoder(
 
 
 def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each contradiction of the options that both transformers share; see `of_decoder`."""
+    """Returns an error line for each contradiction of the options that both transformers share; see `of_decoder`."""
     problems, heads, width = [], options.num_heads, options.width_of_head
     if not options.head_dim and options.embed_dim % heads:
         step = {"learned": heads, "sinusoidal": math.lcm(heads, 2), "rotary": 2 * heads}[options.positions]
@@ -71,7 +71,7 @@ def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapp
 
 
 def _of_latent(options: DecoderOptions) -> list[str]:
-    """Returns one line for each contradiction of the options of latent attention with others; none without."""
+    """Returns an error line for each option that contradicts latent attention; [] without it."""
     if not options.latent_dim:
         return []
     problems, width, rotary = list[str](), options.width_of_head, options.rope_dim
@@ -98,7 +98,7 @@ def _of_latent(options: DecoderOptions) -> list[str]:
 
 
 def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[str]:
-    """Returns one line for each contradiction between the options of a decoder's experts and others; none without."""
+    """Returns an error line for each option that contradicts the options of experts; [] without experts."""
     problems = list[str]()
     if not options.num_experts:
         return problems

@@ -1,4 +1,4 @@
-"""Which activations of a layer are saved for the backward pass, how, and which are recomputed."""
+"""Selects the activations of a layer that are saved for the backward pass, and where; others are recomputed."""
 
 import dataclasses
 import math
@@ -15,14 +15,15 @@ from meshtrain.sharding.placement import Placement
 
 # Checkpoint names: a layer's input, and the output of attention before its output projection.
 RESIDUAL, HEADS = "residual", "heads"
-# Queries, keys and values as they are projected; the residual stream after each attention, and what is normalized
-# before it is added to the stream; the mlp before its activation function.
+# Projected queries, keys and values; the residual stream after attention, and additions to the stream before their
+# norm; the mlp before its activation function.
 QKV, MIDDLE, UP = "qkv", "middle", "up"
 # Rows of experts after the products that enter them.
 EXPERT_UP = "expert_up"
-# The experts of each token, which every policy saves: chosen again, two close scores could round the other way.
+# The experts of each token, which every policy saves: if recomputed, two close scores could round differently.
 CHOSEN = "chosen"
-# Policies whose backward pass computes the output of attention again: with tensor parallelism, its sum over devices.
+# Policies whose backward pass recomputes the output of attention, including its sum over devices with tensor
+# parallelism.
 SUMS_AGAIN = ("save_attention", "full", "offload")
 _SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP, EXPERT_UP})
 
@@ -36,7 +37,7 @@ Policy: TypeAlias = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class RematOptions:
-    """What the backward pass recomputes, and where the rest is kept."""
+    """The activations that the backward pass recomputes, and where saved activations are stored."""
 
     policy: str = option(
         "none",
@@ -58,19 +59,22 @@ class RematOptions:
 
     @property
     def unrolls(self) -> bool:
-        """Whether layers outside of a pipeline are unrolled. XLA would compute several times what is recomputed."""
+        """Whether layers outside of a pipeline are unrolled.
+
+        With recomputation, XLA would compute unrolled layers several times.
+        """
         return self.unroll and self.policy == "none"
 
 
 def checkpoint_policy(name: str, placement: Placement) -> Policy | None:
-    """Returns the `jax.checkpoint` policy of a layer, None where all residuals may be saved.
+    """Returns the `jax.checkpoint` policy of a layer, None if all residuals may be saved.
 
-    Gathered weights are saved only if `placement.keeps_gathered`. Otherwise the backward pass gathers them again:
-    saving them would hold the whole weights of all layers on each device.
+    Gathered weights are saved only if `placement.keeps_gathered`. Otherwise the backward pass gathers them again,
+    because saving them would store the complete weights of all layers on each device.
 
     Args:
-      name: one of the choices of `RematOptions.policy`; `full` saves only a layer's input, `selective` what the
-        products with weights and the attention kernel start from (Korthikanti et al. 2022).
+      name: one of the choices of `RematOptions.policy`; `full` saves only a layer's input, `selective` saves the inputs
+        of products with weights and of the attention kernel (Korthikanti et al. 2022).
       placement: distinguishes the gathers of weights from activations, see `Placement.is_gather`.
     """
     keeps = None if name == "none" else _activations(name)
@@ -86,21 +90,22 @@ def checkpoint_policy(name: str, placement: Placement) -> Policy | None:
 def casts_first(options: RematOptions, placement: Placement) -> bool:
     """Returns whether all layers are cast to their compute dtypes before the loop over them.
 
-    Layers that save all but gathered weights save what the gather reads. If layers cast their own slices, that is an
-    output of the forward loop, and XLA runs the whole loop a second time to gather the first of the slices early.
+    Layers that save everything except gathered weights save the input of the gather. If layers cast their own slices,
+    this input is an output of the forward loop, and XLA runs the complete loop a second time to gather the first slice
+    early.
     """
     return placement.gathers_weights and (options.policy == "none" or options.every > 1)
 
 
 def gathers_early(options: RematOptions, placement: Placement, *, splits_sequence: bool) -> bool:
-    """Returns whether XLA may gather for the next layer in the loop's turn of one layer.
+    """Returns whether XLA may gather weights of the next layer during the loop iteration of one layer.
 
-    That hides gathers of weights. With sequence parallelism it also moves the gather of the second norm to the turn
-    before, in the backward pass. Where the output of attention is computed again, that norm needs it: XLA then computes
-    and scatters it twice, once for the moved gather.
+    This hides gathers of weights. With sequence parallelism it also moves the gather of the second norm to the previous
+    iteration of the backward pass. If the output of attention is recomputed, this norm depends on it, and XLA then
+    computes and scatters it twice, once for the moved gather.
 
     Args:
-      options: what the backward pass computes again.
+      options: determines the recomputed activations.
       placement: whether weights are gathered.
       splits_sequence: whether the sequence is sharded between products.
     """
@@ -145,14 +150,14 @@ def _is_named(primitive: Primitive, params: Mapping[str, Param], names: Collecti
 def check(
     options: RematOptions, num_layers: int, num_stages: int, name: str = "model.num_layers", in_chunk: int = 0
 ) -> list[str]:
-    """Returns one line for each reason why the options do not fit the model or the mesh.
+    """Returns an error line for each reason why the options do not fit the model or the mesh.
 
     Args:
       options: each field within its own bounds.
-      num_layers: layers of the whole model.
+      num_layers: layers of the model.
       num_stages: stages of the pipeline, 1 for none.
-      name: the option that holds the number of layers.
-      in_chunk: places for layers in a chunk of the pipeline, 0 for none; some may be empty.
+      name: the option that sets the number of layers.
+      in_chunk: places for layers in a chunk of the pipeline, including padding; 0 without a pipeline.
     """
     problems = list[str]()
     if options.policy == "offload" and num_stages > 1:

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), and their scaling to longer texts: all frequencies, or the low ones only."""
+"""Rotary positions (Su et al. 2021), and their scaling to longer texts: of all frequencies, or only of low ones."""
 
 import math
 from typing import NamedTuple
@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 
 class Scaling(NamedTuple):
-    """Which frequencies are divided by `factor`: with `linear` all of them (Chen et al. 2023), otherwise the low ones.
+    """The frequencies to divide by `factor`: with `linear` all of them (Chen et al. 2023), otherwise the low ones.
 
-    A frequency of `low` turns and fewer in `original_length` tokens is divided, one of `high` turns and more stays.
-    Those in between interpolate the two: linearly in the turns with `llama3` (its reference code), or in the index of
-    the pair of channels with `yarn` (Peng et al. 2023, section 3.2).
+    A frequency of at most `low` turns in `original_length` tokens is divided; a frequency of at least `high` turns is
+    unchanged. Frequencies in between are interpolated: linearly in the turns with `llama3` (its reference code), or in
+    the index of the pair of channels with `yarn` (Peng et al. 2023, section 3.2).
 
     Attributes:
       factor: above 1.
@@ -20,7 +20,7 @@ class Scaling(NamedTuple):
       high: in turns.
       original_length: in tokens.
       kind: `linear`, `llama3` or `yarn`.
-      whole_pairs: whether YaRN rounds the first and the last pair in between outwards, to whole indices.
+      whole_pairs: whether YaRN rounds the bounds of the interpolated pairs outwards, to integers.
     """
 
     factor: float
@@ -31,14 +31,14 @@ class Scaling(NamedTuple):
     whole_pairs: bool = True
 
     def unscaled(self, frequencies: jax.Array, base: float) -> jax.Array:
-        """Returns how much of each frequency, float32 [H / 2], stays: 0 to 1."""
+        """Returns the share of each frequency, float32 [H / 2], that is not scaled: 0 to 1."""
         if self.kind == "linear":
             return jnp.zeros_like(frequencies)
         if self.kind == "llama3":
             turns = self.original_length * frequencies / (2 * math.pi)
             return jnp.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
         num = len(frequencies)
-        # Of pair i: original_length base^(-i / num) / 2 pi turns.
+        # Pair i has original_length base^(-i / num) / 2 pi turns.
         first, last = (num * math.log(self.original_length / (2 * math.pi * turns)) / math.log(base)
                        for turns in (self.high, self.low))  # fmt: skip
         if self.whole_pairs:
@@ -79,5 +79,8 @@ def rotate(x: jax.Array, angles: jax.Array, stretch: jax.Array | float | None = 
 
 
 def rotate_neighbours(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotates the pair (x[2 i], x[2 i + 1]) of each head by its angle; the pairs come out as halves, see `rotate`."""
+    """Rotates the pair (x[2 i], x[2 i + 1]) of each head by its angle.
+
+    Returns the pairs as two halves, see `rotate`.
+    """
     return rotate(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), angles)

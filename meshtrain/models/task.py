@@ -1,7 +1,7 @@
-"""The contract between a model and the training program: a user's own model is a `Task`.
+"""The contract between a model and the training program: a user's model is a `Task`.
 
-B: sequences in the global batch, b: sequences in a microbatch, T: tokens a sequence, D: embed dim,
-K: layers in a stack; of generation R: rows, each one text, P: tokens a prompt after padding, V: padded vocabulary.
+B: sequences in the global batch, b: sequences in a microbatch, T: tokens per sequence, D: embed dim, K: layers in a
+stack. For generation: R: rows, each one text, P: tokens per prompt after padding, V: padded vocabulary.
 """
 
 import collections
@@ -27,10 +27,10 @@ from meshtrain.sharding.trees import Arrays, Leaf, NamesTree, Tree, leaves_with_
 Batch = Mapping[str, jax.Array]
 Params: TypeAlias = Arrays  # nested dicts of arrays, which may be boxed with their logical axes
 Cache: TypeAlias = Arrays  # a dict of arrays, as `Decode.cache` describes them
-Activations: TypeAlias = Arrays  # what flows from layer to layer: one array or a tree of them, see `Stages`
+Activations: TypeAlias = Arrays  # the activations between layers: one array or a pytree of arrays, see `Stages`
 
 Loss = tuple[jax.Array, jax.Array, Metrics]
-# What layers add to the loss sum and to the metrics of a batch, float32; None: nothing.
+# Additions of layers to the loss sum and to the metrics of a batch, float32; None: nothing.
 LayerSums = tuple[jax.Array, Metrics] | None
 AfterUpdate = Callable[[Params, Metrics], Params]
 
@@ -39,7 +39,7 @@ AfterUpdate = Callable[[Params, Metrics], Params]
 SEQUENCE_INDEX = "sequence_index"
 LAYERS = "layers"  # the key of the stack of layers among parameters, and the logical axis along it
 _SUMMED = (jnp.dtype(jnp.float32), jnp.dtype(jnp.int32))  # over microbatches and replicas
-# Columns of a run's rows, besides the task's unit and its rate: a metric of such a name would be lost.
+# Columns of a run's log, in addition to the task's unit and its rate: a metric of the same name would be lost.
 TAKEN = (
     *("step", "loss", "weight", "grad_norm", "learning_rate", "loss_scale", "mfu", "model_flops_per_second"),
     *("skipped_steps", "skipped_in_a_row", "first_not_finite", "first_not_finite_layer", "processes", "slow_process"),
@@ -49,7 +49,7 @@ TAKEN = (
 
 
 class Sums(NamedTuple):
-    """Sums over the targets of a batch: float32 scalars, and gradients like the parameters."""
+    """Sums over the targets of a batch: float32 scalars, and gradients with the structure of the parameters."""
 
     loss: jax.Array
     weight: jax.Array
@@ -62,12 +62,13 @@ class Entry:
     """One array of a batch or of a cache: its shape, its dtype and its logical axes.
 
     Attributes:
-      shape: of the array on all devices together: [B, ...] in a batch.
+      shape: the global shape: [B, ...] in a batch.
       dtype: of its elements.
-      axes: a logical axis or None for each dim; in a batch the first of them is "batch". The activation rules map them
-        to mesh axes; a dim with None is not split.
-      below: integers have to be at least 0 and below this number: the vocabulary of token ids, the number of classes of
-        labels. JAX clamps an index that is out of range, so a wrong id would train without a word. 0: any value.
+      axes: a logical axis or None for each dim; in a batch the first is "batch". The activation rules map them to mesh
+        axes; a dim with None is not split.
+      below: exclusive upper bound of integers, which must be at least 0: the vocabulary size of token ids, the number
+        of classes of labels. JAX clamps an index that is out of range, so a wrong id would train silently. 0: any
+        value.
     """
 
     shape: tuple[int, ...]
@@ -78,40 +79,40 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A model cut for a pipeline: its loss is `last(repeated(... repeated(first(batch))))`, plus the layers' sums.
+    """A model split for a pipeline: its loss is `last(repeated(... repeated(first(batch))))`, plus the layers' sums.
 
-    `staged_loss` makes `Task.loss` from the same functions. All stages run `first` and `last`, on the same values.
-    Where `axis` names a mesh axis, the two may split their work over it with the collectives in `vocabulary.py`. If
-    they ignore `axis`, every stage repeats the same work.
+    `staged_loss` builds `Task.loss` from the same functions. All stages run `first` and `last`, on the same values. If
+    `axis` names a mesh axis, the two may split their work over it with the collectives in `vocabulary.py`. If they
+    ignore `axis`, every stage repeats the same work.
 
     Activations are one array or a pytree of arrays (dicts, tuples, registered dataclasses). Each leaf is sent from
     stage to stage. Gradients flow through floating leaves; integers and bools are only passed on.
 
     Attributes:
-      num_layers: layers in the whole model, the leading dim of each leaf of `params["layers"]`. Where a pipeline has
-        more places than layers, `repeated` gets zeros for an empty one, and its results are dropped.
+      num_layers: layers in the model, the leading dim of each leaf of `params["layers"]`. If a pipeline has padding
+        layers, `repeated` gets zeros for them, and their results are dropped.
       first: (params without layers, batch, rng, train, axis) -> activations, such as [b, T, D].
       repeated: (layers with leading dim K, activations, batch, rng, index of the first layer, train) -> (activations,
-        sums). Activations keep their tree, shapes and dtypes. Sums are None, or (loss, metrics) summed over the K
+        sums). Activations keep their structure, shapes and dtypes. Sums are None, or (loss, metrics) summed over the K
         layers and the sequences of this batch: a float32 scalar that is added to the loss sum of `last` (an auxiliary
         loss such as the load balance of experts, already multiplied by its coefficient), and a dict of metrics
-        (`metrics.py`) that are added to its own. Both are divided by the weight of `last`, as the loss is: multiply a
-        mean over tokens by the number of targets. The sums have to be sums over sequences, or the loss depends on the
-        number of microbatches.
+        (`metrics.py`) that are added to the metrics of `last`. Both are divided by the weight of `last`, like the loss:
+        multiply a mean over tokens by the number of targets. They must be sums over sequences, otherwise the loss would
+        depend on the number of microbatches.
       last: (params without layers, activations, batch, axis) -> (loss sum, weight, metrics), float32 scalars.
       logits: (params without layers, activations, axis) -> this stage's columns of `Task.logits`, or None.
-      cast: layers -> layers in the dtypes in which they compute. It runs once a step, and the copy takes memory during
-        the step. None: `repeated` casts them, for each microbatch again.
-      num_together: how many layers a pipeline gives to one call of `repeated` in training, a divisor of the layers in a
-        chunk, and with empty places of all layers. The residuals that `jax.vjp` saves of a call wait for the backward
-        row, except for those that do not depend on activations: `jax.checkpoint` inside of `repeated` decides what is
-        computed again.
-      with_stack: (layers with leading dim K, the stage's layers with leading dim N, place of the first of the K among
-        the N, int32 scalar) -> layers for `repeated`, in training, with arrays of the N layers beside them. A library's
-        kernel may read its layer there; out of a stack that XLA slices, it gets a copy. They get no gradient. None:
-        nothing is beside them.
-      loss_name: the metric that has the mean loss of `last` in training, without the loss that layers add, so that it
-        can be compared with an evaluation's; '': there is none. Without sums of layers there is none either.
+      cast: layers -> layers in their compute dtypes. It runs once a step, and the copy takes memory during the step.
+        None: `repeated` casts them, again for each microbatch.
+      num_together: number of layers per call of `repeated` in a pipeline's training, a divisor of the layers in a
+        chunk, and with padding layers also of all layers. The residuals that `jax.vjp` saves for a call are stored
+        until the backward row, except for residuals that do not depend on activations; `jax.checkpoint` inside
+        `repeated` determines the recomputation.
+      with_stack: (layers with leading dim K, the stage's layers with leading dim N, index of the first of the K among
+        the N, int32 scalar) -> layers for `repeated`, in training, with additional arrays of the N layers. A library's
+        kernel can read its layer directly in these arrays; a slice of a stack would be copied by XLA. These arrays get
+        no gradient. None: there are no additional arrays.
+      loss_name: the metric for the mean loss of `last` in training, without the loss that layers add, which is
+        comparable with an evaluation's loss; '': there is none. Without sums of layers there is none either.
     """
 
     num_layers: int
@@ -127,27 +128,27 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """How a task generates tokens. The same loop serves decoders and encoder-decoders.
+    """Functions with which a task generates tokens. The same loop serves decoders and encoder-decoders.
 
-    Every row has its own prompt and its own position, both of which the cache holds. A decoder's prompt is the
-    beginning of the text. An encoder-decoder's prompt is the source: `prefill` encodes it, computes the keys and values
-    of cross-attention once, and feeds the begin token of the target.
+    Every row has its own prompt and its own position, both of which the cache stores. A decoder's prompt is the start
+    of the text. An encoder-decoder's prompt is the source: `prefill` encodes it, computes the keys and values of
+    cross-attention once, and feeds the begin token of the target.
 
     Attributes:
       prefill: (params, tokens int32 [R, P], lengths int32 [R], cache) -> (logits float32 [R, V], cache). It reads the
         prompts into an empty cache. `tokens` are padded on the right with any legal id; row i has `lengths[i]` >= 1
-        tokens. The logits are those of each row's first new token, padding of the vocabulary at minus infinity.
+        tokens. The logits are for each row's first new token, with padding of the vocabulary at minus infinity.
       step: (params, tokens int32 [R], cache) -> (logits float32 [R, V], cache). It appends one token to each row. The
-        cache keeps its shapes and dtypes. A row that is done may get any legal token.
-      cache: (R, P, number of calls of `step` at most) -> name -> `Entry`, of a cache for prompts padded to P. An empty
-        cache has zeros in every array. The activation rules place it, as they place a batch.
-      cast: params -> params in the dtypes in which they compute, applied once before the loop; None: as they are.
+        cache keeps its shapes and dtypes. A finished row may get any legal token.
+      cache: (R, P, maximum number of calls of `step`) -> name -> `Entry`, for a cache of prompts padded to P. An empty
+        cache has zeros in every array. The activation rules shard it, as they shard a batch.
+      cast: params -> params in their compute dtypes, applied once before the loop; None: no cast.
       continues: whether the text continues the prompt: both count the same positions and are shown together. False: the
         prompt is the source of an encoder-decoder.
-      max_prompt: most tokens in a prompt; 0: any number, as far as `max_positions` allows.
-      max_positions: most positions, those of the prompt included where the text `continues` it; 0: any number.
-      trained_positions: positions in the sequences of training, counted likewise. Beyond them text may be poor. 0:
-        unknown.
+      max_prompt: maximum tokens in a prompt; 0: any number within `max_positions`.
+      max_positions: maximum number of positions, including the prompt if the text `continues` it; 0: any number.
+      trained_positions: positions in the sequences of training, counted in the same way. Beyond them text may be poor.
+        0: unknown.
     """
 
     prefill: Callable[[Params, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
@@ -162,45 +163,46 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained. Linen, NNX or plain functions all fit.
+    """A model to train. Linen, NNX or plain functions can implement it.
 
     Attributes:
       init: rng -> params, a nested dict of float32 arrays. A leaf may be boxed with its logical axes
-        (`flax.linen.with_logical_partitioning`). On more than one device each has to be boxed.
-      loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight.
-        A metric is a sum too, which is divided by the same weight before it is logged, or a kind of `metrics.py`.
-      batch: name -> `Entry` of the global batch; see `token_batch`. A `jax.ShapeDtypeStruct` stands for an entry whose
+        (`flax.linen.with_logical_partitioning`). On more than one device each leaf must be boxed.
+      loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight. A
+        metric is also a sum, which is divided by the same weight before it is logged, or a kind of `metrics.py`.
+      batch: name -> `Entry` of the global batch; see `token_batch`. A `jax.ShapeDtypeStruct` may replace an entry whose
         dims after the first are not split.
       logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None: the task
-        generates no text. Without `decode` each new token takes one forward pass over a whole sequence.
-      stages: the model cut for a pipeline, with `params["layers"]` stacked; None: it does not run in a pipeline.
-      decode: how tokens are generated one after the other, with a cache; None: by `logits`.
+        generates no text. Without `decode` each new token takes one forward pass over a complete sequence.
+      stages: the model split for a pipeline, with `params["layers"]` stacked; None: it does not run in a pipeline.
+      decode: functions that generate tokens one after the other, with a cache; None: `logits` is used.
       flops_per_token: model FLOPs of one forward and backward pass for one unit (a token, an image); 0: unknown.
       attention_flops_per_token: the part of `flops_per_token` in the matmuls of full attention; a causal kernel
         computes half of it.
-      num_parameters: parameters without padding; 0: they are counted, padding included.
-      num_active_parameters: those that one token goes through, where experts are some of all; 0: all.
-      cost: (size of each mesh axis, units of a microbatch that one device computes) -> `cost.Cost`, for `plan`: what it
-        sends, keeps and leaves out; without it, that is not known. It sees no mesh: sizes are plain numbers.
-      attends_within_segments: whether what is computed for a token depends on tokens with its segment id only, so that
+      num_parameters: parameters without padding; 0: they are counted, including padding.
+      num_active_parameters: parameters that process one token, if experts make it fewer than all; 0: all.
+      cost: (size of each mesh axis, units of a microbatch that one device computes) -> `cost.Cost`, for `plan`: bytes
+        sent and saved, and skipped work; without it, these are unknown. Its arguments are plain numbers, not a mesh.
+      attends_within_segments: whether the computation for a token depends only on tokens with its segment id, so that
         texts may share a row.
-      begin: params -> params, before the first step of a run whose weights are another's (`init_from`): sets those that
-        `init` derives from others, such as a copy that stays as the run began; None: there are none.
-      after_update: (params, metrics) -> params, what moves in a step besides what the optimizer moves, such as biases
-        against the load of experts; None: nothing. It gets the parameters after the optimizer's update, trained ones in
-        float32, with layers in layer order, and the sums of the batch's metrics before any division. Frozen weights
-        stay, and a skipped step changes none.
-      takes_manual_axes: whether the model can be traced where the data axis is manual and other axes are not. Then
+      begin: params -> params, applied before the first step of a run that starts from another run's weights
+        (`init_from`). It sets the weights that `init` derives from others, such as a copy of the initial weights; None:
+        there are none.
+      after_update: (params, metrics) -> params, further changes of a step after the optimizer's update, such as biases
+        against the load of experts; None: none. It gets the updated parameters (trained parameters in float32), with
+        layers in layer order, and the sums of the batch's metrics before any division. Frozen weights stay, and a
+        skipped step changes nothing.
+      takes_manual_axes: whether the model can be traced if the data axis is manual and other axes are not. Then
         gradients are reduced over data once a step. Otherwise, on meshes with fsdp or an axis after it, data is left to
-        the partitioner, which reduces gradients once a microbatch. A plain `table[tokens]` in a sharded table does not
-        support it: XLA's partitioner aborts the process. `vocabulary.look_up` does.
-      width: D, of the residual stream; the learning rate `noam` is a function of it. 0: unknown.
-      vocab_size: the data's token ids have to be below it; 0: unknown, or there are no tokens.
-      unit: what throughput counts, in the plural: metrics.jsonl has `tokens` and `tokens_per_second` for `tokens`.
+        the partitioner, which reduces gradients once per microbatch. A plain `table[tokens]` in a sharded table does
+        not support it, because XLA's partitioner aborts the process. `vocabulary.look_up` supports it.
+      width: D, of the residual stream; the learning rate `noam` depends on it. 0: unknown.
+      vocab_size: exclusive upper bound of the data's token ids; 0: unknown, or there are no tokens.
+      unit: the unit of throughput, in the plural: for `tokens`, metrics.jsonl has `tokens` and `tokens_per_second`.
       units_per_step: units in a global batch; 0: see `num_units`.
-      batch_text: the size of a global batch in words; '': from the shapes of its entries.
-      higher_is_better: the metrics, as `loss` names them, of which a larger value is better; of the loss and of other
-        metrics a smaller one is. `checkpoint.best_metric` goes by it. Names that `loss` does not return are ignored.
+      batch_text: the size of a global batch as text; '': derived from the shapes of its entries.
+      higher_is_better: names of metrics in `loss` for which a larger value is better; for the loss and other metrics a
+        smaller value is better. `checkpoint.best_metric` uses it. Names that `loss` does not return are ignored.
     """
 
     init: Callable[[jax.Array], Params]
@@ -227,15 +229,15 @@ class Task:
 
     @property
     def parameters_text(self) -> str:
-        """The number of parameters in words, and of those that a token goes through if these are not all."""
+        """The number of parameters as text, and the number of active parameters if it is smaller."""
         active = f", {self.num_active_parameters:,} of them active" if self.num_active_parameters else ""
         return f"{self.num_parameters:,} parameters{active}"
 
     @property
     def num_units(self) -> int:
-        """Units in a global batch: `units_per_step`, or a count from the batch's shapes where that is 0.
+        """Units in a global batch: `units_per_step`, or a count from the batch's shapes if it is 0.
 
-        The count is B T where the unit is tokens and the batch has an entry `tokens` [B, T], and B otherwise.
+        The count is B T if the unit is tokens and the batch has an entry `tokens` [B, T], and B otherwise.
         """
         if self.units_per_step:
             return self.units_per_step
@@ -252,7 +254,7 @@ _WORDS = {
 
 
 def kind_problems(task: Task) -> list[str]:
-    """Returns one line for each attribute of another kind than `Task` states, such as a text in place of a number."""
+    """Returns an error line for each attribute of a wrong type, such as a text in place of a number."""
     lines = []
     for field in dataclasses.fields(task):
         value, kinds = getattr(task, field.name), _kinds(field.type)
@@ -275,15 +277,15 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 
 
 def checked_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss") -> Callable[..., Loss]:
-    """Returns a function with a check, while it is traced, that it returns (sum, weight, metrics), all scalars.
+    """Wraps a loss function so that, while it is traced, its result is checked: (sum, weight, metrics), all scalars.
 
-    The returned function raises UserError where it does not, where one is no float32 or int32, which other meshes and
-    microbatches would round otherwise, or where a metric has a name of the program's own.
+    The returned function raises UserError if the result has another form, if a number is neither float32 nor int32 (its
+    rounding would depend on mesh and microbatches), or if a metric has a reserved name.
 
     Args:
       loss: any arguments -> anything, such as `Task.loss`.
-      unit: of the task, which names two columns of a row.
-      where: its name.
+      unit: of the task, which names two columns of the log.
+      where: its name in errors.
     """
     own = {*TAKEN, unit, f"{unit}_per_second"}
 
@@ -310,7 +312,7 @@ def checked_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss")
 
 
 def checked(task: Task) -> Task:
-    """Returns a task whose loss, and the last function of its stages, are checked as `checked_loss` does."""
+    """Returns a task whose loss, and whose `Stages.last`, are checked by `checked_loss`."""
     stages = task.stages
     if stages:
         stages = dataclasses.replace(stages, last=checked_loss(stages.last, task.unit, "Task.stages.last"))
@@ -318,7 +320,7 @@ def checked(task: Task) -> Task:
 
 
 def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[str]:
-    """Returns one line for each weight below `layers` that does not stack all layers, so that a pipeline can cut it.
+    """Returns an error line for each weight below `layers` that does not stack all layers, as a pipeline requires.
 
     Args:
       num_layers: of `Stages`.
@@ -341,18 +343,19 @@ def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[str
 
 
 def refuse_weights(params: Params, trained: Params) -> None:
-    """Checks the weights of a task: that each can be stored under a name of its own, and differentiated.
+    """Checks that each weight of a task can be stored under a distinct name, and that trained weights have gradients.
 
     Args:
       params: abstract.
-      trained: those of them that the optimizer updates.
+      trained: the parameters that the optimizer updates.
 
     Raises:
-      UserError: one line for each weight without numbers, for two with one name, and for a trained one of integers.
+      UserError: one line for each weight without elements, for two weights with the same name, and for a trained weight
+        of integers.
     """
     problems, taken = list[str](), dict[str, str]()
     for path, leaf in leaves_with_paths(params):
-        name = path.replace("/", ".")  # as Orbax names arrays
+        name = path.replace("/", ".")  # the name of the array in Orbax
         if other := taken.get(name):
             problems.append(f"parameters: got {other} and {path}, one name in a checkpoint; allowed: keys that differ "
                             "without '.' and '/'; nearest: '_' in their place")  # fmt: skip
@@ -368,9 +371,9 @@ def refuse_weights(params: Params, trained: Params) -> None:
 
 
 def checked_after_update(after_update: AfterUpdate) -> AfterUpdate:
-    """Returns `Task.after_update` with a check, while it is traced, that parameters keep their tree and shapes.
+    """Wraps `Task.after_update` so that, while it is traced, parameters are checked to keep their structure and shapes.
 
-    The returned function raises UserError where they do not.
+    The returned function raises UserError if they do not.
     """
 
     def checked(params: Params, metrics: Metrics) -> Params:
@@ -406,7 +409,7 @@ def with_layer_sums(loss: Loss, sums: LayerSums, loss_name: str) -> Loss:
 
 
 def staged_loss(stages: Stages, casts_first: bool = False) -> Callable[[Params, Batch, jax.Array, bool], Loss]:
-    """Returns `Task.loss` from the functions of `Stages`: all layers run in one call, with None for `axis`.
+    """Builds `Task.loss` from the functions of `Stages`: all layers run in one call, with None for `axis`.
 
     With `casts_first` and `Stages.cast`, training casts all layers before they run.
     """
@@ -422,10 +425,10 @@ def staged_loss(stages: Stages, casts_first: bool = False) -> Callable[[Params, 
 
 
 def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:
-    """Returns `Task.batch` of a text model: the entries of packed tokens that the loader fills.
+    """Returns `Task.batch` of a text model: the entries of packed tokens, which the loader fills.
 
     `tokens`, `targets`, `segment_ids` (0 is padding) and `positions` (within the document) are int32 [B, T]. `weights`
-    are float32 [B, T], 1 where the target counts.
+    are float32 [B, T], 1 if the target counts.
 
     >>> {name: entry.shape for name, entry in token_batch(8, 128).items() if name != "positions"}
     {'tokens': (8, 128), 'targets': (8, 128), 'segment_ids': (8, 128), 'weights': (8, 128)}
@@ -436,9 +439,9 @@ def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:
 
 
 def limits(task: Task) -> dict[str, int]:
-    """Returns, by the entry's name, the number that the integers of a batch have to be below; see `Entry.below`.
+    """Returns entry name -> the exclusive upper bound of its integers; see `Entry.below`.
 
-    For `tokens` and `targets` without one it is the task's vocabulary, where the task states it.
+    For `tokens` and `targets` without a bound, it is the task's vocabulary size, if the task states it.
     """
     ids = {name: task.vocab_size for name in ("tokens", "targets") if name in task.batch and task.vocab_size}
     own = {name: entry.below for name, entry in task.batch.items() if isinstance(entry, Entry) and entry.below}
@@ -449,14 +452,14 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
     """Returns the task's batch with an `Entry` for each name.
 
     Args:
-      task: the task. A `jax.ShapeDtypeStruct` in its batch becomes an entry with "batch" for the first dim and None
-        for the others.
-      batch_size: B, the first dim that each entry has to have.
+      task: the task. A `jax.ShapeDtypeStruct` in its batch becomes an entry with "batch" for the first dim and None for
+        the others.
+      batch_size: B, the required first dim of each entry.
 
     Raises:
-      UserError: one line for each problem: what is no entry; an entry whose first dim is not the batch of B examples,
-        whose axes are not one for each dim, or with the name that the step adds; a unit that is no identifier; a batch
-        without entries.
+      UserError: one line for each problem: a value that is no entry; an entry whose first dim is not the batch of B
+        examples, whose axes do not match its dims, or with the name that the step adds; a unit that is no identifier;
+        an empty batch.
     """
     result, problems = dict[str, Entry](), list[str]()
     given: Tree = task.batch
@@ -498,7 +501,7 @@ def _is_shaped(given: Leaf) -> bool:
 
 
 def batch_axes(batch: Mapping[str, Entry]) -> dict[str, tuple[str | None, ...]]:
-    """Returns the logical axes of each entry in the step: those of the batch, and of the sequence index it adds."""
+    """Returns the logical axes of each entry in the step, including the sequence index that the step adds."""
     return {**{name: entry.axes for name, entry in batch.items()}, SEQUENCE_INDEX: ("batch",)}
 
 

@@ -1,25 +1,28 @@
-"""What has a row or a column for each token: the look-up of embeddings, cross-entropy, and the head that makes logits.
+"""Operations over the vocabulary: the look-up of embeddings, cross-entropy, and the head that computes logits.
 
-The vocabulary may be split in two ways at once: over mesh axes that the rules name, as any weight, and over a *manual*
-mesh axis `axis` (inside `jax.shard_map`; several of them, or None), as a pipeline's stages have it. The partitioner
+The vocabulary may be split in two ways at once: over mesh axes from the rules, like any weight, and over a *manual*
+mesh axis `axis` (inside `jax.shard_map`; or several axes, or None), as in the stages of a pipeline. The partitioner
 inserts collectives over other axes. Inside a manual region, differentiating through a psum gives gradients that are too
-large by the size of the axis, so each backward pass here is written by hand.
+large by the size of the axis, so each backward pass in this module is derived manually.
 
-b: sequences in a microbatch, T: tokens a sequence, D: embed dim, v: rows of a table or columns of logits on this shard
-of a manual axis (all without one); N: tokens on one device, n: chunks, c: tokens in a chunk, V: columns on one device.
+b: sequences in a microbatch, T: tokens per sequence, D: embed dim, v: rows of a table or columns of logits on this
+shard of a manual axis (all without an axis); N: tokens on one device, n: chunks, c: tokens in a chunk, V: columns on
+one device.
 
-Logits of N tokens take N V numbers, and their gradient as many: for large vocabularies more than the rest of the step.
-`in_chunks` computes c V of them at a time. The loss is a sum, whose cotangent is one number. So the loop of the forward
-pass computes each chunk's gradients as well, and the backward pass multiplies them by that number: three products, as
-many as without chunks. (Chunks of tokens with gradients in the forward pass: Hsu et al. 2024, Liger Kernel.)
+Logits of N tokens take N V numbers, and so does their gradient; with large vocabularies this exceeds the rest of the
+step. `in_chunks` computes c V of them at a time. The loss is a sum, whose cotangent is a scalar. So the loop of the
+forward pass also computes each chunk's gradients, and the backward pass multiplies them by the cotangent: three
+products, the same number as without chunks. (Chunks of tokens with gradients in the forward pass: Hsu et al. 2024,
+Liger Kernel.)
 
-The loop runs on each device's own tokens and columns (`jax.shard_map`). The gradient of the weight is added up locally,
-in float32, and is reduced once, when the loop is over. Inside the loop two numbers a token are summed over the shards
-of the vocabulary, and nothing else is sent.
+The loop runs on each device's own tokens and columns (`jax.shard_map`). The gradient of the weight is summed locally,
+in float32, and is reduced once, after the loop. In the loop, only two numbers per token are summed over the shards of
+the vocabulary.
 
 Rounding: logits are rounded to the output dtype, softmax and sums are float32, the gradient of the logits is rounded to
-the output dtype, products accumulate in float32. The gradient of x is rounded to the dtype of x, that of the weight to
-the dtype of the weight when all chunks are added up, before it is reduced. The whole product rounds the same.
+the output dtype, products accumulate in float32. The gradient of x is rounded to the dtype of x. The gradient of the
+weight is rounded to the weight's dtype after all chunks are summed, before it is reduced. Without chunks the rounding
+is the same.
 """
 
 import dataclasses
@@ -44,20 +47,20 @@ TOKENS, RESIDUAL = ("batch", "sequence"), ("batch", "residual_sequence", "embed"
 
 Axis = str | tuple[str, ...] | None
 
-# (product, x [b, T, D], weight as it is stored, in its compute dtype) -> the logits, or a loss.
+# (product, x [b, T, D], stored weight in its compute dtype) -> the logits, or a loss.
 Loss = Callable[["Product", jax.Array, jax.Array], jax.Array]
 
-# The loss, and the gradients of x [b, T, D] and of the weight, None where one is not wanted.
+# The loss, and the gradients of x [b, T, D] and of the weight; None for a gradient that is not needed.
 Computed = tuple[jax.Array, jax.Array | None, jax.Array | None]
-# The gradients of x and of the weight, None where one is not wanted, and empty arrays of the dtypes of both.
+# The gradients of x and of the weight (None if not needed), and empty arrays with the dtypes of both.
 Residuals = tuple[Arrays, ...]
-Totals = tuple[jax.Array, Arrays]  # the loss so far, and the gradient of the weight, None where it is not wanted
+Totals = tuple[jax.Array, Arrays]  # the loss so far, and the gradient of the weight (None if not needed)
 
 # Bytes of the logits of a chunk. With bfloat16 and 128 k columns it is 2,048 tokens: enough that the products take
-# several times as long as adding to the gradient of the weight.
+# several times longer than adding to the gradient of the weight.
 CHUNK_BYTES = 512 * 2**20
-# Of the gradient of logits in float16, whose smallest number is 6e-8. The cotangent of the loss, which holds the loss
-# scale, is not known in the forward pass.
+# Scale of the gradient of logits in float16, whose smallest number is 6e-8. The cotangent of the loss, which contains
+# the loss scale, is unknown in the forward pass.
 FLOAT16_SCALE = 2.0**12
 
 
@@ -67,10 +70,10 @@ def psum_float32(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 
 
 def psum_of_one(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
-    """Sums over a manual axis an array that is zero on all shards but one; returns the dtype and the bits of that one.
+    """Sums an array over a manual axis on which all shards but one are zero; keeps the dtype and exact bits.
 
-    Two numbers of 16 bits cross as one integer of 32, in half the bytes of `psum_float32`: the sum has one addend.
-    Those of an odd last dim cross in float32.
+    Two 16-bit numbers are sent as one 32-bit integer, in half the bytes of `psum_float32`; this is exact because only
+    one addend is nonzero. Arrays with an odd last dim are sent in float32.
     """
     if x.dtype.itemsize == 2 and x.ndim and x.shape[-1] % 2 == 0:
         pairs = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
@@ -102,7 +105,7 @@ copy_to_shards.defvjp(_copy_forward, _copy_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def from_one_shard(x: jax.Array, axis: Axis) -> jax.Array:
-    """Returns what one shard has where all others have zeros; the backward pass is the identity."""
+    """Returns the array of the one shard that is not zero, on all shards; the backward pass is the identity."""
     return x if axis is None else psum_of_one(x, axis)
 
 
@@ -118,7 +121,7 @@ from_one_shard.defvjp(_one_forward, _one_backward)
 
 
 def first_column(num_columns: int, axis: Axis) -> jax.Array | int:
-    """Returns the index in the whole vocabulary of the first of this shard's `num_columns` columns or rows."""
+    """Returns the index in the complete vocabulary of the first of this shard's `num_columns` columns or rows."""
     return 0 if axis is None else jax.lax.axis_index(axis) * num_columns
 
 
@@ -129,7 +132,7 @@ def cross_entropy(
 
     Args:
       logits: [b, T, v], any float dtype; the softmax is taken in float32.
-      targets: int32 [b, T], indices into the whole vocabulary.
+      targets: int32 [b, T], indices into the complete vocabulary.
       weights: float32 [b, T].
       vocab_size: columns from here on are padding and get no probability.
       axis: the manual mesh axis over which the columns are sharded, or None.
@@ -146,7 +149,7 @@ def token_losses(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: A
 def losses_and_residuals(
     logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Returns `token_losses`, and what `gradient_of_logits` needs; for the arguments see there."""
+    """Returns `token_losses`, and the residuals for `gradient_of_logits`; for the arguments see `cross_entropy`."""
     masked, is_target = _masked(logits, targets, vocab_size, axis)
     maximum = jnp.max(masked, axis=-1)
     if axis is not None:
@@ -188,7 +191,7 @@ def gradient_of_logits(
 
 
 def without_padding(logits: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:
-    """Returns float32 logits [b, T, v] in which the columns from `vocab_size` on are at minus infinity.
+    """Returns float32 logits [b, T, v] with columns from `vocab_size` on at minus infinity.
 
     >>> without_padding(jnp.zeros((1, 1, 4)), vocab_size=3).tolist()
     [[[0.0, 0.0, 0.0, -inf]]]
@@ -210,8 +213,8 @@ def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Arra
     """Returns table[rows], [b, T, D], with zeros for rows below 0 or from v on.
 
     Each shard looks up its own rows, and the results are summed. This is a manual region, because the partitioner's own
-    gather aborts the compiler on some meshes inside a pipeline. The result is sharded along the sequence as the
-    residual stream is, if the table's rows are split over those axes; then the sum is a reduce-scatter.
+    gather aborts the compiler on some meshes inside a pipeline. If the table's rows are split over the axes that split
+    the residual stream's sequence, the sum is a reduce-scatter and the result is sharded like the residual stream.
 
     Args:
       table: [v, D], gathered over the axes that split it for storage only.
@@ -290,9 +293,9 @@ class Product:
 
     Attributes:
       placement: the shardings of activations and of the gathered weight.
-      names: the logical axes of the weight: `KERNEL` [D, v], or `TABLE` [v, D] where embeddings are tied.
+      names: the logical axes of the weight: `KERNEL` [D, v], or `TABLE` [v, D] if embeddings are tied.
       output_dtype: of the logits.
-      cap: logits become cap tanh(logit / cap); 0: they stay.
+      cap: logits become cap tanh(logit / cap); 0: no cap.
     """
 
     placement: Placement
@@ -302,12 +305,12 @@ class Product:
 
 
 def logits(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns logits [b, T, v] in the output dtype, padding included.
+    """Returns logits [b, T, v] in the output dtype, including padding.
 
     Args:
       product: how they are computed.
       x: [b, T, D].
-      weight: as it is stored, in its compute dtype.
+      weight: as stored, in its compute dtype.
     """
     place = product.placement
     x = place.activation(x, ("batch", "sequence", "embed"))
@@ -319,7 +322,7 @@ def logits(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
-    """The loss of the head.
+    """The cross-entropy loss of the head.
 
     Attributes:
       vocab_size: columns from here on are padding and get no probability.
@@ -337,10 +340,10 @@ class CrossEntropy:
         """Returns the weighted sum of -log softmax(logits)[target], a float32 scalar.
 
         Args:
-          product: makes the logits.
+          product: computes the logits.
           x: [b, T, D].
-          weight: of the head, as it is stored, in its compute dtype.
-          targets: int32 [b, T], indices into the whole vocabulary.
+          weight: of the head, as stored, in its compute dtype.
+          targets: int32 [b, T], indices into the complete vocabulary.
           weights: float32 [b, T].
         """
         shards = _Shards.of(product, x, weight)
@@ -351,7 +354,7 @@ class CrossEntropy:
 
 
 def num_chunks(num_tokens: int, num_columns: int, dtype: DTypeLike, chunk: int = 0) -> int:
-    """Returns n, into how many chunks the tokens of one device are cut.
+    """Returns n, the number of chunks of one device's tokens.
 
     >>> num_chunks(16 * 8192, 128256, jnp.bfloat16), num_chunks(8 * 4096, 151936, jnp.bfloat16)
     (64, 16)
@@ -360,11 +363,11 @@ def num_chunks(num_tokens: int, num_columns: int, dtype: DTypeLike, chunk: int =
       num_tokens: N.
       num_columns: V.
       dtype: of the logits.
-      chunk: tokens in a chunk; 0: as many as have logits of `CHUNK_BYTES`, a fifth more if they then divide the tokens.
+      chunk: tokens in a chunk; 0: logits of about `CHUNK_BYTES`, up to a fifth more if chunks then divide the tokens.
     """
     wanted = chunk or max(1, CHUNK_BYTES // (num_columns * jnp.dtype(dtype).itemsize))
     least = math.ceil(num_tokens / min(wanted, num_tokens))
-    # Chunks of equal size need no padding: up to twice as many, if that is what it takes.
+    # Chunks of equal size need no padding, so up to twice as many chunks are accepted.
     fewest = least if chunk else math.ceil(least / 1.2)
     return next((n for n in range(fewest, 2 * least + 1) if num_tokens % n == 0), least)
 
@@ -405,9 +408,9 @@ in_chunks.defvjp(_chunks_forward, _chunks_backward, symbolic_zeros=True)
 def _computed(
     loss: CrossEntropy, product: Product, given: tuple[jax.Array, ...], *, of_x: bool, of_weight: bool
 ) -> Computed:
-    """Returns the loss and its gradients, for `in_chunks` of the same arguments.
+    """Returns the loss and the requested gradients, for `in_chunks` with the same arguments.
 
-    Gradients have the dtype in which they are held, see `_held`; that of the weight is sharded as the weight is stored.
+    Gradients have the dtype of `_held`; the gradient of the weight is sharded like the stored weight.
     """
     x, weight, targets, weights = given
     place, shards = product.placement, _Shards.of(product, x, weight)
@@ -429,14 +432,17 @@ def _computed(
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """Where the arrays of a head live.
+    """The shardings of a head's arrays.
 
     Attributes:
-      x: the spec of x, whole along D.
-      gradient_x: of its gradient, which may be split over the vocabulary's axes along the sequence.
-      weight: of the gathered weight, and `stored` of the stored one.
-      batch: the axes that split tokens, and `vocab` those that split columns.
-      num_tokens: N, and `num_columns` V.
+      x: the spec of x, which is not split along D.
+      gradient_x: of its gradient, whose sequence may be split over the vocabulary's axes.
+      weight: of the gathered weight.
+      stored: of the stored weight.
+      batch: the axes that split tokens.
+      vocab: the axes that split columns.
+      num_tokens: N.
+      num_columns: V.
     """
 
     x: PartitionSpec
@@ -450,7 +456,7 @@ class _Shards:
 
     @classmethod
     def of(cls, product: Product, x: jax.Array, weight: jax.Array) -> "_Shards":
-        """Returns the shardings of a product's arrays, without the axes that are manual here."""
+        """Returns the shardings of a product's arrays, without the axes that are already manual."""
         place, names = product.placement, product.names
         of_x = place.activation_spec(x.shape, X)
         gathered, stored = place.weight_spec(weight.shape, names), place.stored_spec(weight.shape, names)
@@ -460,7 +466,7 @@ class _Shards:
         return cls(of_x, sums_spec(place, x.shape, vocab), gathered, stored, batch, vocab, num_tokens, num_columns)
 
     def reduced_weight(self, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient of the weight summed over the shards of the batch; each keeps what it stores."""
+        """Sums the gradient of the weight over the shards of the batch; each device keeps the shard that it stores."""
         left = self.batch
         pairs = zip(axes_of_dims(self.stored, 2), axes_of_dims(self.weight, 2), strict=True)
         for dim, (stored, whole) in enumerate(pairs):
@@ -474,9 +480,9 @@ class _Shards:
 def _looped(
     loss: CrossEntropy, product: Product, shards: _Shards, local: tuple[jax.Array, ...], *, of_x: bool, of_weight: bool
 ) -> Computed:
-    """Returns the loss of one device's tokens, and where they are wanted its gradients of x and of the weight.
+    """Returns the loss of one device's tokens, and its gradients of x and of the weight if requested.
 
-    Of `local`: x, weight, targets and weights, this device's shards.
+    `local` has this device's shards of x, weight, targets and weights.
     """
     x, weight, targets, weights = local
     num_tokens, dim = shards.num_tokens, product.names.index("embed")
@@ -506,7 +512,7 @@ def _looped(
                 sum_of_gradients += _dot(sides[0][0], sides[1][0], (0, 0), jnp.float32) / scale
         return (total + jnp.sum(of_tokens * weights), sum_of_gradients), gradient_x
 
-    # Zeros that depend on x: a compiler may make constants long before the loop, where they take memory.
+    # Zeros that depend on x: a compiler may create constants long before the loop, which would take memory.
     zero, x = jax.lax.optimization_barrier((jnp.float32(0), x))
     start = (zero, jnp.broadcast_to(zero, weight.shape) if of_weight else None)
     (total, gradient), of_chunks = jax.lax.scan(one, start, (cut(x), cut(targets), cut(weights)))
@@ -522,6 +528,6 @@ def _dot(left: jax.Array, right: jax.Array, dims: tuple[int, int], dtype: DTypeL
 def _held(dtype: DTypeLike) -> DTypeLike:
     """Returns the dtype of a gradient between forward and backward pass, in which it is summed over shards.
 
-    In float16 small numbers would be lost before they are multiplied by the loss scale.
+    Float16 becomes float32, because small numbers would be lost before they are multiplied by the loss scale.
     """
     return jnp.float32 if dtype == jnp.float16 else dtype

@@ -60,7 +60,7 @@ class LearningRateOptions:
 
 
 def check(options: LearningRateOptions) -> list[str]:
-    """Returns an error line for each problem that `options.problems` does not check: upper limits, conflicts of fields."""
+    """Returns an error line for each problem that `options.problems` does not check, such as upper limits."""
     lines = [
         f"learning_rate.{name}: got {getattr(options, name)}; allowed: 0 to 1, a share; nearest: 1.0"
         for name in ("final_fraction", "stable_fraction")

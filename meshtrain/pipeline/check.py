@@ -189,7 +189,7 @@ def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Act
 
 
 def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table if stages are asynchronous: actions start once their inputs are available."""
+    """Returns the timeline of a proven table if stages are asynchronous: an action starts when its inputs are ready."""
     spans, left = _replay(schedule, costs)
     assert not any(left), "only proven tables have a timeline"
     return spans

@@ -1,1 +1,1 @@
-"""Attention: its kernels, which of them computes it, and the exchange where sequences are split over devices."""
+"""Attention: its kernels, the selection of a kernel, and the exchange if sequences are split over devices."""

@@ -1,21 +1,21 @@
-"""What attention computes, as one record, and what all of its implementations share.
+"""The record that describes an attention, and helpers that all implementations share.
 
 An implementation is a function `attend(q, k, v, documents, attention, sinks, ..., first=None)` -> heads [b, T, N, H]:
 
     q          [b, T, N, H]
     k, v       [b, S, G, H]; G divides N
-    documents  int32 [b, T] and [b, S], those of queries and of keys, at least 0: a query attends to its own document
-               only. None: each sequence is one document
+    documents  int32 [b, T] and [b, S], ids of the documents of queries and of keys, at least 0: a query attends only
+               to its own document. None: each sequence is one document
     sinks      float32 [b, T, N], the same for each query, see `kernel.py`; None: there are none
-    first      int32 scalar, the place of the first query among the keys, where a device has a part of the queries;
-               None: queries and keys are those of the same tokens, or not causal
+    first      int32 scalar, the position of the first query among the keys, if a device has a part of the queries;
+               None: queries and keys are the same tokens, or not causal
     name       marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies
     interpret  whether to run a kernel as plain JAX, slowly, on a device of another kind
 
-Scores, softmax and sums are float32. With causal attention S is T but for parts of the queries.
+Scores, softmax and sums are float32. With causal attention S is T, unless queries are a part of the sequence.
 
-b: sequences in a microbatch, T: tokens a sequence, S: tokens of the memory (T in self-attention), N: query heads,
-G: key and value heads, H: head dim.
+b: sequences in a microbatch, T: tokens per sequence, S: tokens of the memory (T in self-attention), N: query heads, G:
+key and value heads, H: head dim.
 """
 
 import dataclasses
@@ -25,27 +25,28 @@ import jax
 import jax.numpy as jnp
 
 Documents = tuple[jax.Array, jax.Array] | None
-LATENTS = "latents"  # what caches hold of latent attention
+LATENTS = "latents"  # the cache's entry for latent attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """What the attention of a layer computes; layers, kernels, `select`, checks, caches and formulas read it.
+    """The description of a layer's attention; layers, kernels, `select`, checks, caches and formulas read it.
 
     Attributes:
-      num_heads: N of the whole model; a device may have some of them.
-      num_kv_heads: G, likewise.
+      num_heads: N of the model; a device may have some of them.
+      num_kv_heads: G of the model.
       head_dim: H.
-      asked: which implementation, one of the choices of `model.attention`.
-      causal: whether a query attends to the tokens up to its own place only; otherwise to all of them.
-      window: how many tokens a causal query attends to, its own among them (Beltagy et al. 2020); 0: all before it.
-      scalar: products of queries and keys are divided by its square root; 0: by that of H.
-      cap: scores become cap tanh(score / cap) (Bello et al. 2016); 0: they stay.
+      asked: the requested implementation, one of the choices of `model.attention`.
+      causal: whether a query attends only to the tokens up to its own position; otherwise to all of them.
+      window: number of tokens that a causal query attends to, including its own (Beltagy et al. 2020); 0: all before
+        it.
+      scalar: products of queries and keys are divided by its square root; 0: by the square root of H.
+      cap: scores become cap tanh(score / cap) (Bello et al. 2016); 0: no cap.
       qkv_biases: whether queries, keys and values have biases.
-      output_bias: whether the output has one.
-      qk_epsilon: of an RMSNorm over each head of queries and keys, before rotary positions (as Dehghani et al. 2023 do
-        with LayerNorm); None: without these norms.
-      qk_of_all: whether that is one norm over all heads of the queries, and one over those of the keys.
+      output_bias: whether the output has a bias.
+      qk_epsilon: of an RMSNorm over each head of queries and keys, before rotary positions (Dehghani et al. 2023 use
+        LayerNorm); None: no norms.
+      qk_of_all: whether one norm covers all heads of the queries, and one all heads of the keys.
       sinks: whether each head has a score that takes a part of the softmax.
       centered_scales: of the norms of queries and keys, see `Norm`.
     """
@@ -67,23 +68,26 @@ class Attention:
 
     @property
     def scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """The factor of products of queries and keys."""
         return 1 / math.sqrt(self.scalar or self.head_dim)
 
     def among(self, num_keys: int) -> "Attention":
-        """Returns the same without a window over all keys, as kernels have paths of their own for windows."""
+        """Returns the attention without its window if the window covers all `num_keys` keys.
+
+        Kernels have separate, slower paths for windows.
+        """
         return dataclasses.replace(self, window=self.window if self.window < num_keys else 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """The widths of latent attention, see `latent.py`.
+    """The widths of latent attention; for the letters see `latent.py`.
 
     Attributes:
-      width: R.
+      width: R, of the latent of keys and values.
       query_width: of the latent of queries; 0: queries are projected from the residual stream.
-      rotary: P, at most H.
-      values: W.
+      rotary: P, rotary channels of a head, at most H.
+      values: W, of a value head.
       epsilon: of the norms of both latents.
     """
 
@@ -103,9 +107,9 @@ def padded(x: jax.Array, length: int, filler: int = 0) -> jax.Array:
 def padded_documents(
     documents: Documents, q: jax.Array, k: jax.Array, lengths: tuple[int, int], causal: bool
 ) -> Documents:
-    """Returns the documents of queries and keys padded to these lengths, with one of its own that hides the padding.
+    """Returns the document ids of queries and keys padded to these lengths; a separate id hides the padding.
 
-    A causal mask hides it too, because padding comes after every query: then there may be none.
+    A causal mask hides padding too, because padding comes after every query: then the result may be None.
     """
     if documents is None:
         if causal or lengths[1] == k.shape[1]:
@@ -116,5 +120,5 @@ def padded_documents(
 
 
 def same_document(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
-    """Returns bool [b, 1, T, S]: true where query and key are in the same document, int32 [b, T] and [b, S]."""
+    """Returns bool [b, 1, T, S]: true if query and key are in the same document, from int32 [b, T] and [b, S]."""
     return (of_queries[:, :, None] == of_keys[:, None, :])[:, None]

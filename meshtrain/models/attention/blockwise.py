@@ -1,9 +1,9 @@
-"""Attention in plain JAX, one block of queries and one of keys at a time: memory grows linearly with the sequence.
+"""Attention in plain JAX, by blocks of queries and blocks of keys: memory grows linearly with the sequence.
 
-The softmax is computed online (Milakov and Gimelshein 2018), the backward pass recomputes the probabilities of a block
+The softmax is computed online (Milakov and Gimelshein 2018). The backward pass recomputes the probabilities of a block
 from the logarithms of the softmax's sums (FlashAttention-2, Dao 2023).
 
-b, T, S, N, G, H: see `attention.py`; R: query heads of each key head (N / G), t, s: queries and keys of a block.
+b, T, S, N, G, H: see `attention.py`; R: query heads per key head (N / G), t, s: queries and keys of a block.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from meshtrain.sharding.trees import Arrays
 
 # Scores of a block take b N 512 512 numbers; larger blocks compute more of the diagonal than is visible.
 LARGEST_BLOCK = 512
-# Tokens from which on `auto` takes it. Scores of shorter sequences are small, and some loops cost more to compile.
+# Minimum tokens for `auto` to select it. Scores of shorter sequences are small, and some loops cost more to compile.
 FROM = 1024
-# Blocks are multiples of what the units for matrix products take.
+# Blocks are multiples of the size of matrix units.
 GRANULE = 16
 LOWEST = -1e30  # below every score, and finite: the difference of two of them is 0
 # Dims of the operands of a product: (contracted, batch).
@@ -30,26 +30,26 @@ OF_SCORES = (((4,), (3,)), ((0, 2), (0, 2)))  # [b, t, G, R, H] x [b, s, G, H] -
 OF_SUMS = (((4,), (1,)), ((0, 1), (0, 2)))  # [b, G, t, R, s] x [b, s, G, H] -> [b, G, t, R, H]
 OF_KEYS = (((2, 3), (1, 3)), ((0, 1), (0, 2)))  # [b, G, t, R, s] x [b, t, G, R, H] -> [b, G, s, H]
 
-# Of the function below: it tells the planner which implementation was traced.
+# Name of the function below, by which the planner recognizes the traced implementation.
 TRACED_NAME = "blockwise_forward"
 
-Index: TypeAlias = Any  # of a block: an int, or a traced int32 scalar
-Pair = tuple[jax.Array, jax.Array]  # a block of queries and one of keys, by index
-Sums: TypeAlias = Arrays  # what a pass adds up, block by block: three arrays
+Index: TypeAlias = Any  # index of a block: an int, or a traced int32 scalar
+Pair = tuple[jax.Array, jax.Array]  # indices of a block of queries and a block of keys
+Sums: TypeAlias = Arrays  # sums of a pass over blocks: three arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Which pairs of a block of queries and a block of keys are computed, and how.
+    """The pairs of a block of queries and a block of keys that are computed.
 
     Attributes:
       num_queries: blocks of queries.
       num_keys: blocks of keys.
-      queries: queries a block, t.
-      keys: keys a block, s.
-      attention: what is computed.
-      is_part: whether the queries are a part of the sequence whose place is known on the device only. Then all pairs of
-        blocks are computed.
+      queries: queries per block, t.
+      keys: keys per block, s.
+      attention: the attention to compute.
+      is_part: whether the queries are a part of the sequence whose position is known only on the device. Then all pairs
+        of blocks are computed.
     """
 
     num_queries: int
@@ -60,21 +60,21 @@ class Blocks:
     is_part: bool = False
 
     def first(self, i: Index) -> Index:
-        """Returns the first block of keys that the block `i` of queries reads; `i` is a number or a traced one."""
+        """Returns the first block of keys that the block `i` of queries reads; `i` is an int or traced."""
         if not self.attention.window or self.is_part:
             return 0 * i
         largest = max if isinstance(i, int) else jnp.maximum
         return largest(0, (i * self.queries - self.attention.window + 1) // self.keys)
 
     def last(self, i: Index) -> Index:
-        """Returns the last block of keys that the block `i` of queries reads, likewise."""
+        """Returns the last block of keys that the block `i` of queries reads; `i` is an int or traced."""
         if not self.attention.causal or self.is_part:
             return 0 * i + self.num_keys - 1
         return ((i + 1) * self.queries - 1) // self.keys
 
     @property
     def num_pairs(self) -> int:
-        """How many pairs of blocks are computed."""
+        """The number of computed pairs of blocks."""
         return sum(self.last(i) - self.first(i) + 1 for i in range(self.num_queries))
 
 
@@ -92,8 +92,8 @@ def attend(
 ) -> jax.Array:
     """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
 
-    Blocks of keys outside of the window are not computed. A query that sees no key at all gets zeros; implementations
-    that write all scores give it the mean of all values. A block has at most `largest_block` tokens.
+    Blocks of keys outside of the window are not computed. A query that sees no key gets zeros; implementations that
+    store all scores give it the mean of all values. A block has at most `largest_block` tokens.
     """
     (num_sequences, length, num_heads, head_dim), (num_tokens, num_groups), dtype = q.shape, k.shape[1:3], q.dtype
     causal = attention.causal
@@ -114,7 +114,7 @@ def attend(
 
 
 def _blocks(length: int, largest: int) -> tuple[int, int]:
-    """Returns (number of blocks, tokens of each), together at least `length` tokens and little more."""
+    """Returns (number of blocks, tokens per block), which cover `length` tokens with little padding."""
     number = math.ceil(length / largest)
     size = math.ceil(length / number / GRANULE) * GRANULE
     return math.ceil(length / size), size
@@ -127,7 +127,7 @@ def blockwise_forward(
     """Returns heads [b, T, G, R, H] and the logarithms of the softmax's sums, float32 [b, G, T, R].
 
     Args:
-      blocks: which of them are computed.
+      blocks: the blocks to compute.
       q: [b, T, G, R, H].
       k: [b, S, G, H].
       v: as `k`.
@@ -170,15 +170,15 @@ def blockwise_backward(
     log_sums: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the cotangents of q, k and v, for that of the heads.
+    """Returns the cotangents of q, k and v, given the cotangent of the heads.
 
     Args:
-      blocks: see `blockwise_forward`, for the next five as well.
-      q: as there.
-      heads: what it returned.
+      blocks: see `blockwise_forward`, also for the next five arguments.
+      q: see there.
+      heads: returned by `blockwise_forward`.
       cotangent: of the heads.
     """
-    # Of a row of probabilities p with cotangents c: the softmax's backward is p (c - sum(p c)); that sum is this one.
+    # For a row of probabilities p with cotangents c, the softmax's backward is p (c - sum(p c)); `inner` is this sum.
     inner = jnp.sum(heads.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
     def add(carry: tuple[Pair, Sums], nothing: None) -> tuple[tuple[Pair, Sums], None]:
@@ -208,7 +208,7 @@ def _start(blocks: Blocks) -> tuple[jax.Array, jax.Array]:
 
 
 def _next(blocks: Blocks, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the pair of blocks after (i, j): the next block of keys, or the first one of the next queries."""
+    """Returns the pair of blocks after (i, j): the next block of keys, or the first block for the next queries."""
     is_last = j == blocks.last(i)
     return jnp.where(is_last, i + 1, i), jnp.where(is_last, blocks.first(i + 1), j + 1)
 
@@ -222,9 +222,9 @@ def _scores(
     i: jax.Array,
     j: jax.Array,
 ) -> tuple[jax.Array, jax.Array | float, jax.Array | None]:
-    """Returns scores float32 [b, G, t, R, s], their derivative by the product of query and key, and what is visible.
+    """Returns scores float32 [b, G, t, R, s], their derivative by the product of query and key, and the mask.
 
-    Scores that are not visible are `LOWEST`. What is visible is bool [b or 1, 1, t, 1, s]; None: everything.
+    Scores that are not visible are `LOWEST`. The mask is bool [b or 1, 1, t, 1, s]; None: everything is visible.
     """
     attention = blocks.attention
     slope: jax.Array | float = attention.scale
@@ -246,7 +246,7 @@ def _scores(
 
 
 def _where(visible: jax.Array | None, weights: jax.Array) -> jax.Array:
-    # Where a query sees no key of a block, all scores are equal, and the exponential of their difference is 1.
+    # If a query sees no key of a block, all scores are equal, and the exponential of their difference is 1.
     return weights if visible is None else jnp.where(visible, weights, 0)
 
 

@@ -1,14 +1,14 @@
-"""Attention where mesh axes split each sequence: the devices of a sequence exchange what others need.
+"""Context parallelism: attention if mesh axes split each sequence, with an exchange between the devices of a sequence.
 
     outside      q [b, T / n, N, H]   a device has some tokens of all heads
-    by heads     q [b, T, N / n, H]   all tokens of some heads, k and v as well; any implementation of attention does
-    by keys      q [b, T / n, N, H]   its own queries, k and v [b, S, G, H] of all tokens
+    by heads     q [b, T, N / n, H]   all tokens of some heads, also for k and v; works with any implementation
+    by keys      q [b, T / n, N, H]   its own queries, and k and v [b, S, G, H] of all tokens
 
 The exchange by heads is an all-to-all before attention and one after it (DeepSpeed-Ulysses, Jacobs et al. 2023). It
-needs a head for each device. With fewer heads keys and values are gathered instead, and their gradients are
-reduce-scattered. Then a device multiplies its queries with all keys, those after them too: the last part of the
-sequence sees all keys, and the others would wait for it. Tokens stay in their order, so masks, windows and documents
-are those of the whole sequence.
+requires a head for each device. With fewer heads, keys and values are gathered instead, and their gradients are
+reduce-scattered. Then a device multiplies its queries with all keys, including later ones: the last part of the
+sequence sees all keys, and the other devices would wait for it anyway. Tokens keep their order, so masks, windows and
+documents are the same as for the complete sequence.
 
 b, T, S, N, G, H: see `attention.py`, with the heads of one shard of the tensor axis; n: parts of a sequence.
 """
@@ -22,18 +22,18 @@ import jax.numpy as jnp
 from meshtrain.models.attention.attention import Documents
 from meshtrain.sharding.trees import Arrays
 
-# (q [b, T, N, H], k and v [b, S, G, H], the documents of queries and keys or None, further arguments, those of queries
-# [b, T, N]) -> [b, T, N, H]
+# (q [b, T, N, H], k and v [b, S, G, H], the documents of queries and keys or None, further arguments, which are [b, T,
+# N] if they belong to queries) -> [b, T, N, H]
 Attend = Callable[..., jax.Array]
 
 
 def by_heads(attend: Attend, axes: tuple[str, ...]) -> Attend:
-    """Returns attention of one device's part of each sequence, for `jax.shard_map`: heads are split in its place.
+    """Wraps attention for `jax.shard_map` over split sequences: exchanges tokens for heads before and after it.
 
-    Key and value heads are repeated where n does not divide their number.
+    Key and value heads are repeated if n does not divide their number.
 
     Args:
-      attend: of whole sequences.
+      attend: attention over complete sequences.
       axes: the mesh axes that split sequences, n devices; n divides N.
     """
 
@@ -57,12 +57,13 @@ def by_heads(attend: Attend, axes: tuple[str, ...]) -> Attend:
 
 
 def by_keys(attend: Attend, axes: tuple[str, ...], *, causal: bool) -> Attend:
-    """Returns attention of one device's part of each sequence, for `jax.shard_map`: keys and values are gathered.
+    """Wraps attention for `jax.shard_map` over split sequences: gathers keys and values before it.
 
     Args:
-      attend: of a part of the queries with all keys; where it is causal it takes `first`, the place of the first query.
+      attend: attention of a part of the queries with all keys; if causal, it takes `first`, the position of the first
+        query.
       axes: the mesh axes that split sequences.
-      causal: whether a query attends to the keys up to its own place only.
+      causal: whether a query attends only to the keys up to its own position.
     """
 
     def exchanged(
@@ -78,11 +79,11 @@ def by_keys(attend: Attend, axes: tuple[str, ...], *, causal: bool) -> Attend:
 
 
 def _repeated(x: jax.Array, num_heads: int) -> jax.Array:
-    """Returns keys or values with each head repeated; the repetitions' cotangents are added in float32."""
+    """Returns keys or values with each head repeated; the cotangents of the copies are summed in float32."""
     times = num_heads // x.shape[2]
     return x if times == 1 else jnp.repeat(x.astype(jnp.float32), times, axis=2).astype(x.dtype)
 
 
 def _gathered(tree: Arrays, axes: tuple[str, ...]) -> Arrays:
-    """Returns arrays [b, T / n, ...] as [b, T, ...]."""
+    """Gathers arrays [b, T / n, ...] to [b, T, ...]."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), tree)

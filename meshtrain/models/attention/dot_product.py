@@ -1,4 +1,4 @@
-"""Attention by `jax.nn.dot_product_attention` (`xla`, `cudnn`), written out for capped scores and sinks.
+"""Attention by `jax.nn.dot_product_attention` (`xla`, `cudnn`); in plain einsums for capped scores and sinks.
 
 b, T, S, N, G, H: see `attention.py`.
 """
@@ -26,11 +26,11 @@ def attend(
 ) -> jax.Array:
     """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
 
-    With `is_global`, a bool scalar that is true, there is no window after all.
+    If `is_global`, a bool scalar, is true, the window is ignored.
     """
     dtype, causal, cap, window = q.dtype, attention.causal, attention.cap, attention.window
     if how == "xla" and dtype == jnp.float16:
-        # JAX requests a float16 matmul that only GPUs have. The input of the softmax is float32 anyway.
+        # JAX requests a float16 matmul that only GPUs support. The input of the softmax is float32 anyway.
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     mask = same_document(*documents) if documents is not None else None
     reach = window if is_global is None else jnp.where(is_global, k.shape[1], window)
@@ -41,7 +41,7 @@ def attend(
     elif window and mask is None and is_global is None and not cap and sinks is None:
         local = (window - 1, 0)
     elif window:
-        # cuDNN's kernel takes a window or a mask. It needs `is_causal` with both: its window has no end.
+        # cuDNN's kernel takes either a window or a mask. Both need `is_causal`, because its window has no upper end.
         seen = distance < reach
     if seen is not None:
         mask = seen[None, None] if mask is None else mask & seen
@@ -62,7 +62,7 @@ def _written_out(
     attention: Attention,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Returns heads; `mask` is bool, broadcastable to [b, 1, T, S], true where a query attends."""
+    """Returns heads; `mask` is bool, broadcastable to [b, 1, T, S], true if a query attends to a key."""
     groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("btgnh,bsgh->bgnts", groups, k, preferred_element_type=jnp.float32)
     scores = capped(scores * attention.scale, attention.cap)

@@ -1,11 +1,11 @@
-"""Kernels of attention that compute their own gradients, and what is folded into their results: sinks.
+"""Wraps attention kernels that compute their own gradients, and adds sinks to their results.
 
 A sink is a learned score of a head that takes a part of the softmax and gives no value (Xiao et al. 2023). A kernel
-hands back heads and the logarithms of the softmax's sums, without sinks. They are folded in afterwards, and the
-kernel's own backward pass gets the folded results: from them it computes the probabilities with sinks, so the
-cotangents of queries, keys and values are exact. No kernel is differentiated through its logarithms.
+returns heads and the logarithms of the softmax's sums, without sinks. Sinks are then added to both, and the kernel's
+backward pass gets these results. It computes from them the probabilities with sinks, so the cotangents of queries, keys
+and values are exact. No kernel is differentiated through its logarithms.
 
-Each query has the sinks of its heads, so that what splits queries splits them alike, and no device sums a gradient.
+Each query has the sinks of its heads, so a split of queries also splits the sinks, and no device sums a gradient.
 """
 
 import functools
@@ -18,19 +18,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.models.attention.attention import Documents, padded
 
-Given = jax.Array | Documents  # an argument of a kernel, None among them
+Given = jax.Array | Documents  # an argument of a kernel; may be None
 
 
 class Kernel(NamedTuple):
-    """A forward and a backward pass. Both take `static`, q [b, T, ..., H], k, v, and what else the kernel needs.
+    """A forward and a backward pass. Both take `static`, q [b, T, ..., H], k, v, and the kernel's further arguments.
 
     Attributes:
-      forward: returns heads, shaped as q, and the logarithms of the softmax's sums, float32, shaped as
+      forward: returns heads in the shape of q, and the logarithms of the softmax's sums, float32, in the shape of
         `heads.swapaxes(1, 2)[..., 0]`.
       backward: also takes heads, logarithms and the cotangent of the heads; it returns the cotangents of q, k and v.
       static: arguments that are no arrays.
       name: see `attention.py`.
-      unit: of the logarithms, such as ln 2 for those to base 2.
+      unit: of the logarithms, such as ln 2 for logarithms to base 2.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -41,13 +41,13 @@ class Kernel(NamedTuple):
 
 
 def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given) -> jax.Array:
-    """Returns heads, shaped as q.
+    """Returns heads in the shape of q.
 
     Args:
-      kernel: what computes them.
+      kernel: computes them.
       sinks: float32 [b, T, N], see `attention.py`; the kernel's T may be longer.
-      q: what the kernel takes.
-      others: likewise.
+      q: argument of the kernel.
+      others: further arguments of the kernel.
     """
     own = None if sinks is None else padded(sinks, q.shape[1]).reshape(q.shape[:-1]).swapaxes(1, 2)
     heads: jax.Array = _attend(kernel, own, q, *others)
@@ -56,7 +56,7 @@ def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> jax.Array:
-    """Returns heads; sinks are shaped as the kernel's logarithms."""
+    """Returns heads; sinks have the shape of the kernel's logarithms."""
     return _forward(kernel, sinks, *given)[0]
 
 
@@ -82,7 +82,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def folded(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns heads and logarithms with the sinks in the softmax.
+    """Returns heads and logarithms with sinks included in the softmax.
 
     Args:
       heads: [..., H].
@@ -97,8 +97,8 @@ def cotangent(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array, of_heads:
     """Returns the cotangent of the sinks, float32 [...]: -exp(sink - log_sum) sum(heads of_heads).
 
     Args:
-      heads: [..., H], folded.
-      log_sums: float32 [...], folded.
+      heads: [..., H], with sinks included.
+      log_sums: float32 [...], with sinks included.
       sinks: float32 [...].
       of_heads: the cotangent of `heads`.
     """

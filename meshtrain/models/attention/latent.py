@@ -1,11 +1,11 @@
-"""Multi-head latent attention: keys and values of all heads are projected from one latent a token, which is cached.
+"""Multi-head latent attention: keys and values of all heads are projected from one latent per token, which is cached.
 
-    c = norm(x W_down)                                    the latent, and beside it one rotary key for all heads
-    k, v = c W_up                                         of each head; its rotary channels are those of that key
+    c = norm(x W_down)                                    the latent; one additional rotary key is shared by all heads
+    k, v = c W_up                                         for each head; the rotary channels of k are the shared key
     q = norm(x W_query_down) W_query, or x W_query        its last channels are rotary
 
-In training keys and values are computed for each head, and any implementation of attention takes them. A token that is
-generated attends to the latents themselves: (q W_up) c is q (c W_up), so the cache has no heads (DeepSeek-AI 2024,
+In training keys and values are computed for each head, and any implementation of attention can be used. A generated
+token attends to the latents themselves: (q W_up) c equals q (c W_up), so the cache has no heads (DeepSeek-AI 2024,
 DeepSeek-V2, section 2.1 and appendix C; DeepSeek-V3, section 2.1.1).
 
 b, T, N, H: see `attention.py`; D: embed dim, R: latent, P: rotary channels of a head, W: width of a value, C: slots.
@@ -29,7 +29,7 @@ ROWS = "from_latent"
 
 
 class LatentAttention(MultiHead):
-    """Latent attention with heads sharded over the tensor axis; latents are whole. [b, T, D] -> [b, T, D]."""
+    """Latent attention with heads sharded over the tensor axis; latents are not split. [b, T, D] -> [b, T, D]."""
 
     latent: Latent
 
@@ -47,10 +47,10 @@ class LatentAttention(MultiHead):
         """Applies attention, see `MultiHead`; the collections NEW and CACHE have `latents` [b, T or C, R + P].
 
         Args:
-          x: [b, T, D]; for others see `MultiHead`.
+          x: [b, T, D]; for other arguments see `MultiHead`.
           angles: rotary angles float32 [b, T, P / 2].
-          memory: None, as latents are those of the sequence itself.
-          stretch: what whole queries and keys are multiplied by; None: nothing.
+          memory: must be None, because latents come from the sequence itself.
+          stretch: factor of complete queries and keys; None: no factor.
         """
         assert memory is None, "a latent is one of the sequence itself"
         assert angles is not None, "some channels are rotary"
@@ -73,7 +73,7 @@ class LatentAttention(MultiHead):
         return self._output(heads, x.shape[-1])
 
     def _down(self, name: str, x: jax.Array, width: int) -> jax.Array:
-        """Returns [b, T, width]."""
+        """Returns the down-projection of `x`, [b, T, width]."""
         axes = ("embed", "latent")
         kernel = weight(self, name, (x.shape[-1], width), axes, normal(self.init_std), self.placement, self.dtype)
         down = multiplied(self, name, x, kernel, axes, self.placement)
@@ -85,7 +85,7 @@ class LatentAttention(MultiHead):
         return normed
 
     def _latents(self, x: jax.Array, angles: jax.Array) -> jax.Array:
-        """Returns [b, T, R + P]: the latents, normalized, and the keys that all heads share, rotated."""
+        """Returns [b, T, R + P]: the normalized latents, and the rotated keys that all heads share."""
         both = self._down("key_value_down", x, self.latent.width + self.latent.rotary)
         latents, shared = jnp.split(both, [self.latent.width], axis=-1)
         shared = rotate_neighbours(shared[:, :, None], angles)[:, :, 0]
@@ -102,11 +102,11 @@ class LatentAttention(MultiHead):
 
     @property
     def _width_of_keys(self) -> int:
-        """The channels of a key that are its head's own."""
+        """The channels of a key that differ between heads."""
         return self.attention.head_dim - self.latent.rotary
 
     def _among_latents(self, q: jax.Array, of_rotary: jax.Array, latents: jax.Array, slots: Slots) -> jax.Array:
-        """Returns the heads [b, 1, N, W] of one token of each row, which attends to the latents in the cache.
+        """Returns the heads [b, 1, N, W] of one token per row, which attends to the latents in the cache.
 
         Args:
           q: [b, 1, N, H - P].
@@ -124,7 +124,7 @@ class LatentAttention(MultiHead):
         is_own = (jnp.arange(stored.shape[1]) == slots.own)[None, :, None]
         keys = jnp.where(is_own, latents, stored)[:, :, None]
         q = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", q, of_keys), of_rotary], axis=-1)
-        # One key and value head for all query heads: the scores are those of each head's own keys.
+        # One key and value head for all query heads; the scores equal those with separate keys for each head.
         among = dataclasses.replace(
             o, num_kv_heads=1, head_dim=q.shape[-1], scalar=o.scalar or o.head_dim, causal=False, window=0
         )

@@ -26,7 +26,7 @@ from meshtrain.sharding.stored import axes_of_dims
 
 
 class Memory(NamedTuple):
-    """What cross-attention reads, such as the output of an encoder.
+    """The sequence that cross-attention reads, such as the output of an encoder.
 
     Attributes:
       states: [b, S, D], from which keys and values are projected.
@@ -38,10 +38,10 @@ class Memory(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Which slots of a cache one new token of each row attends to.
+    """The slots of a cache that one new token of each row attends to.
 
     Attributes:
-      filled: int32 [b, C], 1 where the row may attend to the slot, else 0. In self-attention the new token's slot is 1,
+      filled: int32 [b, C], 1 if the row may attend to the slot, else 0. In self-attention the new token's slot is 1,
         and slots outside of a window are 0.
       own: int32 scalar, the slot of the new token; unused in attention to a memory.
     """
@@ -50,8 +50,8 @@ class Slots(NamedTuple):
     own: jax.Array
 
 
-# Collections of the Linen variables `keys` and `values`. `apply(..., mutable=[NEW])` also returns those of the tokens
-# that it was given, [b, S, G, H]. With the collection CACHE, [b, C, G, H], a token attends to the tokens before it.
+# Collections of the Linen variables `keys` and `values`. `apply(..., mutable=[NEW])` also returns the keys and values
+# of its tokens, [b, S, G, H]. With the collection CACHE, [b, C, G, H], a token attends to the tokens before it.
 NEW, CACHE = "new", "cache"
 
 SINKS = "sinks"
@@ -86,15 +86,16 @@ class MultiHead(nn.Module):
         Args:
           x: [b, T, D].
           angles: rotary angles float32 [b, T, H / 2], or None without rotary positions. They are not applied to a
-            memory, in which a token has another position than the query.
-          documents: int32 [b, T], the document of each token; a query attends to its own document only. None: each
+            memory, because positions in a memory differ from those of queries.
+          documents: int32 [b, T], the document of each token; a query attends only to its own document. None: each
             sequence is one document.
-          memory: what keys and values are made of; None: `x`. It needs `documents` exactly where it has its own.
-          slots: where the keys and values stand in the collection CACHE that one token of each row, T = 1, attends to.
-            With `causal` its own are added in their slot; otherwise the cache is a memory, which does not change. None:
-            there is no cache.
+          memory: the source of keys and values; None: `x`. It needs `documents` exactly if the argument `documents` is
+            given.
+          slots: for generation, the slots of the collection CACHE that one token of each row, T = 1, attends to. With
+            `causal` the token's own keys and values are added in their slot; otherwise the cache is a memory, which
+            does not change. None: there is no cache.
           is_global: bool scalar, whether queries attend to all tokens before them in spite of the window; None: they do
-            not. It is data, so that scanned layers with and without a window are compiled once.
+            not. It is an array, so that scanned layers with and without a window are compiled once.
           stretch: see `rotate`.
         """
         attention, (source, of_keys) = self.attention, (x, documents) if memory is None else memory
@@ -118,10 +119,10 @@ class MultiHead(nn.Module):
         is_global: jax.Array | None,
         has_memory: bool = False,
     ) -> jax.Array:
-        """Returns [b, T, N, width of v] by the implementation that fits; see `__call__`."""
+        """Returns [b, T, N, width of v] by the selected implementation; see `__call__`."""
         attention = self.attention
-        # Initial weights do not depend on the kernel. They are initialized in float32, which cuDNN's kernel rejects.
-        # Their shapes are computed before JAX may query devices. No kernel takes a single query.
+        # Initialization uses no kernel: it runs in float32, which cuDNN's kernel rejects, and its shapes are computed
+        # before JAX may query devices. No kernel takes a single query.
         how = "xla"
         if slots is None and not self.is_initializing():
             lengths, platform = (q.shape[1], k.shape[1]), self.placement.platform
@@ -129,11 +130,12 @@ class MultiHead(nn.Module):
             how, _ = chosen(Case(attention, lengths, self.dtype, platform, masked, has_memory, gathers))
         both = None if documents is None or of_keys is None else (documents, of_keys)
         if slots is not None:
-            both = (jnp.ones_like(slots.filled[:, :1]), slots.filled)  # the slots are those of the window already
+            both = (jnp.ones_like(slots.filled[:, :1]), slots.filled)  # the slots already respect the window
             attention = dataclasses.replace(attention, causal=False, window=0)
         heads = self._attend(q, k, v, both, self._sinks(q), attention.among(k.shape[1]), how, is_global)
         heads = self.placement.activation(heads, QUERIES)
-        # Policies save the results of these, of cuDNN's kernel outside of branches: a name would save an array twice.
+        # Policies already save the results of these kernels (of cuDNN's only outside of branches): a name would save an
+        # array twice.
         is_saved = how in ("splash", "triton", "blockwise") or (how == "cudnn" and is_global is None)
         return heads if is_saved else checkpoint_name(heads, HEADS)
 
@@ -178,14 +180,14 @@ class MultiHead(nn.Module):
         how: str,
         is_global: jax.Array | None,
     ) -> jax.Array:
-        """Returns [b, T, N, H]."""
+        """Returns [b, T, N, H]; runs the implementation on shards if needed."""
         local, everywhere = (self._kernel(how, dataclasses.replace(attention, window=w)) for w in (attention.window, 0))
 
         def run(
             q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, sinks: jax.Array | None,
             is_global: jax.Array | None, **place: jax.Array,
         ) -> jax.Array:  # fmt: skip
-            # The branches have no collectives: stages of a pipeline may take different ones.
+            # The branches have no collectives: stages of a pipeline may take different branches.
             if is_global is None or not attention.window:
                 return local(q, k, v, documents, sinks=sinks, **place)
             if how == "xla":
@@ -199,10 +201,10 @@ class MultiHead(nn.Module):
         _, parts, *_ = axes_of_dims(queries, q.ndim)
         if how == "xla" and not parts:
             return run(q, k, v, documents, sinks, is_global)
-        # A kernel has no partitioning rule, or one that fails where some axes are manual. So it runs on each device's
+        # A kernel has no partitioning rule, or its rule fails if some axes are manual. So it runs on each device's
         # shards in a manual region. Each axis made manual here splits sequences, their tokens or heads: no array is
-        # replicated, and no gradient has to be summed over devices. A loop over blocks runs there as well: the
-        # partitioner need not see its slices.
+        # replicated, and no gradient has to be summed over devices. A loop over blocks runs there as well, so that the
+        # partitioner does not see its slices.
         tokens = [self.placement.activation_spec(array.shape[:2], ("batch", "sequence")) for array in (q, k)]
         replicated = None if is_global is None else PartitionSpec()
         of_sinks = None if sinks is None else PartitionSpec(*queries[:3])
@@ -217,14 +219,14 @@ class MultiHead(nn.Module):
         return heads
 
     def _sinks(self, q: jax.Array) -> jax.Array | None:
-        """Returns the sinks of each query's heads, float32 [b, T, N], or None without them; q is [b, T, N, H]."""
+        """Returns the sinks of each query's heads, float32 [b, T, N], or None without sinks; q is [b, T, N, H]."""
         if not self.attention.sinks:
             return None
         own = weight(self, SINKS, q.shape[2:3], ("heads",), normal(self.init_std), self.placement, jnp.float32)
         return self.placement.activation(jnp.broadcast_to(own, q.shape[:3]), QUERIES[:3])
 
     def _gathers_keys(self, q: jax.Array) -> bool:
-        """Returns whether sequences are split over devices, and with q [b, T, N, H] there is no head for each."""
+        """Returns whether sequences are split over devices and q, [b, T, N, H], has too few heads to exchange them."""
         _, parts, of_heads, _ = axes_of_dims(self.placement.activation_spec(q.shape, QUERIES), q.ndim)
         return bool(parts) and q.shape[2] % self.placement.size((*parts, *of_heads)) > 0
 
@@ -254,7 +256,7 @@ class MultiHead(nn.Module):
     def _project(
         self, name: str, x: jax.Array, num_heads: int, axis: str, width: int = 0, rows: str = "embed"
     ) -> jax.Array:
-        """Returns [b, T, num_heads, width or H] from the last dim of `x`, whose logical axis in weights is `rows`."""
+        """Projects the last dim of `x`, whose logical axis in weights is `rows`, to [b, T, num_heads, width or H]."""
         shape, axes = (x.shape[-1], num_heads, width or self.attention.head_dim), (rows, axis, "head_dim")
         kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
         heads = multiplied(self, name, x, kernel, axes, self.placement)
@@ -264,7 +266,7 @@ class MultiHead(nn.Module):
         return checkpoint_name(self.placement.activation(heads, ("batch", "sequence", axis, "head_dim")), QKV)
 
     def _normed(self, name: str, heads: jax.Array, axis: str) -> jax.Array:
-        """Returns [b, T, heads, H], each head normalized or all of them together, or as it is without these norms."""
+        """Returns [b, T, heads, H], normalized by head or over all heads; unchanged without these norms."""
         attention, epsilon = self.attention, self.attention.qk_epsilon
         if epsilon is None:
             return heads

@@ -1,6 +1,6 @@
-"""Which implementation computes attention, why, what that rules out, and what devices exchange for it.
+"""Selects the implementation of attention, with its reason, and describes the exchange between devices.
 
-T: tokens a sequence, S: tokens of the memory (T in self-attention).
+T: tokens per sequence, S: tokens of the memory (T in self-attention).
 """
 
 import math
@@ -18,22 +18,22 @@ from meshtrain.sharding.rules import CONTEXT, TENSOR, sequence_axes
 from meshtrain.sharding.stored import num_parts
 
 TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations that take a part of the queries with all keys
-# What a kernel does not do: field of `Attention` -> (in words, the option).
+# Features that a kernel does not support: field of `Attention` -> (text, the option).
 _CAP, _WINDOW = {"cap": ("capped scores", "attention_cap")}, {"window": ("window", "window")}
 _SINKS = {"sinks": ("sinks", "sinks")}
 _CANNOT = {"cudnn": _CAP | _SINKS, "triton": _WINDOW | _CAP}
 
 
 class Case(NamedTuple):
-    """What attention has to do.
+    """The properties of an attention that determine its implementation.
 
     Attributes:
-      attention: what is computed.
+      attention: the attention to compute.
       lengths: (T, S).
       dtype: of queries, keys and values.
       platform: as JAX names it, such as `tpu`, `gpu` or `cuda`.
-      masks_documents: whether a token attends to its own document only.
-      has_memory: whether keys and values are those of another sequence.
+      masks_documents: whether a token attends only to its own document.
+      has_memory: whether keys and values come from another sequence.
       gathers_keys: whether a device has a part of the queries and all keys (`context_parallel.py`).
     """
 
@@ -47,11 +47,13 @@ class Case(NamedTuple):
 
 
 def chosen(case: Case) -> tuple[str, str]:
-    """Returns (the implementation that computes attention, why), the first a choice of `model.attention` but `auto`.
+    """Returns (the implementation that computes attention, the reason).
 
-    `auto` means a kernel where one fits: splash on TPUs; on GPUs cuDNN's, or JAX's own, which takes documents and
-    larger heads. Otherwise it means `blockwise` for long sequences, and `xla` for short ones. Only `xla`, and `cudnn`
-    with documents, store a [T, S] matrix. Any other choice is taken as it is.
+    It is a choice of `model.attention`, not `auto`.
+
+    `auto` selects a kernel if one fits: splash on TPUs; on GPUs cuDNN's, or JAX's own, which supports documents and
+    larger heads. Otherwise it selects `blockwise` for long sequences, and `xla` for short ones. Only `xla`, and `cudnn`
+    with documents, store a [T, S] matrix. Any other choice is used unchanged.
     """
     attention = case.attention
     if attention.asked != "auto":
@@ -60,7 +62,7 @@ def chosen(case: Case) -> tuple[str, str]:
     if case.gathers_keys:
         why = "no kernel takes a part of the queries with all keys"
     elif case.platform == "tpu":
-        # A multiple of splash's blocks exactly where both lengths are.
+        # The gcd is a multiple of splash's blocks exactly if both lengths are.
         if splash.fits(attention.head_dim, math.gcd(*case.lengths), case.dtype):
             return "splash", "JAX's kernel for TPUs takes it"
         why = "JAX's kernel takes bfloat16, heads of 64, 128 or 256, and multiples of 128 tokens"
@@ -70,7 +72,7 @@ def chosen(case: Case) -> tuple[str, str]:
             return "cudnn", "cuDNN's kernel takes it"
         why = f"cuDNN's kernel takes no {' and no '.join(refused)}"
         refused = _refused("triton", case)
-        # The module is imported only where the kernel would be taken.
+        # The module is imported only if the kernel would be used.
         if not refused and triton.is_there():
             return "triton", f"{why}, JAX's Pallas kernel does"
         why = f"{why}, JAX's Pallas kernel no {' and no '.join(refused or ['call from this version of JAX'])}"
@@ -80,15 +82,15 @@ def chosen(case: Case) -> tuple[str, str]:
 
 
 def _refused(kernel: str, case: Case) -> list[str]:
-    """Returns what the case has that a kernel for GPUs does not take."""
+    """Returns the properties of the case that a kernel for GPUs does not support."""
     attention, dtype = case.attention.among(case.lengths[1]), jnp.dtype(case.dtype)
     refused = [] if dtype.itemsize == 2 else [dtype.name]
     # Every GPU with a cuDNN kernel takes heads of up to 128. GPUs from Hopper on take up to 256.
     if attention.head_dim % 8 or attention.head_dim > (128 if kernel == "cudnn" else triton.LARGEST_HEAD_DIM):
         refused.append(f"heads of {attention.head_dim}")
     if kernel == "cudnn" and case.masks_documents:
-        # It takes documents as a [T, S] mask only: its packed form needs the largest number of documents in a sequence,
-        # and stores the softmax's sums that often.
+        # It supports documents only as a [T, S] mask: its packed form needs the maximum number of documents in a
+        # sequence, and stores the softmax's sums for each.
         refused.append("documents")
     refused += [words for field, (words, _) in _CANNOT[kernel].items() if getattr(attention, field)]
     if kernel == "triton":
@@ -98,10 +100,10 @@ def _refused(kernel: str, case: Case) -> list[str]:
 
 
 def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each reason why the implementation that was asked for does not compute this attention.
+    """Returns an error line for each reason why the requested implementation cannot compute this attention.
 
     Args:
-      attention: what is computed.
+      attention: the attention to compute.
       computes_in: the dtype of attention.
       mesh_shape: the size of each mesh axis.
     """
@@ -131,21 +133,21 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
 
 
 def of_sequence(mesh_shape: Mapping[str, int]) -> int:
-    """Returns how many devices compute one sequence: along the axes that split its tokens and its heads."""
+    """Returns the number of devices that compute one sequence: along the axes that split its tokens and its heads."""
     return num_parts((*sequence_axes(), TENSOR), mesh_shape)
 
 
 def gathers_keys(attention: Attention, mesh_shape: Mapping[str, int]) -> bool:
-    """Returns whether sequences are split over devices, and there is no head for each of them."""
+    """Returns whether sequences are split over devices, and there are too few heads for an exchange by heads."""
     return mesh_shape[CONTEXT] > 1 and attention.num_heads % of_sequence(mesh_shape) > 0
 
 
 def exchange(attention: Attention, more: float, mesh_shape: Mapping[str, int]) -> str:
-    """Returns what the devices of one sequence exchange for attention, in one line; '' where each has whole sequences.
+    """Describes the context-parallel communication in one line; empty without context parallelism.
 
     Args:
-      attention: what is computed.
-      more: the pairs of all queries and keys, over those that attention needs.
+      attention: the attention to compute.
+      more: the number of pairs of all queries and keys, over the number that attention needs.
       mesh_shape: the size of each mesh axis.
     """
     num_shards, size, num_heads = of_sequence(mesh_shape), mesh_shape[CONTEXT], attention.num_heads

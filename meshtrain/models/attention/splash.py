@@ -11,19 +11,19 @@ from jax.typing import DTypeLike
 
 from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
 
-# The kernel's blocks are multiples of a TPU's 128 lanes; larger ones read keys and values less often.
+# The kernel's blocks are multiples of a TPU's 128 lanes; larger blocks read keys and values less often.
 LANES, LARGEST_BLOCK = 128, 512
 HEAD_DIMS = (64, 128, 256)
 
 
 def fits(head_dim: int, sequence_length: int, dtype: DTypeLike) -> bool:
-    """Returns whether `auto` means this kernel on a TPU.
+    """Returns whether `auto` selects this kernel on a TPU.
 
     Args:
-      head_dim: H; `auto` takes the sizes for which the tests compile the kernel.
-      sequence_length: T; `auto` takes multiples of 128. The kernel itself pads others (`model.attention=splash`).
-      dtype: of queries, keys and values; `auto` takes bfloat16 alone. The kernel ignores `jax_default_matmul_precision`
-        in float32.
+      head_dim: H; `auto` accepts the sizes for which the tests compile the kernel.
+      sequence_length: T; `auto` accepts multiples of 128. The kernel itself pads others (`model.attention=splash`).
+      dtype: of queries, keys and values; `auto` accepts only bfloat16. The kernel ignores
+        `jax_default_matmul_precision` in float32.
     """
     return head_dim in HEAD_DIMS and sequence_length % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
 
@@ -41,7 +41,7 @@ def attend(
 ) -> jax.Array:
     """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
 
-    Blocks of keys outside of the window are skipped. Sinks are the kernel's own, one for all queries.
+    Blocks of keys outside of the window are skipped. Sinks are passed to the kernel, one per head for all queries.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

@@ -1,7 +1,7 @@
-"""Attention on GPUs by JAX's own Pallas kernel, compiled through Triton, which takes the documents of packed sequences.
+"""Attention on GPUs by JAX's own Pallas kernel, compiled through Triton, which supports documents of packed sequences.
 
 It stores no [T, T] matrix. The module is experimental and marked as deprecated in newer versions of JAX: `is_there`
-says whether it still has the form that this file calls.
+checks whether it still has the form that this file calls.
 
 b, T, N, G, H: see `attention.py`.
 """
@@ -24,7 +24,7 @@ from meshtrain.models.attention.attention import Attention, Documents, padded, p
 GRANULE = 128
 LN_2 = math.log(2)  # the kernel's logarithms are to base 2
 LARGEST_HEAD_DIM = 256  # the tests compile it for 64, 128 and 256
-# Parameters of the backward rule of `mha`: the first ten are those that `_static` gives.
+# Parameters of the backward rule of `mha`; `_static` returns the first ten.
 BACKWARD = (
     "sm_scale", "causal", "block_sizes", "backward_pass_impl", "num_warps", "num_stages", "grid", "interpret", "debug",
     "return_residuals", "res", "do",
@@ -56,7 +56,7 @@ def attend(
 ) -> jax.Array:
     """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
 
-    The kernel has neither windows nor capped scores. S is T, and queries and keys have the same documents.
+    The kernel supports neither windows nor capped scores. S is T, and queries and keys have the same documents.
 
     Raises:
       UserError: this version of JAX has another kernel, or none.
@@ -105,25 +105,25 @@ def _backward(
 
 
 def _for_each_query(x: jax.Array, q: jax.Array) -> jax.Array:
-    """Returns keys or values [b, T, G, H] as [b, T, N, H]: the kernel has no groups of queries."""
+    """Repeats keys or values [b, T, G, H] to [b, T, N, H], because the kernel does not support grouped queries."""
     return jnp.repeat(x, q.shape[2] // x.shape[2], axis=2)
 
 
 def _sum_of_queries(found: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the cotangent of `x` [b, T, G, H], added in float32, for that of `_for_each_query(x)`."""
+    """Returns the cotangent of `x` [b, T, G, H], given the cotangent of `_for_each_query(x)`; summed in float32."""
     num_sequences, length, num_groups, head_dim = x.shape
     parts = found.reshape(num_sequences, length, num_groups, -1, head_dim)
     return jnp.sum(parts, axis=3, dtype=jnp.float32).astype(x.dtype)
 
 
 def _scope(static: Static) -> str:
-    """Returns the name of the operations, from which the planner reads whether blocks are skipped."""
+    """Returns the name scope of the operations, from which the planner reads whether blocks are skipped."""
     return "triton_causal" if static[1] else "triton_full"
 
 
 def _static(static: Static, q: jax.Array) -> tuple[Any, ...]:
     scale, causal, interpret = static
-    # The largest with which heads of this dim fit into an A100's shared memory, 164 KiB.
+    # The largest blocks with which heads of this dim fit into an A100's shared memory, 164 KiB.
     forward, backward = ((128, 64), 64) if q.shape[3] <= 128 else ((64, 64), 32)
     sizes = _module().BlockSizes(
         block_q=forward[0],

@@ -1,1 +1,1 @@
-"""Mixture of experts: the router, rows in the order of experts, and products with each row's own expert."""
+"""Mixture of experts: the router, rows sorted by expert, and products of each row with its expert's weights."""

@@ -1,19 +1,20 @@
-"""Mixture of experts: a layer's mlp as several, of which each token goes through a few (Shazeer et al. 2017).
+"""Mixture of experts: a layer has several mlps, and each token is processed by a few of them (Shazeer et al. 2017).
 
-b: sequences in a microbatch, T: tokens a sequence, n: tokens of a turn, D: embed dim, E: experts, e: those on one
-device, F: expert dim, k: experts a token, P: parts of the worst load, N: devices with tokens of their own.
+b: sequences in a microbatch, T: tokens per sequence, n: tokens of a turn, D: embed dim, E: experts, e: experts on one
+device, F: expert dim, k: experts per token, P: parts of the worst load, N: devices with different tokens.
 
-No token is left out, whatever the load. One manual region holds what depends on where tokens go. In it each device
+No token is dropped, whatever the load. One manual region contains everything that depends on the routing. In it each
+device
 
 1. gathers its weights over the axes that store them, and the tokens of the devices with which it shares the experts;
 2. sorts the choices of its own experts into blocks of one expert each (`grouped_matmul.py`), and multiplies these rows,
-   a part of them at a time (`parts.py`);
-3. adds up the results of each token, and sends each device the sums of its own tokens.
+one part of them at a time (`parts.py`);
+3. sums the results of each token, and sends each device the sums of its own tokens.
 
-Where there are rows enough, half of the tokens go first and half second (`parts.num_turns`): what one half sends does
-not wait for products of the other.
+If there are enough rows, tokens are processed in two halves (`parts.num_turns`), so that communication of one half
+overlaps products of the other.
 
-All gathers and sums here have exact transposes, so that the backward pass needs no code of its own.
+All gathers and sums have exact transposes, so the backward pass needs no separate code.
 """
 
 import dataclasses
@@ -40,14 +41,14 @@ from meshtrain.sharding.trees import Arrays
 UP, DOWN = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
 MATRICES: Mapping[str, Names] = {"up": UP, "gate": UP, "down": DOWN}
 BIASES: Mapping[str, Names] = {f"{name}_bias": (axes[0], axes[2]) for name, axes in MATRICES.items()}
-STACK, PLACE = "_stack", "place"  # what `with_stacks` adds: a name's end, and a name
-LOAD, BIAS = "expert_load", "router_bias"  # the metric by which the bias moves
+STACK, PLACE = "_stack", "place"  # added by `with_stacks`: a suffix of names, and a name
+LOAD, BIAS = "expert_load", "router_bias"  # the metric that determines the bias updates
 DOWN_BIAS = "down_bias"
-ROUTER_SHIFT = "router_shift"  # learned, of the logits
+ROUTER_SHIFT = "router_shift"  # a learned bias of the logits
 
 
 class Experts(nn.Module):
-    """A router, experts with gated mlps, and shared experts that every token goes through: [b, T, D] -> [b, T, D].
+    """A router, experts with gated mlps, and shared experts that process every token: [b, T, D] -> [b, T, D].
 
     Attributes:
       output_std: of the initial weights of the last product.
@@ -60,15 +61,15 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, layer: jax.Array, tokens: Tokens | None) -> tuple[jax.Array, LayerSums]:
-        """Sends each token through its experts.
+        """Applies the experts of each token.
 
         Args:
           x: [b, T, D].
-          layer: int32 scalar, the layer's index in the whole model.
+          layer: int32 scalar, the layer's index in the model.
           tokens: for losses and counts; None: there are none, as in evaluation and generation.
 
         Returns:
-          The results, and what the router adds to the loss and to metrics, see `Stages.repeated`.
+          The results, and the router's additions to the loss and to metrics, see `Stages.repeated`.
         """
         o, place, zeros = self.options, self.placement, nn.initializers.zeros
         router = weight(
@@ -94,7 +95,10 @@ class Experts(nn.Module):
         return result, sums
 
     def _of_experts(self, x: jax.Array, to: Routing) -> tuple[jax.Array, jax.Array]:
-        """Returns what the experts add for each token [b, T, D], and how many turns took 0, 1, ... P parts."""
+        """Returns the sums of the experts' results for each token, [b, T, D], and how many turns took 0, 1, ...
+
+        P parts.
+        """
         place = self.placement
         matrices = self._matrices(x.shape[-1])
         # Shapes of initial weights are computed before JAX may query devices.
@@ -109,16 +113,16 @@ class Experts(nn.Module):
         return result, jnp.sum(seen, axis=0)
 
     def _stacks(self, plan: "_Plan") -> Stacks:
-        """Returns where kernels find the matrices that this module was given with those of all layers."""
+        """Returns the stacks of matrices of all layers, with this layer's index, if the module got them; else {}."""
         if not self.has_variable("params", PLACE):
             return {}
         layer: Arrays = self.get_variable("params", PLACE)
-        # A matrix that is gathered first is no part of a stack.
+        # A matrix that must be gathered first cannot be read from the stack.
         names = [name for name in MATRICES if plan.stored[name] == plan.whole[name]]
         return {name: Stack(self.get_variable("params", name + STACK), layer) for name in names}
 
     def _matrices(self, embed_dim: int) -> dict[str, tuple[jax.Array, Names]]:
-        """Returns the matrices of the experts and the factors of their adapters, cast, with their logical axes."""
+        """Returns the experts' matrices and the factors of their adapters, cast, with their logical axes."""
         o = self.options
         sizes = {"experts": o.num_experts, "expert_embed": embed_dim, "expert_mlp": o.expert_dim}
         result: dict[str, tuple[jax.Array, Names]] = {}
@@ -137,19 +141,19 @@ class Experts(nn.Module):
 def _sums(
     options: DecoderOptions, to: Routing, counts: jax.Array, tokens: Tokens, layer: jax.Array, seen: jax.Array
 ) -> LayerSums:
-    """Returns the addend of one layer to the loss sum, and its metrics; losses are means over layers where logged.
+    """Returns the addition of one layer to the loss sum, and its metrics; logged losses are means over layers.
 
     `balance_weight` has the meaning of `router_aux_loss_coef` in transformers (`load_balancing_loss_func`): a mean over
-    the layers with experts and a sum over the k choices of a token, k where the load is even. `routing.balance` is 1
-    there, so it is multiplied by k. The z loss is a sum over layers.
+    the layers with experts and a sum over the k choices of a token, which is k for an even load. `routing.balance` is 1
+    for an even load, so it is multiplied by k. The z loss is a sum over layers.
 
     Args:
       options: the weights of the losses.
-      to: where the tokens go.
+      to: the routing of the tokens.
       counts: float32 [b, E], the tokens of each sequence that chose each expert.
       tokens: their weights.
       layer: the layer's index.
-      seen: float32 [P + 1], how many turns of devices took so many parts.
+      seen: float32 [P + 1], how many turns of devices took 0, 1, ... P parts.
     """
     balance, z, num_layers = routing.balance(to, counts, tokens), routing.z_loss(to, tokens), options.num_repeated
     row = jnp.zeros((num_layers, options.num_experts), jnp.float32)
@@ -166,13 +170,14 @@ def _sums(
 
 
 def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:
-    """Returns a decoder's parameters with each router's bias moved against the load of its experts.
+    """Returns a decoder's parameters with each router's bias updated against the load of its experts.
 
-    It is the balance without an auxiliary loss (Wang et al. 2024; DeepSeek-V3, section 2.1.2): the bias of an expert
-    that more tokens than the mean chose falls by the rate, and that of one that fewer chose rises by it.
+    This balances the load without an auxiliary loss (Wang et al. 2024; DeepSeek-V3, section 2.1.2). The bias of an
+    expert chosen by more tokens than the mean decreases by the rate; the bias of an expert chosen by fewer increases by
+    it.
 
     Args:
-      rate: by which a bias moves in a step.
+      rate: change of a bias in a step.
       params: float32, see `Task.after_update`.
       metrics: sums over the batch, with the load of each layer's experts.
     """
@@ -183,34 +188,36 @@ def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:
 
 
 def with_stacks(layers: Params, stack: Params, first: jax.Array) -> Params:
-    """Returns layers of a decoder with the experts' matrices of all layers beside their own, see `Stages.with_stack`.
+    """Adds the experts' matrices of all layers to each layer of a decoder, see `Stages.with_stack`.
 
-    Each matrix is then there twice. Of its own the module takes the gradient, and kernels read the one in the stack.
+    Each matrix is then present twice. The gradient is computed for the layer's own matrix, while kernels read the copy
+    in the stack.
 
     Args:
       layers: each leaf [K, ...], in the compute dtypes.
-      stack: each leaf [N, ...], likewise.
-      first: int32 scalar, the place of the first of the K layers among the N.
+      stack: each leaf [N, ...], in the compute dtypes.
+      first: int32 scalar, the index of the first of the K layers among the N.
     """
     experts, of_all = layers["experts"], stack["experts"]
     num_layers = experts["up"].shape[0]
-    # A scan over layers gives each the whole stack.
+    # A scan over layers gives each layer the complete stack.
     each = {name + STACK: jnp.broadcast_to(of_all[name], (num_layers, *of_all[name].shape)) for name in MATRICES}
     return {**layers, "experts": {**experts, **each, PLACE: first + jnp.arange(num_layers)}}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Where the arrays of one layer's experts live, and what one device does with its shards.
+    """The shardings of one layer's experts, and the computation of one device on its shards.
 
     Attributes:
-      x: the spec of tokens, of their choices and gates, and of the results before they are added up over `summed`.
+      x: the spec of tokens, of their choices and gates, and of the results before they are summed over `summed`.
       result: the spec of the results.
-      stored: name -> spec of each matrix as it is stored, and `whole` as it computes.
+      stored: name -> spec of each stored matrix.
+      whole: name -> spec of each matrix during the computation.
       shared: the mesh axes over which experts are split: their devices have different tokens and share the experts.
       summed: the axes over which the inner dim of experts is split.
       options: the number of experts and the activation function.
-      platform: of the devices, which decides on the kernel of products.
+      platform: of the devices, which determines the kernel of products.
     """
 
     x: PartitionSpec
@@ -231,7 +238,7 @@ class _Plan:
         o: DecoderOptions,
         platform: str,
     ) -> "_Plan":
-        """Returns the plan for these tokens and matrices, without the axes that are manual here."""
+        """Returns the plan for these tokens and matrices, without the axes that are already manual."""
         of_x = place.activation_spec(x.shape, X)
         whole = {name: place.weight_spec(array.shape, axes) for name, (array, axes) in matrices.items()}
         experts, _, inner = axes_of_dims(whole["up"], len(UP))
@@ -249,7 +256,7 @@ class _Plan:
           chosen: int32 [b, T, k].
           gates: float32 [b, T, k].
           matrices: one device's shards.
-          stacks: likewise, with those of all layers.
+          stacks: one device's shards of the matrices of all layers.
         """
         matrices = {name: self._gathered(name, matrix) for name, matrix in matrices.items()}
         if DOWN_BIAS in matrices and self.summed:  # each device adds its part of the sum
@@ -265,14 +272,14 @@ class _Plan:
     def _turn(
         self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array], stacks: Stacks
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the results for some of one device's tokens, and 1 at the number of parts they take [P + 1].
+        """Returns the results for some of one device's tokens, and a one-hot count of the parts they take, [P + 1].
 
         Args:
           x: [n, D].
           chosen: int32 [n, k].
           gates: float32 [n, k].
-          matrices: of the experts here, whole.
-          stacks: of some of them, see `parts.results`.
+          matrices: complete matrices of this device's experts.
+          stacks: for some of them, see `parts.results`.
         """
         o, num_here = self.options, matrices["up"].shape[0]
         chosen, gates = self._from_all(chosen), self._from_all(gates)

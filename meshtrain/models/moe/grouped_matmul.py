@@ -1,11 +1,11 @@
-"""Products with weights of which each row has its own expert's: rows stand in blocks of one expert each.
+"""Products of rows with the weights of each row's expert; rows are grouped into blocks of one expert each.
 
-Nothing is dropped and no shape depends on what was chosen: each expert's rows are padded to whole blocks. Products are
+No row is dropped, and no shape depends on the routing: each expert's rows are padded to full blocks. Products are
 computed by kernels on GPUs (`grouped_matmul_gpu.py`) and TPUs (`grouped_matmul_tpu.py`), otherwise by a loop over
 blocks. Blocks without rows are skipped.
 
-C: choices (an expert for a token), K: layers in a stack, E: experts, m: rows a block, R: rows of all blocks, D, F: dims
-of a weight.
+C: choices (an expert for a token), K: layers in a stack, E: experts, m: rows per block, R: rows of all blocks, D, F:
+dims of a weight.
 """
 
 import functools
@@ -23,11 +23,11 @@ WITH_ROWS = "blocks_with_rows"  # the scope of all products, see `Cost.shares`
 
 
 class Blocks(NamedTuple):
-    """Which choice stands in which row.
+    """The assignment of choices to rows.
 
     Attributes:
-      rows: int32 [R], the choice in each row; C: none, the row is padding.
-      owners: int32 [R / m], the expert of each block, ascending; E: the block has no rows.
+      rows: int32 [R], the choice in each row; C for padding.
+      owners: int32 [R / m], the expert of each block, ascending; E for a block without rows.
     """
 
     rows: jax.Array
@@ -35,12 +35,12 @@ class Blocks(NamedTuple):
 
 
 def arranged(chosen: jax.Array, num_experts: int, block_rows: int) -> Blocks:
-    """Returns the choices sorted by expert, those of one expert in their order, each expert in whole blocks.
+    """Sorts choices by expert (stable) into blocks, with full blocks for each expert.
 
-    There are ceil(C / m) + E blocks, enough for any choices; those without rows come last.
+    There are ceil(C / m) + E blocks, enough for any choices; blocks without rows come last.
 
     Args:
-      chosen: int32 [C], from 0 to E; E is no expert here, and its choices stand in no row.
+      chosen: int32 [C], from 0 to E; choices of E belong to other devices and get no row.
       num_experts: E.
       block_rows: m.
     """
@@ -52,7 +52,7 @@ def arranged(chosen: jax.Array, num_experts: int, block_rows: int) -> Blocks:
     counts = (sizes + block_rows - 1) // block_rows
     ends = jnp.cumsum(counts)
     owners = jnp.sum(jnp.arange(num_blocks)[:, None] >= ends, axis=1, dtype=jnp.int32)
-    # The last expert's numbers stand for those of no expert; `is_real` is false there.
+    # Blocks without an expert use the last expert's numbers; `is_real` is false for them.
     safe = jnp.minimum(owners, num_experts - 1)
     place = (jnp.arange(num_blocks) - (ends - counts)[safe])[:, None] * block_rows + jnp.arange(block_rows)
     is_real = (place < sizes[safe][:, None]) & (owners < num_experts)[:, None]
@@ -61,19 +61,14 @@ def arranged(chosen: jax.Array, num_experts: int, block_rows: int) -> Blocks:
 
 
 def first_of(ordered: jax.Array, num: int) -> jax.Array:
-    """Returns int32 [num + 1]: of each number from 0 to `num` how many elements are below it.
-
-    Args:
-      ordered: int32 [n], ascending.
-      num: the largest number.
-    """
-    # Comparing all takes one pass; a binary search is a loop, which costs more on accelerators.
+    """Returns int32 [num + 1]: for each number from 0 to `num`, how many elements are below it."""
+    # Comparing all takes one pass; a binary search is a loop, which is more expensive on accelerators.
     wanted = jnp.arange(num + 1, dtype=ordered.dtype)
     return jnp.searchsorted(ordered, wanted, method="compare_all").astype(jnp.int32)
 
 
 class How(NamedTuple):
-    """How products are computed.
+    """The kernel that computes products.
 
     Attributes:
       kernel: `gpu`, `tpu` or `loop`.
@@ -87,7 +82,7 @@ class How(NamedTuple):
 def kernel_for(
     platform: str, rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int, dtype: DTypeLike
 ) -> str:
-    """Returns what computes products on a platform: `gpu` or `tpu`, kernels; or `loop`.
+    """Returns the kernel that computes products on a platform: `gpu`, `tpu`, or `loop` (no kernel).
 
     Args:
       platform: as JAX names it, such as `cpu`, `tpu`, `gpu` or `cuda`.
@@ -102,13 +97,13 @@ def kernel_for(
 
 
 class Stack(NamedTuple):
-    """The weights of all layers, in which a kernel finds those of one: XLA would copy them out of the stack for it.
+    """The weights of all layers, from which a kernel reads one layer: a slice of the stack would be copied by XLA.
 
-    It has no gradient. The gradient is that of the layer's own weights, which nothing else reads.
+    It has no gradient. The gradient belongs to the layer's own weights, which are not read otherwise.
 
     Attributes:
       weights: [K, E, D, F].
-      layer: int32 scalar, which of the K layers.
+      layer: int32 scalar, the index among the K layers.
     """
 
     weights: jax.Array
@@ -118,15 +113,15 @@ class Stack(NamedTuple):
 def product(
     rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None = None, *, platform: str = "cpu"
 ) -> jax.Array:
-    """Returns [R, F], each block of rows times the weight of its owner, summed in float32; zeros where it has none.
+    """Returns [R, F], each block of rows times the weight of its owner, summed in float32; zeros without an owner.
 
-    On CPUs there is no kernel. A test that sets one has it interpreted.
+    CPUs have no kernel; a test that sets one runs it in interpret mode.
 
     Args:
       rows: [R, D].
       weights: [E, D, F], of the rows' dtype.
       owners: int32 [R / m], ascending, see `Blocks`.
-      stack: where the same weights stand among those of all layers, if they do. Only kernels on GPUs read them there.
+      stack: contains the same weights in a stack of all layers; None: there is no stack. Only kernels on GPUs read it.
       platform: of the device, as JAX names it.
     """
     block_rows, shape = rows.shape[0] // owners.size, weights.shape
@@ -140,14 +135,14 @@ def product(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def computed(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None = None) -> jax.Array:
-    """Returns [R, F]; see `product`. A stack is for the kernel `gpu`."""
+    """Returns [R, F]; see `product`. Only the kernel `gpu` reads a stack."""
     return _times(how, rows, weights, owners, stack, transposed=False)
 
 
 def _times(
     how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None, *, transposed: bool
 ) -> jax.Array:
-    """Returns each block of rows times the weight of its owner, or its transpose."""
+    """Returns each block of rows times the weight of its owner, or times its transpose."""
     if how.kernel == "loop":
         return _times_in_loop(rows, weights.swapaxes(1, 2) if transposed else weights, owners)
     with jax.named_scope(WITH_ROWS):
@@ -166,7 +161,7 @@ def _times(
 
 
 def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the cotangent of the weights [E, D, F]: each block adds to that of its owner."""
+    """Returns the cotangent of the weights [E, D, F]; each block adds to its owner's cotangent."""
     if how.kernel == "loop":
         return _of_weights_in_loop(rows, cotangent, owners, num_experts)
     block_rows = rows.shape[0] // owners.size
@@ -181,7 +176,7 @@ def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Arr
 
 
 def _sizes(rows: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
-    """Returns how many rows stand in blocks of each expert, int32 [E]."""
+    """Returns the number of rows in blocks of each expert, int32 [E]."""
     return jnp.diff(first_of(owners, num_experts)) * (rows.shape[0] // owners.size)
 
 

@@ -1,9 +1,9 @@
 """Products of blocks of rows with their owners' weights on GPUs: Pallas kernels, compiled through Triton.
 
-A program of the kernels computes one tile of the result. Tiles that share rows are next to each other in the grid, so
-that rows are read from the L2 cache. A block without rows costs a tile of zeros.
+A program of the kernels computes one tile of the result. Tiles that share rows are adjacent in the grid, so that rows
+are read from the L2 cache. A block without rows costs a tile of zeros.
 
-K: layers in a stack, E: experts of a layer, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
+K: layers in a stack, E: experts of a layer, m: rows per block, R: rows of all blocks, D, F: dims of a weight.
 """
 
 import functools
@@ -14,19 +14,19 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-# Of a tile: result rows and columns, and bytes of a row of an operand that a step of its loop reads.
+# Maximum rows and columns of a tile, and bytes of an operand's row that one step of its loop reads.
 LARGEST_TILE, STEP_BYTES = 128, 128
-GRANULE = 16  # the least dims of an operand of Triton's products
-# Triton computes places within an array in int32.
+GRANULE = 16  # minimum dims of an operand of Triton's products
+# Triton computes offsets within an array in int32.
 LARGEST_SIZE = 2**31
-# The best of twelve tried on an H100 (docs/results/accelerator.md).
+# The best of twelve combinations on an H100 (docs/results/accelerator.md).
 NUM_WARPS, NUM_STAGES = 4, 3
-# Names of the kernels, by which the planner finds them.
+# Names of the kernels, by which the planner recognizes them.
 TIMES, OF_WEIGHTS = "times_of_blocks", "weights_of_blocks"
 
 
 def takes(rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int) -> bool:
-    """Returns whether the kernels take these shapes.
+    """Returns whether the kernels support these shapes.
 
     Args:
       rows: (R, D).
@@ -41,7 +41,7 @@ def takes(rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int) -> b
 
 @functools.cache
 def is_there() -> bool:
-    """Returns whether this version of JAX has what compiles the kernels, of which 0.11 says that it will go."""
+    """Returns whether this version of JAX has the compiler of the kernels; JAX 0.11 announces its removal."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
@@ -113,7 +113,7 @@ def of_weights(
     Args:
       rows: [R, D].
       cotangent: [R, F], of the products.
-      bounds: int32 [E + 1], of each expert the first block, and of the last one the block after it.
+      bounds: int32 [E + 1], the first block of each expert, and the end of the last expert's blocks.
       block_rows: m.
       interpret: see `times`.
     """
@@ -166,12 +166,12 @@ def _product(left: jax.Array, right: jax.Array, of_left: int, of_right: int) -> 
 
 
 def _tile(size: int) -> int:
-    """Returns the largest power of two that divides a dim of the result, at most that of a tile."""
+    """Returns the largest power of two that divides a dim of the result and is at most the size of a tile."""
     return math.gcd(size, LARGEST_TILE)
 
 
 def _step(size: int, array: jax.Array) -> int:
-    """Returns the largest power of two that divides a contracted dim, within what shared memory has room for."""
+    """Returns the largest power of two that divides a contracted dim and fits into shared memory."""
     return math.gcd(size, STEP_BYTES // array.dtype.itemsize)
 
 

@@ -1,8 +1,8 @@
 """Products of blocks of rows with their owners' weights on TPUs, by JAX's Pallas kernels ("megablox").
 
-The kernels visit the blocks that have rows, and leave those of no expert unwritten: these become zeros here.
+The kernels visit the blocks that have rows, and do not write blocks without an expert, which are set to zeros here.
 
-E: experts, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
+E: experts, m: rows per block, R: rows of all blocks, D, F: dims of a weight.
 """
 
 from types import ModuleType
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 LANES = 128
-# Of a tile of weights, which stays in a core's memory while blocks of one expert pass by: columns, and bytes.
+# Maximum columns and bytes of a tile of weights, which stays in a core's memory for all blocks of one expert.
 COLUMNS, WEIGHT_BYTES = 512, 2**22
-# Of a dim of a tile of the weights' cotangent, whose float32 sums stay there as well.
+# Maximum bytes of a dim of a tile of the weights' cotangent, whose float32 sums stay there as well.
 SUMS_BYTES = 2048
-# Scopes of the kernels, by which the planner finds them.
+# Name scopes of the kernels, by which the planner recognizes them.
 TIMES, OF_WEIGHTS = "times_of_blocks", "weights_of_blocks"
 
 
 def takes(weights: tuple[int, ...], block_rows: int, dtype: DTypeLike) -> bool:
-    """Returns whether the kernels take these shapes: the tests compile them for such.
+    """Returns whether the kernels are used for these shapes, which are the kinds that the tests compile.
 
     Args:
       weights: (E, D, F).
@@ -39,9 +39,9 @@ def times(
     """Returns [R, F], or [R, D]: each block of rows times the weight of its owner, see `grouped_matmul.product`.
 
     Args:
-      rows: [R, D]; [R, F] with `transposed`. Those of the first expert stand first, and so on.
+      rows: [R, D]; [R, F] with `transposed`. Rows are sorted by expert.
       weights: [E, D, F].
-      sizes: int32 [E], rows of each expert, multiples of m; rows after them have none.
+      sizes: int32 [E], rows of each expert, multiples of m; later rows have no expert.
       block_rows: m.
       transposed: whether weights are multiplied as [E, F, D].
       interpret: whether to run the kernel as plain JAX, slowly, on a device that is no TPU.
@@ -80,6 +80,6 @@ def of_weights(
 def _module() -> ModuleType:
     from jax.experimental.pallas.ops.tpu.megablox import ops
 
-    # The package has a function in place of the module, whose cotangents of the weights this one has as well.
+    # The package exports a function under the module's name; its attribute `backend` has the kernels for both passes.
     module: Any = ops
     return module.backend

@@ -1,14 +1,15 @@
-"""The rows of one device's experts, computed in parts: memory and time of an even load, and nothing left out.
+"""Computes the rows of one device's experts in parts, with the memory and time of an even load, and drops no row.
 
-There is room for the worst load, many times the even one where devices share the experts. Products skip blocks without
-rows; reading rows, gating them and adding them up do not. So a device computes `ROOM` times its even load at once, and
-what is beyond that in further parts, one after the other in a loop that an even load never enters. Each device decides
-by itself how often it runs, and nothing inside it sends. Of the first part the backward pass keeps what `remat.policy`
-says; of further ones it keeps nothing and computes them again, so that memory does not depend on the load.
+The worst load is many times the even load if devices share the experts. Products skip blocks without rows; reading
+rows, gating them and summing them do not. So a device computes a first part of `ROOM` times its even load. Further rows
+are computed in further parts, one after the other, in a loop that an even load never enters. Each device decides
+separately how often its loop runs, and nothing inside the loop communicates. For the first part, `remat.policy`
+determines what is saved for the backward pass. For further parts nothing is saved and everything is recomputed, so that
+memory does not depend on the load.
 
-Rows are read in another order, with transposes that read as well: kernels would add rows up in any order.
+Rows are permuted by reading, also in the transposes, because kernels that write would add rows in any order.
 
-t: tokens of the devices that share the experts, k: experts a token, E: experts, e: those on one device, m: rows a
+t: tokens of the devices that share the experts, k: experts per token, E: experts, e: experts on one device, m: rows per
 block, R: rows of a part, P: parts of the worst load, D: embed dim, F: expert dim.
 """
 
@@ -27,10 +28,10 @@ from meshtrain.models.moe.grouped_matmul import Stack
 from meshtrain.models.remat import EXPERT_UP
 from meshtrain.sharding.trees import Arrays
 
-ROOM = 1.25  # rows of a part over those of an even load
+ROOM = 1.25  # rows of a part over rows of an even load
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a block
-LEAST_ROWS_OF_TURN = 4096  # of an expert, in the mean; with fewer, plans of steps were slower in two turns
-# Scopes, see `Cost.shares`: of the choices of all tokens those that stand in a row here; the loop over further parts.
+LEAST_ROWS_OF_TURN = 4096  # mean rows per expert; with fewer, planned steps were slower in two turns
+# Name scopes, see `Cost.shares`: the choices of all tokens that have a row on this device; the loop over further parts.
 CHOICES, FURTHER = "choices_with_rows", "further_parts"
 Sums = TypeVar("Sums")
 Matrices = Mapping[str, jax.Array]
@@ -38,7 +39,7 @@ Stacks = Mapping[str, Stack]
 
 
 class Parts(NamedTuple):
-    """How the rows of one device's experts are cut.
+    """How the rows of one device's experts are split into parts.
 
     Attributes:
       block_rows: m.
@@ -65,7 +66,7 @@ class Parts(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """R, the rows of a part."""
         return self.num_blocks * self.block_rows
 
 
@@ -80,10 +81,10 @@ def block_rows(num_choices: int, num_experts: int) -> int:
 
 
 def num_turns(num_tokens: int, num_sharing: int, num_chosen: int, num_experts: int) -> int:
-    """Returns in how many turns a device's tokens go through experts: 2 where devices share these, and rows suffice.
+    """Returns in how many turns a device's tokens are processed: 2 if devices share experts and there are enough rows.
 
-    What one turn sends does not depend on the products of the other, so one runs beside the other. Each turn pads
-    blocks of its own.
+    The communication of one turn does not depend on the products of the other, so they overlap. Each turn pads separate
+    blocks.
 
     >>> num_turns(16384, 8, 8, 128), num_turns(16384, 1, 8, 128), num_turns(8192, 8, 8, 128), num_turns(4095, 8, 2, 8)
     (2, 1, 1, 1)
@@ -99,12 +100,12 @@ def num_turns(num_tokens: int, num_sharing: int, num_chosen: int, num_experts: i
 
 
 class Index(NamedTuple):
-    """Which token stands in which row, of all P parts.
+    """The assignment of tokens and choices to the rows of all P parts.
 
     Attributes:
       choices: int32 [P R], the choice in each row, t k for padding.
       tokens: int32 [P R], its token, t for padding.
-      places: int32 [t, k], the row of each choice; P R: it has none here.
+      places: int32 [t, k], the row of each choice; P R: it has no row on this device.
       owners: int32 [P R / m], the expert of each block, ascending; e: the block has no rows.
     """
 
@@ -115,11 +116,11 @@ class Index(NamedTuple):
 
 
 def arranged(cut: Parts, chosen: jax.Array, num_here: int) -> Index:
-    """Returns the rows of the choices of the experts on one device.
+    """Assigns rows to the choices of one device's experts.
 
     Args:
-      cut: how they are cut.
-      chosen: int32 [t, k], different in each row, from 0 to e; e is an expert of another device.
+      cut: the split into parts.
+      chosen: int32 [t, k], distinct within each row, from 0 to e; e is an expert of another device.
       num_here: e.
     """
     flat, num_choices = chosen.reshape(-1), chosen.size
@@ -132,13 +133,13 @@ def arranged(cut: Parts, chosen: jax.Array, num_here: int) -> Index:
     choices = jnp.take(kept, found.rows, mode="fill", fill_value=num_choices)
     choices = jnp.pad(choices, (0, more * cut.block_rows), constant_values=num_choices)
     num_rows = choices.size
-    # Rows of padding write behind the choices.
+    # Padding rows write to the last element, which is dropped.
     places = jnp.full(num_choices + 1, num_rows, jnp.int32).at[choices].set(jnp.arange(num_rows, dtype=jnp.int32))
     return Index(choices, choices // chosen.shape[1], places[:-1].reshape(chosen.shape), owners)
 
 
 def num_used(cut: Parts, index: Index, num_here: int) -> jax.Array:
-    """Returns how many parts have rows, an int32 scalar: blocks with rows come first."""
+    """Returns the number of parts that have rows, an int32 scalar; blocks with rows come first."""
     return jnp.sum(index.owners[:: cut.num_blocks] < num_here, dtype=jnp.int32)
 
 
@@ -146,9 +147,9 @@ class How(NamedTuple):
     """How rows are computed.
 
     Attributes:
-      cut: into parts.
+      cut: the split into parts.
       activation: one of `layers.GATES`.
-      platform: of the devices, which decides on the kernel of products.
+      platform: of the devices, which determines the kernel of products.
     """
 
     cut: Parts
@@ -157,7 +158,7 @@ class How(NamedTuple):
 
 
 def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index, stacks: Stacks) -> jax.Array:
-    """Returns what the experts here add for each token, [t, D].
+    """Returns the sum of the results of this device's experts for each token, [t, D].
 
     Args:
       how: rows are computed.
@@ -165,7 +166,7 @@ def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index:
       gates: float32 [t k], of each choice.
       matrices: `up` and `gate` [e, D, F], `down` [e, F, D], factors of their adapters, and biases [e, F] and [e, D].
       index: of the rows.
-      stacks: name -> where the same matrices of all layers are, of some of `up`, `gate` and `down`.
+      stacks: name -> stack of the matrices of all layers, for some of `up`, `gate` and `down`.
     """
     return _results(how, x, gates, dict(matrices), index, dict(stacks))
 
@@ -192,7 +193,7 @@ def _backward(how: How, kept: Arrays, cotangent: jax.Array) -> tuple[jax.Array, 
         return result
 
     of_x, of_gates, of_matrices = pullback(cotangent)
-    # Two loops: what is sent back does not wait for the products of the weights' cotangents.
+    # Two loops, so that the cotangent of x can be sent before the weights' cotangents are computed.
     of_x = _with_further(how, index, matrices, lambda number: of_part(number)[0], of_x)
     others = _with_further(how, index, matrices, lambda number: of_part(number)[1:], (of_gates, of_matrices))
     return (of_x, *others, None, None)
@@ -204,10 +205,10 @@ _results.defvjp(_forward, _backward)
 def _with_further(
     how: How, index: Index, matrices: Matrices, of_part: Callable[[jax.Array], Sums], first: Sums
 ) -> Sums:
-    """Returns the sum over the parts that have rows, given that of the first one."""
+    """Returns the sum over all parts that have rows, given the result of the first part."""
     if how.cut.num_parts == 1:
         return first
-    # A loop, whose sums stay in place: a condition would copy them.
+    # A loop updates its sums in place; a conditional would copy them.
     with jax.named_scope(FURTHER):
         return jax.lax.fori_loop(
             jnp.int32(1),
@@ -220,7 +221,7 @@ def _with_further(
 def _of_part(
     how: How, index: Index, stacks: Stacks, number: int | jax.Array, x: jax.Array, gates: jax.Array, matrices: Matrices
 ) -> jax.Array:
-    """Returns what the rows of one part add for each token, [t, D]."""
+    """Returns the sum of the results of one part's rows for each token, [t, D]."""
     cut = how.cut
     start = number * cut.num_rows
     here = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=cut.num_rows)
@@ -237,7 +238,7 @@ def _of_part(
     hot = jax.nn.one_hot(owners, matrices["up"].shape[0], dtype=rows.dtype)
 
     def of_owner(bias: jax.Array) -> jax.Array:
-        # A product: its transpose adds up in one order.
+        # A product, because its transpose sums in a fixed order.
         return jnp.repeat(jnp.dot(hot, bias, precision=jax.lax.Precision.HIGHEST), cut.block_rows, axis=0)
 
     return collected(of_rows(how.activation, rows, gate, matrices, times, of_owner), tokens, places)
@@ -251,10 +252,10 @@ def of_rows(
     product: Callable[..., jax.Array],
     of_owner: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Returns what the gated mlp of each row's expert makes of it, times the row's gate, [R, D].
+    """Returns the result of each row's expert, times the row's gate, [R, D].
 
-    The gate multiplies what enters the last product. Its cotangent then needs no result of that product, which the
-    backward pass would compute again for it.
+    The gate multiplies the input of the last product. So the gate's cotangent does not need the result of this product,
+    which the backward pass would otherwise recompute.
 
     Args:
       activation: one of `layers.GATES`.
@@ -262,7 +263,7 @@ def of_rows(
       gate: float32 [R].
       matrices: see `results`.
       product: (rows, the name of a matrix of each expert) -> their products, see `grouped_matmul.product`.
-      of_owner: a bias of each expert [e, F] -> that of each row [R, F].
+      of_owner: a bias of each expert [e, F] -> the bias of each row [R, F].
     """
 
     def times(rows: jax.Array, name: str) -> jax.Array:
@@ -279,7 +280,7 @@ def of_rows(
     return times(inner.astype(rows.dtype), "down")
 
 
-# The next two are each other's transposes.
+# The next two functions are transposes of each other.
 @jax.custom_vjp
 def spread(x: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
     """Returns the activations of each row's token, [R, D], zeros for padding.
@@ -294,7 +295,7 @@ def spread(x: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def collected(rows: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the sum of each token's rows, [t, D], added up in float32.
+    """Returns the sum of each token's rows, [t, D], computed in float32.
 
     Args:
       rows: [R, D].

@@ -1,9 +1,9 @@
-"""Which experts a token goes to, with which gates, and what keeps the load of experts even.
+"""The router: the experts and gates of each token, and losses that keep the load of experts even.
 
-b: sequences in a microbatch, T: tokens a sequence, E: experts, k: experts a token.
+b: sequences in a microbatch, T: tokens per sequence, E: experts, k: experts per token.
 
-Everything here is float32. Two scores that are closer than rounding could choose differently on two meshes, so logits
-are computed at the highest precision that the device has.
+Everything is float32. Two scores closer than rounding could lead to different choices on two meshes, so logits are
+computed at the device's highest precision.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from meshtrain.models.remat import CHOSEN
 
 
 class Tokens(NamedTuple):
-    """What losses and counts of a router need to know about tokens.
+    """The properties of tokens that losses and counts of a router need.
 
     Attributes:
       weights: float32 [b, T], the weight of each target in the loss.
@@ -28,11 +28,11 @@ class Tokens(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """The experts of tokens and their gates.
 
     Attributes:
-      chosen: int32 [b, T, k], the experts of each token, the best first.
-      gates: float32 [b, T, k], by which the results of these experts are multiplied.
+      chosen: int32 [b, T, k], the experts of each token, best first.
+      gates: float32 [b, T, k], the factors of these experts' results.
       shares: float32 [b, T, E], the scores of all experts divided by their sum.
       log_normalizers: float32 [b, T], log sum exp of the logits.
     """
@@ -61,24 +61,24 @@ def routed(
     scale: float = 1.0,
     groups: tuple[int, int] = (1, 1),
 ) -> Routing:
-    """Returns where tokens go.
+    """Returns the routing of tokens.
 
     `softmax`: the k largest probabilities (Jiang et al. 2024, Mixtral; Qwen3-MoE with its `norm_topk_prob`). `sigmoid`:
-    the k largest of sigmoid(logit) + bias, with gates from the sigmoids alone (DeepSeek-AI 2024, DeepSeek-V3, equations
+    the k largest of sigmoid(logit) + bias, with gates from the sigmoids only (DeepSeek-AI 2024, DeepSeek-V3, equations
     12 to 16). The gates of a token are divided by their sum.
 
     Args:
       logits: float32 [b, T, E].
-      bias: float32 [E], added to scores where experts are chosen; None: none.
+      bias: float32 [E], added to scores only to choose experts; None: none.
       num_chosen: k.
       kind: one of the choices of `model.router`.
-      scale: gates are multiplied by it.
-      groups: (how many there are, of how many the experts of a token are), see `in_best_groups`.
+      scale: factor of the gates.
+      groups: (number of groups, number of groups from which a token's experts are chosen), see `in_best_groups`.
     """
     scores = jax.nn.softmax(logits) if kind == "softmax" else jax.nn.sigmoid(logits)
     ranked = in_best_groups(scores if bias is None else scores + bias, *groups)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(ranked), num_chosen)
-    # Saved by every policy: a backward pass that computed it again could round, and so choose, differently.
+    # Saved by every policy: a recomputation in the backward pass could round, and so choose, differently.
     chosen = checkpoint_name(chosen.astype(jnp.int32), CHOSEN)
     gates = jnp.take_along_axis(scores, chosen, axis=-1)
     gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
@@ -87,15 +87,15 @@ def routed(
 
 
 def in_best_groups(ranked: jax.Array, num_groups: int, num_kept: int) -> jax.Array:
-    """Returns scores float32 [b, T, E], minus infinity outside of each token's best groups of consecutive experts.
+    """Returns scores float32 [b, T, E], with minus infinity outside of each token's best groups of consecutive experts.
 
-    The score of a group is the sum of its two best experts' (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, there by
-    nodes).
+    The score of a group is the sum of its two best experts' scores (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, where
+    groups are nodes).
     """
     if num_kept == num_groups:
         return ranked
     grouped = ranked.reshape(*ranked.shape[:-1], num_groups, -1)
-    # Comparisons: for a `top_k` of four dims XLA's partitioner gathers the scores of all devices.
+    # Comparisons instead of `top_k`: for four dims XLA's partitioner would gather the scores of all devices.
     first = jnp.argmax(grouped, axis=-1, keepdims=True) == jnp.arange(grouped.shape[-1])
     best = jnp.max(grouped, axis=-1) + jnp.max(jnp.where(first, -jnp.inf, grouped), axis=-1)
     index = jnp.arange(num_groups)
@@ -111,7 +111,7 @@ def counts(chosen: jax.Array, tokens: Tokens, num_experts: int) -> jax.Array:
 
     Args:
       chosen: int32 [b, T, k].
-      tokens: which tokens are padding.
+      tokens: marks padding.
       num_experts: E.
     """
     hot = jax.nn.one_hot(chosen, num_experts, dtype=jnp.float32)
@@ -119,12 +119,12 @@ def counts(chosen: jax.Array, tokens: Tokens, num_experts: int) -> jax.Array:
 
 
 def balance(routing: Routing, counts: jax.Array, tokens: Tokens) -> jax.Array:
-    """Returns the balance loss, a sum over sequences of which each is weighted by its targets: a float32 scalar.
+    """Returns the balance loss summed over sequences, each weighted by its targets: a float32 scalar.
 
-    For one sequence of T tokens it is sum_i f_i P_i, with f_i = E / (k T) times the tokens that chose expert i, and P_i
-    the mean of the share of expert i (DeepSeek-V3, equations 17 to 20). It is 1 where f and P are even. Times k it is
-    `load_balancing_loss_func` of transformers for the logits of one layer and one sequence. Means over more than a
-    sequence, as that function takes of a batch, would make their product depend on how the batch is cut.
+    For one sequence of T tokens it is sum_i f_i P_i, with f_i = E / (k T) times the number of tokens that chose expert
+    i, and P_i the mean share of expert i (DeepSeek-V3, equations 17 to 20). It is 1 if f and P are even. Times k it
+    equals `load_balancing_loss_func` of transformers for the logits of one layer and one sequence. With means over more
+    than one sequence, as this function uses for a batch, the product would depend on the split of the batch.
 
     Args:
       routing: of these tokens.
@@ -152,15 +152,15 @@ def entropy(routing: Routing, tokens: Tokens) -> jax.Array:
 
 
 def direction(counts: jax.Array) -> jax.Array:
-    """Returns which way each bias moves: -1 above the mean of the last dim, 1 below, 0 at it; float32.
+    """Returns the direction of each bias update: -1 above the mean of the last dim, 1 below, 0 at it; float32.
 
-    They are compared as integers, so that the result has the same bits however they were added up.
+    Counts are compared as integers, so the result has the same bits in any order of summation.
 
     >>> print(direction(jnp.float32([4, 1, 2, 2])))
     [-1.  1.  1.  1.]
 
     Args:
-      counts: float32 [..., E], whole numbers below 2^24. Their sum over E has to be below 2^31.
+      counts: float32 [..., E], integers below 2^24. Their sum over E must be below 2^31.
     """
     counted = counts.astype(jnp.int32)
     total = jnp.sum(counted, axis=-1, keepdims=True)

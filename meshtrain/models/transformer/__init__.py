@@ -1,1 +1,1 @@
-"""The decoder: its layers and cache, and the task that is made of them."""
+"""The decoder: its layers and cache, and the task built from them."""

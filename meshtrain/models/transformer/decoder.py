@@ -1,7 +1,7 @@
-"""The modules of a decoder-only transformer: GPT-2, Llama, Qwen, Gemma, DeepSeek and others by configuration.
+"""The modules of a decoder-only transformer, configurable as GPT-2, Llama, Qwen, Gemma, DeepSeek and others.
 
-b: sequences in a microbatch, T: tokens a sequence, D: embed dim, H: head dim, K: layers in a stack, v: the part of the
-padded vocabulary on one shard of a manual axis (all of it without one).
+b: sequences in a microbatch, T: tokens per sequence, D: embed dim, H: head dim, K: layers in a stack, v: the part of
+the padded vocabulary on one shard of a manual axis (all of it without an axis).
 """
 
 import functools
@@ -32,16 +32,16 @@ from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.trees import Arrays
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
-# Scope of the attention of a layer that selects by its index, see `Cost.shares`.
+# Name scope of the attention of a layer that is local or global depending on its index, see `Cost.shares`.
 LOCAL_OR_GLOBAL = "local_or_global"
 
-Given: TypeAlias = Arrays  # an argument of each layer, such as its angles: an array, a `ByKind`, None
+Given: TypeAlias = Arrays  # an argument of each layer, such as its angles: an array, a `ByKind`, or None
 
 
 class ByKind(NamedTuple):
-    """What differs between layers that have the window and those that have none, where a stack has both.
+    """An argument in two versions, for layers with and without the window, if a stack has both.
 
-    The layers are scanned, so a layer selects its own by its index.
+    The layers are scanned, so a layer selects its version by its index.
     """
 
     local: Arrays
@@ -49,7 +49,7 @@ class ByKind(NamedTuple):
 
 
 class Embedding(nn.Module):
-    """Tokens to activations: int32 [b, T] -> [b, T, D]. The table's rows may be sharded over a manual axis."""
+    """Embeds tokens: int32 [b, T] -> [b, T, D]. The table's rows may be sharded over a manual axis."""
 
     options: DecoderOptions
     num_rows: int
@@ -62,7 +62,7 @@ class Embedding(nn.Module):
         """Looks up the tokens, adds learned positions, applies dropout.
 
         Args:
-          batch: `tokens`, and `positions` where positions are learned, int32 [b, T].
+          batch: `tokens`, and `positions` if positions are learned, int32 [b, T].
           keys: one key for each sequence, keys [b].
           train: whether to apply dropout.
           axis: the manual mesh axis over which the table's rows are sharded, or None.
@@ -85,8 +85,8 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [b, T, D] -> [b, T, D].
 
-    With `post_norms` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), the inner norms with `pre_norms`
-    only. With `num_experts` the mlp is one of experts.
+    With `post_norms` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); the inner norms exist only with
+    `pre_norms`. With `num_experts` the mlp is a mixture of experts.
     """
 
     options: DecoderOptions
@@ -109,7 +109,7 @@ class Layer(nn.Module):
 
         Args:
           x: [b, T, D].
-          layer: int32 scalar, the layer's index in the whole model, for dropout and for what alternates.
+          layer: int32 scalar, the layer's index in the model, for dropout and for properties that alternate.
           keys: one key for each sequence, keys [b].
           angles: see `MultiHead`.
           documents: see `MultiHead`.
@@ -117,7 +117,7 @@ class Layer(nn.Module):
           tokens: see `Experts`.
 
         Returns:
-          The activations, and what the layer adds to the loss and to metrics (`Stages.repeated`); None: nothing.
+          The activations, and the layer's additions to the loss and to metrics (`Stages.repeated`); None: nothing.
         """
         o, place = self.options, self.placement
         output_std = o.init_std / math.sqrt(2 * o.num_layers)
@@ -158,7 +158,7 @@ class Layer(nn.Module):
         return self.placement.activation(x, ("batch", "residual_sequence", "embed"))
 
     def _stretch(self, is_global: jax.Array | None) -> jax.Array | float | None:
-        """Returns what rotated queries and keys of this layer are multiplied by; with an own base they are not."""
+        """Returns the factor of this layer's rotated queries and keys; a layer with a local rotary base has none."""
         o = self.options
         if o.stretch is None or not (o.window and o.rope_local_base):
             return o.stretch
@@ -166,10 +166,10 @@ class Layer(nn.Module):
 
 
 class Watched(Layer):
-    """A layer that also counts how large its activations are."""
+    """A layer that also measures the magnitude of its activations."""
 
     def __call__(self, x: jax.Array, layer: jax.Array, *given: Given) -> tuple[jax.Array, LayerSums]:
-        """Applies the layer; see there."""
+        """Applies the layer, see `Layer`; adds a metric of the largest activation."""
         x, sums = super().__call__(x, layer, *given)
         loss, found = sums or (jnp.float32(0), {})
         return x, (loss, {**found, PEAK: peaks(x, layer, self.options.num_layers)})
@@ -188,7 +188,7 @@ class Head(nn.Module):
     def __call__(
         self, x: jax.Array, table: jax.Array | None, axis: vocabulary.Axis, loss: vocabulary.Loss = vocabulary.logits
     ) -> jax.Array:
-        """Returns the logits, or what `loss` computes of them.
+        """Returns the logits, or the result of `loss`.
 
         Args:
           x: [b, T, D].
@@ -228,13 +228,13 @@ def layer_stack(
 
     Args:
       options: the model's shape, for `layer`.
-      num_layers: how many.
-      placement: where activations and gathered weights live.
+      num_layers: number of layers.
+      placement: the shardings of activations and gathered weights.
       dtype: of the activations.
       train: whether to apply dropout.
       remat: one of the choices of `RematOptions.policy`.
       layer: the class of a layer, with the fields and arguments of `Layer`.
-      num_given: how many arguments a layer takes after its index; all layers get the same.
+      num_given: number of arguments of a layer after its index; all layers get the same.
       stacked_by: the logical axis of the dim of weights that stacks the layers.
       unroll: see `RematOptions`.
     """
@@ -267,13 +267,13 @@ def run_layers(
     """Returns the activations after K layers, [b, T, D], and the sums of these layers, see `Stages.repeated`.
 
     Args:
-      options: see `layer_stack`, for `placement`, `dtype` and `layer` as well.
+      options: see `layer_stack`, also for `placement`, `dtype` and `layer`.
       layers: parameters, each leaf [K, ...].
       x: [b, T, D].
-      indices: int32 [K], of the layers in the whole model.
-      given: further arguments of each layer, for the decoder's: keys, angles, documents, slots, tokens.
+      indices: int32 [K], of the layers in the model.
+      given: further arguments of each layer; for the decoder: keys, angles, documents, slots, tokens.
       train: whether to apply dropout and `remat`.
-      remat: what the backward pass recomputes. `every` has to divide K.
+      remat: what the backward pass recomputes. `every` must divide K.
     """
     policy, every = (remat.policy, remat.every) if train else ("none", 1)
     unroll = train and remat.unrolls
@@ -288,7 +288,8 @@ def run_layers(
 
     def group(x: jax.Array, some: tuple[Params, jax.Array]) -> tuple[jax.Array, LayerSums]:
         parts = []
-        # Unrolled: residuals of an inner scan would be copied out of it, which takes memory for another group.
+        # Unrolled, because residuals of an inner scan would be copied out of it, which takes the memory of another
+        # group.
         for i in range(every):
             one = jax.tree.map(operator.itemgetter(slice(i, i + 1)), some)
             x, sums = run(x, one, "none" if i else policy)
@@ -321,11 +322,11 @@ def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | ByKi
 
 
 def slots_of(options: DecoderOptions, filled: jax.Array, own: jax.Array) -> Slots | ByKind:
-    """Returns which slots of a cache the new token of each row attends to.
+    """Returns the slots of a cache that the new token of each row attends to.
 
     Args:
       options: the model's shape.
-      filled: int32 [b, C], 1 where a slot holds a token of the row, the new one included.
+      filled: int32 [b, C], 1 if a slot has a token of the row, including the new token.
       own: int32 scalar, the slot of the new token.
     """
     if not options.window:
@@ -335,7 +336,7 @@ def slots_of(options: DecoderOptions, filled: jax.Array, own: jax.Array) -> Slot
 
 
 def _own(given: Given, is_global: jax.Array | None) -> Given:
-    """Returns `given`, or the part of a `ByKind` that is for this layer."""
+    """Returns `given`, or the part of a `ByKind` for this layer."""
     if not isinstance(given, ByKind):
         return given
     assert is_global is not None, "all layers are of one kind"

@@ -1,18 +1,18 @@
-"""What a microbatch of the decoder costs a device: what attention and experts send, keep and leave out, by formula.
+"""Costs of the decoder's attention and experts for a microbatch on a device, by formula: sent, saved and skipped.
 
-n: devices along context or expert, t: along tensor, b: tokens of a microbatch on a device, a: bytes of a number,
-D: width, N: query heads, G: key and value heads, G': the same as they are sent, H: head dim, E: experts, k: experts a
-token.
+n: devices along context or expert, t: along tensor, b: tokens of a microbatch on a device, a: bytes of a number, D:
+width, N: query heads, G: key and value heads, G': the same including copies that are sent, H: head dim, E: experts, k:
+experts per token.
 
     context   attention by heads: (n - 1) / n of (2 N + 2 G') / t x H x a b in one pass of a layer: queries, keys and
-              values on the way in, heads on the way out. G' / t is the least common multiple of G / t and n: heads are
-              repeated where n does not divide them. The backward pass sends the same, and repeats that of the forward
-              pass unless `remat.policy` is none. Bytes of an all-to-all as Jacobs et al. 2023 count them
+              values before attention, heads after it. G' / t is the least common multiple of G / t and n: heads are
+              repeated if n does not divide them. The backward pass sends the same, and repeats the forward pass
+              unless `remat.policy` is none. Bytes of an all-to-all as in Jacobs et al. 2023
     expert    tokens: (n - 1) b D a in each gather and each scatter of a layer. Forward: tokens are gathered, results
-              scattered. Backward: the transpose of both. Unless `remat.policy` is none, tokens are gathered once more.
-              Choices: (n - 1) b k of 4 bytes: experts and gates are gathered, and gates' cotangents scattered; again
-              likewise
-    rows      those of one part (`moe/parts.py`): 1.25 b k and some padding
+              scattered. Backward: the transposes of both. Unless `remat.policy` is none, tokens are gathered once more.
+              Choices: (n - 1) b k of 4 bytes: experts and gates are gathered, and the gates' cotangents scattered;
+              they are gathered once more under the same condition
+    rows      the rows of one part (`moe/parts.py`): 1.25 b k and some padding
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def cost(
     mesh_shape: Mapping[str, int],
     units: float,
 ) -> Cost:
-    """Returns the cost of a decoder, see `Task.cost`; for the arguments see `decoder_task.decoder`."""
+    """Returns the cost of a decoder, see `Task.cost`; for the arguments see `task.decoder`."""
     found = of_transformer(options, options.num_layers, dtype, output_dtype, remat, placement, mesh_shape, units)
     layers, itemsize = options.num_layers / mesh_shape[PIPELINE], jnp.dtype(dtype).itemsize
     again = 0.0 if remat.policy == "none" else 1 / remat.every
@@ -68,9 +68,9 @@ def cost(
         rows = num_turns * cut.num_rows
         wide, inner = options.embed_dim * itemsize, options.expert_dim / mesh_shape[TENSOR] * itemsize
         if remat.policy in ("none", "selective", "dots"):
-            kept = rows * 2 * inner  # both products that a row enters
+            kept = rows * 2 * inner  # outputs of both products with a row
         if remat.policy == "none":
-            kept += mesh_shape[EXPERT] * units * wide + rows * (wide + inner)  # what enters the products
+            kept += mesh_shape[EXPERT] * units * wide + rows * (wide + inner)  # inputs of the products
         working = rows * (2 * wide + 3 * inner)
     return dataclasses.replace(
         found,
@@ -80,7 +80,7 @@ def cost(
             EXPERT: layers * of_experts * _token_bytes(options, itemsize, again, mesh_shape, units),
         },
         kept_bytes=found.kept_bytes + layers * of_experts * kept,
-        # A layer that computes has all rows of a part, and cotangents of some.
+        # While a layer computes, all rows of a part and some cotangents are in memory.
         working_bytes=found.working_bytes + KEPT_SEEN * working,
         shares=_shares(options, mesh_shape, units),
         kernels=kernels(options, sequence_length, dtype, placement.platform, mesh_shape, units) if devices else (),
@@ -90,7 +90,10 @@ def cost(
 def _exchange_bytes(
     options: DecoderOptions, itemsize: int, again: float, mesh_shape: Mapping[str, int], units: float
 ) -> float:
-    """Returns what a device sends for attention along `context` in one layer; 0 where sequences are whole."""
+    """Returns the bytes that a device sends for attention along `context` in one layer.
+
+    0 if sequences are not split.
+    """
     parts = mesh_shape[CONTEXT]
     # Queries and keys, values and results.
     one_head = wire_share("all-to-all", parts) * units * (options.width_of_head + options.width_of_values) * itemsize
@@ -101,7 +104,7 @@ def _exchange_bytes(
 def _token_bytes(
     options: DecoderOptions, itemsize: int, again: float, mesh_shape: Mapping[str, int], units: float
 ) -> float:
-    """Returns what a device sends along `expert` in one layer; 0 without experts."""
+    """Returns the bytes that a device sends along `expert` in one layer; 0 without experts."""
     if not options.num_experts:
         return 0.0
     of_tokens = (OF_TOKENS + TOKENS_AGAIN * again) * options.embed_dim * itemsize
@@ -110,9 +113,10 @@ def _token_bytes(
 
 
 def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> dict[str, float]:
-    """Returns the share of the layers that have no window, and what an even load of experts uses.
+    """Returns the share of layers without a window, and the shares of work with an even load of experts.
 
-    That is the blocks with rows, the choices of all tokens that stand in a row of the device, and no further part.
+    The latter are the share of blocks with rows, the share of all tokens' choices that have a row on the device, and no
+    further part.
     """
     result = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
     if options.num_experts:
@@ -126,9 +130,10 @@ def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float
 
 
 def _parts(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> tuple[Parts, int, int, int]:
-    """Returns how a device cuts the rows of its experts.
+    """Returns the split of the rows of a device's experts.
 
-    That is the cut of a turn, how many turns there are, how many experts it has, and the tokens that may be theirs.
+    The result is (the parts of a turn, the number of turns, the device's number of experts, the tokens of a turn that
+    may choose them).
     """
     num_here, sharing = options.num_experts // num_parts(expert_axes(), mesh_shape), mesh_shape[EXPERT]
     num_turns = parts.num_turns(int(units), sharing, options.experts_per_token, options.num_experts)
@@ -146,7 +151,7 @@ def kernels(
     mesh_shape: Mapping[str, int],
     units: float,
 ) -> tuple[Kernel, ...]:
-    """Returns what computes attention in training, and products of experts where there are some.
+    """Returns the implementation of attention in training, and of products of experts if there are experts.
 
     Args:
       options: the model's shape.
@@ -183,9 +188,10 @@ def _of_experts(
 def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
     """Returns the FLOPs of full attention, forward and backward, for one token: 6 L K N_heads (H + value width).
 
-    In each of L layers, the product of queries and keys takes 2 K N_heads H forward, that of probabilities and values
-    likewise with their width, and each twice that backward. K is T without a window. With a window of W tokens a query
-    has W (2 T - W) / 2 T keys in the mean, and K is twice that, so that the causal part is half of it in both cases.
+    In each of L layers, the product of queries and keys takes 2 K N_heads H forward, the product of probabilities and
+    values the same with the value width, and both twice as much backward. K is T without a window. With a window of W
+    tokens a query has W (2 T - W) / 2 T keys on average, and K is twice this number, so that the causal part is half of
+    it in both cases.
     """
     num_keys: float = sequence_length
     if 0 < options.window < sequence_length:

@@ -1,8 +1,8 @@
 """The task of a decoder: next-token cross-entropy on packed sequences.
 
-B: sequences in the global batch, b: sequences in a microbatch, T: tokens a sequence, D: embed dim,
-V: padded vocabulary, v: the part of it on one shard of a manual axis (V without one), K: layers in a stack,
-R: rows of a cache, P: tokens a prompt after padding.
+B: sequences in the global batch, b: sequences in a microbatch, T: tokens per sequence, D: embed dim, V: padded
+vocabulary, v: the part of it on one shard of a manual axis (V without an axis), K: layers in a stack, R: rows of a
+cache, P: tokens per prompt after padding.
 
 params = {"embedding": {table [V, D], positions [T, D]}, "layers": {... each leaf [layers, ...]},
           "head": {"norm": ..., kernel [D, V]}}
@@ -57,7 +57,7 @@ from meshtrain.sharding.trees import Arrays
 
 NOTHING_AGAIN = RematOptions("none")
 IN_FLOAT32 = ("router", BIAS, ROUTER_SHIFT, SINKS)
-FIRST = "first_layers"  # the stack before those that a pipeline cuts
+FIRST = "first_layers"  # the stack before the layers that a pipeline splits
 
 
 def decoder(
@@ -78,12 +78,12 @@ def decoder(
       options: the model's shape.
       batch_size: B, sequences in the global batch.
       sequence_length: T, tokens.
-      dtype: of activations, and of weights when they are multiplied with them; parameters are float32.
+      dtype: of activations, and of weights in products with them; parameters are float32.
       output_dtype: of the head's logits; None: `dtype`.
-      remat: what the backward pass recomputes, in a pipeline too.
+      remat: what the backward pass recomputes, also in a pipeline.
       placement: the shardings of activations and of gathered weights; None: one device, without shardings.
-      balance_rate: by which the bias of an expert moves in a step against its load.
-      watches: whether the metrics of training have the largest activation of each layer, of those that are alike.
+      balance_rate: change of an expert's bias in a step against its load.
+      watches: whether the metrics of training have the largest activation of each repeated layer.
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
     num_positions = options.max_positions or sequence_length
@@ -115,7 +115,7 @@ def decoder(
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The functions of a decoder: `all_logits` is whole, the others are its pipeline stages (`Stages`)."""
+    """The functions of a decoder: `all_logits` computes the complete model, others are its pipeline stages."""
 
     options: DecoderOptions
     num_positions: int
@@ -128,9 +128,10 @@ class Decoder:
     def first(
         self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: vocabulary.Axis = None
     ) -> jax.Array:
-        """Returns the activations that enter the first of the layers that are alike, [b, T, D].
+        """Returns the activations before the repeated layers, [b, T, D].
 
-        Where all layers are, that is the embedding. Layers before them are computed by every stage of a pipeline.
+        It is the embedding, or the output of further layers before the repeated layers; every stage of a pipeline
+        computes these.
         """
         x = self.embedded(params, batch, rng, train, axis)
         if not self.options.num_dense:
@@ -165,7 +166,10 @@ class Decoder:
     def repeated(
         self, layers: Params, x: jax.Array, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
     ) -> tuple[jax.Array, LayerSums]:
-        """Returns the activations after K layers, and their sums; the first has the index `start` among those alike."""
+        """Returns the activations after K layers, and their sums.
+
+        The first has the index `start` among repeated layers.
+        """
         return self._run(self.options, layers, x, batch, rng, start + self.options.num_dense, train, self.remat)
 
     def _run(
@@ -179,7 +183,10 @@ class Decoder:
         train: bool,
         remat: RematOptions,
     ) -> tuple[jax.Array, LayerSums]:
-        """Returns the activations after K layers of these options, and their sums, from the layer `start` on."""
+        """Returns the activations after K layers with these options, and their sums.
+
+        The first layer has the index `start`.
+        """
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
         documents = batch["segment_ids"] if self.options.within_documents else None
@@ -191,13 +198,13 @@ class Decoder:
         return run_layers(options, layers, x, indices, given, self.placement, self.dtype, train, remat, layer)
 
     def cast(self, params: Params) -> Params:
-        """Returns parameters in the dtypes in which they compute, see `computing`."""
+        """Returns parameters in their compute dtypes, see `computing`."""
         return computing(params, self.dtype)
 
     def columns(
         self, params: Params, x: jax.Array, axis: vocabulary.Axis = None, loss: vocabulary.Loss = vocabulary.logits
     ) -> jax.Array:
-        """Returns logits [b, T, v] in the output dtype, padding included, or what `loss` computes of them."""
+        """Returns logits [b, T, v] in the output dtype, including padding, or the result of `loss`."""
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
         num_columns = table.shape[0] if table is not None else params["head"]["kernel"].shape[1]
         module = Head(self.options, num_columns, self.placement, self.dtype, self.output_dtype)
@@ -222,8 +229,8 @@ class Decoder:
         return self.logits(params, y)
 
     def decode(self, sequence_length: int) -> Decode:
-        """Returns how tokens are generated one after the other; training has sequences of `sequence_length` tokens."""
-        # One token cannot be split over an axis that splits the sequences of training.
+        """Returns the functions that generate tokens; training has sequences of `sequence_length` tokens."""
+        # A single token cannot be split over an axis that splits sequences in training.
         unsharded = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
         return Decode(
             unsharded.prefill,
@@ -242,7 +249,7 @@ class Decoder:
 
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Returns the logits [R, V] that follow each prompt, tokens int32 [R, P], and the cache; see `Decode`."""
-        # Padding is not masked: it stands after all tokens of its row, and its slots are never filled.
+        # Padding is not masked: it follows all tokens of its row, and its slots are never filled.
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         y, new = self._cached(params, tokens, positions, None, None)
         last = jnp.take_along_axis(y, (lengths - 1)[:, None, None], axis=1)
@@ -263,7 +270,7 @@ class Decoder:
     def _cached(
         self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, slots: Slots | ByKind | None
     ) -> tuple[jax.Array, Arrays]:
-        """Returns the activations [R, T, D] of tokens int32 [R, T], and what a cache holds of them, [K, R, T, ...]."""
+        """Returns the activations [R, T, D] of tokens int32 [R, T], and their entries for a cache, [K, R, T, ...]."""
         o, index = self.options, jnp.arange(tokens.shape[0])
         batch = {"tokens": tokens, "positions": positions, SEQUENCE_INDEX: index}
         rng = jax.random.key(0)  # of dropout, which is off
@@ -281,10 +288,10 @@ class Decoder:
 
 
 def computing(params: Params, dtype: DTypeLike) -> Params:
-    """Returns parameters in the dtypes in which they compute: norms and routers in float32, the rest in `dtype`."""
+    """Returns parameters in their compute dtypes: norms and routers in float32, the rest in `dtype`."""
 
     def cast(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:
-        # Some norms stand inside of attention.
+        # Some norms are inside attention.
         is_norm = any(part.key.endswith("norm") for part in path)
         return leaf if is_norm or path[-1].key in IN_FLOAT32 else leaf.astype(dtype)
 
@@ -292,7 +299,7 @@ def computing(params: Params, dtype: DTypeLike) -> Params:
 
 
 def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
-    """Returns initial float32 parameters, each boxed with its logical axes. The values depend on `rng` alone."""
+    """Returns initial float32 parameters, each boxed with its logical axes. The values depend only on `rng`."""
     nowhere = Placement.nowhere()
     keys = jax.random.split(rng, 3)
     ints = jnp.zeros((1, 1), jnp.int32)
@@ -325,19 +332,19 @@ def stacks(options: DecoderOptions) -> list[tuple[DecoderOptions, int, int, str]
 
 @functools.cache
 def initializer(options: DecoderOptions, num_positions: int) -> Callable[[jax.Array], Params]:
-    """Returns `Task.init`, the same function for equal arguments: JAX caches what it traces by the function."""
+    """Returns `Task.init`; the same function for equal arguments, because JAX caches traces by function."""
     return functools.partial(init, options, num_positions)
 
 
 def count_parameters(options: DecoderOptions, num_positions: int) -> int:
-    """Returns the number of parameters from shapes alone, without the padding of the vocabulary; touches no device."""
+    """Returns the number of parameters, computed from shapes, without padding of the vocabulary; touches no device."""
     return num_parameters(initializer(options, num_positions), {"vocab": options.vocab_size})
 
 
 def num_idle_parameters(options: DecoderOptions) -> int:
-    """Returns the parameters of the experts that a token does not go through: three matrices each, in every layer.
+    """Returns the number of parameters of the experts that do not process a token, in all layers.
 
-    Biases count likewise.
+    They are three matrices per expert, and biases.
     """
     if not options.num_experts:
         return 0
@@ -350,12 +357,12 @@ def num_idle_parameters(options: DecoderOptions) -> int:
 def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int) -> float:
     """Returns model FLOPs of a forward and backward pass for one token: 6 N and `attention_flops_per_token`.
 
-    N counts the weights that are multiplied in a matmul for one token: of experts those that it goes through, the
-    embedding table only where it is also the head, learned positions never (PaLM, Chowdhery et al. 2022, appendix B).
+    N counts the weights that are multiplied in a matmul for one token: only the active experts, the embedding table
+    only if it is also the head, learned positions never (PaLM, Chowdhery et al. 2022, appendix B).
 
     Args:
       options: the model's shape.
-      num_parameters: active ones.
+      num_parameters: active parameters.
       num_positions: rows of learned positions.
       sequence_length: in tokens.
     """
