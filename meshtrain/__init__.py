@@ -2,7 +2,7 @@
 
 import meshtrain
 
-meshtrain.simulate(8)  # on a machine without accelerators: eight devices that the CPU simulates
+meshtrain.simulate(8)  # on a machine without accelerators: simulates eight devices on the CPU
 config = meshtrain.default()
 config.mesh.data = 2
 meshtrain.train(config, "runs/mine")
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # the import of `typing` takes time, in which a signal would be a traceback
+TYPE_CHECKING = False  # importing `typing` takes time, and a signal during the import would cause a traceback
 if TYPE_CHECKING:
     from typing import Any
 
@@ -34,7 +34,7 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, so that `--help` need not wait for JAX to load.
+    # Imported on first use, so that `--help` does not wait for JAX.
     if name not in _NAMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return getattr(importlib.import_module(_NAMES[name]), name)

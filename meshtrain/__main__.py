@@ -1,4 +1,4 @@
-"""One command line: `python -m meshtrain COMMAND ...`, and `meshtrain COMMAND ...` once the package is installed."""
+"""The command line `python -m meshtrain COMMAND ...`; `meshtrain COMMAND ...` after the package is installed."""
 
 import sys
 
@@ -38,7 +38,7 @@ COMMANDS = {
     "config": ("meshtrain.config.__main__", "list the fields of a configuration: type, default, meaning"),
 }
 _EXAMPLE = "train --config=3d"
-# Command or flag -> words that users type for it.
+# Command or flag -> other words that users may type for it.
 _OTHER_WORDS = {
     _EXAMPLE: "fit finetune run sft pretrain resume",
     "generate": "sample infer inference predict chat",
@@ -49,11 +49,11 @@ _OTHER_WORDS = {
     "--version": "version v",
     "--help": "help usage",
 }
-_NAMED_WITH = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")  # by `--version`
+_NAMED_WITH = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")  # printed by `--version`
 
 
 def usage() -> str:
-    """Returns what `--help` prints: a line for each command."""
+    """Returns the text of `--help`: one line for each command."""
     rows = [(command, text) for command, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
@@ -68,7 +68,7 @@ def usage() -> str:
 
 
 def versions() -> str:
-    """Returns what `--version` prints: a line for meshtrain and for each package that decides what it computes."""
+    """Returns the text of `--version`: the versions of meshtrain and of packages that affect its results."""
     lines = [f"meshtrain {__version__}"]
     for name in _NAMED_WITH:
         found = [distribution.version for distribution in importlib.metadata.distributions(name=name)]
@@ -77,7 +77,7 @@ def versions() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command that the first word names with the words after it, and returns its exit code.
+    """Runs the command named by the first word, passes it the remaining words, and returns its exit code.
 
     Args:
       argv: the words after `python -m meshtrain`.
@@ -103,15 +103,15 @@ def main(argv: Sequence[str]) -> int:
             f"command: got '{command}', and meshtrain/{room} is not here; allowed: commands of folders that are; "
             "nearest: install the package again"
         )
-    # Only this module is imported: others may load JAX, which takes longer than `--help` should take.
+    # Import only this module: others may load JAX, which is too slow for `--help`.
     imported = options.imported_modules(module)[0]
-    if command != "train":  # it handles signals in its own way from its first line on
+    if command != "train":  # train handles signals itself from its first line on
         first_signals.over()
     return imported.main(rest) or 0
 
 
 def console() -> NoReturn:
-    """Runs the program `meshtrain` that an installation puts on the PATH."""
+    """Runs the program `meshtrain`, the entry point of an installed package."""
     run(lambda: main(sys.argv[1:]))
 
 

@@ -1,6 +1,6 @@
-"""Errors and exit codes, and the nearest legal number. A user's mistake is one line for each problem, exit code 2.
+"""Errors, exit codes and suggestions. A user error prints one line for each problem and has exit code 2.
 
-Programs start through `run`.
+All programs start with `run`.
 """
 
 import atexit
@@ -28,8 +28,8 @@ EXIT_TOO_FEW = 69  # EX_UNAVAILABLE of sysexits.h
 EXIT_NOT_SAVED = 74  # EX_IOERR of sysexits.h
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL
 EXIT_INTERRUPTED = 130
-EXIT_CLOSED_PIPE = 141  # as a shell reports SIGPIPE
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the message of XLA's exception
+EXIT_CLOSED_PIPE = 141  # a shell's exit code for SIGPIPE
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # part of the message of XLA's exception
 EXIT_CODES = {
     EXIT_FINISHED: "finished",
     EXIT_BUG: "a bug, with its traceback; `verify`: a checkpoint is damaged; `bench-collectives`: a value is wrong",
@@ -44,20 +44,20 @@ EXIT_CODES = {
 }
 
 _before_leaving: list[Callable[[int, str], None]] = []
-_is_leaving = threading.RLock()  # never released: the first thread that ends the process decides its code and lines
+_is_leaving = threading.RLock()  # never released: the first thread that ends the process determines its code and lines
 terminals: list[int] = []  # file descriptors of standard error, while descriptor 2 is captured
-MOST_LINES = 10  # of problems that many inputs share
-_ENOUGH = 1000  # such problems: the rest of the input is not read
-_MOST_SHOWN = 40  # characters of a value of foreign data
+MOST_LINES = 10  # of repeated problems, such as in the lines of a file
+_ENOUGH = 1000  # problems after which the rest of the input is not read
+_MOST_SHOWN = 40  # characters of a value from a user's data
 _NUMBERS = re.compile(r"\d+")
-_LONG = re.compile(r"\S{400,}")  # the content of a file rather than a path or a name
+_LONG = re.compile(r"\S{400,}")  # probably the content of a file, not a path or a name
 _LONG_VALUE = re.compile(r"(?<![\w'])'([^']{400,})'(?!\w)")
-_LONG_NUMBER = re.compile(r"\d[\d,]{39,}")  # beyond float64, or with digits that no type holds
-_MOST_CHARACTERS = 4000  # of a line
+_LONG_NUMBER = re.compile(r"\d[\d,]{39,}")  # too large or too precise for any numeric type
+_MOST_CHARACTERS = 4000  # of an error line
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. Each problem is one line: the value given, what is allowed, the nearest fix."""
+    """An error that the user can fix: one line per problem, with the value, allowed values, and the nearest fix."""
 
     code = EXIT_USER_ERROR
 
@@ -67,40 +67,40 @@ class UserError(ValueError):
 
 
 class TooFew(UserError):
-    """A run does not fit the processes that are left of its job: exit code 69, another number of them may fit."""
+    """A run does not fit the remaining processes of its job: exit code 69. Another number of processes may fit."""
 
     code = EXIT_TOO_FEW
 
 
 class Problems:
-    """Problems of many inputs, such as the lines of files: the first ten are stored, all of them are counted.
+    """Collects problems of many inputs, such as lines of files: the first ten are stored, all of them are counted.
 
     Attributes:
       count: number of problems.
     """
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
-        """Starts with a line for each of these problems."""
+        """Starts with these problems, one line each."""
         self.count = 0
-        self._num_told = 0  # problems that the stored lines state
+        self._num_told = 0  # problems that the stored lines describe
         self._first = list[str | tuple[str, str | None]]()  # a line, or the key of `_places`
         self._places = dict[tuple[str, str | None], list[str]]()
         self.add(*lines)
 
     def add(self, *lines: str) -> None:
-        """Counts problems, and stores their lines as long as they are among the first ten."""
+        """Counts problems, and stores their lines if they are among the first ten."""
         first = lines[: MOST_LINES - len(self._first)]
         self._first += first
         self._num_told += len(first)
         self.count += len(lines)
 
     def add_at(self, where: str, line: str, fix: str | None = "") -> None:
-        """Counts a problem of a line of a file; equal problems of several lines share one line.
+        """Counts a problem in a line of a file; equal problems in several lines share one error line.
 
         Args:
           where: the place, such as `a.jsonl, line 3`.
-          line: the problem's line, in which `{where}` becomes the first place.
-          fix: the nearest legal input; `` is to leave that line out; None if `line` has a fix.
+          line: the error line, in which `{where}` is replaced by the first place.
+          fix: the suggested fix; '' suggests to leave that line out; None if `line` includes a fix.
         """
         self.count += 1
         if (line, fix) not in self._places:
@@ -112,11 +112,11 @@ class Problems:
         self._num_told += 1
 
     def is_enough(self) -> bool:
-        """Returns whether to stop reading: 1,000 problems have been found."""
+        """Returns whether to stop reading, because 1,000 problems were counted."""
         return self.count >= _ENOUGH
 
     def lines(self) -> list[str]:
-        """Returns a line for each stored problem, and one with the number of the others."""
+        """Returns a line for each stored problem, and one with the number of further problems."""
         lines = [one if isinstance(one, str) else self._line(*one) for one in self._first]
         num_more = self.count - self._num_told
         if not num_more:
@@ -139,7 +139,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def refusals(work: Callable[..., object], *given: object) -> list[str]:
-    """Calls `work` with what is given; returns a line for each problem of a UserError that it raises."""
+    """Calls `work` with the given arguments; returns the problems of a UserError that it raises, else an empty list."""
     try:
         work(*given)
     except UserError as error:
@@ -148,7 +148,7 @@ def refusals(work: Callable[..., object], *given: object) -> list[str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an exception says that memory has run out: XLA's or Python's."""
+    """Returns whether an exception of XLA or Python means that memory is exhausted."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY in str(error))
 
 
@@ -157,15 +157,15 @@ class TrainingStopped(Exception):
 
 
 class Interrupted(Exception):
-    """A signal arrived and everything is saved: exit code 75, start me again."""
+    """A signal arrived and everything is saved: exit code 75, the same command continues the run."""
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be written; where it was the run's last one, exit code 74: free space, start me again."""
+    """A checkpoint could not be written; if it was the run's last checkpoint, exit code 74."""
 
 
 class FolderLost(SaveFailed):
-    """The run's folder or that of its checkpoints is deleted or replaced during the run: exit code 74."""
+    """The run's folder or its checkpoint folder was deleted or replaced during the run: exit code 74."""
 
 
 class LostPeer(Exception):
@@ -173,10 +173,10 @@ class LostPeer(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's message, in words where it has none or its `__str__` raises."""
+    """Returns the first line of an exception's message, or a placeholder if it is empty or its `__str__` raises."""
     try:
         return (str(error).strip() or "no message").splitlines()[0]
-    except Exception:  # noqa: BLE001  a __str__ of the user's may raise anything
+    except Exception:  # noqa: BLE001  a user's __str__ may raise anything
         return "a message that cannot be shown"
 
 
@@ -190,9 +190,9 @@ def fold(word: str) -> str:
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the closest of `allowed`, or an empty string.
+    """Returns `; did you mean 'x'?` for the most similar of `allowed`, or an empty string.
 
-    A name that differs in case or punctuation only comes first, then names with the same numbers.
+    Names that differ only in case or punctuation are preferred, then names with the same numbers.
 
     >>> nearest("fp16", ["float32", "bfloat16", "float16", "fp8"])
     "; did you mean 'float16'?"
@@ -206,7 +206,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def unknown(what: str, got: str, allowed: Sequence[str], near: str = "") -> str:
-    """Returns the line for an unknown name: the option, the name, all legal names, and the closest of them, or `near`.
+    """Returns the error line for an unknown name: option, name, all allowed names, and the nearest, or `near`.
 
     >>> unknown("mesh", "tensr", ["data", "tensor"])
     "mesh: got 'tensr'; allowed: data, tensor; did you mean 'tensor'?"
@@ -217,7 +217,7 @@ def unknown(what: str, got: str, allowed: Sequence[str], near: str = "") -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value of foreign data as JSON, shortened; a column of a table may hold what JSON has not.
+    """Returns a value from a user's data as JSON, shortened; values that JSON lacks (in columns of tables) become text.
 
     >>> shown({"a": [1, 2]}), shown("x" * 100)
     ('{"a": [1, 2]}', '"xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...')
@@ -227,7 +227,7 @@ def shown(value: Any) -> str:
 
 
 def short_number(number: int) -> str:
-    """Returns a whole number above 0 for a message, however large.
+    """Returns a positive whole number of any size as short text for a message.
 
     >>> short_number(100_000), short_number(10**300)
     ('100,000', 'about 10^300')
@@ -236,7 +236,7 @@ def short_number(number: int) -> str:
 
 
 def one_line(problem: str) -> str:
-    """Returns a problem as one printable line: line breaks become blanks, long words, values and numbers are shortened.
+    """Returns a problem as one printable line: replaces line breaks by blanks, shortens long words and numbers.
 
     >>> one_line("seed: got " + "9" * 500)
     'seed: got 9999999999... (500 digits)'
@@ -249,14 +249,14 @@ def one_line(problem: str) -> str:
 
 
 def _ends_of(text: str, most: int) -> str:
-    """Returns a text of about `most` characters: of a longer text its beginning, and its end, which has the fix."""
+    """Shortens a text to about `most` characters; keeps its start, and its end, which contains the fix."""
     return text if len(text) <= most else f"{text[: most * 3 // 4]}...{text[-most // 4 :]}"
 
 
 def run(entry: Callable[[], int | None]) -> NoReturn:
     """Runs a program and exits with its code; prints one line for each problem of a UserError.
 
-    Lost output ends it too, see `lost_output`. Any other exception is a bug and keeps its traceback.
+    Lost output also ends the program, see `lost_output`. Any other exception is a bug and prints its traceback.
 
     Args:
       entry: the program, without arguments; it returns its exit code or None for 0.
@@ -285,29 +285,29 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
 
 
 def open_closed_streams() -> None:
-    """Opens /dev/null for each standard stream that is closed, as by `2>&-`.
+    """Opens /dev/null for each closed standard stream, as after `2>&-`.
 
-    Otherwise the next file that is opened gets its descriptor, and C++ code would log into that file.
+    Otherwise the next opened file would get its descriptor, and C++ code would log into that file.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)  # `open` returns the lowest free descriptor: this one
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)  # `open` returns the lowest free number: this one
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
 
 
 def _end_at_signals(code: int) -> None:
-    """Makes a signal end the process with its own exit code while Python ends: a handler would print a traceback."""
+    """Makes a signal end the process with this exit code while Python exits, without a traceback."""
     with contextlib.suppress(ValueError):  # not in the main thread
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(code))
 
 
 def _code_of(entry: Callable[[], int | None]) -> tuple[int, str]:
-    """Runs a program and returns its exit code, and the lines for standard error that explain a code other than 0."""
+    """Runs a program; returns its exit code, and the lines for standard error that explain a code other than 0."""
     try:
         return entry() or EXIT_FINISHED, ""
     except UserError as error:
@@ -328,28 +328,28 @@ def _code_of(entry: Callable[[], int | None]) -> tuple[int, str]:
         return EXIT_USER_ERROR, error_lines(UserError(line))
     except KeyboardInterrupt:
         leave_at_once(EXIT_INTERRUPTED)
-    except SystemExit as end:  # argparse ends `--help` so, before what it printed has left the buffer
+    except SystemExit as end:  # argparse raises it for `--help`, before its output is flushed
         if end.code:
             raise
         return EXIT_FINISHED, ""
 
 
 def error_lines(error: UserError) -> str:
-    """Returns the printed lines of a user error, one for each problem."""
+    """Returns the lines to print for a user error, one for each problem."""
     return "\n".join(f"meshtrain: error: {one_line(problem)}" for problem in error.problems)
 
 
 def lost_output() -> int:
-    """Returns 0, or the exit code if standard output or error cannot be written, with a line unless a pipe is closed.
+    """Returns 0, or an exit code if standard output or error cannot be written; prints a line unless a pipe is closed.
 
-    Standard output gets an empty line, because an unbuffered stream forgets that a write has failed.
+    It writes an empty line to standard output, because an unbuffered stream does not remember a failed write.
     """
     code = EXIT_FINISHED
     for stream, end in ((sys.stdout, "\n"), (sys.stderr, "")):
         try:
             print(end=end, file=stream, flush=True)
         except OSError as error:
-            # What is still in the buffer goes nowhere: Python's own flush at the end would fail again.
+            # Discard the buffer, because Python's flush at exit would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             code = code or (EXIT_CLOSED_PIPE if error.errno == errno.EPIPE else EXIT_NOT_SAVED)
             if error.errno != errno.EPIPE:
@@ -359,7 +359,7 @@ def lost_output() -> int:
 
 
 def _others_may_wait() -> bool:
-    """Returns whether this is one of several processes: JAX's shutdown barrier or a rendezvous would wait for all."""
+    """Returns whether other processes exist: JAX's shutdown barrier or a rendezvous would wait for all of them."""
     return bool(_before_leaving) or (
         "jax.distributed" in sys.modules and bool(sys.modules["jax.distributed"].is_initialized())
     )
@@ -379,7 +379,8 @@ def before_leaving(tell: Callable[[int, str], None]) -> None:
 def leave_at_once(code: int, message: str = "") -> NoReturn:
     """Ends the process without exit handlers, which would wait for threads and for processes that do not answer.
 
-    The first caller wins: a call from another thread waits for the end. Functions of `before_leaving` are called.
+    The first caller wins: calls from other threads wait for the end. Calls the functions registered by
+    `before_leaving`.
     """
     _is_leaving.acquire()
     if terminals:
@@ -399,7 +400,7 @@ def leave_at_once(code: int, message: str = "") -> NoReturn:
 
 
 def is_finite(value: Any) -> bool:
-    """Returns whether a value is a number that float64 holds: no bool, no infinity, no whole number beyond it."""
+    """Returns whether a value is a finite number within the range of float64, and not a bool."""
     try:
         return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
     except OverflowError:
@@ -407,13 +408,13 @@ def is_finite(value: Any) -> bool:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns every divisor of a positive number, rising."""
+    """Returns all divisors of a positive number, ascending."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def nearest_divisor(number: int, size: int) -> int:
-    """Returns the divisor of `number` that is nearest to `size`; of two the larger.
+    """Returns the divisor of `number` that is nearest to `size`; the larger one of two equally near divisors.
 
     >>> nearest_divisor(12, 5)
     6
@@ -422,7 +423,7 @@ def nearest_divisor(number: int, size: int) -> int:
 
 
 def nearest_multiple(number: int, divisor: int) -> int:
-    """Returns the multiple of `divisor` (at least `divisor`) that is nearest to `number`; of two the larger.
+    """Returns the positive multiple of `divisor` nearest to `number`; the larger of two equally near multiples.
 
     >>> nearest_multiple(510, 4)
     512

@@ -1,4 +1,4 @@
-"""Prints how good a run's weights are: loss, perplexity, bits per byte and the task's metrics, by file and in all.
+"""Evaluates a run's weights: prints loss, perplexity, bits per byte and the task's metrics, per file and in total.
 
 python -m meshtrain evaluate --config=configs/tiny.py [--config.data.source=text --config.data.path='books/*.txt']
 """
@@ -32,18 +32,18 @@ from meshtrain.sharding.mesh import describe
 
 Values = Mapping[str, float]
 NAMED = {"data.source", "data.path"}
-VALIDATION = "validation"  # the only part where no files are named
+VALIDATION = "validation"  # the name of the single part if the user names no files
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """What is evaluated.
+    """The data to evaluate on.
 
     Attributes:
-      parts: name of a row -> its examples: one for each file, or the validation split.
-      byte_lengths: bytes of the text that each id stands for, int [vocabulary]; None: the targets are no text.
-      tokenizer: of the examples; None: they are no text.
-      num_batches: how many batches of each part; 0: all.
+      parts: name of a row -> its examples: one row for each file, or the validation split.
+      byte_lengths: bytes of text for each token id, int [vocabulary]; None if the targets are not text.
+      tokenizer: the tokenizer of the examples; None if they are not text.
+      num_batches: how many batches of each part to use; 0: all.
     """
 
     parts: Mapping[str, Examples]
@@ -53,12 +53,12 @@ class Scored:
 
 
 def opened(assembly: Assembly, overrides: Mapping[str, str]) -> Scored:
-    """Opens what is evaluated: the files that the command line names, each of them whole, or the validation split.
+    """Opens the evaluation data: the complete files that the command line names, or the validation split.
 
     Args:
-      assembly: states the configuration, the task and its batch.
-      overrides: of the command line, dotted key -> text. The run's own files are not read whole, because the run has
-        learned from most of them.
+      assembly: contains the configuration, the task and its batch.
+      overrides: command-line overrides, dotted key -> text. The run's own data files are not evaluated completely,
+        because the run was trained on most of them.
 
     Raises:
       UserError: the data are missing or wrong, do not fit the task, or have no validation split.
@@ -72,7 +72,7 @@ def opened(assembly: Assembly, overrides: Mapping[str, str]) -> Scored:
 
 
 def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tokenizer | None]:
-    """Returns the validation split, and what decodes its tokens; None: they are no text."""
+    """Returns the validation split, and the tokenizer of its tokens; None if they are not text."""
     found = open_data(config, task)
     if not len(found.validation):
         fix = "--config.data.source=text --config.data.path=FILE" if task.unit == "tokens" else "the run's own data"
@@ -84,7 +84,7 @@ def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tok
 
 
 def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray | None:
-    """Returns the bytes of each id up to the model's vocabulary; None where targets are no text."""
+    """Returns the text bytes of each id, padded to the model's vocabulary; None if targets are not text."""
     task = assembly.task
     if tokenizer is None or tokenizer.byte_lengths is None or task.unit != "tokens":
         return None
@@ -97,13 +97,13 @@ def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray
 def evaluated(assembly: Assembly, params: Params, scored: Scored) -> tuple[dict[str, Values], Values]:
     """Returns name -> values of each part, and the values of all parts together.
 
-    Values are `loss`, `perplexity` (of tokens), `bits_per_byte` (of text), the task's metrics, the sum of the targets'
-    weights under the name of the task's unit (`tokens`), and `bytes` (of text).
+    Values are `loss`, `perplexity` (for tokens), `bits_per_byte` (for text), the task's metrics, the sum of the
+    targets' weights under the name of the task's unit (`tokens`), and `bytes` (for text).
 
     Args:
-      assembly: what is evaluated.
+      assembly: the compiled model.
       params: its weights.
-      scored: on what. All parts share one compiled step.
+      scored: the data. All parts share one compiled step.
     """
     values, parts = dict[str, Values](), dict[str, Sums]()
     for name, examples in tqdm(scored.parts.items(), desc="evaluate", disable=None, leave=False):
@@ -130,7 +130,7 @@ def _values(sums: Sums, unit: str) -> Values:
 
 
 def table(found: Mapping[str, Values], total: Values, unit: str) -> str:
-    """Returns the values as a table for people: a line for each part, and one for all if there are several."""
+    """Returns the values as a table for people: a row for each part, and one for all if there are several."""
     lines = [*found.items(), *([("all", total)] if len(found) > 1 else [])]
     names = list(dict.fromkeys(name for _, values in lines for name in values))
 
@@ -144,7 +144,7 @@ def table(found: Mapping[str, Values], total: Values, unit: str) -> str:
 
 
 def as_json(found: Mapping[str, Values], total: Values, **of_run: str | int) -> str:
-    """Returns one JSON object: `of_run`, `files` (each with its name) and `all`; null for what is not finite."""
+    """Returns a JSON object with `of_run`, `files` (each with its name) and `all`; non-finite values are null."""
 
     def numbers(values: Values) -> dict[str, float | None]:
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -165,7 +165,7 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     extra.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     add_weights_flag(extra)
     arguments = flags.arguments(argv, extra)
-    if NAMED & arguments.overrides.keys():  # they are scored alone
+    if NAMED & arguments.overrides.keys():  # only these files are evaluated
         arguments.overrides.setdefault("data.validation_path", "")
     problems = choice_problems(arguments.weights, arguments.workdir)
     if arguments.step is not None and arguments.step < 0:
@@ -182,8 +182,8 @@ def main(argv: Sequence[str]) -> int:
     tell_before_meeting(os.environ)
     arguments, config = _arguments(argv)
     assembly = assembled(config, arguments.workdir, arguments.step)
-    scored = opened(assembly, arguments.overrides)  # before anything is compiled
-    if is_described(arguments.workdir) and VALIDATION in scored.parts:  # a folder brings no data of its own
+    scored = opened(assembly, arguments.overrides)  # before compilation, so that errors appear early
+    if is_described(arguments.workdir) and VALIDATION in scored.parts:  # a Hugging Face folder contains no data
         parts = {f"{VALIDATION} of data.source={config.data.source}": scored.parts[VALIDATION]}
         scored = dataclasses.replace(scored, parts=parts)
     params, step = restored(assembly, arguments.workdir, arguments.step, arguments.weights)
@@ -194,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
         print(as_json(values, total, workdir=str(arguments.workdir), step=step, weights=arguments.weights))
     else:
         averages = "" if arguments.weights == LAST else "averages at "
-        what = "" if is_described(arguments.workdir) else f"{averages}step {step} of "  # a folder has no steps
+        what = "" if is_described(arguments.workdir) else f"{averages}step {step} of "  # such folders have no steps
         print(f"{what}{arguments.workdir} on {describe(assembly.mesh)}\n")
         print(table(values, total, assembly.task.unit))
     return 0

@@ -32,7 +32,7 @@ from meshtrain.step.device_memory import Held, held
 
 
 def text(assembly: Assembly) -> str:
-    """Returns the report that `explain` prints: parameters, mesh, batch, arrays, bytes of a device, stages."""
+    """Returns the report of `explain`: parameters, mesh, batch, arrays, bytes per device, stages."""
     config, task = assembly.config, assembly.task
     shape = dict(assembly.mesh.shape)
     parts = [
@@ -58,7 +58,7 @@ def text(assembly: Assembly) -> str:
 
 
 def reduction_text(assembly: Assembly) -> list[str]:
-    """Returns one line with what reduces gradients over data and the bytes that it sends; none for the sum."""
+    """Returns one line about a custom or compressed gradient reduction and its bytes; [] for the plain sum."""
     replicas, shape = assembly.replicas, assembly.mesh.shape
     if replicas.reduction is None:
         return []
@@ -78,9 +78,9 @@ def batch_text(assembly: Assembly) -> str:
 
 
 def kernels_text(assembly: Assembly) -> list[str]:
-    """Returns a line for each part of the model on what computes it and why, and one on what devices exchange for it.
+    """Returns a line for each part of the model (its kernel and the reason), and one about the devices' communication.
 
-    Tasks without a cost have none.
+    Tasks without a cost model have none.
     """
     lines = list[str]()
     for kernel in assembly.cost.kernels:
@@ -90,7 +90,7 @@ def kernels_text(assembly: Assembly) -> list[str]:
 
 
 def trained_text(assembly: Assembly) -> list[str]:
-    """Returns one line with the number of trained weights if `optimizer.trainable` freezes some, else none."""
+    """Returns one line with the number of trained weights if `optimizer.trainable` freezes some; else an empty list."""
     trained, frozen = num_trained(assembly)
     return (
         [f"trained      {trained:,} of {trained + frozen:,} stored parameters, the others are frozen"] if frozen else []
@@ -98,7 +98,7 @@ def trained_text(assembly: Assembly) -> list[str]:
 
 
 def own_text(config: Config) -> list[str]:
-    """Returns a line for each function of the user's that has options in its group, with their values."""
+    """Returns a line for each user function that adds options to its group, with their values."""
     lines = []
     for group, options in groups(config).items():
         field = naming(options)
@@ -117,7 +117,7 @@ def held_text(bytes_held: Held) -> str:
 
 
 def stages_text(assembly: Assembly) -> list[str]:
-    """Returns a line for the schedule, for each stage, and for what waits; none without a pipeline."""
+    """Returns lines for the schedule, each stage, and the saved activations; an empty list without a pipeline."""
     program, stages = assembly.program, assembly.task.stages
     if program is None or stages is None:
         return []
@@ -139,7 +139,7 @@ def stages_text(assembly: Assembly) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the placement of a configuration, computed from shapes alone; returns the exit code.
+    """Prints the placement of a configuration, computed only from shapes; returns the exit code.
 
     Raises:
       UserError: a wrong flag or configuration, or a file that cannot be written.

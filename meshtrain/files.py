@@ -1,7 +1,7 @@
-"""Paths as users write them, JSON that others may have written, and files that are replaced whole.
+"""Paths as users write them, JSON that others may have written, and files that are replaced atomically.
 
-A reader of a replaced file sees the content before or after, never a part of it. Functions of paths raise no OSError,
-and open no pipe, which would block.
+A reader of a replaced file sees either the old or the new content, never a part. Functions that inspect paths raise no
+OSError, and do not open pipes, which would block.
 """
 
 import contextlib
@@ -18,32 +18,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-_MOST_LEVELS = 100  # of nested objects and lists
+_MOST_LEVELS = 100  # levels of nested objects and lists
 _TOO_DEEP = f"nested deeper than {_MOST_LEVELS} levels"
 
-Json: TypeAlias = Any  # what a text of JSON holds: an object, a list, a text, a number, a bool or None
-JsonObject: TypeAlias = dict[str, Json]  # an object of JSON
+Json: TypeAlias = Any  # a JSON value: an object, a list, a text, a number, a bool or None
+JsonObject: TypeAlias = dict[str, Json]  # a JSON object
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a new file beside `path`, which takes its place when the block ends; an error in the block leaves `path`.
+    """Opens a new file that replaces `path` when the block ends; after an error in the block, `path` is unchanged.
 
-    The content is on the disk before the file gets its name, so that a power cut leaves the old file or the new one.
-    A link at `path` is replaced, and the file that it leads to stays as it is.
+    The content is on the disk before the file gets its name, so that a power failure leaves the old or the new file. A
+    link at `path` is replaced, and its target is unchanged.
 
     Args:
-      path: the file to replace, whose permissions stay, or to make; its folder exists.
+      path: the file to replace, whose permissions are kept, or to create; its folder exists.
 
     Raises:
-      OSError: the content cannot be written; `path` is as before.
+      OSError: the content cannot be written; `path` is unchanged.
     """
     path = Path(path)
-    # Mode x follows and overwrites nothing; files that `tempfile` itself opens are readable by their owner alone.
+    # Mode x neither follows links nor overwrites; files opened by `tempfile` would be readable only by their owner.
     new = Path(tempfile.mktemp(dir=path.parent, prefix=f"{path.name}."))
     with new.open("xb") as file:
         try:
-            with contextlib.suppress(OSError):  # nothing is there, or the file system has no permissions
+            with contextlib.suppress(OSError):  # the file does not exist, or the file system has no permissions
                 new.chmod(path.stat().st_mode & 0o777)
             yield file
             file.flush()
@@ -54,23 +54,23 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Replaces a file by `content`, a text as UTF-8; see `replacing`.
+    """Replaces a file by `content` atomically, a text as UTF-8; see `replacing`.
 
     Raises:
-      OSError: it cannot be written; `path` is as before.
+      OSError: it cannot be written; `path` is unchanged.
     """
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def read_json(text: str | bytes) -> Json:
-    """Returns what a text of JSON holds; a whole number beyond float64, which would overflow later, is infinite.
+    """Parses JSON; whole numbers beyond float64, which would overflow later, become infinite.
 
     Raises:
-      ValueError: it is no JSON in UTF-8, or nested deeper than 100 levels.
+      ValueError: the text is not JSON in UTF-8, or is nested deeper than 100 levels.
     """
     try:
-        # `json.loads` itself decodes bytes with lone surrogates.
+        # `json.loads` would decode bytes with lone surrogates.
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
         content = json.loads(text, parse_int=_whole)
     except RecursionError as error:
@@ -86,7 +86,7 @@ def read_json(text: str | bytes) -> Json:
 
 
 def _inner(value: Json) -> list[Json]:
-    """Returns the objects and lists that are directly in a value."""
+    """Returns the objects and lists directly inside a value."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [one for one in values if isinstance(one, dict | list)]
 
@@ -95,7 +95,7 @@ def _whole(digits: str) -> int | float:
     return int(digits) if len(digits) <= sys.float_info.max_10_exp else float(digits)
 
 
-# The option, or the command and its argument -> the schemes of the URLs that its place reads; without an entry none.
+# The option, or the command and its argument -> the URL schemes that it supports; none without an entry.
 READ: Mapping[str, Sequence[str]] = dict.fromkeys(
     (
         *("checkpoint.directory", "init_from", "data.path", "data.validation_path", "prepare --path"),
@@ -103,20 +103,20 @@ READ: Mapping[str, Sequence[str]] = dict.fromkeys(
     ),
     ("gs",),
 )
-_MOUNTS = {"s3": "s3fs BUCKET /mnt/BUCKET, and the path below it"}  # what gives the files of a scheme a path
+_MOUNTS = {"s3": "s3fs BUCKET /mnt/BUCKET, and the path below it"}  # scheme -> how to mount its files
 
 _SCHEME = re.compile(r"\s*([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
 
 _LFS = b"version https://git-lfs"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
-_OWN_FOLDERS = ("runs", "models", "configs", "data")  # of a user who has not made them yet
+_OWN_FOLDERS = ("runs", "models", "configs", "data")  # names of local folders that may not exist yet
 
 
 def download_command(name: str) -> str:
-    """Returns how to get `OWNER/NAME` from Hugging Face, as the end of an error; '' for a path that is no name there.
+    """Returns how to download `OWNER/NAME` from Hugging Face, for the end of an error; '' for other paths.
 
-    A path in a folder that exists here is a mistyped path.
+    If the folder OWNER exists here, the path is considered a mistyped path.
 
     >>> download_command("Qwen/Qwen3-0.6B")
     '`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`, then models/Qwen3-0.6B'
@@ -128,7 +128,7 @@ def download_command(name: str) -> str:
 
 
 def snapshot_of(folder: str | os.PathLike[str]) -> str:
-    """Returns the newest snapshot in a folder `models--OWNER--NAME` of the cache of huggingface_hub; '' without one."""
+    """Returns the newest snapshot in a cache folder `models--OWNER--NAME` of huggingface_hub; '' if there is none."""
     at = expanded(folder) / "snapshots"
     if what_is_at(at) != "a folder":
         return ""
@@ -139,7 +139,7 @@ def snapshot_of(folder: str | os.PathLike[str]) -> str:
 
 
 def pointer_problem(path: str | os.PathLike[str]) -> str:
-    """Returns the line about a file that is a pointer of Git LFS in place of its content; '' for any other file."""
+    """Returns an error line if a file is a pointer of Git LFS instead of its content; '' for any other file."""
     if what_is_at(path) != "a file":
         return ""
     with contextlib.suppress(OSError), Path(path).open("rb") as file:
@@ -150,46 +150,46 @@ def pointer_problem(path: str | os.PathLike[str]) -> str:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Returns the path with `~` and `~name` expanded; unchanged if there is no such user, or no such name."""
+    """Returns the path with `~` and `~name` expanded; unchanged if there is no such user or the name is impossible."""
     with contextlib.suppress(ValueError):
         return Path(os.path.expanduser(path))
     return Path(path)
 
 
 def real(path: str | os.PathLike[str]) -> str:
-    """Returns the path without links and `..`; a name that no file can have is returned as it is."""
+    """Returns the path without links and `..`; unchanged if it is an impossible file name."""
     with contextlib.suppress(ValueError):
         return os.path.realpath(path)
     return str(path)
 
 
 def identities(path: str | os.PathLike[str]) -> set[str | tuple[int, int]]:
-    """Returns a file's resolved path, and its device and inode; of an object in a bucket its URL.
+    """Returns a file's resolved path, and its device and inode; for an object in a bucket its URL.
 
-    Two paths lead to one file (by `..`, a link, a hard link or a mount) if they have an identity in common. The inode
-    alone does not suffice: some mounted file systems number files anew for each path.
+    Two paths refer to the same file (through `..`, a link, a hard link or a mount) if they share an identity. The inode
+    is not sufficient: some mounted file systems assign new inodes for each path.
     """
     if is_url(str(path)):
         return {str(path)}
     found: set[str | tuple[int, int]] = {real(path)}
-    with contextlib.suppress(OSError, ValueError):  # nothing is there, or a name that no file can have
+    with contextlib.suppress(OSError, ValueError):  # the file does not exist, or the name is impossible
         about = os.stat(path)
         found.add((about.st_dev, about.st_ino))
     return found
 
 
 def is_url(path: str) -> bool:
-    """Returns whether a path begins like a URL, which an operating system would take for a folder such as `gs:`."""
+    """Returns whether a path starts like a URL; the operating system would interpret it as a folder such as `gs:`."""
     return _SCHEME.match(path) is not None
 
 
 def url_problems(key: str, path: str, command: str = "") -> list[str]:
-    """Returns one line if one of these paths, commas between them, is a URL that the place `key` does not read.
+    """Returns one line if one of these comma-separated paths is a URL whose scheme `key` does not support.
 
     Args:
       key: the option, or the argument of `command`.
-      path: as the user wrote it.
-      command: whose argument it is; '' for an option.
+      path: the text that the user wrote.
+      command: the command of the argument; '' for an option.
 
     >>> url_problems("--workdir", "gs://bucket/run")
     ["--workdir: got 'gs://bucket/run', a URL; allowed: a path of this machine; nearest: mount or copy it"]
@@ -206,9 +206,9 @@ def url_problems(key: str, path: str, command: str = "") -> list[str]:
 
 
 def what_is_at(path: str | os.PathLike[str]) -> str:
-    """Returns in words what is at a path: `a file`, `a folder`, `nothing there`, or the operating system's error.
+    """Returns the kind of a path as text: `a file`, `a folder`, `nothing there`, or the operating system's error.
 
-    Path.is_file and Path.exists raise for a name that is too long before Python 3.14, and return False for a loop of
+    Before Python 3.14, Path.is_file and Path.exists raise for a name that is too long, and return False for a loop of
     links.
 
     >>> what_is_at("/"), what_is_at("/no/such/path")
@@ -228,7 +228,7 @@ def what_is_at(path: str | os.PathLike[str]) -> str:
 
 
 def open_folder(path: str | os.PathLike[str], held: contextlib.ExitStack) -> int:
-    """Opens a folder for as long as `held` is open: until then the system gives its number to no other folder.
+    """Opens a folder while `held` is open, so that the system cannot reuse its inode for another folder.
 
     Raises:
       OSError: it cannot be read.
@@ -239,7 +239,7 @@ def open_folder(path: str | os.PathLike[str], held: contextlib.ExitStack) -> int
 
 
 def is_same(path: str | os.PathLike[str], descriptor: int) -> bool:
-    """Returns whether an open file or folder is still the one at its path; True while a network does not answer."""
+    """Returns whether the path still refers to this open file or folder; True while a network does not answer."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError as error:
@@ -247,15 +247,16 @@ def is_same(path: str | os.PathLike[str], descriptor: int) -> bool:
 
 
 def target_problems(flag: str, path: str, example: str, endings: Sequence[str] = ()) -> list[str]:
-    """Returns one line if a file cannot be written, else none; it is asked before the work begins.
+    """Returns one line if a file cannot be written, else an empty list; call it before the work starts.
 
-    The folder does not exist, the path is no file, this user may not write it, or its name has another ending.
+    Possible problems: the folder does not exist, the path is not a file, this user may not write it, or the name has
+    another ending.
 
     Args:
       flag: the argument that names the file, for the error.
       path: the file; it need not exist.
       example: a legal name, for the error.
-      endings: of its name, in lower case; none: any.
+      endings: the allowed endings of its name, in lower case; if empty, any.
     """
     if not path:
         return [f"{flag}: got ''; allowed: a file's name; nearest: {example}"]
@@ -269,7 +270,7 @@ def target_problems(flag: str, path: str, example: str, endings: Sequence[str] =
     what = what_is_at(path)
     if what not in ("a file", "nothing there"):
         return [f"{flag}: got '{path}', {what}; allowed: a file's name; nearest: {example}"]
-    # Of the effective user, whose rights the process has, where the system can tell.
+    # Checks the rights of the effective user if the system supports it.
     effective = os.access in os.supports_effective_ids
     if not os.access(path if what == "a file" else folder, os.W_OK, effective_ids=effective):
         allowed = "allowed: a file that can be written"
@@ -286,5 +287,5 @@ def hash_of_sources(folder: Path) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Returns whether a text can be encoded as UTF-8. Python decodes other bytes of a file name as lone surrogates."""
+    """Returns whether a text can be encoded as UTF-8: file names with other bytes contain lone surrogates in Python."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

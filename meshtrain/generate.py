@@ -1,4 +1,4 @@
-"""A run's weights continue prompts (a decoder) or answer them (an encoder-decoder), on any mesh.
+"""Generates text with a run's weights, on any mesh: continues prompts (decoder) or answers them (encoder-decoder).
 
 python -m meshtrain generate --workdir=runs/tiny --prompt="def " --temperature=0
 """
@@ -26,7 +26,7 @@ from meshtrain.run.generating import decode_of, generator, problems_of_task
 from meshtrain.run.opened import text_of
 from meshtrain.run.weights import add_weights_flag, assembled, choice_problems, configuration, restored
 
-MAX_TEMPERATURE = 1_000_000  # at which all tokens are equally probable
+MAX_TEMPERATURE = 1_000_000  # all tokens are practically equally probable
 MAX_SAMPLES, MAX_SEED, MAX_STEP = 100_000, 2**32 - 1, 10**12
 _SHOWN = 60  # characters of a prompt in a title
 DEFAULT_PROMPT, DEFAULT_TOKENS, DEFAULT_TEMPERATURE = "def ", 200, 0.8
@@ -85,7 +85,7 @@ def _number_problems(arguments: argparse.Namespace) -> list[str]:
 
 
 def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
-    """Returns the prompts, none where none was given, and one line for each problem of the flags that are texts."""
+    """Returns the given prompts, and one line for each problem of flags with texts."""
     problems = Problems()
     for stop in arguments.stop:
         if not stop or not is_utf8(stop):
@@ -104,7 +104,7 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
 
 
 def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
-    """Returns how many tokens to draw after prompts of at most `longest` tokens."""
+    """Returns the number of tokens to generate after prompts of at most `longest` tokens."""
     room, trained = room_left(decode, longest), trained_left(decode, longest)
     if asked is not None and 0 <= room < asked:
         raise UserError(
@@ -119,9 +119,9 @@ def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
 
 
 def _heads(prompts: Sequence[Prompt], num_samples: int, *, continues: bool) -> list[str]:
-    """Returns what is printed before each text: a title where there are several, and the prompt that it continues.
+    """Returns the text to print before each generated text: a title if there are several, and the continued prompt.
 
-    The title of an answer has its prompt, shortened.
+    The title of an answer includes its shortened prompt.
     """
     heads = []
     for index, prompt in enumerate(prompts, start=1):
@@ -135,7 +135,7 @@ def _heads(prompts: Sequence[Prompt], num_samples: int, *, continues: bool) -> l
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints texts that the newest checkpoint of a workdir generates; returns the exit code.
+    """Prints texts generated from the newest checkpoint of a workdir; returns the exit code.
 
     Raises:
       UserError: a wrong flag, prompt, configuration, checkpoint or task.
@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
     refuse(problems_of_task(assembly))
     decode = decode_of(assembly)
-    continues = decode.continues and not arguments.chat  # an answer is shown by itself
+    continues = decode.continues and not arguments.chat  # an answer is printed without its prompt
     if arguments.chat and not decode.continues:
         raise UserError("--chat: got it for a task whose texts answer prompts; allowed: without; nearest: leave it out")
     if not prompts and not continues:

@@ -1,4 +1,4 @@
-"""A run's weights as a model of the evaluation harness `lm_eval` (package lm-eval, the extra `eval`).
+"""Makes a run's weights a model for the evaluation harness `lm_eval` (package lm-eval, the extra `eval`).
 
 import lm_eval
 from meshtrain.harness import language_model
@@ -69,23 +69,23 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
     return LanguageModel()
 
 
-MOST = 1_000_000  # of a length, a temperature or `top_k`
-MAX_GEN_TOKS = 256  # where a request states none, as the harness's own models have it
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
+MOST = 1_000_000  # limit of a length, a temperature or `top_k`
+MAX_GEN_TOKS = 256  # default of a request, the same as in the harness's models
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first given name is used
 _GIVEN = {"until": (), "do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """What answers the three kinds of requests of the harness.
+    """Answers the three kinds of requests of the harness.
 
     Attributes:
-      assembly: of a task without `likelihoods.problems_of_task`, on a mesh without a pipeline.
+      assembly: for a task that `likelihoods.problems_of_task` accepts, on a mesh without a pipeline.
       params: the weights, with the shapes and shardings of `assembly.state.params`.
-      tokenizer: of the run. A text starts with its `begin` ids. Without these the end of a document is before a text
-        without a context; training predicts no first token of a document then, so that the first token of such a text
-        is less probable than it might be.
-      score: `likelihoods.scorer` of the assembly; it compiles once.
+      tokenizer: the tokenizer of the run. A text starts with its `begin` ids. If there are none, a text without a
+        context is preceded by the end of a document. Training does not predict the first token of a document in this
+        case, so its probability is lower than it could be.
+      score: `likelihoods.scorer` of the assembly; it is compiled once.
     """
 
     assembly: Assembly
@@ -98,7 +98,7 @@ class Requests:
         return self._scored([self.encoded(*pair) for pair in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Returns the log probability of each whole text, in nats: every token once, after as many as fit before it."""
+        """Returns the log probability of each text, in nats; each token follows the longest possible context."""
         num_begin = len(self.tokenizer.begin)
         pairs = [(self._beginning, self.tokenizer.encode(text)[num_begin:]) for text in texts]
         return [one.log_probability for one in self._scored(pairs)]
@@ -107,10 +107,11 @@ class Requests:
         """Returns the text that follows each prompt, up to a stop string, an end of document, or its length.
 
         Args:
-          prompts: text -> the harness's options: `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k`, `top_p`.
+          prompts: (text, the harness's options), which are `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k`
+            and `top_p`.
 
         Raises:
-          UserError: another option, because it would not be read; or a value that is none for it.
+          UserError: an unsupported option, or an invalid value.
         """
         same: dict[Wanted, list[int]] = {}
         for index, (_, options) in enumerate(prompts):
@@ -127,9 +128,9 @@ class Requests:
         return texts
 
     def encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Returns the token ids of a context and of its continuation, as tokens of the two texts in one.
+        """Returns the token ids of a context and of its continuation, tokenized as one text.
 
-        Blanks at the end of the context go to the continuation: tokenizers join them with the word behind.
+        Blanks at the end of the context move to the continuation, since tokenizers join them with the next word.
         """
         trimmed = context.rstrip()
         continuation = context[len(trimmed) :] + continuation
@@ -139,14 +140,14 @@ class Requests:
 
     @property
     def _beginning(self) -> list[int]:
-        """The ids before a text without a context: the `begin` ids, or the end of the document before."""
+        """The ids before a text without a context: the `begin` ids, or the end of the previous document."""
         return list(self.tokenizer.begin) or [self.tokenizer.end_id]
 
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
         return likelihoods.likelihoods(self.assembly, self.score, self.params, pairs)
 
     def _prompt(self, text: str, num_tokens: int) -> list[int]:
-        """Returns the last ids of a prompt that leave room for the new tokens, at least for half of the positions."""
+        """Returns the last ids of a prompt that leave space for the new tokens, but at least half of the positions."""
         ids = self.tokenizer.encode(text) or [self.tokenizer.end_id]
         decode = generating.decode_of(self.assembly)
         positions = decode.max_positions or decode.trained_positions
@@ -183,15 +184,15 @@ def _number(given: Mapping[str, Json], name: str, least: float, most: float) -> 
 
 
 def opened(workdir: str | Path, *words: str, step: int | None = None) -> Requests:
-    """Returns what answers requests with a run's weights.
+    """Opens a run's weights to answer requests.
 
     Args:
       workdir: the run's folder.
-      words: changes of its configuration, as on a command line: `--config.mesh.tensor=4`.
-      step: of the checkpoint; None: the newest one.
+      words: overrides of its configuration as on a command line: `--config.mesh.tensor=4`.
+      step: the step of the checkpoint; None: the newest checkpoint.
 
     Raises:
-      UserError: there is no such run or checkpoint, or it is no model of text.
+      UserError: there is no such run or checkpoint, or the run is not a text model.
     """
     arguments = flags.arguments([f"--workdir={workdir}", *words])
     config = configuration(arguments, [], reads_data=False)

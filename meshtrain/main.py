@@ -1,4 +1,4 @@
-"""Flags -> train: `python -m meshtrain train --config=configs/3d.py [--workdir=DIR] [--config.mesh.tensor=4 ...]`."""
+"""Trains: `python -m meshtrain train --config=configs/3d.py [--workdir=DIR] [--config.mesh.tensor=4 ...]`."""
 
 import sys
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: all problems of arguments, configuration and workdir.
     """
-    begun_seconds = time.monotonic()  # so that goodput counts the import of JAX
+    begun_seconds = time.monotonic()  # before the import of JAX, so that goodput includes it
     tell_before_meeting(os.environ)
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain train",
@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
     )
     with stops_at_signals():
         arguments = flags.arguments(argv, extra)
-        # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
-        # JAX first: where another module has its name, packages that import it would log a warning of their own.
+        # Imported here, by name: JAX takes seconds to load, and `--help` must be fast.
+        # JAX first: if another module has the name jax, packages that import it would log their own warnings.
         _, config, training = options.imported_modules("jax.numpy", "meshtrain.config.config", "meshtrain.training")
         problems = flags.unwritable(arguments.workdir)
         if arguments.config is None and not any(line.startswith("--config:") for line in arguments.problems):

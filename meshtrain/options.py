@@ -1,6 +1,6 @@
-"""Options: fields of frozen dataclasses with one line of text and their bounds, and what is imported by name.
+"""Defines options (dataclass fields with a description and bounds), and imports functions and modules by name.
 
-Imported are functions that an option names, of a side room or of the user's, and our modules at the start.
+Imported are functions that an option names, from an optional package or the user's code, and our modules at the start.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from typing import Any, TypeAlias, TypeVar
 from meshtrain.errors import UserError, first_line, nearest, refusals, unknown
 from meshtrain.files import url_problems
 
-# Options end up in int32 and float32 arrays: larger values would overflow there.
+# Options are used in int32 and float32 arrays, where larger values would overflow.
 MOST = {int: 2**31 - 1, float: 3.4e38}
 
-WITH_OPTIONS = "function with options"  # of what `option` takes as `names`
+WITH_OPTIONS = "function with options"  # a value for the argument `names` of `option`
 
-Value: TypeAlias = Any  # of an option: a number, a bool or a text; one of a user's may be anything until it is checked
-Values: TypeAlias = dict[str, Value]  # key of an option -> value; the key is dotted where groups are flattened
-Options: TypeAlias = Any  # a frozen dataclass of `option`s; of which class, a configuration says
+Value: TypeAlias = Any  # an option's value: a number, a bool or a text; of any type until it is checked
+Values: TypeAlias = dict[str, Value]  # key of an option -> value; keys are dotted if groups are flattened
+Options: TypeAlias = Any  # a frozen dataclass of `option`s, whose class depends on the configuration
 OptionsClass: TypeAlias = Any  # the class of `Options`
-Imported: TypeAlias = Any  # what a module has under a name that a configuration gives: anything until it is checked
+Imported: TypeAlias = Any  # an object that a configuration names; may have any type until it is checked
 _T = TypeVar("_T")
 
 Conditions = Mapping[str, Container[object]]
@@ -42,18 +42,18 @@ _PACKAGE = str(Path(__file__).parent)
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
-    """A place for a function that an option names.
+    """An extension point: an option that can name a function.
 
     Attributes:
-      takes: what the function gets, in order.
-      side_rooms: built-in name -> place of a function that a side room brings. Its module is imported once it is used.
+      takes: the names of the function's arguments, in order.
+      side_rooms: built-in name -> path of a function in an optional package. Its module is imported only if it is used.
     """
 
     takes: tuple[str, ...]
     side_rooms: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-# By the option's key. The other built-in names are the choices of the option; own options are `function.options`.
+# Keys are keys of options. Other built-in names are choices of the option; `function.options` are custom options.
 SEAMS: Mapping[str, Seam] = {
     "task": Seam(
         ("config", "placement"),
@@ -92,12 +92,12 @@ SEAMS: Mapping[str, Seam] = {
 
 @dataclasses.dataclass(frozen=True)
 class AllBut:
-    """All values but one, as `only_for` takes them."""
+    """All values except one, for use in `only_for`."""
 
     value: object
 
     def __contains__(self, value: object) -> bool:
-        """Returns whether a value is another one."""
+        """Returns whether a value differs from the excluded value."""
         return value != self.value
 
 
@@ -112,22 +112,22 @@ def option(
     dim: str = "",
     names: str = "",
 ) -> _T:
-    """Returns a dataclass field with its default, one line of text, and its bounds.
+    """Returns a dataclass field with its default, one line of description, and its bounds.
 
     Args:
-      default: the value used when none is given.
-      text: one line for `python -m meshtrain config`, with the unit where there is one.
-      choices: the legal names, for an option that is one of a list, or a function (see `names`).
+      default: the value if the user gives none.
+      text: one line for `python -m meshtrain config`, with the unit if there is one.
+      choices: the legal names, for an option with a list of names, or a function (see `names`).
       minimum: the smallest legal number.
       maximum: the largest legal number; None for the largest int32 or float32.
-      only_for: field -> its values with which this one is read; None: this one is always read. A field of another
-        class has its dotted key, an axis is `mesh.NAME`; `config/effects.py` adds facts in words. The last one that
-        has another value is the reason that users see.
-      dim: the logical axis of weights whose size is this number or a multiple of it; lines about that size then name
+      only_for: field -> the values of that field for which this option is used; None: it is always used. A field of
+        another class has its dotted key, an axis is `mesh.NAME`; `config/effects.py` adds facts as text. If several
+        conditions fail, users see the last one as the reason.
+      dim: the logical axis of weights whose size is this number or a multiple of it; error lines about that size name
         this option. Empty: none.
-      names: what a text names: `path` (which is no URL), `function` (imported from `package.module:function`),
-        WITH_OPTIONS (one whose attribute `options` stands beside this option, see `with_own`), or ''. The key of an
-        option that names a function stands in `SEAMS`.
+      names: the kind of name in a text: `path` (not a URL), `function` (imported from `package.module:function`),
+        WITH_OPTIONS (a function whose attribute `options` adds options next to this option, see `with_own`), or ''. The
+        key of an option that names a function is listed in `SEAMS`.
     """
     if maximum is None and type(default) in MOST:
         maximum = MOST[type(default)]
@@ -146,13 +146,13 @@ def option(
 def idle(
     options: Options, path: str, known: Mapping[str, Value] | None = None, inherited: Conditions | None = None
 ) -> dict[str, str]:
-    """Returns dotted key -> the reason for each field that is not read: `key=value`, or a fact in words.
+    """Returns dotted key -> reason for each unused field; the reason is `key=value`, or a fact as text.
 
     Args:
       options: a frozen dataclass; nested dataclasses are included.
-      path: its dotted key in the configuration; '' for a whole configuration.
-      known: what `only_for` names outside of the class -> value; a condition on anything else holds.
-      inherited: the conditions of all fields: `only_for` of the field that holds these options.
+      path: its dotted key in the configuration; '' for a complete configuration.
+      known: values of fields outside of the class that `only_for` may name; conditions on unknown fields are true.
+      inherited: the conditions of all fields: `only_for` of the field that contains these options.
     """
     prefix, known, result = f"{path}." if path else "", known or {}, dict[str, str]()
     for field in dataclasses.fields(options):
@@ -166,34 +166,34 @@ def idle(
                 continue
             key, value = (f"{prefix}{other}", getattr(options, other)) if is_beside else (other, known[other])
             if value not in values:
-                # A fact speaks for itself, and a text that has to be empty may be long.
+                # A fact needs no value, and a text that must be empty may be long.
                 result[f"{prefix}{field.name}"] = key if " " in key or values == ("",) else f"{key}={value}"
     return result
 
 
 @dataclasses.dataclass(frozen=True)
 class NoOptions:
-    """The options of a user's function that states none."""
+    """The options of a user's function that defines none."""
 
 
 def naming(options: Options) -> str:
-    """Returns which option of a class names a function whose own options stand beside it; '' for none."""
+    """Returns the option of a class that names a function with its own options; '' if there is none."""
     fields = [one.name for one in dataclasses.fields(options) if one.metadata.get("names") == WITH_OPTIONS]
     return fields[0] if fields else ""
 
 
 def with_own(options: Options, path: str, name: Value) -> Options:
-    """Returns default options and, beside them, those of the function that `naming` names.
+    """Returns default options extended by the options of the function that the option `naming` names.
 
-    The class of the result has both classes as bases, so that the function gets an object of its own class.
+    The class of the result has both classes as bases, so that the function gets an object of its class.
 
     Args:
       options: defaults of the class with the option that names the function.
       path: their dotted key in the configuration.
-      name: the value of that option; for one of the core's own names the result is `options`.
+      name: the value of that option; for a name of the core the result is `options`.
 
     Raises:
-      UserError: one line: there is no such function, or its options are none.
+      UserError: one line: there is no such function, or its options are invalid.
     """
     field = next(one for one in dataclasses.fields(options) if one.name == naming(options))
     key, names = f"{path}.{field.name}", field.metadata["choices"]
@@ -214,19 +214,19 @@ def _joined(own: OptionsClass, group: OptionsClass) -> OptionsClass:
 
 
 def own_values(options: Options) -> Values:
-    """Returns field -> value for the options of the function beside which `with_own` has put others."""
+    """Returns field -> value for the options that a function has added, see `with_own`."""
     own: OptionsClass = type(options).__bases__[0]
     names = [field.name for field in dataclasses.fields(own)] if dataclasses.is_dataclass(own) else []
     return {name: getattr(options, name) for name in names if name != naming(options)}
 
 
 def options_problem(key: str, name: str, options: Imported) -> str:
-    """Returns one line where the options of a user's function are no frozen dataclass of `option`s; '' where they are.
+    """Returns one line if the options of a user's function are not a frozen dataclass of `option`s; '' if they are.
 
     Args:
       key: the option that names the function.
       name: `package.module:function`.
-      options: its attribute of that name.
+      options: the function's attribute `options`.
     """
     wanted = "allowed: a frozen dataclass whose fields are option(default, text)"
     is_class = isinstance(options, type) and dataclasses.is_dataclass(options)
@@ -243,9 +243,9 @@ def options_problem(key: str, name: str, options: Imported) -> str:
 
 
 def _shared_problem(path: str, own: type, group: Options) -> str:
-    """Returns one line where a user's option has the name of one beside it and another default; '' where none has.
+    """Returns one line if a user's option has the name of an existing option but another default; '' otherwise.
 
-    A configuration that begins with all defaults holds the other one, and does not say whether it was chosen.
+    A configuration that contains all defaults would contain the other default, and does not show whether it was chosen.
     """
     for field in dataclasses.fields(own):
         default = getattr(group, field.name, field.default)
@@ -258,9 +258,9 @@ def _shared_problem(path: str, own: type, group: Options) -> str:
 
 
 def problems(options: Options, path: str) -> list[str]:
-    """Returns one line for each field of a frozen dataclass outside its choices or bounds, or that is a URL.
+    """Returns one line for each field of a frozen dataclass that violates its choices or bounds, or is a URL.
 
-    A function that stands in place of a choice is imported.
+    A function that replaces a choice is imported.
     """
     found = []
     for field in dataclasses.fields(options):
@@ -285,21 +285,21 @@ def problems(options: Options, path: str) -> list[str]:
 
 @functools.cache
 def side_names(key: str) -> tuple[str, ...]:
-    """Returns the names that the side rooms which are there bring to an option."""
+    """Returns the names that installed optional packages add to an option."""
     rooms = {name: ".".join(place.split(".")[:2]) for name, place in SEAMS[key].side_rooms.items()}
     return tuple(name for name, room in rooms.items() if importlib.util.find_spec(room))
 
 
 def imported_function(key: str, name: str, names: Sequence[str], near: str = "") -> Imported:
-    """Imports a module and returns its function of that name.
+    """Imports a module and returns its function with this name.
 
-    Modules in the current folder are found too: it is searched last.
+    The current folder is searched last.
 
     Args:
-      key: the option that holds the name.
-      name: `package.module:function`, where dots after the colon go into classes; or one of `side_names`.
+      key: the option with the name.
+      name: `package.module:function`, where dots after the colon lead into classes; or an element of `side_names`.
       names: the built-in values of the option, for errors.
-      near: the one that is suggested; '': the first.
+      near: the suggested value; '': the first.
 
     Raises:
       UserError: one line: the name has another form, its module cannot be imported or lacks it, or it is not callable.
@@ -327,18 +327,18 @@ def imported_function(key: str, name: str, names: Sequence[str], near: str = "")
 
 
 def _fitting(module: ModuleType, num_arguments: int) -> list[str]:
-    """Returns the names of a module's own functions and classes that can be called with so many arguments."""
+    """Returns the names of a module's functions and classes that can be called with this number of arguments."""
     names = []
     for name, value in vars(module).items():
         if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__:
-            with contextlib.suppress(TypeError, ValueError):  # another number; or a class without a signature
+            with contextlib.suppress(TypeError, ValueError):  # other arguments, or a class without a signature
                 inspect.signature(value).bind(*range(num_arguments))
                 names.append(name)
     return names
 
 
 def function_problems(key: str, name: str, names: Sequence[str], near: str = "") -> list[str]:
-    """Returns the line of `function`'s error; none for one of `names`, or a function that can be imported."""
+    """Returns the error line of `imported_function`; none for a built-in name, or if the function can be imported."""
     return [] if name in names else refusals(imported_function, key, name, names, near)
 
 
@@ -349,12 +349,12 @@ def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, t
       key: the option.
       name: its value.
       names: the built-in values of the option, for errors.
-      given: what `SEAMS` says that the function takes, whatever it calls them.
-      takes: the same in words.
-      gives: the end of the line where it raises, from the words after the exception on.
+      given: the positional arguments, as listed in `SEAMS`.
+      takes: the same as text.
+      gives: the end of the error line if it raises, after the exception.
 
     Raises:
-      UserError: its own, or one line: there is no such function, it takes something else, or raises.
+      UserError: raised by the function, or one line: there is no such function, it takes other arguments, or it raises.
     """
     function = imported_function(key, name, names)
     try:
@@ -371,13 +371,13 @@ def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, t
 def own_check(key: str, name: str, function: Imported, given: Sequence[Any]) -> list[str]:
     """Returns the lines of a function's attribute `check`, called with `given`; none if there is no such attribute.
 
-    What a check of the user's raises is a line too.
+    An exception in a user's check is also returned as a line.
     """
     if not hasattr(function, "check"):
         return []
     what, allowed = f"{key}: got '{name}', whose check", "; allowed: a list of texts, one for each problem; nearest: []"
     try:
-        with told(what, allowed) if ":" in name else contextlib.nullcontext():  # one of ours keeps its traceback
+        with told(what, allowed) if ":" in name else contextlib.nullcontext():  # our own checks keep their traceback
             lines = function.check(*given)
     except UserError as error:
         return list(error.problems)
@@ -388,17 +388,17 @@ def own_check(key: str, name: str, function: Imported, given: Sequence[Any]) -> 
 
 @contextlib.contextmanager
 def told(what: str, ending: str) -> Iterator[None]:
-    """Raises what a user's code raises in the block as UserError: one line, from `what` to `ending`."""
+    """Converts an exception of a user's code in the block to UserError with one line, from `what` to `ending`."""
     try:
         yield
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # whatever it is
+    except (Exception, SystemExit) as error:  # any exception
         raise UserError(f"{what} raises {_raised(error)}{ending}") from error
 
 
 def _raised(error: BaseException) -> str:
-    """Returns the type and first line of what a user's code has raised, and the place in it."""
+    """Returns the type and first line of an exception of a user's code, and its place in the code."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((one for one in reversed(frames) if "site-packages" not in one.filename), frames[-1])
     return f"{type(error).__name__}: {first_line(error)} ({frame.filename}:{frame.lineno})"
@@ -413,7 +413,7 @@ def _imported(key: str, name: str, module_name: str, allowed: str, near: str) ->
         return importlib.import_module(module_name)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise UserError(
@@ -427,23 +427,23 @@ def _imported(key: str, name: str, module_name: str, allowed: str, near: str) ->
 
 
 def function_name(given: Imported) -> str:
-    """Returns `package.module:function`, the name by which `function` imports it."""
+    """Returns `package.module:function`, the name with which `imported_function` imports it."""
     kind = given if hasattr(given, "__qualname__") else type(given)
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def imported_modules(*names: str) -> list[ModuleType]:
-    """Imports modules, collects no garbage meanwhile, and returns them.
+    """Imports modules without garbage collection, and returns them.
 
-    They live until the program ends, but each collection would walk all their objects: with JAX and Orbax a tenth of
-    the seconds of a start. So later ones leave them out (`gc.freeze`). Nothing is frozen where all were imported
-    before: in a notebook it would also keep the user's garbage.
+    The modules live until the program ends, but each collection would traverse all their objects: with JAX and Orbax, a
+    tenth of the start-up time. So later collections skip them (`gc.freeze`). Nothing is frozen if all modules were
+    imported before: in a notebook, this would also keep the user's garbage.
 
     Args:
       names: dotted names, imported in this order.
 
     Raises:
-      UserError: JAX refuses a variable, or a package that is found first is broken or another one.
+      UserError: JAX rejects a variable, or a package on the path is broken or a different one.
     """
     if all(name in sys.modules for name in names):
         return [sys.modules[name] for name in names]
@@ -463,13 +463,13 @@ def imported_modules(*names: str) -> list[ModuleType]:
 
 
 def _refusal(error: Exception) -> str:
-    """Returns the line about a variable or a package that keeps modules from being imported; empty for our own bugs."""
+    """Returns the error line about a variable or package that prevents imports; empty for our own bugs."""
     named = [name for name in os.environ if name.startswith("JAX_") and name.lower() in str(error).lower()]
     if named:
         name = max(named, key=len)
         return f"{name}: got {os.environ[name]}; allowed: what JAX takes ({error}); nearest: leave {name} out"
     loading = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
-    # A name that a package lacks is looked for by another file.
+    # If a package lacks a name, the exception comes from the importing file, so determine the package.
     missing = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else getattr(error, "name", None)
     package = str(missing).partition(".")[0]
     file = getattr(sys.modules[package], "__file__", None) if package in sys.modules else None
