@@ -101,7 +101,7 @@ def evaluated(assembly: Assembly, params: Params, scored: Scored) -> tuple[dict[
     targets' weights under the name of the task's unit (`tokens`), and `bytes` (for text).
 
     Args:
-      assembly: the compiled model.
+      assembly: the model with its jitted steps.
       params: its weights.
       scored: the data. All parts share one compiled step.
     """

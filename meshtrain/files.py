@@ -228,7 +228,7 @@ def what_is_at(path: str | os.PathLike[str]) -> str:
 
 
 def open_folder(path: str | os.PathLike[str], held: contextlib.ExitStack) -> int:
-    """Opens a folder while `held` is open, so that the system cannot reuse its inode for another folder.
+    """Opens a folder until the stack `held` closes, so that the system cannot reuse its inode for another folder.
 
     Raises:
       OSError: it cannot be read.

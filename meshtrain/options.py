@@ -245,7 +245,8 @@ def options_problem(key: str, name: str, options: Imported) -> str:
 def _shared_problem(path: str, own: type, group: Options) -> str:
     """Returns one line if a user's option has the name of an existing option but another default; '' otherwise.
 
-    A configuration that contains all defaults would contain the other default, and does not show whether it was chosen.
+    A saved configuration contains all defaults. It would contain the existing default, and nobody could see whether the
+    user chose it.
     """
     for field in dataclasses.fields(own):
         default = getattr(group, field.name, field.default)
@@ -350,7 +351,7 @@ def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, t
       name: its value.
       names: the built-in values of the option, for errors.
       given: the positional arguments, as listed in `SEAMS`.
-      takes: the same as text.
+      takes: the arguments as text, for errors.
       gives: the end of the error line if it raises, after the exception.
 
     Raises:
@@ -388,7 +389,7 @@ def own_check(key: str, name: str, function: Imported, given: Sequence[Any]) -> 
 
 @contextlib.contextmanager
 def told(what: str, ending: str) -> Iterator[None]:
-    """Converts an exception of a user's code in the block to UserError with one line, from `what` to `ending`."""
+    """Converts an exception of a user's code in the block to a UserError line: `what`, the exception, `ending`."""
     try:
         yield
     except UserError:

@@ -68,13 +68,15 @@ class _Save(NamedTuple):
 class Checkpoints:
     """Saves and restores the state of one run. Every process of the run creates one and calls it at the same steps.
 
+    A background thread seals each checkpoint: it writes the manifest of checksums after all files are complete.
+
     Args:
       directory: the parent of one directory per step; made absolute, and created if `options` is given.
       options: which checkpoints to keep. None opens the folder for reading: nothing is created or deleted, so that
         another program can read a run's checkpoints during training.
       higher_is_better: whether a larger value of `options.best_metric` is better.
       lost: returns one line if the run's folder or this directory no longer belongs to the run, else ''.
-      saved: process 0 calls it with each sealed step, in the sealing thread.
+      saved: called in process 0 with each sealed step, in the background thread.
 
     Raises:
       UserError: the directory cannot be created, or the bucket cannot be reached.
@@ -173,8 +175,8 @@ class Checkpoints:
     def rate(self, step: int, values: Mapping[str, float]) -> None:
         """Records the metrics of a step's evaluation if `CheckpointOptions.keep_best` needs them; process 0 writes.
 
-        The sealing thread records them after the save in progress, and deletes checkpoints that are no longer among the
-        best.
+        The background thread writes them after the save in progress, and deletes checkpoints that are no longer among
+        the best.
         """
         if self._options is not None and self._options.keep_best and peers.is_main_process():
             if self._rated is not None:
@@ -221,7 +223,7 @@ class Checkpoints:
         return newest, list(damaged.values())
 
     def refuse_damaged(self, step: int) -> None:
-        """Checks the files of a step against their checksums, and its state against its name; all processes call it.
+        """Checks the checksums of a step, and that its state belongs to this step; all processes call it together.
 
         Raises:
           UserError: the step does not exist, or is damaged.

@@ -44,8 +44,7 @@ def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iter
 
     Yields:
       A function that returns one line if the folder was deleted, replaced or unmounted, else ''. It always returns ''
-      for a
-      bucket, in processes other than 0, and if the folder may vanish; then a new folder is owned, too.
+      for a bucket, in processes other than 0, and with `may_vanish`; a folder that was created again is owned, too.
 
     Raises:
       UserError: another run owns it (the error names its process and time), or it cannot be written.
@@ -157,7 +156,7 @@ def _process() -> JsonObject:
 
 
 def _is_own(was: JsonObject, run: str) -> bool:
-    """Returns whether this process owns the place for this run."""
+    """Returns whether this process owns the folder or bucket for this run."""
     return bool(was) and {**was, **_process(), "run": run} == was
 
 

@@ -325,8 +325,7 @@ def collect(
 
     Returns:
       dotted key -> value for every entry, and one line for each unknown key and each value of a wrong type. A wrong
-      text is
-      replaced by the value in `given`, and a wrong value by the default.
+      text is replaced by the value in `given`, and a wrong value by the default.
     """
     values = {key: entry.default for key, entry in entries.items()}
     all_given: Values = {**given, **texts}
@@ -434,9 +433,10 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> str:
 
 
 def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
-    """Returns `; nearest: OPTION=VALUE` for a row of `words.OPTIONS` with the value of the other program.
+    """Returns `; nearest: OPTION=VALUE` for an option of another program: our option, with the given value.
 
-    If the option does not accept the value, the text contains only the option; '' if this configuration lacks it.
+    `ours` is a value of `words.OPTIONS`. If our option does not accept the value, the text contains only the option; ''
+    if this configuration lacks the option.
     """
     name, is_switch, _ = ours.partition("=")
     text = value if isinstance(value, str) else _shown(value)

@@ -81,7 +81,7 @@ class Preferences:
     def repeated(
         self, layers: Params, both: Activations, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
     ) -> tuple[Activations, LayerSums]:
-        """Returns the activations after some layers, and the policy's sums, whose unit is a pair; see `Stages`."""
+        """Returns the activations after some layers, and the policy's sums over pairs; see `Stages`."""
         num_targets = jnp.sum(batch["weights"], axis=1, keepdims=True)
         of_pairs = {**batch, "weights": batch["weights"] / jnp.maximum(num_targets, 1.0)}
         x, sums = self.stages.repeated(policy_of(layers), both[0], of_pairs, rng, start, train)

@@ -1,6 +1,7 @@
 """Generates texts from prompts in batches; the end token, a stop string or the maximum length ends a text.
 
-While a text is generated, only its final part is shown: complete characters, and nothing that may become a stop string.
+While a text is generated, only the part that later tokens cannot change is shown: complete characters, and no possible
+start of a stop string.
 """
 
 import dataclasses
@@ -153,15 +154,15 @@ def room_left(decode: Decode, longest_prompt: int) -> int:
 
 
 def trained_left(decode: Decode, longest_prompt: int) -> int:
-    """Returns how many tokens fit after a prompt within the trained length; below 1 for none, -1 if unknown."""
+    """Returns how many tokens fit after a prompt in a training sequence; below 1 for none, -1 if unknown."""
     return _left(decode.trained_positions, decode.continues, longest_prompt)
 
 
 def fitting(decode: Decode, longest_prompt: int, most: int, *, within_training: bool) -> int:
-    """Returns how many of `most` tokens fit after a prompt: in the model's positions, and in the trained length.
+    """Returns how many of `most` tokens fit after a prompt: in the model's positions, and in a training sequence.
 
-    0 means that the prompt is too long for the model. If the prompt alone exceeds the trained length, only the model's
-    positions limit the text.
+    0 means that the prompt is too long for the model. If the prompt alone is longer than a training sequence, only the
+    model's positions limit the text.
     """
     room, trained = room_left(decode, longest_prompt), trained_left(decode, longest_prompt)
     if room == 0:

@@ -35,7 +35,7 @@ class Weight(NamedTuple):
 
     Attributes:
       path: the path of our leaf, without `params/`.
-      name: the name of the tensor; the first `{}` is replaced by the index of the layer, the second by the expert's.
+      name: the name of the tensor; the first `{}` is replaced by the layer's index, the second by the expert's index.
       layout: the dims of our leaf, without the leading dims that stack the tensors of layers and experts.
       stored: the layout of the tensor.
       part: index into the dim `3` or `2` of `stored`, or into the parts of `J`.

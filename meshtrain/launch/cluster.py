@@ -46,7 +46,7 @@ def platform_problems(environ: Mapping[str, str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """The address where the processes of a job connect, and their numbers.
+    """The address where the processes of a job connect, their number, and the index of this process.
 
     Attributes:
       address: host:port of process 0.
@@ -142,7 +142,7 @@ def full_size(environ: Mapping[str, str], num_processes: int) -> int:
 def meeting(
     environ: Mapping[str, str], num_processes: int | None = None, full_name: Callable[[], str] = socket.getfqdn
 ) -> Meeting | None:
-    """Returns the coordinator address that JAX would use, and the processes' numbers; None for a single process.
+    """Returns the coordinator address that JAX would use, and the processes' number; None for a single process.
 
     Args:
       environ: the environment of this process.

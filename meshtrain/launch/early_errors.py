@@ -1,7 +1,7 @@
 """Shares errors that occur before the processes of a job connect: the failing process reports to the rendezvous.
 
-Otherwise the other processes would wait for a process that has ended. This module does not import JAX, which may be the
-cause of the error.
+The rendezvous is a TCP connection through process 0. Without the report, the other processes would wait for a process
+that has ended. This module does not import JAX, which may be the cause of the error.
 """
 
 import contextlib

@@ -91,7 +91,7 @@ def _end_thread() -> bool:
 
 @contextlib.contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Calls `undo` if the block raises, or if a signal ends the program inside it before the first step."""
+    """Calls `undo` if the block raises, or if a signal ends the program in the block before the first training step."""
     _undo.append(undo)
     try:
         yield

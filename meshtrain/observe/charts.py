@@ -50,7 +50,7 @@ def bars(rows: Sequence[tuple[str, float]], limit: tuple[str, int] | None, step:
 
     Args:
       rows: (label, bytes).
-      limit: (label, bytes).
+      limit: (label, bytes), or None.
       step: the number of adjacent bars with the same colour.
     """
     from matplotlib.figure import Figure
@@ -126,7 +126,7 @@ class Panel:
 
     Attributes:
       title: its title.
-      lines: the lines; the first line of each panel has the same colour, and so on.
+      lines: the lines; lines with the same index have the same colour in all panels.
       is_logarithmic: whether values have a logarithmic scale; otherwise the scale starts at 0.
       ideal: a thin reference line; its label explains it.
     """

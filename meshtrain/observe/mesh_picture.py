@@ -1,4 +1,4 @@
-"""Pictures of the mesh, as text and as an image: which device has which shard of batch, layers and weights.
+"""Draws the mesh as text and as an image: the shards of batch, layers and weights on each device.
 
 There is a block (a panel) for each index of the axes that only split the batch, such as data. In a block, the stages of
 the pipeline are rows, and the axes that split weights (fsdp, context, tensor) are columns.
@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # imported where it is used, because it takes half a second
     from matplotlib.figure import Figure
 
 MAX_DEVICES_SHOWN = 32
-LABEL = 0.62  # inches above the cards of a panel: its title, and a line with the labels of the columns
-# A stage's colours: its cards' background, and the slices it holds. After eight stages they start over.
+LABEL = 0.62  # height in inches above the cards of a panel: its title, and a line with the labels of the columns
+# The colours of a stage: the background of its cards, and its slices. They repeat after eight stages.
 STAGE_COLOURS = ("#dbe9f6", "#fdebd0", "#dff0d8", "#f4dcea", "#e6e0f3", "#f9ddd8", "#d9f0ef", "#f3efd2")
 SLICE_COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#c0392b", "#17807a", "#8a7a12")
 
@@ -29,12 +29,12 @@ def _weight_axes() -> tuple[str, ...]:
 
 
 def _block_axes() -> tuple[str, ...]:
-    """Returns the axes over which whole stages are replicated, in mesh order."""
+    """Returns the axes over which complete stages are replicated, in mesh order."""
     return tuple(axis for axis in AXES if axis not in (PIPELINE, *_weight_axes()))
 
 
 def _shown(shape: Mapping[str, int]) -> dict[str, list[int]]:
-    """Returns the indices to draw of each axis: all of a small mesh, the ends of the longest axes of a large one."""
+    """Returns the indices to draw for each axis: all of a small mesh, the two ends of long axes of a large mesh."""
     room = {axis: min(shape[axis], MAX_DEVICES_SHOWN + 1) for axis in AXES}
     while math.prod(room.values()) > MAX_DEVICES_SHOWN:
         room[max(room, key=lambda axis: room[axis])] -= 1
@@ -55,7 +55,7 @@ def _index(shape: Mapping[str, int], at: Mapping[str, int], names: Sequence[str]
 
 
 def _gap(shape: Mapping[str, int], positions: Sequence[Mapping[str, int]], i: int, names: Sequence[str]) -> bool:
-    """Returns whether positions are left out before the i-th one that is shown."""
+    """Returns whether positions before the i-th drawn position are omitted."""
     return i > 0 and _index(shape, positions[i], names) != _index(shape, positions[i - 1], names) + 1
 
 
@@ -70,7 +70,7 @@ def _heading(shape: Mapping[str, int], at: Mapping[str, int], always: str = "") 
 
 
 def _shares(shape: Mapping[str, int], block: Mapping[str, int]) -> str:
-    """Returns which shards of the batch the devices of one block compute, as text."""
+    """Returns as text which shards of the batch the devices of a block compute."""
     names = batch_axes()
     inside = {axis: range(shape[axis]) for axis in names if axis not in block}
     held = sorted(_index(shape, {**block, **at}, names) + 1 for at in _positions(inside, list(inside)))
@@ -82,10 +82,10 @@ def _shares(shape: Mapping[str, int], block: Mapping[str, int]) -> str:
 
 
 def mesh_text(shape: Mapping[str, int]) -> str:
-    """Returns a picture of a mesh in letters: a block for each index of data, stages downwards, the other axes across.
+    """Draws a mesh as text: a block for each index of data, stages as rows, the other axes as columns.
 
     Args:
-      shape: the size of each axis. The middle of a large mesh is left out.
+      shape: the size of each axis. The middle of a large mesh is omitted.
     """
     shown = _shown(shape)
     blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
@@ -109,12 +109,12 @@ def mesh_text(shape: Mapping[str, int]) -> str:
 
 
 def mesh_figure(shape: Mapping[str, int]) -> "Figure":
-    """Returns a picture of a mesh: a card for each device with its slice of the batch, the layers and the weights.
+    """Draws a mesh: a card for each device with its slices of the batch, the layers and the weights.
 
     Panels are the indices of data, rows the stages of the pipeline, columns fsdp, context and tensor.
 
     Args:
-      shape: the size of each axis. The middle of a large mesh is left out.
+      shape: the size of each axis. The middle of a large mesh is omitted.
     """
     from matplotlib.figure import Figure
 
@@ -144,7 +144,7 @@ def mesh_figure(shape: Mapping[str, int]) -> "Figure":
 
 
 def _note(shape: Mapping[str, int]) -> str:
-    """Returns the caption: what the slices of the cards mean."""
+    """Returns the caption, which explains the slices on the cards."""
     into = [f"{axis} into {'rows' if axis in storage_axes() else 'columns'}" for axis in _weight_axes()
             if shape[axis] > 1]  # fmt: skip
     split = f" Weights are split by {' and by '.join(into)}." if into else ""
@@ -154,13 +154,13 @@ def _note(shape: Mapping[str, int]) -> str:
 
 
 def _above(shape: Mapping[str, int]) -> float:
-    """Returns the inches of a panel above its cards; labels of three axes or more take a line each."""
+    """Returns the height of a panel above its cards in inches; labels of three or more axes have a line each."""
     num_axes = sum(shape[axis] > 1 for axis in _weight_axes())
     return LABEL + (0.14 * (num_axes - 1) if num_axes > 2 else 0)
 
 
 def _stages(canvas: "Axes", y: float, stages: Sequence[int]) -> None:
-    """Draws the labels of the stages, left of a row of panels whose cards begin at y."""
+    """Draws the labels of the stages, left of a row of panels whose cards start at y."""
     for j, p in enumerate(stages):
         before = "…\n" if j > 0 and p != stages[j - 1] + 1 else ""
         canvas.text(0.98, y + j * 1.5 + 0.65, f"{before}{PIPELINE} {p}", fontsize=9, ha="right", va="center")
@@ -223,13 +223,13 @@ def _card(canvas: "Axes", x: float, y: float, shape: Mapping[str, int], at: Mapp
 def _slices(
     canvas: "Axes", frame: tuple[float, float, float, float], grid: tuple[int, int], own: tuple[int, int], ink: str
 ) -> None:
-    """Draws a rectangle that is cut into rows and columns, with one piece filled."""
+    """Draws a rectangle that is divided into rows and columns, with one piece filled."""
     x, y, width, height = frame
     (num_rows, num_columns), (row, column) = grid, own
     _box(canvas, x, y, width, height, "white", "#8c95a3")
     piece_width, piece_height = width / num_columns, height / num_rows
     _box(canvas, x + column * piece_width, y + row * piece_height, piece_width, piece_height, ink, ink)
-    # Past 16 pieces the lines would cover what they divide.
+    # With more than 16 pieces the lines would cover the pieces.
     if num_columns <= 16:
         canvas.vlines([x + i * piece_width for i in range(1, num_columns)], y, y + height, "#8c95a3", linewidth=0.6)
     if num_rows <= 16:

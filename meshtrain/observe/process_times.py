@@ -1,6 +1,6 @@
 """Detects slow processes: every process shares its local timings, and all processes compare them.
 
-All processes take each step together, so a step takes the time of the slowest process on every process. Only local
+All processes take each step together, so each step takes as long as its slowest process needs. Only local
 timings distinguish the processes: the wait for data, the host's work before it dispatches a step, and a fixed matrix
 product (no collectives, on one device of the process). A process is slow in one of these timings at a logged step if
 
@@ -77,7 +77,7 @@ class Slow:
     lost_seconds: Mapping[str, float]
 
     def values(self) -> dict[str, float | None]:
-        """Returns its entries for a row of metrics."""
+        """Returns the entries for a row of metrics."""
         lost = {f"slow_process_{cause}_seconds": seconds for cause, seconds in self.lost_seconds.items()}
         return {"slow_process": float(self.process), **lost}
 
@@ -189,7 +189,7 @@ class OwnTimes:
 
         Args:
           step: the logged step.
-          values: its row so far, including the clock's averages if steps were timed.
+          values: the metrics of this step so far, including the clock's averages if steps were timed.
           say: prints a line if another process has become slow, or the same process for another reason.
 
         Returns:

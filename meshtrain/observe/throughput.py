@@ -49,11 +49,11 @@ class Throughput:
 
 @dataclasses.dataclass
 class Uneven:
-    """Warns once if devices computed more than one part of their experts' rows at all logged steps for a long time.
+    """Warns once if the experts' load was uneven for a long time: devices had to process their tokens in several parts.
 
     Attributes:
       metric: the name of the metric with the number of parts.
-      since: the first of these logged steps; None: the last logged step had one part.
+      since: the first logged step of the current period with several parts; None: the last logged step had one part.
     """
 
     metric: str

@@ -225,7 +225,7 @@ def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
 
     A ring shows only its slowest link. In pairs, a healthy process is fast with at least one partner, and a slow
     process with none, so each process is judged by its fastest pair. It is slow if it takes more than twice the median
-    of all processes, and the difference exceeds its own spread: a machine that was busy for a moment is not slow.
+    of all processes, and the difference exceeds the spread of its times: a short load of a machine is not reported.
 
     Args:
       pairs: (process, process) -> the seconds of each round; with a single pair, the two cannot be distinguished.

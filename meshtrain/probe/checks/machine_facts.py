@@ -167,7 +167,10 @@ def existing(path: Path) -> Path:
 
 @contextlib.contextmanager
 def marked(workdir: Path, files: Mapping[int, str], process: int, limit: float) -> Iterator[Path]:
-    """Yields the folder or its nearest existing parent; inside the block this process's file, if any, exists there."""
+    """Creates this process's test file in the folder, or in its nearest existing parent, during the block.
+
+    Yields the folder. Does nothing else if `files` has no file for this process.
+    """
     folder = within(limit, lambda: existing(workdir), workdir)
     if process in files:
         within(limit, lambda: (folder / files[process]).touch(), None)

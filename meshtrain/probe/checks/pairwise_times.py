@@ -16,7 +16,7 @@ _PROCESS, _DEVICE = "process", "device"
 
 
 def tournament(num_processes: int, most: int = MOST_PARTNERS) -> list[list[tuple[int, int]]]:
-    """Returns rounds of disjoint pairs; no pair occurs twice (the circle method).
+    """Returns rounds of disjoint pairs of processes; no pair occurs twice (the circle method).
 
     >>> tournament(4)
     [[(0, 3), (1, 2)], [(0, 2), (3, 1)], [(0, 1), (2, 3)]]
