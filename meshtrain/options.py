@@ -166,7 +166,7 @@ def idle(
                 continue
             key, value = (f"{prefix}{other}", getattr(options, other)) if is_beside else (other, known[other])
             if value not in values:
-                # A fact needs no value, and a text that must be empty may be long.
+                # Facts have no value, and the value of a text that must be empty may be too long to show.
                 result[f"{prefix}{field.name}"] = key if " " in key or values == ("",) else f"{key}={value}"
     return result
 

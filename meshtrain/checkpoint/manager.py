@@ -34,7 +34,7 @@ def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
     """Returns Orbax's manager for a folder of checkpoints; with `writes=False` it creates and deletes nothing."""
     silence()
     # Orbax must delete nothing: `retention.prune` runs after a new save is sealed, and `retention.sweep` deletes
-    # half-written saves, because Orbax fails on one that a thread still writes to.
+    # half-written saves, because Orbax fails on a save that a thread is still writing.
     all_stay = {"preservation_policy": ocp.checkpoint_managers.EveryNSteps(1)}
     options = ocp.CheckpointManagerOptions(create=False, lightweight_initialize=True, **(all_stay if writes else {}))
     handlers = {STATE: _state_handler(), EXTRA: ocp.JsonCheckpointHandler()}
@@ -105,7 +105,7 @@ def silence() -> None:
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
     is_raised = record.exc_info is not None and record.exc_info[0] is not None
-    is_reported = is_raised or "Metadata file: %s" in str(record.msg)  # a damaged file: by its checksum
+    is_reported = is_raised or "Metadata file: %s" in str(record.msg)  # reported by its checksum
     return (record.levelno >= logging.ERROR and not is_reported) or "orbax" not in Path(record.pathname).parts
 
 

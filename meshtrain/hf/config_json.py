@@ -30,7 +30,7 @@ _MOST_DIFFERING, _LONGEST_KIND = 6, 100  # keys in a line, characters of a model
 # Sizes for which 0 means "none" in the decoder, but that must be at least 1 in a family that has the key.
 _NEEDED = ("vocab_size", "num_experts", "latent_dim")
 ADAPTERS_FILE = "adapter_config.json"  # replaces config.json in a folder that contains only adapters
-# Options that do not depend on the weights; a user may choose them freely.
+# Options that a user may choose freely: the weights remain valid for every value.
 _FREE = (
     "vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk", "balance_weight",
     "z_weight",

@@ -136,7 +136,7 @@ def _has_length(layers: Json, num_layers: int) -> bool:
 
 
 def rotated(num_layers: int, every: int) -> list[Json]:
-    """Returns 1 for each layer with RoPE and 0 for every `every`th layer, which has none; 0: all have RoPE."""
+    """Returns 1 for each layer with RoPE and 0 for every `every`th layer, which has none; if 0, all have RoPE."""
     return [int(not every or layer % every != 0) for layer in range(1, num_layers + 1)]
 
 

@@ -139,7 +139,7 @@ def roll_call(
             if (left := begun + seconds - time.monotonic() - _RETRY_SECONDS) <= 0:
                 raise Unreachable(f"waited {line([0], why)}") from None
             say([0], why)
-            time.sleep(min(left, LINE_SECONDS) if member else 0.0)  # an answer at once would lead to an endless loop
+            time.sleep(min(left, LINE_SECONDS) if member else 0.0)  # immediate answers would cause a busy loop
     with contextlib.ExitStack() as opened:
         hub = opened.enter_context(_listening(meeting, environ))
         missing = hub.wait_for_all(begun + seconds, say)

@@ -38,8 +38,8 @@ def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> JsonOb
     (partner -> seconds of each round).
 
     Args:
-      given: the result of `flags.arguments`. Without mesh sizes, the first axis spans processes, and an inner batch
-        axis spans the devices of a process.
+      given: the result of `flags.arguments`. Without mesh sizes, the first batch axis spans the processes, and the
+        first storage axis spans the devices of each process.
       begin: called with the name of each part before this process waits for it.
 
     Raises:
