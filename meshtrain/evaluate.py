@@ -40,7 +40,7 @@ class Scored:
     """The data to evaluate on.
 
     Attributes:
-      parts: name of a row -> its examples: one row for each file, or the validation split.
+      parts: name -> examples, a row of the printed table for each: one for each file, or the validation split.
       byte_lengths: bytes of text for each token id, int [vocabulary]; None if the targets are not text.
       tokenizer: the tokenizer of the examples; None if they are not text.
       num_batches: how many batches of each part to use; 0: all.

@@ -120,9 +120,9 @@ def option(
       choices: the legal names, for an option with a list of names, or a function (see `names`).
       minimum: the smallest legal number.
       maximum: the largest legal number; None for the largest int32 or float32.
-      only_for: field -> the values of that field for which this option is used; None: it is always used. A field of
-        another class has its dotted key, an axis is `mesh.NAME`; `config/effects.py` adds facts as text. If several
-        conditions fail, users see the last one as the reason.
+      only_for: condition -> its values for which this option is used; None: it is always used. A condition is the name
+        of a field of the same class, the dotted key of another field, `mesh.NAME`, or a statement such as "all weights
+        are trained" (see `config/effects.py`). If several conditions fail, users see the last one as the reason.
       dim: the logical axis of weights whose size is this number or a multiple of it; error lines about that size name
         this option. Empty: none.
       names: the kind of name in a text: `path` (not a URL), `function` (imported from `package.module:function`),
@@ -146,13 +146,13 @@ def option(
 def idle(
     options: Options, path: str, known: Mapping[str, Value] | None = None, inherited: Conditions | None = None
 ) -> dict[str, str]:
-    """Returns dotted key -> reason for each unused field; the reason is `key=value`, or a fact as text.
+    """Returns dotted key -> reason for each unused field; the reason is `key=value`, or a statement (see `option`).
 
     Args:
       options: a frozen dataclass; nested dataclasses are included.
       path: its dotted key in the configuration; '' for a complete configuration.
-      known: values of fields outside of the class that `only_for` may name; conditions on unknown fields are true.
-      inherited: the conditions of all fields: `only_for` of the field that contains these options.
+      known: values of conditions outside of the class; unknown conditions are considered true.
+      inherited: conditions that apply to all fields: `only_for` of the field that contains these options.
     """
     prefix, known, result = f"{path}." if path else "", known or {}, dict[str, str]()
     for field in dataclasses.fields(options):
@@ -166,7 +166,7 @@ def idle(
                 continue
             key, value = (f"{prefix}{other}", getattr(options, other)) if is_beside else (other, known[other])
             if value not in values:
-                # Facts have no value, and the value of a text that must be empty may be too long to show.
+                # Statements have no value, and the value of a text that must be empty may be too long to show.
                 result[f"{prefix}{field.name}"] = key if " " in key or values == ("",) else f"{key}={value}"
     return result
 
@@ -177,20 +177,20 @@ class NoOptions:
 
 
 def naming(options: Options) -> str:
-    """Returns the option of a class that names a function with its own options; '' if there is none."""
+    """Returns the field of these options that selects a function with additional options; '' if there is none."""
     fields = [one.name for one in dataclasses.fields(options) if one.metadata.get("names") == WITH_OPTIONS]
     return fields[0] if fields else ""
 
 
 def with_own(options: Options, path: str, name: Value) -> Options:
-    """Returns default options extended by the options of the function that the option `naming` names.
+    """Returns default options, extended by the options of the function that the field `naming(options)` selects.
 
     The class of the result has both classes as bases, so that the function gets an object of its class.
 
     Args:
-      options: defaults of the class with the option that names the function.
+      options: defaults of the class with the field that selects the function.
       path: their dotted key in the configuration.
-      name: the value of that option; for a name of the core the result is `options`.
+      name: the value of that field; for a built-in name of the core the result is `options`.
 
     Raises:
       UserError: one line: there is no such function, or its options are invalid.
@@ -399,7 +399,7 @@ def told(what: str, ending: str) -> Iterator[None]:
 
 
 def _raised(error: BaseException) -> str:
-    """Returns the type and first line of an exception of a user's code, and its place in the code."""
+    """Returns the type and first line of an exception in a user's code, and its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((one for one in reversed(frames) if "site-packages" not in one.filename), frames[-1])
     return f"{type(error).__name__}: {first_line(error)} ({frame.filename}:{frame.lineno})"

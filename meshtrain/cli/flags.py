@@ -470,7 +470,10 @@ def construct(default: Options, values: Mapping[str, Value], prefix: str = "") -
 
 
 def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[str]:
-    """Returns one line (with the folder's flag and an example) if it cannot be created or written; leaves no file."""
+    """Returns one line if a folder cannot be created or written, else an empty list; leaves no file.
+
+    The line starts with `flag` and suggests `example`.
+    """
     existing, fix = folder.absolute(), f"nearest: {example}"
     if folder.parts[:1] and folder.parts[0].startswith("~"):
         return [f"{flag}: got '{folder}', a home directory that is missing; allowed: a writable folder; {fix}"]

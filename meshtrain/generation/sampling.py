@@ -31,7 +31,7 @@ def row_keys(key: jax.Array, prompts: jax.Array, samples: jax.Array) -> jax.Arra
     """Returns one random key per row, keys [R]; it depends neither on the mesh nor on the other rows of the batch.
 
     Args:
-      key: the key of the seed.
+      key: the random key made from the seed.
       prompts: int32 [R], the index of each row's prompt in the request.
       samples: int32 [R], the index of the row among the samples of its prompt.
     """

@@ -212,7 +212,10 @@ def turns(num_layers: int, every: int) -> list[str]:
 
 
 def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
-    """Returns `window` and `global_every`, the period: from `layer_types`, or else from the pattern's length."""
+    """Returns the options `window` and `global_every` of models that alternate windowed and full layers.
+
+    The period `global_every` comes from `layer_types`, or, if it is absent, from the pattern's length.
+    """
     num_layers, window, types = (given.get(key) for key in ("num_hidden_layers", "sliding_window", "layer_types"))
     patterns = {key: given[key] for key in WINDOW_KEYS[kind] if key.endswith("_pattern") and given.get(key) is not None}
     key, every = next(iter(patterns.items()), ("", TURNS[kind]))
@@ -235,7 +238,7 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
 
 
 def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
-    """Returns the option `window`, and one line if only some of the layers have a window."""
+    """Returns the option `window` of models whose layers are equal, and one line if only some layers have a window."""
     window, types, absent = given.get("sliding_window"), None, FAMILIES[kind].absent
     if "sliding_window" not in given and "sliding_window" in absent:
         window = absent["sliding_window"]

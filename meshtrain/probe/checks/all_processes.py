@@ -178,11 +178,11 @@ IMPORT = "the import of JAX"  # a part in which no process waits for another
 
 
 def held_up(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: float) -> list[Finding]:
-    """Names the processes that block the others: first those that refuse, fail or have ended, else the slowest.
+    """Names the processes that block the others: first those with an error or without a report, else the slowest.
 
     Args:
-      said: process -> `refused` or `failed` (its error lines), `stuck` (index and name of the part it waits for), or
-        its results.
+      said: process -> `refused` (errors that a run would raise), `failed` (lines of an exception), `stuck` (index and
+        name of the part it waits for), or its results.
       num_processes: the number of processes of the job; processes without a report have ended or are stopped.
       limit: seconds that each part may take.
     """
