@@ -1,8 +1,8 @@
-"""Data parallelism: every device has all weights and an eighth of the batch.
+"""Data parallelism: every device has all weights and one eighth of the batch.
 
-Purpose: one all-reduce of the gradients a step, and nothing else on the wire.
+Purpose: the only communication is an all-reduce of the gradients in each step.
 Parameters: 1.12 M.
-Expected: the losses of configs/3d.py, but for rounding: model, data, seed and steps are the same.
+Expected: the losses of configs/3d.py up to rounding, because model, data, seed and steps are the same.
 Time: a few minutes on 2 CPU cores.
 Hardware: 8 devices; on a CPU they are simulated.
 Command: python -m meshtrain train --config=configs/data.py

@@ -1,12 +1,12 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024): latent attention, 256 experts in each layer but the first three; 2,048 GPUs.
+"""DeepSeek-V3 (DeepSeek-AI 2024): latent attention, 256 experts in each layer except the first three; 2,048 GPUs.
 
-Purpose: 32 experts of a layer on each GPU of a host, weights in 512 pieces; 33.6 M tokens a step.
+Purpose: 32 experts of a layer on each GPU of a host, weights in 512 shards; 33.6 M tokens a step.
 Parameters: 671,026,419,200 (671.0 B), of which 37,552,297,472 (37.6 B) are active for a token.
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 2,048 GPUs of 80 GB, or 256 with --config.mesh.data=1 --config.mesh.fsdp=32 --config.batch_size=4096
   --config.accumulation_steps=16 --config.optimizer.moments=bfloat16.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/deepseek_v3.py
 """
@@ -51,7 +51,7 @@ def get_config() -> ml_collections.ConfigDict:
     # 0.0001 in the paper, for a sum over the 58 layers with experts of a loss divided by the 8 experts of a token.
     config.model.balance_weight = 0.0001 * 58 / 8
     config.model.z_weight = 0.0
-    # cuDNN's kernel takes no documents; the one that takes them was half as fast on an H100.
+    # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 2.2e-4
     config.learning_rate.warmup_steps = 2000

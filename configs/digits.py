@@ -1,8 +1,8 @@
-"""Handwritten digits: a convolutional classifier of 1,797 images of 8 x 8 pixels, which come with the package.
+"""Handwritten digits: a convolutional classifier of 1,797 images of 8 x 8 pixels, included in the package.
 
-Purpose: a task that is not text, through the same program, on any mesh of data, fsdp and tensor.
+Purpose: a task without text in the same program, on any mesh of data, fsdp and tensor.
 Parameters: 0.15 M.
-Expected: at least 98 % of 359 held-out digits right after 300 steps.
+Expected: at least 98 % of 359 held-out digits correct after 300 steps.
 Time: half a minute on 2 CPU cores.
 Hardware: one CPU; any mesh of up to 8 simulated devices by `--config.mesh...`.
 Command: python -m meshtrain train --config=configs/digits.py

@@ -1,6 +1,6 @@
-"""Mixture of experts: eight experts a layer, of which a token goes through two, on their own mesh axis.
+"""Mixture of experts: eight experts a layer, two of them for each token, split over the expert axis.
 
-Purpose: experts split over four devices; tokens go to them and come back, and no token is left out.
+Purpose: experts split over four devices; tokens are sent to their experts and back, and no token is dropped.
 Parameters: 0.89 M, 0.30 M of them active.
 Expected: a validation loss near 2.1 nats a byte (Python 3.11).
 Time: about two minutes on 2 CPU cores.

@@ -1,8 +1,8 @@
-"""Fully sharded data parallelism: every device keeps an eighth of the weights and of the optimizer's state.
+"""Fully sharded data parallelism: every device stores one eighth of the weights and of the optimizer's state.
 
-Purpose: weights are gathered when a layer needs them, gradients reduced to where their weights live.
+Purpose: weights are gathered when a layer needs them; gradients are reduce-scattered to the weights' shards.
 Parameters: 1.12 M.
-Expected: the losses of configs/3d.py, but for rounding: model, data, seed and steps are the same.
+Expected: the losses of configs/3d.py up to rounding, because model, data, seed and steps are the same.
 Time: a few minutes on 2 CPU cores.
 Hardware: 8 devices; on a CPU they are simulated.
 Command: python -m meshtrain train --config=configs/fsdp.py

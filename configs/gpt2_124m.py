@@ -1,11 +1,11 @@
 """GPT-2 small (Radford et al. 2019) on one host of 8 GPUs.
 
-Purpose: the model to compare with other programs; 0.52 M tokens a step, 10 B in all.
+Purpose: a model for comparison with other programs; 0.52 M tokens a step, 10 B in all.
 Parameters: 124,439,808 (124.4 M).
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 8 GPUs of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/gpt2_124m.py
 """
@@ -36,7 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.activation = "gelu"
     config.model.tied_embeddings = True
     config.model.biases = True
-    # As in the original: text of neighbouring documents is seen, and attention needs no mask but the causal one.
+    # As in the original, tokens attend to preceding documents, so attention needs only the causal mask.
     config.model.within_documents = False
     config.learning_rate.peak = 6e-4
     config.learning_rate.warmup_steps = 700

@@ -2,10 +2,10 @@
 
 Purpose: three axes at full size; tensor inside a host, 24 microbatches, six chunks of two layers on each stage.
 Parameters: 174,604,259,328 (174.6 B).
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 4,096 GPUs of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/gpt3_175b.py
 """
@@ -41,7 +41,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.activation = "gelu"
     config.model.tied_embeddings = True
     config.model.biases = True
-    # As in the original: text of neighbouring documents is seen, and attention needs no mask but the causal one.
+    # As in the original, tokens attend to preceding documents, so attention needs only the causal mask.
     config.model.within_documents = False
     config.learning_rate.peak = 6e-5
     config.learning_rate.warmup_steps = 120

@@ -1,8 +1,8 @@
-"""Hybrid sharding: two copies of the weights, each in four pieces.
+"""Hybrid sharding: two copies of the weights, each in four shards.
 
-Purpose: the gathering of weights stays among four neighbours, and only gradients cross between the copies.
+Purpose: weights are gathered among four neighbours, and only gradients are sent between the copies.
 Parameters: 1.12 M.
-Expected: the losses of configs/3d.py, but for rounding: model, data, seed and steps are the same.
+Expected: the losses of configs/3d.py up to rounding, because model, data, seed and steps are the same.
 Time: a few minutes on 2 CPU cores.
 Hardware: 8 devices; on a CPU they are simulated.
 Command: python -m meshtrain train --config=configs/hybrid.py

@@ -1,12 +1,12 @@
 """Llama 3 405B (Grattafiori et al. 2024): data 64 x pipeline 14 x tensor 8.
 
-Purpose: nine chunks of one layer on each of 14 stages, so that no place of the pipeline is empty;
+Purpose: nine chunks of one layer on each of 14 stages, so that the pipeline needs no padding layers;
   ZeRO level 1; 14.7 M tokens a step.
 Parameters: 405,853,388,800 (405.9 B).
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 7,168 H100 of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/llama3_405b.py
 """
@@ -31,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.batch_size = 1792
     config.sequence_length = 8192
     config.eval_every = 1000
-    # The residuals of up to 126 layers wait on a stage. With `selective` they do not fit.
+    # A stage stores the residuals of up to 126 layers. With `selective` they do not fit.
     config.remat.policy = "save_attention"
     config.model.num_layers = 126
     config.model.embed_dim = 16384
@@ -42,7 +42,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.vocab_multiple = 112
     config.model.vocab_size = 128256
     config.model.rope_base = 500_000.0
-    # A mask for documents would cost the fused attention kernels their advantage in memory.
+    # With a mask for documents, the fused attention kernels would lose their memory advantage.
     config.model.within_documents = False
     config.learning_rate.peak = 8e-5
     config.learning_rate.warmup_steps = 8000

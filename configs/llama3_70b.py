@@ -1,11 +1,11 @@
 """Llama 3 70B (Grattafiori et al. 2024), fully sharded over 2,048 A100s.
 
-Purpose: one sequence on each device, weights in 2,048 pieces; 16.8 M tokens a step.
+Purpose: one sequence on each device, weights in 2,048 shards; 16.8 M tokens a step.
 Parameters: 70,553,706,496 (70.55 B).
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 2,048 A100 of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/llama3_70b.py
 """
@@ -31,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.num_kv_heads = 8
     config.model.vocab_size = 128256
     config.model.rope_base = 500_000.0
-    # cuDNN's kernel takes no documents; the one that takes them was half as fast on an H100.
+    # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 1.5e-4
     config.learning_rate.warmup_steps = 2000

@@ -1,11 +1,11 @@
-"""Llama 3 8B (Grattafiori et al. 2024) on 64 GPUs: 8 copies, each in 8 pieces.
+"""Llama 3 8B (Grattafiori et al. 2024) on 64 GPUs: 8 copies of the weights, each in 8 shards.
 
-Purpose: a copy for each host, so that weights are gathered inside a host; 4.2 M tokens a step.
+Purpose: a copy of the weights on each host, so that they are gathered inside a host; 4.2 M tokens a step.
 Parameters: 8,030,261,248 (8.03 B).
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 64 GPUs of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/llama3_8b.py
 """
@@ -33,7 +33,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.num_kv_heads = 8
     config.model.vocab_size = 128256
     config.model.rope_base = 500_000.0
-    # cuDNN's kernel takes no documents; the one that takes them was half as fast on an H100.
+    # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 3e-4
     config.learning_rate.warmup_steps = 2000

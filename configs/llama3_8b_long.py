@@ -1,11 +1,11 @@
 """Llama 3.1 8B (Grattafiori et al. 2024) on sequences of 131,072 tokens: each is split over the 8 GPUs of a host.
 
-Purpose: sequences longer than one device holds; weights in 64 pieces, 1.05 M tokens a step.
+Purpose: sequences that are too long for one device; weights in 64 shards, 1.05 M tokens a step.
 Parameters: 8,030,261,248 (8.03 B).
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 64 GPUs of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/llama3_8b_long.py
 """
@@ -34,7 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.rope_base = 500_000.0
     config.model.rope_factor = 8.0
     config.model.rope_original_length = 8192
-    # cuDNN's kernel takes no documents; the one that takes them was half as fast on an H100.
+    # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 8e-5
     config.learning_rate.warmup_steps = 500

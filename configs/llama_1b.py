@@ -1,11 +1,11 @@
-"""A Llama of the shape of Llama 3.2 1B on one host of 8 GPUs, weights in eight pieces.
+"""A Llama with the shapes of Llama 3.2 1B on one host of 8 GPUs, weights in eight shards.
 
 Purpose: the smallest Llama; 0.52 M tokens a step.
 Parameters: 1,235,814,400 (1.24 B).
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 8 GPUs of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/llama_1b.py
 """
@@ -37,7 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.num_kv_heads = 8
     config.model.vocab_size = 128256
     config.model.rope_base = 500_000.0
-    # cuDNN's kernel takes no documents; the one that takes them was half as fast on an H100.
+    # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 1e-3
     config.learning_rate.warmup_steps = 2000

@@ -1,6 +1,6 @@
-"""Sequences of 4,096 bytes, each on four devices: context 4 x fsdp 2, on the source text of the standard library.
+"""Sequences of 4,096 bytes, each split over four devices: context 4 x fsdp 2, on the standard library's source text.
 
-Purpose: the axis that splits sequences, on any machine. `scripts/bench windows` trains this model and then reads
+Purpose: the context axis, on any machine. `scripts/bench windows` trains this model and then reads
   validation text in windows of 4,096 bytes and of 256 (docs/results/training.md).
 Parameters: 0.16 M.
 Expected: a validation loss near 1.85 nats a byte, and 1.87 in windows of 256.

@@ -1,11 +1,11 @@
-"""Mixtral 8x7B (Jiang et al. 2024): 8 experts in each layer, of which a token goes through two; 64 GPUs.
+"""Mixtral 8x7B (Jiang et al. 2024): 8 experts in each layer, two of them for each token; 64 GPUs.
 
-Purpose: one expert of a layer on each GPU of a host, weights in 64 pieces; 2.1 M tokens a step.
+Purpose: one expert of a layer on each GPU of a host, weights in 64 shards; 2.1 M tokens a step.
 Parameters: 46,702,792,704 (46.7 B), of which 12,879,925,248 (12.9 B) are active for a token.
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 64 GPUs of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/mixtral_8x7b.py
 """
@@ -36,7 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.rope_base = 1_000_000.0
     config.model.balance_weight = 0.02
     config.model.z_weight = 0.0
-    # cuDNN's kernel takes no documents; the one that takes them was half as fast on an H100.
+    # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 3e-4
     config.learning_rate.warmup_steps = 2000

@@ -2,10 +2,10 @@
 
 Purpose: three chunks of one layer on each of 35 stages, 140 microbatches; 4.6 M tokens a step.
 Parameters: 529,581,506,560 (529.6 B).
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 4,480 A100 of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/mtnlg_530b.py
 """
@@ -23,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh.tensor = 8
     config.layout.sequence_parallel = True
     config.pipeline.schedule = "interleaved_1f1b"
-    # Interleaving takes multiples of the stages. The batch of the paper, 1,920, makes none of 16 x 35 sequences.
+    # Interleaving needs a multiple of 35 microbatches. The paper's batch, 1,920, is not a multiple of 16 x 35.
     config.pipeline.num_microbatches = 140
     config.pipeline.num_chunks = 3
     config.num_steps = 58_855
@@ -45,7 +45,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.activation = "gelu"
     config.model.tied_embeddings = True
     config.model.biases = True
-    # As in the original: text of neighbouring documents is seen, and attention needs no mask but the causal one.
+    # As in the original, tokens attend to preceding documents, so attention needs only the causal mask.
     config.model.within_documents = False
     config.learning_rate.peak = 5e-5
     config.learning_rate.warmup_steps = 250

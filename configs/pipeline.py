@@ -1,9 +1,9 @@
-"""Pipeline parallelism: every device holds one layer of eight, and microbatches pass from one to the next.
+"""Pipeline parallelism: every device has one layer of eight, and microbatches pass from device to device.
 
 Purpose: 1F1B in one program; memory does not grow with the number of microbatches.
 Parameters: 2.17 M.
 Expected: a validation loss near 2.15 nats a byte (Python 3.11).
-Time: twice that of configs/3d.py and more: on 2 CPU cores all stages share what idles.
+Time: more than twice the time of configs/3d.py, because idle stages compute too on 2 shared CPU cores.
 Hardware: 8 devices; on a CPU they are simulated.
 Command: python -m meshtrain train --config=configs/pipeline.py
 """

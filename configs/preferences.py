@@ -1,9 +1,9 @@
-"""Preferences (DPO): which of two answers to "7203 sorted: " is right, "0237" or another one.
+"""Preferences (DPO): which of two answers to "7203 sorted: " is correct, "0237" or another answer.
 
-Purpose: the losses of preferences: pairs, a policy and its frozen reference, rewards and accuracy, on any mesh.
-Parameters: 0.79 M, half of them the reference's.
-Expected: at least 95 % of the pairs held out have the larger reward at the right answer (`eval_accuracy`) after 200
-  steps. The model starts from random weights, so that it learns to judge answers, not to write them.
+Purpose: preference losses with pairs, a policy and its frozen reference, rewards and accuracy, on any mesh.
+Parameters: 0.79 M, half of them in the frozen reference.
+Expected: in at least 95 % of held-out pairs, the correct answer has the larger reward (`eval_accuracy`) after 200
+  steps. The model starts from random weights, so it learns to judge answers, not to write them.
 Time: half a minute on 2 idle CPU cores.
 Hardware: one CPU; any mesh of up to 8 simulated devices by `--config.mesh...`.
 Command: python -m meshtrain train --config=configs/preferences.py

@@ -1,11 +1,11 @@
-"""Qwen3-235B-A22B (Yang et al. 2025): 128 experts in each layer, of which a token goes through eight; 512 GPUs.
+"""Qwen3-235B-A22B (Yang et al. 2025): 128 experts in each layer, eight of them for each token; 512 GPUs.
 
-Purpose: 16 experts of a layer on each GPU of a host, weights in 512 pieces; 8.4 M tokens a step.
+Purpose: 16 experts of a layer on each GPU of a host, weights in 512 shards; 8.4 M tokens a step.
 Parameters: 235,093,634,560 (235.1 B), of which 22,190,763,520 (22.2 B) are active for a token.
-Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Expected: not known, because it was never run on this cluster; each device's memory is computed from shapes.
 Time: not known.
 Hardware: 512 GPUs of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+Data: synthetic. To use your own token files (`python -m meshtrain prepare`), add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/qwen3_235b_a22b.py
 """
@@ -39,7 +39,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.qk_norm = True
     config.model.balance_weight = 0.001
     config.model.z_weight = 0.0
-    # cuDNN's kernel takes no documents; the one that takes them was half as fast on an H100.
+    # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 1.5e-4
     config.learning_rate.warmup_steps = 2000

@@ -1,8 +1,8 @@
-"""Tensor parallelism: every device computes an eighth of each layer's heads, mlp and vocabulary.
+"""Tensor parallelism: every device computes one eighth of each layer's heads, mlp and vocabulary.
 
 Purpose: column-parallel, then row-parallel weights, with norms and residuals split along the sequence.
 Parameters: 1.12 M.
-Expected: a validation loss near 2.17 nats a byte (Python 3.11); its 8 heads are half as wide as those of configs/3d.py.
+Expected: a validation loss near 2.17 nats a byte (Python 3.11); the 8 heads are half as wide as in configs/3d.py.
 Time: a few minutes on 2 CPU cores.
 Hardware: 8 devices; on a CPU they are simulated.
 Command: python -m meshtrain train --config=configs/tensor.py

@@ -1,7 +1,7 @@
-"""The smallest run worth looking at: one device, source text as bytes.
+"""The smallest useful run: one device, source text as bytes.
 
-Purpose: to see that everything works, and to compare meshes: batch, layers, heads, embed and mlp divide by 8, and the
-  peak learning rate is low enough for losses on different meshes to agree.
+Purpose: to test an installation, and to compare meshes. Batch, layers, heads, embed and mlp are divisible by 8, and
+  the peak learning rate is low enough for losses on different meshes to agree.
 Parameters: 0.56 M.
 Expected: below 2.8 nats a byte on validation text after 60 steps (`--config.num_steps=60`); lower after all 200.
 Time: a few minutes on 2 CPU cores.
