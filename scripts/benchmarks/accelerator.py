@@ -1,9 +1,9 @@
-"""One day with an accelerator: what these pages only model or simulate, measured and written to a file.
+"""Measures on one accelerator the figures that these pages only model or simulate, and writes them to a file.
 
     scripts/bench accelerator --out=accelerator.json
 
-Steps are ordered by what they are worth, each in a process of its own: one that fails is one line, and the next one
-runs. Started again with the same file, those that are done are kept. At its end the program prints the table of
+The most useful steps run first, each in a separate process. If a step fails, its error becomes a line, and the next
+step runs. If the program starts again with the same file, it skips completed steps. At the end it prints the table of
 docs/results/accelerator.md.
 
 Extras: cuda
@@ -33,11 +33,11 @@ LIMIT_MINUTES = 40.0
 STEP_SECONDS = 600  # of one step; a hang must end
 GIB = 2**30
 
-Step = Callable[[bool, Mapping[str, Any]], JsonObject]  # (tiny, results of other steps) -> what was measured
+Step = Callable[[bool, Mapping[str, Any]], JsonObject]  # (tiny, results of other steps) -> measurements
 
 
 def alone(function: Callable[[Any, bool], JsonObject], subject: Any) -> Step:
-    """Returns the step that measures one of several subjects, and reads no other results."""
+    """Returns a step that measures one of several subjects and ignores the results of other steps."""
     return lambda tiny, before: function(subject, tiny)
 
 
@@ -59,7 +59,7 @@ STEPS: dict[str, Step] = {
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of the table of results, a row for each step; cells of what was not measured are empty.
+    """Returns the lines of the table of results, a row for each step; cells without a measurement are empty.
 
     Args:
       found: the name of a step -> its entry in the file.
@@ -73,7 +73,7 @@ def table(found: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(result: Mapping[str, Any]) -> str:
-    """Returns one step's numbers in words: bytes in GiB, shares in percent, others with three digits."""
+    """Formats the numbers of a step: bytes in GiB, shares in percent, others with three digits."""
     parts = []
     for name, value in result.items():
         words = name.replace("_", " ")
@@ -89,13 +89,13 @@ def _cell(result: Mapping[str, Any]) -> str:
 
 
 def performed(name: str, out: Path, tiny: bool, seconds: float) -> JsonObject:
-    """Runs one step in a process of its own, and returns its entry: its result, or one line on how it failed."""
+    """Runs a step in a separate process, and returns its entry: the result, or one line of error."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "result.json")
         words = [f"--out={out}", f"--step={name}", f"--to={target}", *(["--tiny"] if tiny else [])]
         command = [sys.executable, "-m", "scripts.benchmarks.accelerator", *words]
-        # The fraction is the one for which the plan says whether a step fits.
+        # The plan decides whether a step fits for this memory fraction.
         settings = {"JAX_TRACEBACK_FILTERING": "off", FRACTION_VARIABLE: str(POOL_FRACTION)}
         settings |= {"JAX_PLATFORMS": "cpu"} if tiny else {}
         process = subprocess.Popen(
@@ -106,7 +106,7 @@ def performed(name: str, out: Path, tiny: bool, seconds: float) -> JsonObject:
             _, said = process.communicate(timeout=seconds)
             failed = "" if process.returncode == 0 else steps.last_line(said) or f"exit code {process.returncode}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the runs that it has started, which hold the device
+            os.killpg(process.pid, signal.SIGKILL)  # with the runs that it has started, because they occupy the device
             process.communicate()
             failed = f"not done within {seconds:.0f} seconds"
         outcome: JsonObject = {"failed": failed[:300]} if failed else {"result": json.loads(target.read_text())}
@@ -114,7 +114,7 @@ def performed(name: str, out: Path, tiny: bool, seconds: float) -> JsonObject:
 
 
 def measured(out: Path, tiny: bool, limit_minutes: float) -> dict[str, Any]:
-    """Runs the steps that the file has not, and returns all entries; the file is written after each step."""
+    """Runs the steps that are missing in the file, and returns all entries; the file is written after each step."""
     content: dict[str, Any] = {"tiny": tiny, "steps": {}}
     if out.exists():
         content = json.loads(out.read_text(encoding="utf-8"))
@@ -139,7 +139,7 @@ def measured(out: Path, tiny: bool, limit_minutes: float) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs all steps and prints the table, or one step for the process that asks for it; returns 1 if one failed."""
+    """Runs all steps and prints the table, or runs only the requested step; returns 1 if a step failed."""
     parser = argparse.ArgumentParser(prog="scripts/bench accelerator", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", required=True, metavar="FILE.json", help="where results are kept and read again")
     parser.add_argument("--minutes", type=float, default=LIMIT_MINUTES, help="after which no step begins (40)")

@@ -1,4 +1,4 @@
-"""For `accelerator`: which share of the device's peaks its kernels reach, the shares that a plan assumes.
+"""For `accelerator`: measures the shares of the device's peaks that kernels reach; plans assume these shares.
 
 R: rows of all experts, E: experts, D, F: dims of an expert's weight.
 """
@@ -20,18 +20,18 @@ from meshtrain.models.moe import grouped_matmul
 from scripts.benchmarks.attention import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, WAYS
 
 ATTENTION = {"cudnn": functools.partial(dot_product.attend, how="cudnn")} | WAYS
-WITHOUT_KERNEL = ("xla", "blockwise")  # the ways that every device has
+WITHOUT_KERNEL = ("xla", "blockwise")  # implementations that every device has
 NUM_CALLS = 20
 BLOCK_ROWS = 128
 
 
 def rates(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
-    """Returns operations a second over the device's peak in bfloat16, and bytes a second over that of its memory.
+    """Returns operations per second over the device's bfloat16 peak, and bytes per second over the memory's peak.
 
-    `product` is of two large matrices. Attention's operations, forward and backward, are those of causal pairs.
-    `experts` is the product of grouped rows of Qwen3-30B-A3B's shapes, forward and backward; the number of experts of
-    a device follows. `batched` is the same by XLA's batched product, which the same number of rows for each expert
-    allows. A device whose peaks are not known has operations a second instead.
+    `product` is a product of two large matrices. Attention's operations, forward and backward, count causal pairs.
+    `experts` is the product of grouped rows with Qwen3-30B-A3B's shapes, forward and backward; the name ends in the
+    number of experts on a device. `batched` is the same work by XLA's batched product, with an equal number of rows for
+    each expert. If a device's peaks are not known, the values are operations per second.
     """
     [device, *_], _ = distributed.start(1)
     platform, accelerator = jax.default_backend(), find(device.device_kind)
@@ -50,12 +50,12 @@ def rates(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
 
 
 def normal(*shape: int) -> jax.Array:
-    """Returns random bfloat16 of this shape: products of zeros take less power, and are faster."""
+    """Returns random bfloat16 of this shape; zeros would take less power and make products faster."""
     return jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
 
 
 def seconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
-    """Returns the seconds of one call: of several queued ones, over their number."""
+    """Returns the seconds of a call: the time of several queued calls divided by their number."""
     call = jax.jit(function).lower(*arguments).compile()
     jax.block_until_ready([call(*arguments) for _ in range(3)])
     began = time.perf_counter()
@@ -66,7 +66,7 @@ def seconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
 
 
 def attention_rate(attend: Callable[..., jax.Array], length: int) -> float:
-    """Returns operations a second of causal attention and its gradients: two products forward, five backward."""
+    """Returns operations per second of causal attention and its gradients: two products forward, five backward."""
     attention = Attention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
     q, k = (normal(1, length, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS))
 
@@ -78,7 +78,7 @@ def attention_rate(attend: Callable[..., jax.Array], length: int) -> float:
 
 
 def experts_rate(num_rows: int, num_experts: int, platform: str, batched: bool) -> float:
-    """Returns operations a second of the products of rows with their experts' weights, and of both gradients."""
+    """Returns operations per second of the products of rows with their experts' weights, and of both gradients."""
     rows, weights = normal(num_rows, 2048), normal(num_experts, 2048, 768)
     owners = jnp.repeat(jnp.arange(num_experts, dtype=jnp.int32), num_rows // BLOCK_ROWS // num_experts)
 

@@ -1,6 +1,6 @@
-"""For `accelerator`: what each of its steps measures. A step runs in a process of its own, on the first device.
+"""For `accelerator`: the measurements of its steps. A step runs in a separate process, on the first device.
 
-Models are those of configs/, cut so that one card of 80 GB holds them and plain JAX computes the same.
+Models are from configs/, reduced so that they fit one card of 80 GB and plain JAX computes the same numbers.
 """
 
 import json
@@ -39,12 +39,12 @@ from scripts.benchmarks.step import plain_step
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "meshtrain")
-# Implementations of attention, and the platform that has each; '': all have it.
+# Implementations of attention, with the platform that supports each; '': all platforms.
 KERNELS = {"xla": "", "cudnn": "gpu", "triton": "gpu", "blockwise": "", "splash": "tpu"}
-NO_GRADIENT = "key_bias"  # a softmax does not change where all its scores do
+NO_GRADIENT = "key_bias"  # a softmax does not change if all its scores change equally
 ONE = ["--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.observe.tensorboard=no"]
 LONG, MIXTURE, FP8 = "llama_1b of 8,192 tokens", "qwen3_30b_a3b of 3 layers", "llama_1b in fp8"
-# Plain JAX writes all scores of attention, has a head of its own in its Llama, and recomputes nothing.
+# Plain JAX writes all scores of attention, its Llama has an untied head, and it recomputes nothing.
 MODELS = {
     "gpt2_124m": ["--config=configs/gpt2_124m.py", *ONE, "--config.batch_size=16", "--config.accumulation_steps=1"],
     "llama_1b": [
@@ -52,9 +52,9 @@ MODELS = {
         "--config.accumulation_steps=1", "--config.remat.policy=none", "--config.model.tied_embeddings=no",
         "--config.model.rope_base=10000", "--config.model.rope_factor=1",
     ],
-    # The share of one of the eight devices that the configuration asks for; plain JAX has no memory for it.
+    # The share of one of the configuration's eight devices; plain JAX needs too much memory for it.
     LONG: ["--config=configs/llama_1b.py", *ONE, "--config.batch_size=8"],
-    # All 128 experts of each layer, 2,048 rows for each.
+    # All 128 experts of each layer, with 2,048 rows for each expert.
     MIXTURE: [
         "--config=configs/qwen3_30b_a3b.py", *ONE, "--config.mesh.expert=1", "--config.batch_size=8",
         "--config.model.num_layers=3",
@@ -68,7 +68,7 @@ TINY = [
 ]  # fmt: skip
 RUN = ["--config.log_every=1", "--config.num_eval_batches=1", "--config.sample_tokens=0", "--config.eval_every=0"]
 DETERMINISTIC = "--config.precision.deterministic=yes"
-SAVED_STEP = 50  # of the run that is killed
+SAVED_STEP = 50  # of the killed run
 MAX_SECONDS = 600  # of one command
 
 
@@ -78,7 +78,7 @@ def words_of(model: str, tiny: bool) -> list[str]:
 
 
 def versions(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
-    """Returns what was measured on: packages, the driver, the devices and how they are connected."""
+    """Returns the environment of the measurements: packages, driver, devices and their connections."""
     devices, _ = distributed.start(None)
     found: JsonObject = {name: metadata.version(name) for name in PACKAGES}
     stats = devices[0].memory_stats() or {}
@@ -93,7 +93,7 @@ def versions(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
 
 
 def _said(*words: str) -> str:
-    """Returns what a program prints; '' where it is not there."""
+    """Returns the output of a program; '' if it is not installed."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -101,9 +101,9 @@ def _said(*words: str) -> str:
 
 
 def attention(kernel: str, tiny: bool) -> JsonObject:
-    """Returns how far a kernel's loss and gradients are from those of `xla`, with one document a sequence and two.
+    """Returns the differences of a kernel's loss and gradients from `xla`, with one document per sequence and two.
 
-    Those of `xla` itself are compared with float32, by which the others are to be judged.
+    `xla` itself is compared with float32; this difference is the scale for judging the other kernels.
     """
     distributed.start(None)
     if KERNELS[kernel] not in ("", jax.default_backend()):
@@ -116,12 +116,12 @@ def attention(kernel: str, tiny: bool) -> JsonObject:
 
 
 def fp8(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
-    """Returns how far loss and gradients with operands of 8 bits are from those of bfloat16."""
+    """Returns the differences of loss and gradients between 8-bit operands and bfloat16."""
     return _difference(_short(tiny), "--config.precision.policy=fp8")
 
 
 def experts(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
-    """Returns how far loss and gradients with the kernels of experts are from those of a loop over blocks of rows."""
+    """Returns the differences of loss and gradients between the experts' kernels and a loop over blocks of rows."""
     words = [*words_of(MIXTURE, tiny), "--config.model.num_layers=1", f"--config.model.num_experts={8 if tiny else 32}"]
     if not tiny:
         words.append("--config.batch_size=1")
@@ -132,13 +132,13 @@ def experts(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
 
 
 def _short(tiny: bool) -> list[str]:
-    """Returns GPT-2's width and sequence with two layers: differences of kernels, not of depth."""
+    """Returns GPT-2 with two layers, so that the differences come from kernels, not from depth."""
     words = [*words_of("gpt2_124m", tiny), "--config.model.attention=xla"]
     return words if tiny else [*words, "--config.model.num_layers=2", "--config.batch_size=4"]
 
 
 def _difference(words: Sequence[str], own: str) -> JsonObject:
-    """Returns the relative difference that one more word makes to the loss, and the largest to a gradient's norm."""
+    """Returns how one more argument changes the loss (relative) and a gradient (largest change / norm)."""
     _, wanted, state, batch = opened(words)
     other, _ = parse([*words, own], reads_data=False)
     changed = assemble(other, dict.fromkeys(AXES, 1), list(wanted.mesh.devices.flat))
@@ -180,7 +180,7 @@ def opened(words: Sequence[str]) -> tuple[Config, Assembly, Any, dict[str, Any]]
 
 
 def batch_of(config: Config) -> dict[str, np.ndarray]:
-    """Returns a batch [B, T] of random tokens: two documents a sequence where the model tells them apart, else one."""
+    """Returns a batch [B, T] of random tokens; two documents per sequence if the model distinguishes them."""
     shape = (config.batch_size, config.sequence_length)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), np.int32)
     place, start = np.arange(shape[1]), shape[1] // 3 if config.model.within_documents else 0
@@ -194,7 +194,7 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
 
 
 def speed(model: str, tiny: bool) -> JsonObject:
-    """Returns tokens a second, MFU and memory of the program's step."""
+    """Returns tokens per second, MFU and memory of meshtrain's step."""
     config, assembly, state, batch = opened(words_of(model, tiny))
     step = assembly.train_step.lower(state, batch).compile()
     found = _timed(step, state, batch, lambda result: result["loss"])
@@ -205,7 +205,7 @@ def speed(model: str, tiny: bool) -> JsonObject:
 
 
 def bare(model: str, tiny: bool) -> JsonObject:
-    """Returns the same of plain JAX's step (`plain_decoder.py`) with the same weights, batch and optimizer."""
+    """Returns the same values for plain JAX's step (`plain_decoder.py`) with the same weights, batch and optimizer."""
     config, assembly, state, batch = opened(words_of(model, tiny))
     transformation, step = plain_step(config)
     params = jax.tree.map(jnp.copy, state.params)
@@ -234,14 +234,14 @@ def _timed(step: Any, state: Any, batch: Any, loss_of: Callable[[Any], Any], num
 
 
 def _peak(compiled: Any) -> int:
-    """Returns the bytes of a device by the compiler's account: arguments, results that are new, and temporary ones."""
+    """Returns a device's bytes by the compiler's account: arguments, results that are not donated, and temporaries."""
     found = compiled.memory_analysis()
     new = found.output_size_in_bytes - found.alias_size_in_bytes
     return int(found.argument_size_in_bytes + new + found.temp_size_in_bytes)
 
 
 def planned(model: str, tiny: bool, before: Mapping[str, Any]) -> JsonObject:
-    """Returns the plan of a model's step for one such device, its time fitted to the measured one."""
+    """Returns the plan of a model's step for this kind of device, with its time fitted to the measured time."""
     kind = before["versions"]["device"]
     accelerator = find(kind)
     if accelerator is None and kind != "cpu":
@@ -256,7 +256,7 @@ def planned(model: str, tiny: bool, before: Mapping[str, Any]) -> JsonObject:
 
 
 def collectives(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
-    """Returns the fitted GB/s and latency of each collective between all devices, and those without a fit."""
+    """Returns the fitted GB/s and latency of each collective between all devices, and the collectives without a fit."""
     num_devices = 2 if tiny else before["versions"]["num_devices"]
     if num_devices == 1:
         return {"not_measured": "one device"}
@@ -272,10 +272,10 @@ def collectives(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
 
 
 def performed(words: Sequence[str]) -> str:
-    """Runs `python -m` with these words, and returns what it printed.
+    """Runs `python -m` with these arguments, and returns its output.
 
     Raises:
-      RuntimeError: it failed; with its last line.
+      RuntimeError: it failed; the message is its last line.
     """
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MAX_SECONDS, check=False)
@@ -285,14 +285,14 @@ def performed(words: Sequence[str]) -> str:
 
 
 def last_line(text: str) -> str:
-    """Returns the last line that names an error, as places in C++ code may follow it; else the last with text."""
+    """Returns the last line that names an error (C++ locations may follow it), else the last line with text."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
     return [*errors[-1:], *lines[-1:], ""][0]
 
 
 def bits(deterministic: bool, tiny: bool) -> JsonObject:
-    """Returns whether two runs, each in a process of its own, end in the same bits; and the seconds of a step."""
+    """Returns whether two runs, each in a separate process, end with the same bits, and the seconds of a step."""
     words = [*words_of("gpt2_124m", tiny), *RUN, "--config.num_steps=6"]
     if deterministic:
         words.append(DETERMINISTIC)
@@ -309,7 +309,7 @@ def bits(deterministic: bool, tiny: bool) -> JsonObject:
 
 
 def _saved(run: Path) -> dict[str, Any]:
-    """Returns path -> hashes of the arrays that a run saved last, see witness.py."""
+    """Returns path -> hashes of the arrays in a run's last save, see witness.py."""
     saved = json.loads((run / "seen.0.json").read_text())["saved"]
     found: dict[str, Any] = saved[max(saved, key=int)]
     return found
@@ -321,8 +321,8 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def killed(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
-    """Returns where a run that was killed went on, and how far its losses are from those of one that was not."""
-    # The steps after the first checkpoint have to take longer than its checksums.
+    """Returns the step at which a killed run resumed, and the differences of its losses from an uninterrupted run."""
+    # The steps after the first checkpoint must take longer than computing its checksums.
     words = [*words_of("gpt2_124m", tiny), *RUN, f"--config.num_steps={600 if tiny else 150}", DETERMINISTIC]
     words = ["meshtrain", "train", *words, f"--config.checkpoint.every={SAVED_STEP}", "--config.checkpoint.keep_last=1"]
     with tempfile.TemporaryDirectory() as folder:

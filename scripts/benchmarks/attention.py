@@ -1,6 +1,6 @@
-"""What attention keeps for lengths of a sequence, by the GPU compiler, without a GPU (docs/results/plans.md).
+"""Prints the memory of attention by sequence length, from the GPU compiler, without a GPU (docs/results/plans.md).
 
-One H100, one packed sequence in bfloat16, 32 query heads on 8 key and value heads of 128, forward and backward alone.
+One H100, one packed sequence in bfloat16, 32 query heads on 8 key and value heads of 128; only forward and backward.
 
 Extras: plan-gpu
 """
@@ -30,7 +30,7 @@ WAYS: dict[str, Callable[..., jax.Array]] = {
 
 
 def compiled(way: str, length: int, cluster: Cluster, head_dim: int = HEAD_DIM) -> jax.stages.Compiled:
-    """Returns forward and backward of attention, compiled for the first device of a cluster.
+    """Compiles forward and backward of attention for the first device of a cluster.
 
     Args:
       way: a key of `WAYS`.
@@ -58,7 +58,7 @@ def compiled(way: str, length: int, cluster: Cluster, head_dim: int = HEAD_DIM) 
 
 
 def temporary_bytes(program: jax.stages.Compiled) -> int:
-    """Returns the bytes of everything that is neither argument nor result."""
+    """Returns the bytes of temporaries, without arguments and results."""
     statistics = program.memory_analysis()
     assert statistics is not None
     return int(statistics.temp_size_in_bytes)

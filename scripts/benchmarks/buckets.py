@@ -1,9 +1,9 @@
-"""Checkpoints in a bucket: kills two processes around their saves, and times saves beside those on a disk.
+"""Tests checkpoints in a bucket: kills two processes during saves, and compares the time of saves with a disk.
 
-The bucket is that of the tests, a server in a process of its own on this machine. The two processes have no folder in
-common. Killed together, again and again, they go on from the newest save that was complete, with bitwise the losses and
-the last state of a run that was never killed; at last one process goes on in an empty folder, on another mesh. The run
-has experts, draws from two sources by weight, and averages its weights.
+The bucket is the emulator of the tests, in a separate process on this machine. The two processes share no folder. They
+are killed together, repeatedly, and resume from the newest complete save. Losses and last state must equal an
+uninterrupted run bitwise. Finally one process resumes in an empty folder, on another mesh. The run has experts, draws
+from two sources by weight, and averages its weights.
 
 Extras: gcs buckets-test
 """
@@ -59,7 +59,7 @@ def get_config():
 
 
 class Job:
-    """Processes on this machine, each in a folder of its own; `lines` are those of process 0."""
+    """Processes on this machine, each in its own folder; `lines` is the output of process 0."""
 
     def __init__(
         self, folders: Sequence[Path], server: bucket_process.Server, words: Sequence[str], devices: int
@@ -96,14 +96,14 @@ class Job:
         self.lines: Iterator[str] = iter(self.processes[0].stdout)
 
     def finish(self) -> None:
-        """Waits for the end; raises AssertionError with the output if it is not a good one."""
+        """Waits for the end; raises AssertionError with the output if a process failed."""
         said = "".join(self.lines)
         codes = [process.wait() for process in self.processes]
         self._close()
         assert not any(codes), f"{codes}\n{said}"
 
     def kill(self) -> None:
-        """Kills all of them at once, and reads what process 0 has said."""
+        """Kills all processes at once, and reads the output of process 0."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
@@ -117,7 +117,7 @@ class Job:
 
 
 def sealed(prefix: str) -> list[int]:
-    """Returns the steps that are completely saved."""
+    """Returns the steps with complete saves."""
     place = buckets.place(prefix)
     return [step for step in saved_steps(place) if is_sealed(place / str(step))]
 
@@ -141,7 +141,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def written(folder: Path, num_steps: int) -> Path:
-    """Returns the job's configuration, after it has written it and its two texts."""
+    """Writes the job's configuration and its two texts, and returns the path of the configuration."""
     texts = [folder / "additions.txt", folder / "products.txt"]
     for text, sign in zip(texts, "+*", strict=True):
         text.write_text("".join(f"def f{i % 7}(x):\n    return x {sign} {i * i % 13}\n" for i in range(500)))
@@ -151,31 +151,31 @@ def written(folder: Path, num_steps: int) -> Path:
 
 
 def kills(number: int, longest_seconds: float, folder: Path, server: bucket_process.Server) -> str:
-    """Kills a job so many times, and compares it with one that was not; returns a line of what was found.
+    """Kills a job `number` times, compares it with an uninterrupted job, and returns a line with the result.
 
     Args:
-      number: of kills.
-      longest_seconds: from the beginning of a save to a kill; about as long as a save takes.
-      folder: an empty one.
-      server: of the bucket.
+      number: the number of kills.
+      longest_seconds: maximum time from the start of a save to a kill; about the duration of a save.
+      folder: an empty folder.
+      server: the bucket's server.
 
     Raises:
-      AssertionError: a loss or the last state is not that of the other run, or more than the open save was lost.
+      AssertionError: a loss or the last state differs from the other run, or more than the unfinished save was lost.
     """
     num_steps = EVERY * (4 * number + 2)
     config = written(folder, num_steps)
     straight, killed = server.prefix(), server.prefix()
     words = [f"--config={config}", "--config.mesh.fsdp=2", "--config.checkpoint.directory="]
     own = {name: [folder / f"{name}{index}" for index in range(2)] for name in ("straight", "killed")}
-    # Between the last two saves there are as many steps as between others, for the run on another mesh.
+    # The last two saves have the usual distance, for the run on another mesh.
     rarely = f"--config.checkpoint.every={num_steps - EVERY}"
     Job(own["straight"], server, [*words[:2], words[2] + straight, rarely], 1).finish()
-    for one, other in zip(own["straight"], own["killed"], strict=True):  # what was compiled, for a quick start
+    for one, other in zip(own["straight"], own["killed"], strict=True):  # compiled programs, for a quick start
         shutil.copytree(one / "cache", other / "cache")
     chance, newest, amid_saves, resumes = random.Random(4), 0, 0, set[int]()
     for _ in tqdm(range(number), desc="kills"):
         job = Job(own["killed"], server, [*words[:2], words[2] + killed], 1)
-        stop = newest + chance.randint(EVERY, 2 * EVERY)  # steps go on while a save is written
+        stop = newest + chance.randint(EVERY, 2 * EVERY)  # training continues while a save is written
         for line in job.lines:
             if found := re.search(r"^(?:restore|init) .*step (\d+)", line):
                 assert int(found[1]) == newest, f"resumed at step {found[1]}; {newest} was saved"
@@ -210,7 +210,7 @@ def kills(number: int, longest_seconds: float, folder: Path, server: bucket_proc
 
 
 def times(place: str, num_bytes: float, num_saves: int) -> tuple[float, float, float]:
-    """Returns the median seconds that a save holds up, of a whole save but for the first, and of a restore."""
+    """Returns median seconds: blocking by a save, a complete save (without the first), and a restore."""
     state = example_state(num_bytes, jax.devices())
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     found, restores = [], []
@@ -230,7 +230,7 @@ def times(place: str, num_bytes: float, num_saves: int) -> tuple[float, float, f
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the line of the kills, and a table of times."""
+    """Prints the result of the kills, and a table of times."""
     parser = argparse.ArgumentParser(prog="scripts/bench buckets", description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=1.5, help="from a step that saves to the kill, at most")

@@ -1,4 +1,4 @@
-"""Validation loss of configs/tiny.py by kind of gradient compression; docs/results/training.md has the table.
+"""Measures the validation loss of configs/tiny.py by kind of gradient compression (docs/results/training.md).
 
 All runs of a seed have the same initial weights, data and validation examples. The step of each kind is compiled once
 and trains all seeds, in one process on eight simulated devices, eight replicas.
@@ -40,10 +40,10 @@ HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one run came to.
+    """The result of a run.
 
     Attributes:
-      last: mean training loss of the last 20 steps, or of all if there are fewer.
+      last: mean training loss of the last 20 steps, or of all steps of a shorter run.
       validation: mean validation loss after the last step.
     """
 
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def assembled(config: Config, options: ReductionOptions, devices: Sequence[jax.Device]) -> Assembly:
-    """Returns the functions of a run with these options, on replicas alone."""
+    """Returns the assembly of a run with these options, on data-parallel replicas only."""
     shape = dict.fromkeys(AXES, 1) | {"data": NUM_REPLICAS}
     return assemble(dataclasses.replace(config, reduction=options), shape, devices)
 
@@ -61,9 +61,9 @@ def trained(assembly: Assembly, seed: int, what: str) -> Outcome:
     """Trains with a seed and evaluates.
 
     Args:
-      assembly: of any seed.
-      seed: of weights and data.
-      what: named in the lines of progress.
+      assembly: the run's assembly, the same for all seeds.
+      seed: the seed of weights and data.
+      what: the name of the run in progress lines.
     """
     config = dataclasses.replace(assembly.config, seed=seed)
     assembly = dataclasses.replace(assembly, config=config)
@@ -81,7 +81,7 @@ def trained(assembly: Assembly, seed: int, what: str) -> Outcome:
 
 
 def sent_bytes(options: ReductionOptions) -> float:
-    """Returns the bytes that a replica sends in a step for each parameter, by formula."""
+    """Returns the bytes that a replica sends in a step, per parameter, by formula."""
     if reduction := reductions.of(Config(reduction=options)):
         return reduction.sent_bytes(1, NUM_REPLICAS, False)
     return 2 * (NUM_REPLICAS - 1) / NUM_REPLICAS * FLOAT32_BYTES
@@ -91,10 +91,10 @@ def line(seed: int, kind: str, outcome: Outcome, plain: Outcome) -> str:
     """Returns a run's row.
 
     Args:
-      seed: of the run.
+      seed: the run's seed.
       kind: a name in `KINDS`.
-      outcome: of the run.
-      plain: of the run without compression.
+      outcome: the result of the run.
+      plain: the result of the run without compression.
     """
     against = outcome.validation / plain.validation - 1
     cells = (seed, kind, f"{sent_bytes(KINDS[kind]):.2f}", f"{outcome.last:.4f}", f"{outcome.validation:.4f}")
@@ -102,7 +102,7 @@ def line(seed: int, kind: str, outcome: Outcome, plain: Outcome) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table, a row as soon as its run has ended."""
+    """Prints the table, each row when its run ends."""
     parser = argparse.ArgumentParser(prog="scripts/bench compression", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="runs of each kind, with the seeds from 0 on")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")

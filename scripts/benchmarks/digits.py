@@ -1,8 +1,8 @@
-"""Accuracy on held-out digits for several batch sizes and scalings of the learning rate (docs/results/training.md).
+"""Measures accuracy on held-out digits by batch size and learning-rate scaling (docs/results/training.md).
 
-Each run is configs/digits.py in a process of its own. All settings see the same number of images. Seconds are those of
-all of the CPU's threads over two, so that they hold for two cores and do not depend on what else the machine does;
-start and compilation are part of them.
+Each run is configs/digits.py in a separate process. All settings train on the same number of images. Seconds are the
+CPU time of all threads divided by two: the time on two cores, independent of other programs. Start and compilation are
+included.
 """
 
 import argparse
@@ -30,7 +30,7 @@ HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A batch and how the learning rate follows it.
+    """A batch size and the scaling of the learning rate.
 
     Attributes:
       batch_size: images in a step.
@@ -42,16 +42,16 @@ class Setting:
 
     @property
     def num_steps(self) -> int:
-        """Steps with which a run sees as many images as one of the base batch."""
+        """Steps for the same number of images as a run with the base batch."""
         return NUM_STEPS * BASE_BATCH // self.batch_size
 
     @property
     def peak(self) -> float:
-        """The highest learning rate, after scaling."""
+        """The peak learning rate, after scaling."""
         return PEAK * (self.batch_size / BASE_BATCH) ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.scaling]
 
     def words(self) -> list[str]:
-        """Returns the command line's fields of the configuration."""
+        """Returns the setting as arguments of the command line."""
         fields = {"batch_size": self.batch_size, "num_steps": self.num_steps}
         fields["learning_rate.warmup_steps"] = WARMUP_STEPS * BASE_BATCH // self.batch_size
         scaling = {"learning_rate.batch_scaling": self.scaling, "learning_rate.base_batch_size": BASE_BATCH}
@@ -63,11 +63,11 @@ SETTINGS = (Setting(BASE_BATCH, "none"), *(Setting(1024, scaling) for scaling in
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one run came to.
+    """The result of a run.
 
     Attributes:
-      num_right: held-out images whose label it gives, after the last step.
-      seconds: CPU seconds of its process over the cores.
+      num_right: the number of correctly classified held-out images after the last step.
+      seconds: CPU seconds of its process divided by the cores.
     """
 
     num_right: int
@@ -75,16 +75,16 @@ class Outcome:
 
 
 def trained(setting: Setting, seed: int, workdir: Path, *changes: str) -> Outcome:
-    """Trains in a process of its own.
+    """Trains in a separate process.
 
     Args:
-      setting: batch and learning rate.
-      seed: of the run.
-      workdir: its folder.
-      *changes: further words of the command line.
+      setting: the batch and learning rate.
+      seed: the run's seed.
+      workdir: the run's folder.
+      *changes: further arguments of the command line.
 
     Raises:
-      RuntimeError: the run failed; with the end of its output.
+      RuntimeError: the run failed; the message is the end of its output.
     """
     command = [sys.executable, "-m", "meshtrain", "train", "--config=configs/digits.py", f"--workdir={workdir}"]
     quiet = ["--config.eval_every=0", "--config.observe.progress=no", "--config.observe.tensorboard=no"]

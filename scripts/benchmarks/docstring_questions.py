@@ -1,10 +1,10 @@
-"""Writes questions about the standard library, made of its own docstrings, for docs/guide/finetuning.md.
+"""Writes questions about the standard library, made from its docstrings, for docs/guide/finetuning.md.
 
     scripts/bench docstring_questions runs/example
 
-A question is a function's name and signature, the answer the first line of its docstring. Functions are read from the
-source, since importing every module would run it. The functions of a file are held out if a run with `data.source` =
-python holds the file out, so neither its training nor the fine-tuning has seen them.
+A question is a function's name and signature, the answer is the first line of its docstring. Functions are read from
+the source, because importing every module would run it. A file's functions are held out if a run with `data.source` =
+python holds the file out. Therefore neither the run's training nor the fine-tuning has seen them.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from meshtrain.errors import UserError, run
 from meshtrain.files import what_is_at, write_whole
 
 QUESTIONS, HELD_OUT = "questions.jsonl", "held_out.jsonl"
-SHORTEST, LONGEST = 12, 120  # characters of an answer; of both, which fit into 128 bytes with the template
+SHORTEST, LONGEST = 12, 120  # characters of an answer; of both, so that they fit 128 bytes with the template
 
 
 class Asked(NamedTuple):
-    """A function: its file in the library, its name and signature, and the first line of its docstring."""
+    """A function with its file in the library, name and signature, and the first line of its docstring."""
 
     path: str
     question: str
@@ -37,7 +37,7 @@ class Asked(NamedTuple):
 def functions(path: str, source: str) -> list[Asked]:
     """Returns the functions and methods of a file that have a docstring, in the order of `ast.walk`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old files have escapes that Python no longer likes
+        warnings.simplefilter("ignore")  # old files have escapes about which Python warns
         try:
             tree = ast.parse(source)
         except SyntaxError:  # the library keeps some files broken on purpose
@@ -51,13 +51,13 @@ def functions(path: str, source: str) -> list[Asked]:
 
 
 def split(asked: Iterable[Asked]) -> tuple[list[Asked], list[Asked]]:
-    """Returns the questions to train on, and those that are held out.
+    """Returns the training questions and the held-out questions.
 
-    Each answer stands once, and none stands in both parts.
+    Each answer occurs once, in only one of the two parts.
 
     Args:
-      asked: sorted by file; those that are too short, too long or not ASCII are left out, and answers that go on in the
-        next line.
+      asked: sorted by file. Questions that are too short, too long or not ASCII are skipped, and answers that continue
+        on the next line.
     """
     parts: tuple[dict[str, Asked], dict[str, Asked]] = ({}, {})
     for one in asked:
@@ -75,7 +75,7 @@ def line(asked: Asked) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes questions.jsonl and held_out.jsonl into a folder, and prints how many questions they hold."""
+    """Writes questions.jsonl and held_out.jsonl into a folder, and prints their numbers of questions."""
     parser = argparse.ArgumentParser(
         prog="scripts/bench docstring_questions", description=(__doc__ or "").partition("\n")[0]
     )

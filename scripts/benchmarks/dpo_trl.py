@@ -1,8 +1,8 @@
-"""Compares the losses, margins and accuracies of preferences with those that TRL's formulas give on the same weights.
+"""Compares the losses, margins and accuracies of preferences with TRL's formulas on the same weights.
 
-A small run on bytes is exported, and adapters learn sorted digits on top of it. Both folders are read by the package
-transformers: the merged one is the policy, the first one the reference. The formulas are those of `DPOTrainer`
-(trl/trainer/dpo_trainer.py, trl 1.16). Where trl is installed, its trainer evaluates the same file as well.
+A small run on bytes is exported, and adapters are trained on sorted digits on top of it. The package transformers reads
+both folders: the merged folder is the policy, the first folder is the reference. The formulas are from `DPOTrainer`
+(trl/trainer/dpo_trainer.py, trl 1.16). If trl is installed, its trainer also evaluates the same file.
 
 Extras: transformers
 """
@@ -64,7 +64,7 @@ def prepared(work: Path, num_steps: int) -> None:
 
 
 def ours(work: Path, loss: str) -> Values:
-    """Returns what `evaluate` prints of the file of pairs."""
+    """Returns the output of `evaluate` for the file of pairs."""
     words = [f"--workdir={work / 'run'}", f"--config.model.preference_loss={loss}", *SHAPE]
     words += ["--config.data.source=preferences", f"--config.data.path={work / 'pairs.jsonl'}"]
     arguments = flags.arguments(words)
@@ -74,7 +74,7 @@ def ours(work: Path, loss: str) -> Values:
 
 
 def log_probabilities(folder: Path) -> tuple[Any, Any]:
-    """Returns the log-probabilities of the answers by a folder's model, and their tokens: [pairs, 2] each."""
+    """Returns the answers' log-probabilities by a folder's model, and their numbers of tokens: [pairs, 2] each."""
     import torch
     import transformers
 
@@ -109,7 +109,7 @@ def by_formula(work: Path, loss: str) -> Values:
 
 
 def by_trainer(work: Path, loss: str) -> Values:
-    """Returns the same by TRL's own trainer."""
+    """Returns loss, margin and accuracy by TRL's own trainer."""
     import datasets
     import transformers
     import trl
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=10, help="of the training of adapters")
     arguments = parser.parse_args(argv)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    jax.config.update("jax_platforms", "cpu")  # accelerators multiply in fewer bits
+    jax.config.update("jax_platforms", "cpu")  # accelerators multiply with fewer bits
     ways = {"formula": by_formula} | ({"trl": by_trainer} if importlib.util.find_spec("trl") else {})
     worst = 0.0
     print(*HEADER, sep="\n", flush=True)

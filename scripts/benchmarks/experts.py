@@ -1,7 +1,7 @@
-"""Loss of configs/experts.py over tokens, against the dense model of equal active size.
+"""Compares the loss of configs/experts.py over tokens with a dense model of equal active size.
 
-docs/results/training.md has the table and the chart. The dense model's mlp is as wide as the experts of a token
-together, so both compute about as much for each token. Both see the same batches. All runs are on one device, which
+docs/results/training.md shows the table and the chart. The width of the dense mlp equals the experts of a token
+together, so both models compute about as much per token. Both use the same batches. All runs are on one device, which
 computes the same numbers as any mesh. Further arguments change the configuration.
 """
 
@@ -32,20 +32,20 @@ Curve = list[tuple[int, float]]
 
 
 def dense(config: Config) -> Config:
-    """Returns the configuration with one mlp as wide as the experts that a token goes through."""
+    """Returns the configuration with one mlp, as wide as all experts of a token together."""
     model = config.model
     width = (model.experts_per_token + model.shared_experts) * model.expert_dim
     return dataclasses.replace(config, model=dataclasses.replace(model, num_experts=0, mlp_dim=width))
 
 
 def trained(assembly: Assembly, step: object, seed: int, what: str) -> Curve:
-    """Trains with a seed, and evaluates at regular steps and after the last.
+    """Trains with a seed, and evaluates at regular steps and after the last step.
 
     Args:
-      assembly: of any seed.
+      assembly: the run's assembly, the same for all seeds.
       step: its compiled step.
-      seed: of weights and data.
-      what: named in the lines of progress.
+      seed: the seed of weights and data.
+      what: the name of the run in progress lines.
     """
     config = dataclasses.replace(assembly.config, seed=seed)
     assembly = dataclasses.replace(assembly, config=config)
@@ -62,7 +62,7 @@ def trained(assembly: Assembly, step: object, seed: int, what: str) -> Curve:
 
 
 def verdict(pairs: Sequence[tuple[float, float]]) -> str:
-    """Returns one line that says which of the two has the lower loss, by how much in the mean, and in how many seeds.
+    """Returns one line: which model has the lower loss, the mean difference, and the number of seeds.
 
     Args:
       pairs: (loss of the experts, loss of the dense model) of each seed.
@@ -90,7 +90,7 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table, a row as soon as both runs of a seed have ended, and the verdict; draws the curves."""
+    """Prints the table, each row when both runs of a seed end, and the verdict; draws the curves."""
     parser = argparse.ArgumentParser(prog="scripts/bench experts", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind, with the seeds from 0 on")
     parser.add_argument("--out", default="", help="a .png file for the chart")

@@ -1,6 +1,6 @@
-"""Compares the train step of a model of experts with that of a dense model of the active size, on one device.
+"""Compares the training step of a model with experts and of a dense model of equal active size, on one device.
 
-The steps take turns as in `step.py`, and the median over rounds of their ratio counts.
+The steps alternate as in `step.py`; the result is the median of their ratio over rounds.
 
 Extras: cuda
 """
@@ -28,7 +28,7 @@ DENSE = DecoderOptions(num_layers=4, embed_dim=256, mlp_dim=768, num_heads=8, nu
 
 
 def configurations(batch_size: int, sequence_length: int) -> dict[str, Config]:
-    """Returns the runs to compare: 8 experts of which a token goes through 2, and an mlp as wide as two of them."""
+    """Returns the runs to compare: 8 experts with 2 per token, and an mlp as wide as two experts."""
     experts = dataclasses.replace(DENSE, num_experts=8, experts_per_token=2, expert_dim=DENSE.mlp_dim // 2)
     models = {"program": experts, "plain": DENSE}
     return {

@@ -1,7 +1,7 @@
-"""Kills processes of a run that goes on with those that are left, and compares its losses with those of a run at peace.
+"""Kills processes of an elastic run, and compares its losses with an uninterrupted run.
 
-`launch --min-processes` starts again without the process that was killed, and with all of them some seconds after the
-last kill. Every fourth kill, by chance, waits for that, so that the run shrinks and grows.
+`launch --min-processes` restarts without the killed process, and restarts with all processes some seconds after the
+last kill. A random fourth of the kills wait for that restart, so the run shrinks and grows.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def get_config():
 
 
 def launched(folder: Path, config: Path, num_processes: int, *words: str) -> subprocess.Popen[str]:
-    """Starts a run of several processes with a simulated device each, in a folder of its own."""
+    """Starts a run of several processes with a simulated device each, in a separate folder."""
     environment = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(config.parent / "cache")}
     launch = ["-m", "meshtrain.launch", f"--processes={num_processes}", "--devices=1", *words, "--"]
     train = ["-m", "meshtrain.main", f"--config={config}", f"--workdir={folder}"]
@@ -64,7 +64,7 @@ def rows(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def killed(process: subprocess.Popen[str], number: int, chance: random.Random) -> list[str]:
-    """Kills a random process so many times, each some steps after a start or amid it; returns all lines at the end.
+    """Kills random processes, each some steps after a start or during it; returns all lines of output.
 
     Raises:
       AssertionError: the run ended before.
@@ -74,7 +74,7 @@ def killed(process: subprocess.Popen[str], number: int, chance: random.Random) -
     lines: Iterator[str] = iter(process.stdout)
     are_all, bar = True, tqdm(total=number, desc="kills")
     while number:
-        wanted = chance.randint(0, 2 * EVERY)  # 0: amid the start
+        wanted = chance.randint(0, 2 * EVERY)  # 0: during the start
         waits = chance.random() < 1 / 4
         for line in lines:
             said.append(line)
@@ -100,7 +100,7 @@ def killed(process: subprocess.Popen[str], number: int, chance: random.Random) -
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints one line: how often it was killed, on how many processes its steps ran, how far its losses are apart."""
+    """Prints one line: the number of kills, steps by number of processes, and the difference of losses."""
     parser = argparse.ArgumentParser(prog="scripts/bench fewer", description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--processes", type=int, default=4)

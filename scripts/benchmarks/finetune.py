@@ -1,8 +1,8 @@
 """Trains a small model, exports it, reads it back as a Hugging Face folder, and fine-tunes it with adapters.
 
-docs/guide/finetuning.md has what it prints. Each step is a command that could be typed, in a process of its own.
-Seconds are those of all of the CPU's threads over two, so that they hold for two cores and do not depend on what else
-the machine does; start and compilation are part of them.
+docs/guide/finetuning.md shows the output. Each step is a command that a user could type, in a separate process. Seconds
+are the CPU time of all threads divided by two: the time on two cores, independent of other programs. Start and
+compilation are included.
 """
 
 import argparse
@@ -24,12 +24,12 @@ PROMPTS = ("is_closing(self)", "count_lines(self, s)", "import_module(name, pack
 
 
 def commands(folder: str, base_changes: Sequence[str] = (), tuned_changes: Sequence[str] = ()) -> list[list[str]]:
-    """Returns the words of each command after `python -m`; `>` and a file at the end say where its output goes.
+    """Returns the arguments of each command after `python -m`; if they end with `>` and a file, output is redirected.
 
     Args:
-      folder: where everything is written.
-      base_changes: further words of the first training run.
-      tuned_changes: further words of the fine-tuning.
+      folder: the folder for all files.
+      base_changes: further arguments of the first training run.
+      tuned_changes: further arguments of the fine-tuning.
     """
     held_out, model, tuned, finished = (f"{folder}/{name}" for name in ("held_out.jsonl", "model", "tuned", "finished"))
     asked = ["--chat", "--temperature=0.5", *(f"--prompt={prompt}" for prompt in PROMPTS)]
@@ -56,10 +56,10 @@ def commands(folder: str, base_changes: Sequence[str] = (), tuned_changes: Seque
 
 
 def performed(words: Sequence[str]) -> str:
-    """Runs a command, and returns what it printed.
+    """Runs a command, and returns its output.
 
     Raises:
-      RuntimeError: it failed; with the end of its output.
+      RuntimeError: it failed; the message is the end of its output.
     """
     target = Path(words[-1]) if ">" in words else None
     done = subprocess.run(
@@ -79,18 +79,18 @@ def performed(words: Sequence[str]) -> str:
 
 
 def shown(words: Sequence[str]) -> str:
-    """Returns a command as it is typed."""
+    """Returns a command as a user types it."""
     return f"$ python -m {' '.join(word if word == '>' else shlex.quote(word) for word in words)}"
 
 
 def cpu_seconds() -> float:
-    """Returns the CPU seconds of the commands so far, over the cores."""
+    """Returns the CPU seconds of the commands so far, divided by the cores."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return (used.ru_utime + used.ru_stime) / NUM_CORES
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints each command, what it prints, and its seconds."""
+    """Prints each command, its output, and its seconds."""
     parser = argparse.ArgumentParser(prog="scripts/bench finetune", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--to", default=FOLDER, help=f"a new folder for everything (default: {FOLDER})")
     parser.add_argument("--num-steps", type=int, default=0, help="steps of each run; 0: those of the example")

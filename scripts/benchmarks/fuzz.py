@@ -1,11 +1,11 @@
-"""Random configurations, right and wrong, through `explain` and `plan --cluster=cpu:8`, in one process: none may raise.
+"""Runs random valid and invalid configurations in `explain` and `plan --cluster=cpu:8`; only user errors are allowed.
 
     scripts/bench fuzz [--cases=2000] [--seed=0]
 
 A case changes one to four fields of a tiny configuration, on the command line, in a file, or in both; the first case
-changes none. Values are legal, at the bounds, beyond them, or of another type. One case in 50 is planned, which
-compiles it if it is legal; the others are explained. The program refuses a case with UserError or passes it; any other
-exception is printed with the case, and the exit code is 1.
+changes none. Values are legal, at the bounds, beyond them, or of another type. One case in 50 is planned (and compiled
+if it is legal); the others are explained. The program rejects a case with UserError or accepts it. Any other exception
+is printed with the case, and the exit code is 1.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SMALL = {
     "model.num_heads": 4, "model.num_kv_heads": 4, "model.vocab_size": 257, "model.vocab_multiple": 8,
     "data.source": "synthetic",
 }  # fmt: skip
-# As Python writes them: what a configuration file may assign, none of it a legal value of any field.
+# Python literals that a configuration file may assign; none is a legal value of any field.
 STRANGE = (
     "None", "object()", "1j", "b'x'", "[1, 2]", "{'a': 1}", "{}", "()", "float('nan')", "-float('inf')", "10**400",
     "-(10**5000)", "1 << 70", "'\\udcff'", "'a\\0b'", "lambda: 0", "__import__('numpy').zeros(3)", "list(range(10**5))",
@@ -67,14 +67,14 @@ TEXTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A command line and the configuration file that it names."""
+    """A command line and its configuration file."""
 
     words: tuple[str, ...]
     file: str
 
 
 def fields(options: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Yields the dotted key and the field of each option, those of nested groups included."""
+    """Yields the dotted key and the field of each option, including nested groups."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if dataclasses.is_dataclass(value):
@@ -84,7 +84,7 @@ def fields(options: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
 
 
 def value_of(field: dataclasses.Field[Any], chance: random.Random) -> Any:
-    """Returns a value of the field's type, legal by itself in most cases."""
+    """Returns a value of the field's type; most values are legal if considered alone."""
     if isinstance(field.default, bool):
         return chance.random() < 0.5
     if isinstance(field.default, str):
@@ -103,7 +103,7 @@ def value_of(field: dataclasses.Field[Any], chance: random.Random) -> Any:
 def drawn_case(
     chance: random.Random, known: Sequence[tuple[str, dataclasses.Field[Any]]], file: Path, num_fields: int
 ) -> Case:
-    """Returns a case that changes this many fields; its file is to be written there."""
+    """Returns a case that changes `num_fields` fields, for a configuration file at this path."""
     lines = [f"config.{key} = {value!r}" for key, value in SMALL.items()]
     words = [f"--config={file}"]
     for key, field in chance.sample(known, num_fields):
@@ -119,7 +119,7 @@ def drawn_case(
 
 
 def outcome(case: Case, file: Path, is_planned: bool) -> str:
-    """Returns `refused`, `passed`, or the traceback of what should not have been raised."""
+    """Returns `refused`, `passed`, or the traceback of an unexpected exception."""
     file.write_text(case.file, encoding="utf-8")
     words = list(case.words)
     try:
@@ -127,13 +127,13 @@ def outcome(case: Case, file: Path, is_planned: bool) -> str:
             plan.main(["--cluster=cpu:8", *words]) if is_planned else explain.main(words)
     except UserError:
         return "refused"
-    except Exception:  # noqa: BLE001  to find these is what this script is for
+    except Exception:  # noqa: BLE001  this script searches for all exceptions
         return traceback.format_exc()
     return "passed"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the cases and returns 1 if one of them raised anything but UserError."""
+    """Runs the cases and returns 1 if a case raised another exception than UserError."""
     parser = argparse.ArgumentParser(prog="scripts/bench fuzz", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,8 +1,8 @@
-"""Measures how the time of generation grows with the number of tokens, and how much of it the cache saves.
+"""Measures how generation time grows with the number of tokens, and the speedup by the cache.
 
-One generator has the cache of `Task.decode`; the other computes `Task.logits` of the whole sequence for each token, as
-tasks without `Task.decode` do. Both draw the most probable tokens with the same weights; the turns alternate in rounds,
-after one that compiles.
+One generator uses the cache of `Task.decode`. The other computes `Task.logits` of the complete sequence for each token,
+like tasks without `Task.decode`. Both choose the most probable tokens with the same weights. They alternate in rounds,
+after a round that compiles.
 
 Extras: cuda
 """
@@ -35,7 +35,7 @@ def assembled(config: Config) -> Assembly:
 
 
 def seconds(generator: Generator, num_tokens: int, rows: int) -> tuple[float, list[list[int]]]:
-    """Returns how long it takes to draw tokens for each row, prompts included, and the tokens."""
+    """Returns the seconds to generate tokens for each row, including prompts, and the tokens."""
     prompts = np.random.default_rng(0).integers(0, 250, (rows, PROMPT_TOKENS))
     drawn: list[list[int]] = [[] for _ in range(rows)]
 

@@ -1,6 +1,7 @@
-"""What `observe.layers=norms` adds to compiled steps: FLOPs, bytes of memory, what is sent, and collectives.
+"""Measures the cost of `observe.layers=norms` in compiled steps: FLOPs, bytes of memory, bytes sent, and collectives.
 
-A configuration is compiled for a cluster with and without it. Ends with 1 where FLOPs or bytes grow by 0.5 % or more.
+A configuration is compiled for a cluster with and without it. The exit code is 1 if FLOPs or bytes grow by 0.5 % or
+more.
 
 Extras: plan-gpu plan-tpu
 """
@@ -36,7 +37,7 @@ def weighed(name: str, cluster: str, overrides: dict[str, str]) -> tuple[float, 
     program = program_of(step)
     assert program is not None
     sent = collectives(program, dict(step.assembly.mesh.shape))
-    # Seconds of a device that computes and sends in no time are bytes.
+    # If memory moves 1 byte per second and computation and transfers take no time, seconds equal bytes.
     free = dataclasses.replace(
         target.accelerator,
         bfloat16_flops_per_second=1e30,
@@ -54,7 +55,7 @@ def weighed(name: str, cluster: str, overrides: dict[str, str]) -> tuple[float, 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a row for each step, and returns 0 if none grows too much."""
+    """Prints a row for each step, and returns 0 if no step grows too much."""
     parser = argparse.ArgumentParser(prog="scripts/bench health", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("steps", metavar="CONFIG=CLUSTER[,KEY=VALUE...]", nargs="*", default=STEPS)
     jax.config.update("jax_enable_compilation_cache", False)

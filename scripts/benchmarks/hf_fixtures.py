@@ -1,11 +1,12 @@
-"""Makes the small models of tests/hf/fixtures with the package transformers, and the logits that it computes with them.
+"""Makes the small models of tests/hf/fixtures with the package transformers, and their logits.
 
     scripts/bench hf_fixtures FOLDER [NAME ...]
 
-NAME/ has config.json, config.v4.json (the same with the keys of older files), model.safetensors with random weights,
-norms and biases too, expected.npz (input_ids int32 [2, 24], logits float32 [2, 24, vocabulary]), and teeth.json: by how
-much the logits move where a key has another value, so that a tolerance of 1e-4 notices each. Where experts are in 4
-bits (MXFP4), unpacked.json has the SHA-256 of each of their matrices as transformers unpacks it, in bfloat16.
+NAME/ contains config.json, config.v4.json (the same with the keys of older files), model.safetensors with random
+weights, including norms and biases, and expected.npz (input_ids int32 [2, 24], logits float32 [2, 24, vocabulary]).
+teeth.json states how much the logits change if a key has another value, to prove that a tolerance of 1e-4 detects each.
+If experts have 4 bits (MXFP4), unpacked.json contains the SHA-256 of each of their matrices as transformers unpacks it,
+in bfloat16.
 
 Extras: transformers
 """
@@ -54,9 +55,9 @@ class Model(NamedTuple):
 
     Attributes:
       kind: its `model_type`.
-      options: of its configuration class, besides `SMALL` and `DEFAULT`.
-      teeth: keys with other values, by what they change.
-      is_packed: whether experts are in 4 bits, and all else in bfloat16.
+      options: arguments of its configuration class, in addition to `SMALL` and `DEFAULT`.
+      teeth: keys with other values, grouped by their effect.
+      is_packed: whether experts have 4 bits and all other weights bfloat16.
     """
 
     kind: str
@@ -75,7 +76,7 @@ PACKED = {  # as published
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
     ],
 }  # fmt: skip
-EXPONENTS = {"gate_up_proj": 122, "down_proj": 120}  # of 2, with a bias of 127; the largest are 3 more
+EXPONENTS = {"gate_up_proj": 122, "down_proj": 120}  # exponents of 2, with a bias of 127; the largest are 3 more
 
 MODELS: Mapping[str, Model] = {
     "gemma": Model("gemma", {"tie_word_embeddings": True}),
@@ -192,7 +193,7 @@ def logits(folder: pathlib.Path, ids: np.ndarray) -> np.ndarray:
 
 
 def class_of(config: Any) -> Any:
-    """Returns the class of models with this configuration: with images where it has two halves."""
+    """Returns the model class of this configuration; a class with images if the configuration has two parts."""
     import transformers
 
     has_images = hasattr(config, "vision_config")
@@ -216,7 +217,7 @@ def make(name: str, folder: pathlib.Path) -> None:
     of_matrices = 0.15 if row.is_packed else 0.3  # blocks of 32 numbers make the model wider
     for key, value in model.named_parameters():
         noise = torch.randn_like(value) * (of_matrices if value.ndim > 1 else 0.4)
-        noise *= 4.0 if row.kind == "gpt_oss" and "gate_up_proj" in key else 1.0  # so that some are beyond the limit
+        noise *= 4.0 if row.kind == "gpt_oss" and "gate_up_proj" in key else 1.0  # so that some exceed the limit
         value.data = value.data + noise if key.endswith(ROUGHLY_ONE) else noise
     for key, value in model.named_buffers():
         value.data = torch.randn_like(value) * 0.1 if key.endswith("e_score_correction_bias") else value.data
@@ -238,7 +239,7 @@ def make(name: str, folder: pathlib.Path) -> None:
 
 
 def pack(folder: pathlib.Path) -> None:
-    """Replaces the matrices of experts by random ones in 4 bits, and all else by bfloat16."""
+    """Replaces the matrices of experts by random 4-bit matrices, and converts all other weights to bfloat16."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -251,7 +252,7 @@ def pack(folder: pathlib.Path) -> None:
         if kind not in EXPONENTS:
             tensors[key] = value.bfloat16()
             continue
-        experts, rows, columns = value.shape  # as transformers has it in memory, the other way round
+        experts, rows, columns = value.shape  # transposed, as transformers stores it in memory
         groups = (experts, columns, rows // 32)
         blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
         scales = torch.randint(EXPONENTS[kind], EXPONENTS[kind] + 4, groups, dtype=torch.uint8)
@@ -271,12 +272,12 @@ def moved(folder: pathlib.Path, ids: np.ndarray, expected: np.ndarray, stated: M
 
 
 def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
-    """Writes an object, sorted."""
+    """Writes an object as JSON with sorted keys."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the models that are named, or all."""
+    """Writes the named models, or all models."""
     for name in argv[1:] or MODELS:
         folder = pathlib.Path(argv[0]) / name
         folder.mkdir(parents=True, exist_ok=True)

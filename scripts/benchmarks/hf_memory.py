@@ -1,7 +1,7 @@
-"""Measures the extra host memory of reading a Hugging Face folder; docs/results/speed.md has it.
+"""Measures the extra host memory of reading a Hugging Face folder (docs/results/speed.md).
 
-It makes a folder of random bfloat16 weights with a Llama's names, reads it onto fsdp, and prints the most memory that
-the process had beyond the arrays themselves, with the bound: the largest stacked leaf over the devices, plus 64 MiB.
+It makes a folder of random bfloat16 weights with a Llama's names and reads it onto fsdp. It prints the process's peak
+memory minus the arrays, with the bound: the largest stacked leaf divided by the devices, plus 64 MiB.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WIDTH, MLP, HEADS, VOCAB = 2048, 8192, 16, 4096
 
 
 def example(directory: Path, num_layers: int) -> None:
-    """Writes config.json and a file for each layer; the embedding and the head are in the first one."""
+    """Writes config.json and a file for each layer; the first file also contains the embedding and the head."""
     options = DecoderOptions(num_layers, WIDTH, MLP, HEADS, HEADS, vocab_size=VOCAB)
     size, rng = names.sizes(options), np.random.default_rng(0)
     random = rng.standard_normal(MLP * WIDTH).astype(jnp.bfloat16)
@@ -59,13 +59,13 @@ def example(directory: Path, num_layers: int) -> None:
 
 
 def anonymous_bytes() -> int:
-    """Returns the memory of this process that is no file's, on Linux."""
+    """Returns this process's anonymous memory (not mapped from files), on Linux."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the sizes, the extra memory and its bound; returns 1 if the bound does not hold."""
+    """Prints the sizes, the extra memory and its bound; returns 1 if the bound is exceeded."""
     parser = argparse.ArgumentParser(prog="scripts/bench hf_memory", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the folder, about")
     parser.add_argument("--devices", type=int, default=8)

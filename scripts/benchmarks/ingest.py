@@ -1,7 +1,7 @@
-"""Measures how text becomes tokens: prepare beside its tokenizer, memory by format, a start on 10^10 tokens.
+"""Measures text preparation: the speed of `prepare`, memory by format, and a start on 10^10 tokens.
 
-Files of `--gigabytes`, and one of 10^10 tokens that takes no room where files may be sparse, are made in a temporary
-folder and read by processes of their own.
+It makes files of `--gigabytes`, and a file of 10^10 tokens, in a temporary folder, and reads them in separate
+processes. The large file takes no disk space if the file system supports sparse files.
 
 Extras: data
 """
@@ -36,7 +36,7 @@ from meshtrain.errors import run
 FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 NUM_TOKENS, NUM_DOCUMENTS, END = 10**10, 10**7, 50_256
 LENGTH, BATCH, MILLIONTH, NUM_BATCHES = 1024, 8, 10**6, 50
-GROUP_BYTES = 1 << 28  # of a row group of a .parquet
+GROUP_BYTES = 1 << 28  # of a row group in a .parquet
 
 
 def library() -> list[str]:
@@ -52,7 +52,7 @@ def library() -> list[str]:
 
 
 def write_table(path: Path, num_bytes: int) -> None:
-    """Writes a .parquet of random letters: no page of it gets smaller, and a row group has 256 MiB."""
+    """Writes a .parquet of random letters, so that compression saves nothing and a row group has 256 MiB."""
     random, schema = np.random.default_rng(0), pyarrow.schema([("text", pyarrow.string())])
     with pyarrow.parquet.ParquetWriter(path, schema, use_dictionary=False, compression="snappy") as out:
         for _ in range(0, num_bytes, GROUP_BYTES):
@@ -62,7 +62,7 @@ def write_table(path: Path, num_bytes: int) -> None:
 
 
 def write_lines(path: Path, texts: Sequence[str], num_bytes: int) -> None:
-    """Writes texts again and again as lines until they have so many bytes."""
+    """Writes texts repeatedly as lines until they have `num_bytes` bytes."""
     lines, size = [json.dumps({"text": text}).encode() + b"\n" for text in texts], 0
     with path.open("wb") as file:
         out: BinaryIO = file
@@ -76,7 +76,7 @@ def write_lines(path: Path, texts: Sequence[str], num_bytes: int) -> None:
 
 
 def speed(folder: Path, rounds: int, num_texts: int) -> None:
-    """Prints how fast prepare is beside the tokenizer alone on the same texts in memory."""
+    """Prints the speed of prepare and of only the tokenizer on the same texts in memory."""
     texts = library()[:num_texts]
     loaded = tokenizers.Tokenizer(tokenizers.models.BPE())
     loaded.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
@@ -107,13 +107,13 @@ def speed(folder: Path, rounds: int, num_texts: int) -> None:
 
 
 def memory(folder: Path, num_bytes: int) -> None:
-    """Prints the most memory that prepare takes for a file of each format."""
+    """Prints the peak memory of prepare for a file of each format."""
     texts = library()
     for ending in FORMATS:
         path = folder / f"large{ending}"
         write_table(path, num_bytes) if ending == ".parquet" else write_lines(path, texts, num_bytes)
         words = ["-m", "meshtrain", "prepare", f"--path={path}", f"--output={folder}/large.bin", "--overwrite"]
-        # In a small process: what a child had at most includes what its parent had when it was made.
+        # In a small process, because a child's peak memory includes its parent's memory at the fork.
         code = f"import os, sys; child = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, *{words}]); "
         code += "used = os.wait4(child, 0)[2]; print(used.ru_maxrss, used.ru_utime)"
         said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
@@ -125,7 +125,7 @@ def memory(folder: Path, num_bytes: int) -> None:
 
 
 def sparse(folder: Path) -> Path:
-    """Makes a token file of 10^10 zeros that takes no room, with its description and the index of 10^7 documents."""
+    """Makes a sparse token file of 10^10 zeros, with its description and the index of 10^7 documents."""
     path = folder / "sparse.bin"
     with path.open("wb") as file:
         file.truncate(2 * NUM_TOKENS)
@@ -138,7 +138,7 @@ def sparse(folder: Path) -> Path:
 
 
 def counter(file: str, name: str) -> int:
-    """Returns a number that the system counts for this process: `rchar` in bytes, memory in KiB."""
+    """Returns a counter of the system for this process: `rchar` in bytes, memory in KiB."""
     lines = Path(f"/proc/self/{file}").read_text().splitlines()
     [found] = [line for line in lines if line.startswith(f"{name}:")]
     return int(found.split()[1])
@@ -154,7 +154,7 @@ def mapped(path: Path) -> int:
 
 
 def start(path: Path, packing: str) -> None:
-    """Prints what a start on a token file reads and holds, and what batches cost. It runs in a process of its own."""
+    """Prints bytes read and memory of a start on a token file, and the cost of batches. Runs in a separate process."""
     jax.config.update("jax_platforms", "cpu")
     sharding = SingleDeviceSharding(jax.devices()[0])
     names = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
@@ -180,7 +180,7 @@ def start(path: Path, packing: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the tables of the parts that are asked for."""
+    """Prints the tables of the requested parts."""
     parser = argparse.ArgumentParser(prog="scripts/bench ingest", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--parts", default="speed,memory,start", help="which of speed, memory and start, commas between"
@@ -188,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the large files")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--texts", type=int, default=1000, help="files of the standard library that are tokenized")
-    parser.add_argument("--of", default="", help=argparse.SUPPRESS)  # PACKING:FILE, for `start` in its own process
+    parser.add_argument("--of", default="", help=argparse.SUPPRESS)  # PACKING:FILE, for `start` in a separate process
     given = parser.parse_args(argv)
     if given.of:
         packing, _, name = given.of.partition(":")

@@ -1,4 +1,4 @@
-"""Exit codes of programs that get signals at random times: imports, start, steps and end; a traceback is a failure."""
+"""Tests the exit codes of programs that get signals at random times: imports, start, steps and end."""
 
 import argparse
 import collections
@@ -29,8 +29,8 @@ def tried(command: str, numbers: list[signal.Signals], delay_seconds: float, fol
     Args:
       command: `train` or `explain`.
       numbers: the signals.
-      delay_seconds: from the start to the first signal.
-      folder: for its config and run.
+      delay_seconds: time from the start to the first signal.
+      folder: folder for its configuration and run.
     """
     config = folder / "config.py"
     config.write_text("from meshtrain.config.config import default\n\ndef get_config():\n    return default()\n")

@@ -1,7 +1,7 @@
-"""Loss of configs/tiny.py over tokens and over bytes sent, by how often replicas exchange what.
+"""Compares synchronous training with local steps on configs/tiny.py: loss over tokens and over bytes sent.
 
-docs/results/training.md has the table and the chart. All runs have the same initial weights, batches, inner
-optimizer and validation examples, in one process on simulated devices, one for each group. Further arguments change the
+docs/results/training.md shows the table and the chart. All runs have the same initial weights, batches, inner optimizer
+and validation examples. They run in one process on simulated devices, one for each group. Further arguments change the
 configuration, such as `--config.model.num_layers=2`.
 """
 
@@ -46,9 +46,9 @@ class Point:
     """The validation loss of a run after some steps.
 
     Attributes:
-      tokens: trained on so far, by all groups.
-      sent_bytes: that one device has sent over the data axis so far.
-      loss: mean over validation targets, of the weights that an evaluation uses.
+      tokens: number of training tokens so far, over all groups.
+      sent_bytes: bytes that one device has sent along the data axis so far.
+      loss: mean over validation targets, with the weights that an evaluation uses.
     """
 
     tokens: int
@@ -63,8 +63,8 @@ class Steps:
     Attributes:
       train: (state, batch) -> (state, metrics).
       outer: state -> state; None without groups.
-      train_bytes: that one device sends over the data axis in a step.
-      outer_bytes: the same in an outer step.
+      train_bytes: bytes that one device sends along the data axis in a step.
+      outer_bytes: the same for an outer step.
     """
 
     train: object
@@ -74,20 +74,20 @@ class Steps:
 
 
 def assembled(config: Config, kind: str, devices: Sequence[jax.Device]) -> Assembly:
-    """Returns the functions of a run of a kind, on a data axis with a device for each group."""
+    """Returns the assembly of a run of this kind, on a data axis with a device for each group."""
     shape = dict.fromkeys(AXES, 1) | {DATA: NUM_GROUPS}
     reduction = ReductionOptions("one_step_late") if kind == LATE else config.reduction
     return assemble(dataclasses.replace(config, local_steps=KINDS[kind], reduction=reduction), shape, devices)
 
 
 def steps_of(assembly: Assembly) -> Steps:
-    """Compiles the programs of a run and reads what they send."""
+    """Compiles the programs of a run and counts the bytes that they send."""
     train, outer = compiled_steps(traced_steps(assembly))
     return Steps(train, outer, sent_bytes(assembly, train), sent_bytes(assembly, outer))
 
 
 def sent_bytes(assembly: Assembly, compiled: object) -> float:
-    """Returns the bytes that one device sends over data in a compiled program; 0 for None."""
+    """Returns the bytes that one device sends along data in a compiled program; 0 for None."""
     if compiled is None:
         return 0.0
     found = collectives(read(compiled.as_text()), dict(assembly.mesh.shape))  # type: ignore[attr-defined]
@@ -95,13 +95,13 @@ def sent_bytes(assembly: Assembly, compiled: object) -> float:
 
 
 def trained(assembly: Assembly, steps: Steps, seed: int, what: str) -> list[Point]:
-    """Trains with a seed, and evaluates at regular steps and after the last.
+    """Trains with a seed, and evaluates at regular steps and after the last step.
 
     Args:
-      assembly: of any seed.
+      assembly: the run's assembly, the same for all seeds.
       steps: its compiled programs.
-      seed: of weights and data.
-      what: named in the lines of progress.
+      seed: the seed of weights and data.
+      what: the name of the run in progress lines.
     """
     config = dataclasses.replace(assembly.config, seed=seed)
     assembly = dataclasses.replace(assembly, config=config)
@@ -125,10 +125,10 @@ def line(seed: int, kind: str, assembly: Assembly, last: Point, synchronous: Poi
     """Returns a run's row.
 
     Args:
-      seed: of the run.
+      seed: the run's seed.
       kind: a name in `KINDS`.
-      assembly: of the run.
-      last: after its last step.
+      assembly: the run's assembly.
+      last: the point after its last step.
       synchronous: the last point of the synchronous run.
     """
     num_steps, period = assembly.config.num_steps, assembly.config.local_steps.period
@@ -155,7 +155,7 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table, a row as soon as its run has ended, and draws the curves of the first seed."""
+    """Prints the table, each row when its run ends, and draws the curves of the first seed."""
     parser = argparse.ArgumentParser(prog="scripts/bench local_steps", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1, help="runs of each kind, with the seeds from 0 on")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")

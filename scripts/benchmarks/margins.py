@@ -1,6 +1,6 @@
-"""How near each parity test is to its bounds: error / bound, for this CPU or as another one would compile.
+"""Measures error / bound of each parity test, as compiled for this CPU or for another CPU.
 
-Tests run as `scripts/test` runs them. Arguments after `--` go to pytest (`-- -m slow`, `-- tests/parity -k gpt`).
+Tests run as in `scripts/test`. Arguments after `--` go to pytest (`-- -m slow`, `-- tests/parity -k gpt`).
 """
 
 import argparse
@@ -22,7 +22,7 @@ TESTS = (
     "tests/examples/test_examples_images_parity.py", "tests/examples/test_examples_seq2seq_parity.py",
     "tests/pipeline/test_pipeline_executor.py", "tests/checkpoint/test_checkpoint_checkpoint.py",
 )  # fmt: skip
-PLANTED = "test_parity_comparison.py"  # compares with errors that it makes itself
+PLANTED = "test_parity_comparison.py"  # compares with errors that it introduces itself
 
 
 class Margins:
@@ -35,17 +35,17 @@ class Margins:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
-        """Compiles with LLVM's optimizations if asked to."""
+        """Enables LLVM's optimizations if requested."""
         if self.optimized:
             quick.compile_quickly(quickly=False)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Remembers the running test."""
+        """Stores the name of the running test."""
         self.test = item.nodeid
 
     def record(self, what: str, where: str, margin: float) -> None:
-        """Keeps the largest margin of a quantity in the running test, and its place."""
+        """Stores a quantity's largest margin in the running test, and its place."""
         if PLANTED not in self.test:
             self.largest[self.test, what] = max(self.largest[self.test, what], (margin, where))
 
@@ -83,7 +83,7 @@ def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[
 
 
 def main(arguments: list[str]) -> int:
-    """Prints a row for each compared quantity of each test, the nearest to its bound first; returns pytest's code."""
+    """Prints a row for each compared quantity of each test, the largest error / bound first; returns pytest's code."""
     parser = argparse.ArgumentParser(prog="scripts/bench margins", description=__doc__)
     parser.add_argument("--above", type=float, default=0.25, help="print rows with error / bound above this number")
     parser.add_argument("--isa", default="", help="newest instructions that XLA may use: SSE4_2, AVX, AVX2, AVX512")

@@ -1,6 +1,6 @@
-"""A table for README: bytes of training state on each of eight devices, by ZeRO level. It uses abstract arrays only.
+"""Prints README's memory table: bytes of training state on each of eight devices, by ZeRO level.
 
-The bytes are those of parameters, sums of gradients and Adam's moments of the assembled step, without activations.
+Bytes of parameters, gradient sums and Adam's moments of the assembled step, without activations; no array is allocated.
 """
 
 import argparse
