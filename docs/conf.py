@@ -1,6 +1,6 @@
 """Configuration of Sphinx: `scripts/docs` makes one site of README, CONTRIBUTING and docs/.
 
-The source folder is the repository's root, so that links lead where they lead on a code host.
+The source folder is the repository's root, so that links work as on a code host.
 """
 
 from docs import site
@@ -17,7 +17,7 @@ myst_heading_anchors = 4
 linkcode_resolve = site.line_of
 python_maximum_signature_line_length = 100
 default_role = "literal"
-smartquotes_action = "D"  # the dash after the name of an argument; quotes stay as they are written
+smartquotes_action = "D"  # the dash after the name of an argument; quotes stay unchanged
 
 html_theme = "furo"
 html_title = "meshtrain"

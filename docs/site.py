@@ -1,7 +1,7 @@
-"""What Sphinx has to be told about these pages: their order, the API from docstrings, and source files as pages.
+"""Extends Sphinx for these pages: their order, the API from docstrings, and source files as pages.
 
-A page names source files by relative links, as a code host follows them. In the site such a link leads to a page with
-that file, and a function of the API to its line there.
+A page links to source files with relative links, as on a code host. In the site, a link leads to a page with that file,
+and a function of the API to its line there.
 """
 
 import html
@@ -30,12 +30,12 @@ linked: set[Path] = set()  # files and folders that a page of this build links t
 
 
 class LinksToFiles(SphinxTransform):
-    """Leads a relative link to a file or a folder of the repository to its page in the site."""
+    """Changes a relative link to a file or folder of the repository into a link to its page in the site."""
 
     default_priority = 500
 
     def apply(self, **_: Any) -> None:
-        """Replaces the links of one page; MyST takes files for downloads and folders for names."""
+        """Replaces the links of one page; MyST would treat files as downloads and folders as names."""
         page = ROOT / self.env.docname
         for node in list(self.document.findall(nodes.Element)):
             if node.get("reftype") != "myst" or node.get("refdomain") == "doc":
@@ -48,12 +48,12 @@ class LinksToFiles(SphinxTransform):
 
 
 def address(path: Path, docname: str) -> str:
-    """Returns the relative address of a file's page, as a page of the site links to it."""
+    """Returns the relative address of a file's page, seen from a page of the site."""
     return os.path.relpath(f"{FILES}/{path.relative_to(ROOT).as_posix()}.html", os.path.dirname(docname) or ".")
 
 
 def line_of(domain: str, names: dict[str, str]) -> str | None:
-    """Returns the address of a name's source line for a page of the API; None: it has none."""
+    """Returns the address of a name's source line for a page of the API; None if there is no line."""
     thing: Any = importlib.import_module(names["module"])
     for part in names["fullname"].split("."):
         thing = getattr(thing, part, None)
@@ -65,7 +65,7 @@ def line_of(domain: str, names: dict[str, str]) -> str | None:
 
 
 def read(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Adds the order of the pages, that of the tables of docs/index.md, to the first page; replaces the API's text."""
+    """Adds the order of the pages (as in the tables of docs/index.md) to the first page; replaces the API's text."""
     if docname == API:
         source[0] = "\n\n".join(directives())
     if docname == app.config.root_doc:
@@ -78,7 +78,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def directives() -> Iterator[str]:
-    """Yields the page of the API for Sphinx: the names of the reference, each to be read from its docstring."""
+    """Yields the page of the API for Sphinx: the names of the reference, for which Sphinx reads the docstrings."""
     yield "# API"
     for title, things in reference.API.items():
         yield f"## {title}"
@@ -91,7 +91,7 @@ def directives() -> Iterator[str]:
 
 
 def file_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yields a page for each file that is linked, and for each folder with those in it."""
+    """Yields a page for each linked file, and for each linked folder with its files."""
     waiting, done = sorted(linked), set()
     while waiting:
         path = waiting.pop()
@@ -113,7 +113,7 @@ def file_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def first_page(app: Sphinx, exception: Exception | None) -> None:
-    """Copies the page of README to the name that a host shows first."""
+    """Copies the page of README to index.html, which a host shows first."""
     if exception is None:
         shutil.copy(Path(app.outdir) / "README.html", Path(app.outdir) / "index.html")
 

@@ -1,6 +1,6 @@
-"""A model of one's own on all six axes: each layer reads a token beside the mean of those before it.
+"""A custom model on all six axes: each layer reads a token and the mean of the preceding tokens.
 
-python -m meshtrain train --config=docs/gallery/six_axes.py   (64 devices, simulated where they are not there)
+python -m meshtrain train --config=docs/gallery/six_axes.py   (64 devices, simulated if not available)
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ NUM_TOKENS, NUM_ROWS = 257, 384  # bytes and an end; rows of the table, which ca
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `config.model` holds."""
+    """The options in `config.model`."""
 
     width: int = option(64, "numbers that stand for a token", minimum=1, dim="embed")
     num_layers: int = option(4, "layers", minimum=1, dim="layers")

@@ -1,4 +1,4 @@
-"""Documents in an ArrayRecord, read by Grain: each is one row, cut at the sequence length.
+"""Documents in an ArrayRecord file, read by Grain: each document is a row, truncated at the sequence length.
 
 python -m meshtrain train --config.data.source=docs.guide.own_data:documents --config.data.path=FILE
 """
@@ -26,7 +26,7 @@ def documents(config: Config) -> Data:
             "targets": np.where(is_token, padded[1:], 0),
             "segment_ids": is_token.astype(np.int32),  # 0: padding
             "positions": np.arange(length, dtype=np.int32),
-            "weights": is_token.astype(np.float32),  # padding is nobody's target
+            "weights": is_token.astype(np.float32),  # padding is never a target
         }
 
     rows = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(config.data.path)).map(row)

@@ -1,4 +1,4 @@
-"""A task and data of one's own: which of three shapes is drawn, in Flax Linen, on data 2 x fsdp 2.
+"""A custom task with custom data: classify three drawn shapes, in Flax Linen, on data 2 x fsdp 2.
 
 python -m meshtrain train --config=docs/guide/own_images.py   (or explain, plan --cluster=cpu:4, config)
 """
@@ -33,21 +33,21 @@ def drawn(number: int) -> dict[str, np.ndarray]:
 
 
 def shapes(config: Config) -> Data:
-    """Returns the data: examples by number, drawn when they are read."""
+    """Returns the data: examples by index, drawn when they are read."""
     examples = grain.MapDataset.range(NUM_TRAIN + NUM_HELD_OUT).map(drawn)
     return Data(examples[:NUM_TRAIN], examples[NUM_TRAIN:], fingerprint="shapes 1")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `config.model` holds."""
+    """The options in `config.model`."""
 
     filters: int = option(16, "filters of the convolution", minimum=1, dim="filters")
     dropout_rate: float = option(0.1, "share of activations set to zero in training", minimum=0, maximum=0.9)
 
 
 class Network(nn.Module):
-    """One image [16, 16, 1] -> three logits; axes that the rules know stand beside each weight."""
+    """Maps an image [16, 16, 1] to three logits; each weight declares logical axes that have rules."""
 
     options: Options
 
@@ -71,7 +71,7 @@ def which_shape(config: Config, placement: Placement) -> Task:
         return network.init(rng, jnp.zeros((SIZE, SIZE, 1)), False)["params"]
 
     def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
-        def logits(image: jax.Array, key: jax.Array) -> jax.Array:  # of one image, with a key of its own
+        def logits(image: jax.Array, key: jax.Array) -> jax.Array:  # of one image, with its own key
             return network.apply({"params": params}, image, train, rngs={"dropout": key})
 
         found = jax.nn.log_softmax(jax.vmap(logits)(batch["images"], sequence_keys(rng, batch)))

@@ -1,4 +1,4 @@
-"""A model of one's own: the next byte from the eight before it (Bengio et al. 2003), on data 2 x fsdp 2 x tensor 2.
+"""A custom model: predicts a byte from the preceding eight (Bengio et al. 2003), on data 2 x fsdp 2 x tensor 2.
 
 python -m meshtrain train --config=docs/guide/own_model.py   (or explain, plan --cluster=cpu:8, generate, config)
 """
@@ -22,14 +22,14 @@ from meshtrain.sharding.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `config.model` holds, and `--config.model.width=128` changes."""
+    """The options in `config.model`, set for example by `--config.model.width=128`."""
 
     width: int = option(64, "numbers that stand for a byte", minimum=1)
     hidden: int = option(256, "inner width", minimum=1)
 
 
 def eight_bytes(config: Config, placement: Placement) -> Task:
-    """Returns the task: how weights begin, what is learned, what a batch looks like, what is probable next."""
+    """Returns the task: initial weights, the loss, the batch, and the logits of the next byte."""
     d, f = config.model.width, config.model.hidden
     weights = {  # name: shape, logical axes; 257 tokens, padded so that they can be split
         "table": ((384, d), ("vocab", "embed")),
@@ -52,7 +52,7 @@ def eight_bytes(config: Config, placement: Placement) -> Task:
 
     def cost(mesh: Mapping[str, int], units: float) -> Cost:
         n = mesh["tensor"]
-        # For each token d numbers of the look-up and of `down` are summed over tensor, and 8 d + d of their gradients.
+        # For each token, d numbers of the look-up and of `down` are summed over tensor, and 8 d + d of their gradients.
         summed = 2 * (n - 1) / n * 11 * d
         return Cost(other_bytes={"tensor": 4 * units * summed}, kept_bytes=4 * units * (9 * d + (f + 2 * 384) / n))
 

@@ -1,4 +1,4 @@
-"""An optimizer of one's own: the sign of a momentum that has seen this step's gradient, one number for each weight.
+"""A custom optimizer: the sign of a momentum that includes this step's gradient; its state is one number per weight.
 
 python -m meshtrain train --config=configs/tiny.py --config.optimizer.name=docs.guide.own_optimizer:sign_momentum
 """
@@ -15,7 +15,7 @@ from meshtrain.sharding.param_kinds import decays
 
 @dataclasses.dataclass(frozen=True)
 class SignMomentumOptions:
-    """Its options stand under `optimizer`; two of them are there for others, too, with the same defaults."""
+    """Options in the group `optimizer`; two of them also exist for other optimizers, with the same defaults."""
 
     momentum: float = option(0.95, "decay of the momentum", minimum=0.0, maximum=0.999)
     weight_decay: float = option(0.1, "decoupled weight decay of matrices and tables", minimum=0.0)
@@ -23,7 +23,7 @@ class SignMomentumOptions:
 
 
 def sign_momentum(options: SignMomentumOptions, rates: optax.Schedule, axes: Any) -> optax.GradientTransformation:
-    """Returns the optimizer of weights with these logical axes; `rates` are learning rates by number of updates."""
+    """Returns the optimizer for weights with these logical axes; `rates`: number of updates -> learning rate."""
     return optax.chain(
         optax.trace(options.momentum, nesterov=options.nesterov, accumulator_dtype=jnp.float32),
         optax.scale_by_sign(),

@@ -1,7 +1,7 @@
-"""A pipeline schedule of one's own: GPipe in groups of as many microbatches as stages.
+"""A custom pipeline schedule: GPipe in groups whose number of microbatches equals the number of stages.
 
-No stage keeps more microbatches than there are stages; the first of 1f1b keeps almost twice as many. Each group has a
-bubble of its own.
+A stage stores at most as many microbatches as there are stages; the first stage of 1f1b stores almost twice as many.
+Each group has its own bubble.
 
 python -m meshtrain pipeline --schedule=docs.guide.own_schedule:in_groups --stages=4 --microbatches=8
 python -m meshtrain train --config=configs/3d.py --config.pipeline.schedule=docs.guide.own_schedule:in_groups
@@ -9,7 +9,7 @@ python -m meshtrain train --config=configs/3d.py --config.pipeline.schedule=docs
 
 
 def in_groups(stages: int, microbatches: int, chunks: int) -> list[list[tuple[str, int] | None]]:
-    """Returns a row for each moment, with what each stage does in it: a pass of a microbatch, or None for nothing."""
+    """Returns a row for each clock tick, with an action for each stage: a pass of a microbatch, or None if idle."""
     rows = []
     for first in range(0, microbatches, stages):
         group = range(first, min(first + stages, microbatches))

@@ -1,14 +1,14 @@
-"""Any mesh to any mesh: each of eight settings resumes from what each has saved (docs/results/agreement.md).
+"""Any mesh to any mesh: each of eight settings resumes from every setting's save (docs/results/agreement.md).
 
-A setting is a mesh of eight simulated devices, a number of processes, a schedule of the pipeline and a ZeRO level. Each
-trains six steps without a stop and saves after three; the cells of its row are compared with that run. A cell resumes
-from a copy of that save, in the processes and on the mesh of its column:
+A setting is a mesh of eight simulated devices, a number of processes, a pipeline schedule and a ZeRO level. Each
+setting trains six uninterrupted steps and saves after three; the cells of its row are compared with that run. A cell
+resumes from a copy of that save, with the processes and the mesh of its column. It checks:
 
-- each piece of each array of the state, on each device of each process, is bitwise that of the file, read whole;
-- each row of the batches of steps 4 to 6 is that of the run without a stop;
-- so are the losses of these steps, to 1e-5.
+- each shard of each array of the state, on each device of each process, equals the file bitwise;
+- each row of the batches of steps 4 to 6 equals the uninterrupted run's row;
+- the losses of these steps agree to 1e-5.
 
-witness.py records what the processes hold; it is compared here with the saved files.
+witness.py records the processes' arrays; this program compares them with the saved files.
 """
 
 import argparse
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 WITNESS = "scripts.benchmarks.witness"
 NUM_DEVICES, NUM_STEPS, SAVED_STEP = 8, 6, 3
 TOLERANCE = 1e-5
-LIMIT_SECONDS = 3600  # of one start; a hang must end
+LIMIT_SECONDS = 3600  # for one start; a hang must end
 COMMON = {
     "num_steps": NUM_STEPS, "checkpoint.every": SAVED_STEP, "batch_size": 16, "sequence_length": 32,
     "accumulation_steps": 2, "pipeline.num_microbatches": 2, "model.num_layers": 4, "model.embed_dim": 32,
@@ -47,12 +47,12 @@ COMMON = {
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where and how a run computes.
+    """A setting: the mesh, processes, schedule and ZeRO level of a run.
 
     Attributes:
-      mesh: axis -> size; an axis that is not named has size 1.
+      mesh: axis -> size; other axes have size 1.
       processes: the number of processes that share the devices.
-      schedule: the pipeline's; empty without a pipeline.
+      schedule: the pipeline schedule; empty without a pipeline.
       zero: the ZeRO level, or a strategy.
     """
 
@@ -62,7 +62,7 @@ class Setting:
     zero: int | str = 0
 
     def words(self, also: Mapping[str, Any] | None = None) -> list[str]:
-        """Returns the command line, with more fields of the configuration if there are any."""
+        """Returns the command line, with further fields of the configuration."""
         own: dict[str, Any] = {f"mesh.{axis}": size for axis, size in self.mesh.items()}
         own[f"zero.{'strategy' if isinstance(self.zero, str) else 'level'}"] = self.zero
         if self.schedule:
@@ -86,7 +86,7 @@ SETTINGS = {
     ),
 }  # fmt: skip
 # More and fewer processes; into a schedule, out of one, and into another; higher and lower ZeRO levels. In this order
-# each setting is started once: it trains, and resumes from what the one before has saved.
+# each setting starts only once: it trains, and resumes from the save of the previous setting.
 SAMPLE = (("G", "F"), ("F", "H"), ("H", "C"))
 
 
@@ -103,10 +103,10 @@ class Cell:
 
 
 def start(setting: Setting, workdirs: Sequence[Path], cache: Path) -> None:
-    """Trains in each workdir, one after the other, in one start of as many processes as the setting has.
+    """Trains in each workdir, one after the other, in one start with the setting's number of processes.
 
     Raises:
-      RuntimeError: the runs failed; with the end of their output.
+      RuntimeError: the runs failed; the message is the end of their output.
     """
     devices = NUM_DEVICES // setting.processes
     launch = [sys.executable, "-m", "meshtrain.launch", f"--processes={setting.processes}", f"--devices={devices}"]
@@ -125,7 +125,7 @@ def start(setting: Setting, workdirs: Sequence[Path], cache: Path) -> None:
 
 
 def copy_save(source: Path, target: Path) -> Path:
-    """Copies a run up to its save: its configuration, its data's fingerprint and the one checkpoint."""
+    """Copies a run up to its save: its configuration, its data's fingerprint and its checkpoint."""
     step = f"checkpoints/{SAVED_STEP}"
     shutil.copytree(source / step, target / step)
     for name in ("config.json", "corpus.json"):
@@ -134,7 +134,7 @@ def copy_save(source: Path, target: Path) -> Path:
 
 
 def stored(workdir: Path) -> dict[str, np.ndarray]:
-    """Returns path -> array of a save, read whole by Orbax alone."""
+    """Returns path -> complete array of a save, read only with Orbax."""
     directory = workdir / "checkpoints" / str(SAVED_STEP) / "state"
     reader = ocp.PyTreeCheckpointer()
     as_numpy = jax.tree.map(
@@ -144,7 +144,7 @@ def stored(workdir: Path) -> dict[str, np.ndarray]:
 
 
 def seen(workdir: Path, setting: Setting) -> list[dict[str, Any]]:
-    """Returns the record of each process, see witness.py."""
+    """Returns the records of all processes, see witness.py."""
     paths = [workdir / f"seen.{process}.json" for process in range(setting.processes)]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
@@ -156,13 +156,13 @@ def losses(workdir: Path) -> dict[int, float]:
 
 
 def differing_arrays(expected: Mapping[str, np.ndarray], held: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each array that the processes together do not hold as it is in the file.
+    """Returns a line for each array whose shards on all processes differ from the file.
 
     Layers in chunks are [V, L / V, ...]; the file has [L, ...], the same numbers in the same order.
 
     Args:
       expected: path -> array.
-      held: of each process, path -> `witness.pieces`.
+      held: for each process, path -> `witness.pieces`.
     """
     found = [f"process {i}: other arrays" for i, own in enumerate(held) if own.keys() != expected.keys()]
     for path, array in expected.items():
@@ -184,7 +184,7 @@ def differing_arrays(expected: Mapping[str, np.ndarray], held: Sequence[Mapping[
 
 
 def batch_rows(processes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, set[str]]]:
-    """Returns step -> row -> hashes of the steps after the save: one hash, or several where devices disagree."""
+    """Returns step -> row -> hashes for the steps after the save: one hash, or several if devices disagree."""
     together: dict[str, dict[str, set[str]]] = {}
     for own in processes:
         for step, rows in own["rows"].items():
@@ -195,10 +195,10 @@ def batch_rows(processes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, se
 
 
 def compare(writer: Path, wrote: Setting, reader: Path, reads: Setting) -> Cell:
-    """Compares a run that resumed from another setting's save with the run that saved it.
+    """Compares a run that resumed from another setting's save with the run that wrote the save.
 
     Args:
-      writer: the run without a stop.
+      writer: the uninterrupted run.
       wrote: its setting.
       reader: the run that resumed from a copy of its save.
       reads: its setting.
@@ -225,7 +225,7 @@ def cells(pairs: Sequence[tuple[str, str]], work: Path) -> dict[tuple[str, str],
     """Trains the runs of these pairs (writer, reader) in the folder `work`, and returns the result of each pair."""
     found: dict[tuple[str, str], Cell] = {}
     saved: set[str] = set()
-    # First each that saves, which also resumes from what is there already; then the others, and those that had to wait.
+    # First the settings that save; they also resume from existing saves. Then all other pairs.
     for name in [*dict.fromkeys(writer for writer, _ in pairs), *dict.fromkeys(reader for _, reader in pairs)]:
         saves = name not in saved and any(writer == name for writer, _ in pairs)
         writers = [

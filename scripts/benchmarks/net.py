@@ -1,23 +1,23 @@
-"""Records what the program decides, computes and says, and compares two records: nothing may change by accident.
+"""Records the program's decisions, numbers and messages, and compares two records to detect accidental changes.
 
     scripts/bench net record FOLDER [--parts=placements,charts,...] [--like=OLDER]
     scripts/bench net compare OLDER FOLDER [--relative=1e-6]
 
 A record is a folder of text files, one folder a part:
 
-    placements   where each weight of each configuration lives, as in tests/golden
-    charts       every schedule of the pipeline in a few sizes
+    placements   the placement of each configuration's weights, as in tests/golden
+    charts       every pipeline schedule in a few sizes
     losses       loss and gradient norm of 20 steps of each configuration that fits eight devices
-    errors       the lines that the broken configurations, data, runs and command lines of the tests are refused with,
-                 and those of random configurations; with --like the random ones of an older record, because other
-                 options would draw others
+    errors       the error lines of the broken configurations, data, runs and command lines of the tests, and of random
+                 configurations; --like reuses the random configurations of an older record, because new options would
+                 lead to others
     tests        the names of all tests
-    plans        bytes by axis, peak, and a hash of the scheduled program's collectives (kind, axes, how often, bytes,
-                 whether products overlap them, in the program's order) of the large configurations; needs the extra
-                 plan-gpu, and far more time than the other parts
+    plans        bytes by axis, peak, and a hash of the scheduled program's collectives (kind, axes, count, bytes,
+                 overlap with products, in the program's order) of the large configurations; needs the extra plan-gpu,
+                 and far more time than the other parts
 
-`compare` prints each difference and returns 1 if there is one; parts that one of the two lacks are named and left out.
-No file holds a time. Both records must come from one version of JAX on one kind of machine.
+`compare` prints each difference and returns 1 if there is a difference; it names and skips parts that only one record
+has. No file contains a time. Both records must come from the same version of JAX on the same kind of machine.
 
 Extras: dev plan-gpu
 """
@@ -82,12 +82,12 @@ Texts = dict[str, str]  # file's name -> content
 
 
 def placements() -> Texts:
-    """Returns what stands in tests/golden/placements for each configuration."""
+    """Returns the placements in tests/golden/placements for each configuration."""
     return {f"{name}.txt": golden.text(golden.assembled(name)) for name in golden.CONFIGS}
 
 
 def charts() -> Texts:
-    """Returns the chart and the numbers of each schedule, or why it has none."""
+    """Returns the chart and the numbers of each schedule, or the reason if it has none."""
     found = {}
     for name in NAMES:
         for stages, microbatches, chunks in SIZES:
@@ -102,7 +102,7 @@ def charts() -> Texts:
 
 
 def losses() -> Texts:
-    """Returns a line for each of 20 steps of each small configuration: step, loss, gradient norm, all digits."""
+    """Returns a line for each of 20 steps of each small configuration: step, loss, gradient norm, with all digits."""
     return {f"{name}.txt": _losses(name) for name in SMALL}
 
 
@@ -117,10 +117,10 @@ def _losses(name: str) -> str:
 
 
 def errors(like: Path | None) -> Texts:
-    """Returns the lines that hostile inputs are refused with.
+    """Returns the error lines of hostile inputs.
 
     Args:
-      like: an older record, whose random configurations are taken; None: newly drawn ones.
+      like: an older record, whose random configurations are used; None: new random configurations.
     """
     found = {}
     for name, cases in HOSTILE.items():
@@ -137,19 +137,19 @@ def _refusal(case: refused.Case) -> list[str]:
             lines = refused.assert_refused(case, Path(folder), patch)
         except refused.Accepted:
             lines = ["read"]
-        patch.undo()  # the working directory, before its folder goes
+        patch.undo()  # the working directory, before its folder is deleted
         return [line.replace(folder, "FOLDER") for line in lines]
 
 
 def _drawn() -> list[dict[str, object]]:
-    """Returns random configurations: the words of a command line besides --config, and the file's text."""
+    """Returns random configurations: the arguments besides --config, and the text of the file."""
     chance, known = random.Random(0), list(fuzz.fields(Config()))
     cases = [fuzz.drawn_case(chance, known, Path("file.py"), 1 + i % fuzz.MOST_FIELDS) for i in range(NUM_RANDOM)]
     return [{"words": case.words[1:], "file": case.file} for case in cases]
 
 
 def _said(words: Sequence[str], text: str) -> list[str]:
-    """Returns the lines that `explain` refuses a configuration with; none if it takes it."""
+    """Returns the error lines of `explain` for a configuration; none if it accepts it."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         file = Path(folder, "file.py")
         file.write_text(text, encoding="utf-8")
@@ -161,7 +161,7 @@ def _said(words: Sequence[str], text: str) -> list[str]:
 
 
 def tests() -> Texts:
-    """Returns the names of all tests, whatever they are marked."""
+    """Returns the names of all tests, with any marks."""
     words = ["-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     names = [line for line in done.stdout.splitlines() if "::" in line]
@@ -169,7 +169,7 @@ def tests() -> Texts:
 
 
 def plans() -> Texts:
-    """Returns what the plan of each large configuration says, without a modelled time."""
+    """Returns the plan of each large configuration, without modelled times."""
     jax.config.update("jax_enable_compilation_cache", False)  # no run here would read these programs
     found = {}
     for words in LARGE:
@@ -199,7 +199,7 @@ def plans() -> Texts:
 
 
 def parts(like: Path | None) -> Mapping[str, Callable[[], Texts]]:
-    """Returns part -> what makes its files."""
+    """Returns part -> the function that makes its files."""
     return {
         "placements": placements,
         "charts": charts,
@@ -211,7 +211,7 @@ def parts(like: Path | None) -> Mapping[str, Callable[[], Texts]]:
 
 
 def record(folder: Path, names: Sequence[str], like: Path | None) -> None:
-    """Writes the files of these parts, and the versions that they come from."""
+    """Writes the files of these parts, and the versions of the packages."""
     distributed.start(NUM_DEVICES)
     folder.mkdir(parents=True, exist_ok=True)
     python = ".".join(map(str, sys.version_info[:2]))
@@ -225,11 +225,11 @@ def record(folder: Path, names: Sequence[str], like: Path | None) -> None:
 
 
 def compare(older: Path, newer: Path, relative: float) -> int:
-    """Prints each difference of two records and returns how many files differ.
+    """Prints each difference of two records and returns the number of files that differ.
 
     Args:
       older: a record.
-      newer: another one.
+      newer: another record.
       relative: numbers of losses that differ by at most this share of the larger one are equal.
     """
     mine, other = ({path.name for path in folder.iterdir()} for folder in (older, newer))
@@ -249,7 +249,7 @@ def compare(older: Path, newer: Path, relative: float) -> int:
 
 
 def _compare_errors(older: Path, newer: Path) -> int:
-    """Prints each case whose lines differ, whatever file it stands in, and returns how many do."""
+    """Prints each case whose lines differ, in any file, and returns the number of these cases."""
     before, now = (_cases(folder) for folder in (older, newer))
     if odd := len(before.keys() ^ now.keys()):
         print(f"only in one of the two, not compared: {odd} broken inputs")
@@ -263,7 +263,7 @@ def _compare_errors(older: Path, newer: Path) -> int:
 
 
 def _cases(folder: Path) -> dict[str, list[str]]:
-    """Returns name of a broken input -> the lines that it is refused with."""
+    """Returns name of a broken input -> its error lines."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
     parts = [part.splitlines() for text in texts for part in text.removeprefix("# ").split("\n# ") if part]
     return {name: lines for name, *lines in parts}

@@ -1,8 +1,8 @@
-"""Exact match of configs/numbers.py on held-out numbers, by range and spelling; docs/results/training.md has the table.
+"""Measures exact match of configs/numbers.py on held-out numbers, by range and spelling (docs/results/training.md).
 
-Each run is a process of its own. Seconds are those of all of the CPU's threads over two, so that they hold for two
-cores and do not depend on what else the machine does. Start and compilation are counted apart, as the seconds of a run
-that ends after its first step. The exit code is 1 where a bar is missed.
+Each run is a separate process. Seconds are the CPU time of all threads divided by two: the time on two cores,
+independent of other programs. Start and compilation are also measured separately, as the time of a run that ends after
+its first step. The exit code is 1 if a run misses a bound.
 """
 
 import argparse
@@ -29,16 +29,16 @@ HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is trained, and what it has to reach.
+    """A training task and its required results.
 
     Attributes:
       numbers_below: `data.numbers_below`.
       spelling: `data.spelling`.
-      num_held_out: how many numbers that holds out.
-      num_seeds: runs, with the seeds from 0 on.
-      least_last: share of held-out numbers right at the last step, in each run.
+      num_held_out: the number of held-out numbers.
+      num_seeds: the number of runs, with seeds from 0 on.
+      least_last: required share of correct held-out numbers at the last step, in each run.
       least_best: the same at the best evaluation.
-      most_seconds: of a run, without its start.
+      most_seconds: maximum time of a run, without its start.
     """
 
     numbers_below: int
@@ -50,7 +50,7 @@ class Setting:
     most_seconds: float
 
     def words(self) -> list[str]:
-        """Returns the command line's fields of the configuration."""
+        """Returns the setting as arguments of the command line."""
         return [f"--config.data.numbers_below={self.numbers_below}", f"--config.data.spelling={self.spelling}"]
 
 
@@ -63,11 +63,11 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one run came to.
+    """The result of a run.
 
     Attributes:
-      shares: of held-out numbers that are right, at each evaluation.
-      seconds: CPU seconds of its process over the cores.
+      shares: share of correct held-out numbers at each evaluation.
+      seconds: CPU seconds of its process divided by the cores.
     """
 
     shares: tuple[float, ...]
@@ -75,16 +75,16 @@ class Outcome:
 
 
 def trained(setting: Setting, seed: int, workdir: Path, *changes: str) -> Outcome:
-    """Trains in a process of its own.
+    """Trains in a separate process.
 
     Args:
-      setting: what is trained.
-      seed: of the run.
-      workdir: its folder.
-      *changes: further words of the command line.
+      setting: the training task.
+      seed: the run's seed.
+      workdir: the run's folder.
+      *changes: further arguments of the command line.
 
     Raises:
-      RuntimeError: the run failed; with the end of its output.
+      RuntimeError: the run failed; the message is the end of its output.
     """
     command = [sys.executable, "-m", "meshtrain", "train", "--config=configs/numbers.py", f"--workdir={workdir}"]
     quiet = ["--config.observe.progress=no", "--config.observe.tensorboard=no"]
@@ -123,7 +123,7 @@ def line(setting: Setting, outcomes: Sequence[Outcome], start_seconds: float) ->
 
 
 def missed(setting: Setting, outcomes: Sequence[Outcome], start_seconds: float) -> list[str]:
-    """Returns one line for each bar that a run misses."""
+    """Returns one line for each bound that a run misses."""
     found = []
     for seed, one in enumerate(outcomes):
         for what, got, least in (
@@ -138,7 +138,7 @@ def missed(setting: Setting, outcomes: Sequence[Outcome], start_seconds: float) 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table, and a line for each bar that is missed."""
+    """Prints the table, and a line for each missed bound."""
     parser = argparse.ArgumentParser(prog="scripts/bench numbers", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=0, help="runs of each setting; 0: 3, and 1 of the larger ones")
     parser.add_argument("--num-steps", type=int, default=0, help="steps of each run; 0: those of the configuration")

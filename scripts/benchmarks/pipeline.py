@@ -1,9 +1,9 @@
-"""Compares each schedule with a textbook pipeline: a scan with a ppermute in it, differentiated by `jax.grad`.
+"""Compares each schedule with a textbook pipeline: a scan that contains a ppermute, differentiated by `jax.grad`.
 
-There are two of these: each stage holds one chunk of the layers, or several, through which microbatches circulate.
+There are two textbook pipelines: each stage has one chunk of layers, or several chunks and circulating microbatches.
 
 All programs compute loss and gradients of the same batch from the same weights. Step times are medians over rounds in
-which the programs take turns.
+which the programs alternate.
 
 M: microbatches, S: stages, V: chunks a stage.
 
@@ -43,7 +43,7 @@ from meshtrain.step.accumulate import cut
 from meshtrain.step.step import with_sequence_index
 
 TEXTBOOK, CIRCULAR = "scan + jax.grad", "circular + grad"
-# Name of a program -> the schedule and the chunks of its configuration; of the textbook's programs only chunks count.
+# Name of a program -> schedule and chunks of its configuration; the textbook programs use only the chunks.
 PROGRAMS = {
     TEXTBOOK: ("gpipe", 1),
     "gpipe": ("gpipe", 1),
@@ -51,7 +51,7 @@ PROGRAMS = {
     CIRCULAR: ("interleaved_1f1b", 2),
     "interleaved_1f1b": ("interleaved_1f1b", 2),
 }
-NUM_COMPILATIONS = 3  # the least counts, because other programs increase even CPU time
+NUM_COMPILATIONS = 3  # the minimum is used, because other programs increase even CPU time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Candidate:
 
 
 def configuration(arguments: argparse.Namespace, schedule: str, num_chunks: int) -> Config:
-    """Returns a run of a small decoder whose layers divide by stages x 2 chunks."""
+    """Returns the assembly of a small decoder whose number of layers is divisible by stages x 2 chunks."""
     return Config(
         batch_size=arguments.sequences * arguments.microbatches,
         sequence_length=arguments.tokens,
@@ -84,9 +84,10 @@ def configuration(arguments: argparse.Namespace, schedule: str, num_chunks: int)
 def textbook(
     stages: Stages, mesh: jax.sharding.Mesh, specs: Any, num_chunks: int, params: Params, batch: Batch, rng: jax.Array
 ) -> jax.Array:
-    """Returns the loss sum of microbatches [b, M, ...]: V M + S - 1 rows, embedding and head whole on every stage.
+    """Returns the loss sum of microbatches [b, M, ...]: V M + S - 1 ticks, complete embedding and head on every stage.
 
-    Row r is unit r - s on stage s: microbatches in groups of S, each group through all chunks before the next.
+    At tick r, stage s processes unit r - s. Microbatches run in groups of S; each group passes all chunks before the
+    next group.
     """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> jax.Array:
@@ -116,7 +117,7 @@ def textbook(
 
         x = jax.eval_shape(lambda: stages.first(outer, part(jnp.int32(0)), rng, True, None))
         empty = jnp.zeros(x.shape, x.dtype), jnp.zeros((), jnp.float32)
-        # A sum for each stage, added up outside: differentiating through a psum in here would be wrong by the factor S.
+        # Each stage returns its sum, added up outside: the gradient of a psum inside would be wrong by the factor S.
         return jax.lax.scan(row, empty, jnp.arange(num_chunks * num_parts + num_stages - 1))[0][1][None]
 
     whole = PartitionSpec()
@@ -126,7 +127,7 @@ def textbook(
 
 
 def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candidate:
-    """Returns one of the programs, compiled."""
+    """Compiles one of the programs."""
     shape = dict.fromkeys(AXES, 1) | {PIPELINE: len(devices)}
     assembly = assemble(config, shape, devices)
     stages, program, mesh = assembly.task.stages, assembly.program, assembly.mesh
@@ -163,7 +164,7 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
     for _ in range(NUM_COMPILATIONS):
         jax.clear_caches()
         lowered = jax.jit(step, out_shardings=(whole, places)).lower(*arguments)
-        # CPU time of all threads, on which other programs have little influence.
+        # CPU time of all threads, because other programs change it only a little.
         start = time.process_time()
         compiled = lowered.compile()
         seconds.append(time.process_time() - start)
@@ -171,7 +172,7 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
 
 
 def example_batch(assembly: Assembly) -> dict[str, jax.Array]:
-    """Returns a batch of random tokens, one document a sequence."""
+    """Returns a batch of random tokens, with one document per sequence."""
     generator, shape = np.random.default_rng(0), assembly.batch["tokens"].shape
     tokens = generator.integers(0, 1024, (shape[0], shape[1] + 1)).astype(np.int32)
     entries = {
@@ -185,7 +186,7 @@ def example_batch(assembly: Assembly) -> dict[str, jax.Array]:
 
 
 def times_of(candidates: dict[str, Candidate], num_rounds: int) -> dict[str, float]:
-    """Returns the median seconds of a step of each candidate; the first round warms up."""
+    """Returns the median seconds of each candidate's step, without the first round."""
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(num_rounds + 1):
         for name, one in candidates.items():
@@ -197,7 +198,7 @@ def times_of(candidates: dict[str, Candidate], num_rounds: int) -> dict[str, flo
 
 
 def lines(candidates: dict[str, Candidate], num_rounds: int) -> list[str]:
-    """Returns the table, each number beside its ratio to the textbook's."""
+    """Returns the table, each number with its ratio to the textbook pipeline."""
     steps = times_of(candidates, num_rounds)
     numbers = {
         name: (

@@ -1,7 +1,7 @@
 """The built-in decoder in plain JAX, as short as possible: the reference of benchmarks and tests.
 
-One file, functions and dicts; no mesh, no Flax, no configuration. Sizes follow from the weights, which have the same
-names and shapes as the program's, so that both can start from the same arrays.
+It uses only functions and dicts; no mesh, no Flax, no configuration. Sizes follow from the weights, which have the same
+names and shapes as in the built-in decoder, so that both can start from the same arrays.
 
 b: sequences, T: tokens a sequence, D: embed dim, N: query heads, K: key and value heads, G = N / K, H: head dim,
 F: mlp dim, V: padded vocabulary.
@@ -25,10 +25,10 @@ ROPE_BASE = 10000.0
 
 
 def llama_loss(params: Params, batch: Batch, vocab_size: int, dtype: DTypeLike, window: int = 0) -> jax.Array:
-    """Returns the mean cross-entropy over the targets: RMSNorm, SwiGLU, rotary positions, a head of its own.
+    """Returns the mean cross-entropy over the targets: RMSNorm, SwiGLU, rotary positions, an untied head.
 
-    With `window` a token attends to that many tokens, itself among them (Mistral). Biases (Qwen 2) and norms of heads
-    (Qwen 3) are used where the weights have them.
+    With `window`, a token attends to that many tokens, including itself (Mistral). Biases (Qwen 2) and norms of heads
+    (Qwen 3) are used if the weights contain them.
     """
     x = params["embedding"]["table"].astype(dtype)[batch["tokens"]]
     head_dim = params["layers"]["attention"]["query"].shape[-1]
@@ -80,14 +80,14 @@ def cast(weights: Params, dtype: DTypeLike) -> Params:
 
 
 def rms_norm(x: jax.Array, w: Params) -> jax.Array:
-    """Returns x / rms(x) * scale, taken in float32. [b, T, D] -> [b, T, D]."""
+    """Returns x / rms(x) * scale, computed in float32. [b, T, D] -> [b, T, D]."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + EPSILON)
     return (wide * w["scale"]).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, w: Params) -> jax.Array:
-    """Returns (x - mean) / std * scale + bias, taken in float32. [b, T, D] -> [b, T, D]."""
+    """Returns (x - mean) / std * scale + bias, computed in float32. [b, T, D] -> [b, T, D]."""
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + EPSILON)
@@ -95,15 +95,15 @@ def layer_norm(x: jax.Array, w: Params) -> jax.Array:
 
 
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Rotates the two halves of each head against each other, in float32. [b, T, N, H] -> [b, T, N, H]."""
+    """Applies rotary positions to the two halves of each head, in float32. [b, T, N, H] -> [b, T, N, H]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1).astype(x.dtype)
 
 
 def visible(segment_ids: jax.Array, window: int = 0) -> jax.Array:
-    """Returns bool [b, 1, 1, T, T]: whether a query (rows) sees a key (columns), earlier in the same document.
+    """Returns bool [b, 1, 1, T, T]: whether a query (row) attends to a key (column): not later, same document.
 
-    With `window` it sees that many keys at most, its own among them.
+    With `window`, it attends to at most that many keys, including its own.
     """
     same = jnp.tril(segment_ids[:, :, None] == segment_ids[:, None, :])
     return (jnp.triu(same, 1 - window) if window else same)[:, None, None]
@@ -119,14 +119,14 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.
 
 
 def cross_entropy(logits: jax.Array, batch: Batch, vocab_size: int) -> jax.Array:
-    """Returns the mean over the targets, float32; columns of the logits [b, T, V] from `vocab_size` on are padding."""
+    """Returns the mean loss of the targets, float32. Logits [b, T, V] have padding columns from `vocab_size` on."""
     logits = logits[..., :vocab_size].astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
 
 
 def adamw(learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    """Returns AdamW behind clipping, with decay on all but norms and biases."""
+    """Returns clipping followed by AdamW, with decay on all weights except norms and biases."""
 
     def decays(params: Params) -> Params:
         last = lambda path, leaf: "bias" not in path[-1].key and path[-1].key != "scale"  # noqa: E731

@@ -1,6 +1,6 @@
 """Plans the large configurations and prints a line of Markdown for each: the table in README and docs/results/plans.md.
 
-The last column is the same programs by a former model of time, so that tables of then and now compare programs.
+The last column uses an older time model for the same programs, so that old and new tables can be compared.
 
 Extras: plan-gpu
 """
@@ -46,7 +46,7 @@ BEFORE = Assumptions(
 
 
 def line(by: Compiler, name: str, cluster: str) -> str:
-    """Returns one configuration's row."""
+    """Returns the row of a configuration."""
     config, _ = parse([f"--config=configs/{name}.py"], reads_data=False)
     target = clusters.open_cluster(cluster)
     shape = planner.shape_on(config, target)
@@ -60,7 +60,8 @@ def line(by: Compiler, name: str, cluster: str) -> str:
     then = dataclasses.replace(plan, timing=timing(plan.compiled.assembly.mesh, target, program, BEFORE))
     assert then.timing
     assert then.mfu
-    # For the pipeline the executor's own formula, since idle rows send too, and the vocabulary is split over stages.
+    # The pipeline uses the executor's own formula, because idle ticks send too, and the vocabulary is split over
+    # stages.
     least = dict(plan.minimum) | ({"pipeline": plan.executor_bytes} if plan.executor_bytes else {})
     ratios = {axis: text_report.sent_along(plan, axis) / bound for axis, bound in least.items() if bound}
     ratios |= text_report.working_ratios(plan)

@@ -1,7 +1,7 @@
-"""Plans each large configuration twice: as `meshtrain plan` does, and with every program compiled whole.
+"""Plans each large configuration twice: as `meshtrain plan` does, and with complete compilation of every program.
 
-Prints the processor seconds of both, with all their processes, and ends with 1 if a number of a report differs in its
-last digit, or one way ends without a report.
+Prints the CPU seconds of both, with all their processes. The exit code is 1 if any digit of a report differs, or if a
+plan ends without a report.
 
 Extras: plan-gpu
 """
@@ -21,13 +21,13 @@ import jax
 from scripts.benchmarks.plan import LARGE
 
 PLAN = "import sys; from meshtrain.plan import __main__, scheduled_dump; {}; __main__.main(sys.argv[1:])"
-# Without its default, what compiles whole after all fails.
+# Without the compiler's default, programs that are compiled completely anyway would fail.
 WAYS = {"early": "scheduled_dump.compile_step.__defaults__ = ()", "whole": "scheduled_dump.COMPARED = ()"}
 HEADER = ("| configuration | cluster | peak, bytes | middle, s | early, s | whole, s | ratio |", "|" + " --- |" * 7)
 
 
 def planned(way: str, name: str, cluster: str) -> tuple[dict[str, Any] | None, float]:
-    """Returns (the report for programs without the time it took, or None without one; processor seconds)."""
+    """Returns (the JSON report without its compile time, or None if there is no report; CPU seconds)."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.json")
         words = [f"--config=configs/{name}.py", f"--cluster={cluster}", f"--json={file}"]
@@ -41,7 +41,7 @@ def planned(way: str, name: str, cluster: str) -> tuple[dict[str, Any] | None, f
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a row for each plan, and returns 0 if both ways agree on all of them."""
+    """Prints a row for each plan, and returns 0 if both reports agree for all plans."""
     parser = argparse.ArgumentParser(prog="scripts/bench plan_ratio", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("plans", metavar="CONFIG=CLUSTER", nargs="*", default=LARGE, help="default: those of the table")
     plans = parser.parse_args(argv).plans

@@ -1,11 +1,11 @@
-"""Compares the planner's time with published training runs: prints the table of docs/results/plans.md.
+"""Compares the planner's time with published training runs, and prints the table of docs/results/plans.md.
 
     scripts/bench published_runs                                        # from stored figures, no compiler
     .venv-plan/bin/python -m scripts.benchmarks.published_runs NAME...  # compiles these runs again and stores them
 
-`published_runs.json` has, for each run, what the planner's time is made of: the dims of all matrix products, the bytes
+`published_runs.json` contains the inputs of the planner's time for each run: the dims of all matrix products, the bytes
 that operations move, the FLOPs of attention kernels, the number of kernels, transfers by axis, and the seconds that
-computing waits for them.
+computation waits for them.
 """
 
 import argparse
@@ -36,12 +36,12 @@ from meshtrain.plan.timing.streams import FREE, Assumptions, Hidden, Streams, sh
 
 STORED = pathlib.Path(__file__).with_suffix(".json")
 ASSUMED = Assumptions()
-of_shape = functools.cache(shape_share)  # a fit asks for the same shapes again
+of_shape = functools.cache(shape_share)  # a fit uses the same shapes again
 HEADER = (
     "run", "products", "published, s", "MFU", "model", "MFU", "error", "low", "high", "",
     "left out: share", "error", "low", "high", "",
 )  # fmt: skip
-SHARES = [number / 200 for number in range(80, 201)]  # that a fit tries: 0.4 to 1
+SHARES = [number / 200 for number in range(80, 201)]  # tried by a fit: 0.4 to 1
 _LLAMA = (
     "--config=configs/llama3_8b.py --config.mesh.data=1 --config.accumulation_steps=1 --config.batch_size=16 "
     "--config.remat.policy=dots"
@@ -71,13 +71,14 @@ class Run:
     """A published run.
 
     Attributes:
-      where: it was published.
-      measured: seconds of a step; from 1e12 on FLOP/s of a device, by the model's FLOPs with full attention.
-      cluster: as `plan` names it.
-      arguments: of `plan`: our configuration nearest to it.
-      differs: what program or card have otherwise; an empty text where both match.
-      is_calibrating: whether the card's share may be fitted to it.
-      is_fp8: whether its products had 8 bits; ours have 16.
+      where: the publication.
+      measured: seconds of a step; values from 1e12 on are FLOP/s of a device, from the model's FLOPs with full
+        attention.
+      cluster: the name of the cluster for `plan`.
+      arguments: arguments of `plan` for our most similar configuration.
+      differs: differences of program or card; an empty text if both match.
+      is_calibrating: whether the card's share may be fitted to this run.
+      is_fp8: whether the published run's products had 8 bits; ours have 16.
     """
 
     where: str
@@ -170,14 +171,14 @@ RUNS = {
 def figures(
     program: Program, card: Accelerator, mesh: Mapping[str, int], transfers: Mapping[str, float], flops: float = 0.0
 ) -> Any:
-    """Returns what the modelled time of a program is made of, for JSON; see `seconds`.
+    """Returns the inputs of a program's modelled time, for JSON; see `seconds`.
 
     Args:
-      program: scheduled; its products are of inputs in 16 bits.
-      card: that it was compiled for.
+      program: scheduled program; the inputs of its products have 16 bits.
+      card: the card that it was compiled for.
       mesh: the size of each axis.
-      transfers: the seconds of each collective, by its name.
-      flops: the model's, of a step on one device, with full attention.
+      transfers: name -> seconds of each collective.
+      flops: the model's FLOPs in a step on one device, with full attention.
     """
     walks = {hidden: Streams(program, card, transfers, ASSUMED, hidden) for hidden in Hidden}
     steps = {hidden: walk.step() for hidden, walk in walks.items()}
@@ -228,14 +229,14 @@ def seconds(
 ) -> float:
     """Returns the modelled seconds of a step from stored figures.
 
-    Waiting for transfers is kept as it was at the stored share: faster products would hide a little less.
+    The waiting time for transfers does not change with the share, although faster products would hide a little less.
 
     Args:
-      stored: of `figures`.
-      card: that the program was compiled for.
-      share: of its peak, that large products reach.
-      assumed: of the model.
-      hidden: which asynchronous transfers run beside computations.
+      stored: result of `figures`.
+      card: the card that the program was compiled for.
+      share: share of the card's peak that large products reach.
+      assumed: assumptions of the time model.
+      hidden: which asynchronous transfers are overlapped with computation.
     """
     peak, speed = card.bfloat16_flops_per_second, card.memory_bytes_per_second * assumed.memory_efficiency
     of_kernel = {"triton": assumed.triton_efficiency, "library": assumed.attention_efficiency}
@@ -252,7 +253,7 @@ def seconds(
 
 
 def ends(stored: Any, card: Accelerator, share: float) -> tuple[float, float]:
-    """Returns the ends of the interval around `seconds`; arguments are its."""
+    """Returns the ends of the interval around `seconds`, with the same arguments."""
     fast, slow = ASSUMED.at_the_fast_end, ASSUMED.at_the_slow_end
     return (
         seconds(stored, card, share + ASSUMED.product_faster, fast, Hidden.ALL),
@@ -261,7 +262,7 @@ def ends(stored: Any, card: Accelerator, share: float) -> tuple[float, float]:
 
 
 def fitted(names: Sequence[str], stored: Mapping[str, Any]) -> float | None:
-    """Returns the share of a card's peak that fits these runs best, by squares of errors' logs; None without runs."""
+    """Returns the share of a card's peak with the least squared log errors on these runs; None without runs."""
 
     def error(share: float) -> float:
         modelled = {name: seconds(stored[name], RUNS[name].card, share) for name in names}
@@ -271,7 +272,7 @@ def fitted(names: Sequence[str], stored: Mapping[str, Any]) -> float | None:
 
 
 def left_out_share(name: str, stored: Mapping[str, Any]) -> float:
-    """Returns the share for a run that is fitted to the other runs on its card; without such, the card's own."""
+    """Returns the share fitted to the other runs on a run's card; without other runs, the card's own share."""
     run = RUNS[name]
     others = [one for one, other in RUNS.items() if one != name and other.card is run.card and other.is_calibrating]
     return fitted(others, stored) or run.card.product_share
@@ -303,7 +304,7 @@ def compile_again(names: Sequence[str], stored: dict[str, Any]) -> None:
 
 
 class Compared(NamedTuple):
-    """A modelled step beside the published one: seconds, error, interval, and whether the published one is in it."""
+    """A modelled step and the published step: seconds, error, interval, and whether the published time is inside."""
 
     seconds: float
     error: float
@@ -312,12 +313,12 @@ class Compared(NamedTuple):
     is_inside: bool
 
     def cells(self) -> tuple[str, ...]:
-        """Returns its cells of the table: the error, the ends of the interval, and whether the run is between them."""
+        """Returns the table cells: the error, the ends of the interval, and whether the run is between them."""
         return f"{self.error:+.1%}", f"{self.low:.3g}", f"{self.high:.3g}", "in" if self.is_inside else "out"
 
 
 def compared(name: str, stored: Mapping[str, Any], share: float) -> Compared:
-    """Returns a run beside its model with this share of the peak."""
+    """Returns the comparison of a run with its model at this share of the peak."""
     run, of_run = RUNS[name], stored[name]
     measured, modelled = run.seconds(of_run), seconds(of_run, run.card, share)
     low, high = ends(of_run, run.card, share)
@@ -325,7 +326,7 @@ def compared(name: str, stored: Mapping[str, Any], share: float) -> Compared:
 
 
 def table(stored: Mapping[str, Any]) -> str:
-    """Returns the table, what differs between runs and programs, and the worst of both errors."""
+    """Returns the table, the differences between runs and programs, and the largest of both errors."""
     rows, errors, differs = [], dict[str, dict[str, float]](error={}, error_left_out={}), dict[str, list[str]]()
     for name, run in RUNS.items():
         share, mfu = left_out_share(name, stored), stored[name]["model_flops"] / run.card.bfloat16_flops_per_second

@@ -1,10 +1,10 @@
-"""Changed files through each reader of JSON, headers and indexes: none may raise anything but the user error.
+"""Passes changed files to each reader of JSON, headers and indexes; only user errors are allowed.
 
     scripts/bench readers [--cases=1000] [--seed=0] [--reader=NAME]
 
-The readers are the table in tests/messages/readers.py. A case changes one file of a reader's folder: values of JSON are
-replaced, left out or doubled; bytes are cut, flipped, doubled or replaced. The reader returns, or raises UserError with
-short lines; any other exception is printed with the case, and the exit code is 1.
+The readers are the table in tests/messages/readers.py. A case changes one file of a reader's folder: JSON values are
+replaced, removed or doubled; bytes are removed, flipped, doubled or replaced. The reader returns, or raises UserError
+with short lines. Any other exception is printed with the case, and the exit code is 1.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from meshtrain.errors import UserError, one_line
 from tests.messages.readers import READERS, Reader
 
 REFUSED = "refused: "
-MOST_CHARACTERS = 1000  # of an error line, without the folder's name
-# Texts of JSON that take a value's place.
+MOST_CHARACTERS = 1000  # length of an error line, without the folder's name
+# JSON texts that replace a value.
 NUMBERS = ("0", "-1", "-0.0", "1e999", "-1e999", "NaN", "-Infinity", "9" * 400, "-" + "9" * 5000, "1e-400", "1.5",
            "1e308", "9223372036854775808", "4294967295", "0.0", "2")  # fmt: skip
 TEXTS = (
@@ -51,7 +51,7 @@ _MARK = "\ufdd0"  # a character that no text has
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yields the path of each value inside a value of JSON, the value itself first."""
+    """Yields the path of each value inside a JSON value, the value itself first."""
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inner:
@@ -59,7 +59,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed_json(text: str, chance: random.Random) -> str:
-    """Returns a text of JSON with one value replaced, left out or doubled under its key."""
+    """Returns a JSON text with one value replaced, removed or doubled under its key."""
     content = copy.deepcopy(json.loads(text))
     path = chance.choice([*places(content)][:400])
     drawn = chance.random()
@@ -87,7 +87,7 @@ def changed_json(text: str, chance: random.Random) -> str:
 
 
 def changed_bytes(content: bytes, chance: random.Random) -> bytes:
-    """Returns bytes of which some are cut, flipped, doubled, left out or replaced, most near the beginning."""
+    """Returns bytes with some bytes truncated, flipped, doubled, removed or replaced, mostly near the start."""
     place = (
         min(int(chance.expovariate(1 / 40)), len(content)) if chance.random() < 0.6 else chance.randint(0, len(content))
     )
@@ -120,9 +120,9 @@ def changed(content: bytes, kind: str, chance: random.Random) -> bytes:
     """Returns changed content of a file of one kind.
 
     Args:
-      content: as it is in order.
+      content: the valid content.
       kind: `json`, `lines` of JSON, `head` (a line of JSON before bytes), `safetensors`, or `bytes`.
-      chance: decides.
+      chance: the random number generator.
     """
     if kind == "bytes" or chance.random() < 0.1:
         return changed_bytes(content, chance)
@@ -139,7 +139,7 @@ def changed(content: bytes, kind: str, chance: random.Random) -> bytes:
 
 
 def outcome(use: Callable[[Path], object], folder: Path) -> str:
-    """Returns `passed`, `refused: ` and a line, or what is wrong: a traceback, or a line that is too long."""
+    """Returns `passed`, `refused: ` and a line, or the fault: a traceback, or a line that is too long."""
     try:
         with (
             contextlib.redirect_stdout(io.StringIO()),
@@ -151,13 +151,13 @@ def outcome(use: Callable[[Path], object], folder: Path) -> str:
     except UserError as error:
         lines = [one_line(problem).replace(str(folder), "") for problem in error.problems]
         return next((f"a long line: {line}" for line in lines if len(line) > MOST_CHARACTERS), f"{REFUSED}{lines[0]}")
-    except (Exception, SystemExit):  # noqa: BLE001  to find these is what this script is for
+    except (Exception, SystemExit):  # noqa: BLE001  this script searches for all exceptions
         return traceback.format_exc()
     return "passed"
 
 
 def wrong(reader: Reader, num_cases: int, seed: int) -> list[str]:
-    """Returns a text for each case of a reader in which it raised something else; the unchanged files are case 0."""
+    """Returns a text for each case with another exception than UserError; case 0 has the unchanged files."""
     found, chance = list[str](), random.Random(f"{seed} {reader.name}")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -177,7 +177,7 @@ def wrong(reader: Reader, num_cases: int, seed: int) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the cases and returns 1 if one of them raised anything but UserError."""
+    """Runs the cases and returns 1 if a case raised another exception than UserError."""
     parser = argparse.ArgumentParser(prog="scripts/bench readers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,9 @@
-"""Writes the reference of this version: commands, fields, exit codes, and the API for a user's own code.
+"""Writes the reference of this version: commands, fields, exit codes, and the API for custom code.
 
     scripts/bench reference [FOLDER]     # docs/reference unless given
 
-Each page is made from the program: what `--help` prints, the declared fields, the table of exit codes, and signatures
-and docstrings of what a script, a model or another function of one's own imports.
+Each page is generated from the program: the output of `--help`, the declared fields, the table of exit codes, and
+signatures and docstrings of the functions and classes that custom code imports.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def commands_page() -> str:
 
 
 def fields_page() -> str:
-    """Returns a table of all fields, and one of the group that another task, source or reduction has of its own."""
+    """Returns a table of all fields, and a table for each task, source or reduction with other options."""
     sections, reduction = ["# Fields of a configuration", _fields_table(flags.schema(Config()))], ReductionOptions()
     for key, group, kinds in (
         ("task", "model", {name: tasks.find(name).options for name in tasks.names()}),
@@ -96,7 +96,7 @@ def exit_codes_page() -> str:
 
 
 def api_page() -> str:
-    """Returns a section for each function and class that a user's own code imports, with its docstring."""
+    """Returns a section for each function and class that custom code imports, with its docstring."""
     sections = ["# API"]
     for title, things in API.items():
         sections.append(f"## {title}")
@@ -119,7 +119,7 @@ def _cell(text: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the pages into the folder, which is made, and prints a line for each."""
+    """Creates the folder, writes the pages into it, and prints a line for each."""
     parser = argparse.ArgumentParser(prog="scripts/bench reference", description=main.__doc__)
     parser.add_argument("folder", nargs="?", default="docs/reference", type=Path)
     folder = parser.parse_args(argv).folder

@@ -1,8 +1,8 @@
-"""A table for docs/results/plans.md: memory against work of each remat policy, by the GPU compiler, without a GPU.
+"""Prints memory and work of each remat policy, by the GPU compiler, without a GPU (docs/results/plans.md).
 
-The configuration is configs/llama3_8b.py on one machine of eight H100s, fsdp 8, one sequence a device in a microbatch,
-one microbatch. Temporaries are the compiler's account of everything that is not training state; FLOPs are those of the
-matrix products of the compiled program, loops counted as often as they run.
+The configuration is configs/llama3_8b.py on one machine of eight H100s, fsdp 8, one microbatch with one sequence per
+device. Temporaries are the compiler's account of all memory except training state. FLOPs count the matrix products of
+the compiled program, multiplied by the iterations of their loops.
 
 Extras: plan-gpu
 """
@@ -36,7 +36,7 @@ ROWS = [
 
 
 def configuration() -> Config:
-    """Returns llama3_8b on one machine, one sequence a device."""
+    """Returns the configuration llama3_8b for one machine, with one sequence per device."""
     given = runpy.run_path(str(ROOT / "configs" / "llama3_8b.py"))["get_config"]()
     config = resolve(given, reads_data=False)
     mesh = MeshOptions(data=1, fsdp=NUM_DEVICES, tensor=1, pipeline=1)
@@ -46,7 +46,7 @@ def configuration() -> Config:
 
 
 def row(config: Config, options: RematOptions, cluster: Cluster, least: float | None) -> tuple[str, float]:
-    """Returns a line of the table, and its work in FLOPs; `least` is the first line's work, None on the first."""
+    """Returns a line of the table, and its work in FLOPs; `least` is the first line's work, None for the first line."""
     config = dataclasses.replace(config, remat=options)
     shape = dict.fromkeys(AXES, 1) | {"fsdp": NUM_DEVICES}
     if problems := check(config, shape):

@@ -1,4 +1,4 @@
-"""Losses of configs/tiny.py with moments in fewer bytes, and with products of 8 bits (docs/results/training.md).
+"""Measures losses of configs/tiny.py with moments in fewer bytes, and with 8-bit products (docs/results/training.md).
 
 All runs have the same initial weights, data and validation examples, on one device.
 """
@@ -26,12 +26,12 @@ SHOWN_EVERY = 25
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a run rounds.
+    """The rounding options of a run.
 
     Attributes:
-      policy: of `precision`.
-      moments: of `optimizer`.
-      beside: the kind that it is compared with; '': none.
+      policy: value of `precision.policy`.
+      moments: value of `optimizer.moments`.
+      beside: the kind for comparison; '': none.
     """
 
     policy: str = "float32"
@@ -54,12 +54,12 @@ HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one run came to.
+    """The result of a run.
 
     Attributes:
-      last: mean training loss of the last 20 steps, or of all if there are fewer.
+      last: mean training loss of the last 20 steps, or of all steps of a shorter run.
       validation: mean validation loss after the last step.
-      moment_bytes: of the optimizer's state, for each parameter.
+      moment_bytes: bytes of the optimizer's state per parameter.
     """
 
     last: float
@@ -80,9 +80,9 @@ def trained(config: Config, devices: Sequence[jax.Device], what: str) -> Outcome
     """Trains on one device and evaluates.
 
     Args:
-      config: of the run.
+      config: the run's configuration.
       devices: at least one.
-      what: named in the lines of progress.
+      what: the name of the run in progress lines.
     """
     assembly = assemble(config, dict.fromkeys(AXES, 1), devices)
     corpus = open_data(config, assembly.task)
@@ -103,10 +103,10 @@ def line(name: str, beta2: float, outcome: Outcome, beside: Outcome | None) -> s
     """Returns a run's row.
 
     Args:
-      name: in `KINDS`.
+      name: a name in `KINDS`.
       beta2: the decay of the second moment.
-      outcome: of the run.
-      beside: of the run that it is compared with; None: none was made.
+      outcome: the result of the run.
+      beside: the result of the run for comparison; None: there is no such run.
     """
     against = f"{outcome.validation / beside.validation - 1:+.2%} of {KINDS[name].beside}" if beside else ""
     cells = (name, beta2, f"{outcome.last:.4f}", f"{outcome.validation:.4f}", against, f"{outcome.moment_bytes:.2f}")
@@ -114,7 +114,7 @@ def line(name: str, beta2: float, outcome: Outcome, beside: Outcome | None) -> s
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table, a row as soon as its run has ended."""
+    """Prints the table, each row when its run ends."""
     parser = argparse.ArgumentParser(prog="scripts/bench rounding", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which of them, separated by commas")

@@ -1,7 +1,7 @@
 """Measures how long a save blocks training, and how long its files and their checksums take.
 
 The state has the size of `--gigabytes`, in the arrays of a decoder with AdamW (weights and two moments, float32),
-sharded over the devices. Steps that change every array run while files are written, as in training.
+sharded over the devices. As in training, steps that change every array run while files are written.
 
 Extras: cuda
 """
@@ -30,7 +30,7 @@ STEP_SECONDS = 0.5
 
 
 def example_state(num_bytes: float, devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """Returns weights and moments of about `num_bytes`, layers stacked, rows over the devices."""
+    """Returns weights and moments of about `num_bytes`, with stacked layers and rows sharded over the devices."""
     rows = int(num_bytes / 3 / 4 / NUM_LAYERS / WIDTH / 4) // len(devices) * len(devices)
     shape, spec = (NUM_LAYERS, rows, WIDTH), PartitionSpec(None, "fsdp")
     sharding = NamedSharding(Mesh(np.array(devices), ("fsdp",)), spec)
@@ -44,7 +44,7 @@ def example_state(num_bytes: float, devices: Sequence[jax.Device]) -> dict[str, 
 
 
 def measure(state: Any, num_saves: int, directory: Path) -> list[tuple[float, float]]:
-    """Returns, for each save, the seconds that it blocked the caller, and those until it was sealed."""
+    """Returns for each save the seconds that it blocked the caller, and the seconds until it was complete."""
     step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 1.0001, state), donate_argnums=0)
     found = []
     with Checkpoints(directory, CheckpointOptions(keep_last=1)) as checkpoints:
@@ -54,7 +54,7 @@ def measure(state: Any, num_saves: int, directory: Path) -> list[tuple[float, fl
             checkpoints.save(number, state, {})
             held = time.perf_counter() - start
             while not integrity.is_sealed(directory / str(number)):
-                time.sleep(STEP_SECONDS)  # steps without a pause would take all cores from the writing threads
+                time.sleep(STEP_SECONDS)  # steps without a pause would leave no core for the writing threads
                 state = jax.block_until_ready(step(state))
             found.append((held, time.perf_counter() - start))
     return found

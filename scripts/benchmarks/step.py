@@ -1,8 +1,8 @@
-"""Compares the train step with plain JAX's of the same model (`plain_decoder.py`), and times the start of a run.
+"""Compares the training step with plain JAX (`plain_decoder.py`) for the same model, and times the start of a run.
 
-Times on a shared machine vary; ratios of turns close in time vary less. So the steps take turns, each round gives one
-ratio, and the median over rounds counts. The plain step takes two turns in a round: its ratio to itself measures the
-noise.
+Times on a shared machine vary; ratios of runs close in time vary less. Therefore the steps alternate, each round gives
+one ratio, and the result is the median over rounds. The plain step runs twice in a round: its ratio to itself measures
+the noise.
 
 Extras: cuda
 """
@@ -60,7 +60,7 @@ Turn = Callable[[], tuple[float, float]]
 
 
 def configuration(size: str, precision: str) -> Config:
-    """Returns a run on one device of one of the models to compare: `tiny` (its configuration file), `llama`, `gpt2`."""
+    """Returns the assembly on one device of a model to compare: `tiny` (its configuration file), `llama`, `gpt2`."""
     if size == "tiny":
         config, _ = parse([f"--config={ROOT / TINY}"], reads_data=False)
     else:
@@ -69,7 +69,7 @@ def configuration(size: str, precision: str) -> Config:
 
 
 def example_batch(config: Config) -> dict[str, np.ndarray]:
-    """Returns a batch of two documents a sequence, of random tokens."""
+    """Returns a batch of random tokens, with two documents per sequence."""
     generator, shape = np.random.default_rng(0), (config.batch_size, config.sequence_length)
     place, start = np.arange(config.sequence_length), generator.integers(1, config.sequence_length, (shape[0], 1))
     tokens = generator.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), np.int32)
@@ -83,7 +83,7 @@ def example_batch(config: Config) -> dict[str, np.ndarray]:
 
 
 def plain_step(config: Config) -> tuple[Any, Any]:
-    """Returns the optimizer and the train step, not yet jitted, of the same model in plain JAX."""
+    """Returns the optimizer and the training step (not jitted) of the same model in plain JAX."""
     schedule = learning_rate(
         config.learning_rate,
         num_steps=config.num_steps,
@@ -110,7 +110,7 @@ def compiled_steps(config: Config, device: jax.Device, batch: Any) -> tuple[dict
 
 
 def turns(steps: dict[str, Any], states: dict[str, Any], batch: Any) -> dict[str, Turn]:
-    """Returns for each turn of a round a function that runs one step and returns its (wall, CPU) seconds."""
+    """Returns a function for each run in a round; it runs one step and returns its (wall, CPU) seconds."""
 
     def turn(name: str) -> tuple[float, float]:
         start = time.perf_counter(), time.process_time()
@@ -122,10 +122,10 @@ def turns(steps: dict[str, Any], states: dict[str, Any], batch: Any) -> dict[str
 
 
 def compare(named: dict[str, Turn], num_rounds: int, num_warm_ups: int = 3) -> dict[str, list[tuple[float, float]]]:
-    """Returns the times of each turn, round by round.
+    """Returns the times of each run, round by round.
 
-    The order rotates and reverses, so that over six rounds each turn follows each other one equally often. A turn that
-    follows one of the same program finds its weights in the cache.
+    The order rotates and reverses, so that over six rounds each run follows every other run equally often. This matters
+    because a run after another run of the same program has its weights in the cache.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in named}
     names = list(named)
@@ -140,7 +140,7 @@ def compare(named: dict[str, Turn], num_rounds: int, num_warm_ups: int = 3) -> d
 
 
 def median_ratio(times: dict[str, list[tuple[float, float]]], over: str, under: str, clock: int) -> float:
-    """Returns the median over rounds of the ratio of two turns' times; clock 0 is wall time, 1 is CPU time."""
+    """Returns the median over rounds of the ratio of two runs' times; clock 0 is wall time, 1 is CPU time."""
     return statistics.median(a[clock] / b[clock] for a, b in zip(times[over], times[under], strict=True))
 
 
@@ -167,7 +167,7 @@ def step_lines(size: str, precision: str, num_rounds: int, device: jax.Device) -
 
 
 def start_seconds(workdir: Path, cache: Path) -> tuple[float, float]:
-    """Returns how long a process of the smallest configuration takes to the log line of its first step.
+    """Returns the time of the smallest configuration from process start to the log line of its first step.
 
     Args:
       workdir: a folder that does not exist yet.
@@ -194,7 +194,7 @@ def start_seconds(workdir: Path, cache: Path) -> tuple[float, float]:
 
 
 def start_lines(num_repeats: int) -> list[str]:
-    """Returns the lines about start-ups; each repeat is one with an empty cache, then one with a full one."""
+    """Returns the lines about starts; each repeat is a start with an empty cache, then a start with a full cache."""
     times: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
     for _ in range(num_repeats):
         with tempfile.TemporaryDirectory() as folder:
@@ -213,7 +213,7 @@ def start_lines(num_repeats: int) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a line for each comparison, then the start-up's."""
+    """Prints a line for each comparison, then the lines about starts."""
     parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=SIZES, help="models to compare")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")

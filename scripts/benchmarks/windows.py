@@ -1,9 +1,8 @@
-"""The loss of one model in a long and in a short window; docs/results/training.md has the table and the chart.
+"""Compares the loss of a model in long and short windows of text (docs/results/training.md).
 
-configs/long.py trains on its mesh, and the weights then read the same bytes of validation text twice: in windows as
-long as the training sequences, and in shorter ones. Seconds are CPU seconds over two, so that they hold for two cores
-and do not depend on what else the machine does; compilation is part of them. Further arguments change the
-configuration, such as `--config.num_steps=3`.
+configs/long.py trains on its mesh. The weights then read the same bytes of validation text twice: in windows of the
+training length, and in shorter windows. Seconds are CPU seconds divided by two: the time on two cores, independent of
+other programs. Compilation is included. Further arguments change the configuration, such as `--config.num_steps=3`.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 NUM_CORES = 2
 SHOWN_EVERY = 10
 SHORT, NUM_WINDOWS = 256, 64
-FIRST_RANGE = 32  # bytes; each later range is as long as all before it
+FIRST_RANGE = 32  # bytes; each later range is as long as all preceding ranges together
 HEADER = (
     "| bytes before it | bytes read | loss, window of {long:,} | loss, window of {short:,} | gain |",
     "| --- | --- | --- | --- | --- |",
@@ -39,13 +38,13 @@ HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """What two readings made of the same targets, all arrays [N].
+    """The losses of two readings of the same targets, all arrays [N].
 
     Attributes:
-      before: how many bytes of its document stand before a target in its long window.
-      near: the same in its short window.
+      before: number of bytes of its document before a target in its long window.
+      near: the same number in its short window.
       long: the loss of each target in the long window, in nats.
-      short: the same in the short window.
+      short: the same loss in the short window.
     """
 
     before: np.ndarray
@@ -55,12 +54,12 @@ class Bytes:
 
 
 def seconds() -> float:
-    """Returns the seconds that the CPU time of this process so far would take on two cores."""
+    """Returns this process's CPU time so far divided by two, the seconds on two cores."""
     return time.process_time() / NUM_CORES
 
 
 def trained(assembly: Assembly) -> Params:
-    """Returns the weights after the steps of the configuration."""
+    """Trains for the configured steps and returns the weights."""
     config = assembly.config
     corpus = open_data(config, assembly.task)
     state, losses = assembly.init(jax.random.key_data(jax.random.key(config.seed))), list[float]()
@@ -76,7 +75,7 @@ def trained(assembly: Assembly) -> Params:
 
 
 def with_window(config: Config, window: int) -> Config:
-    """Returns the configuration for windows of this length, with as many tokens in a batch."""
+    """Returns the configuration for windows of this length, with the same number of tokens in a batch."""
     num_windows = config.batch_size * config.sequence_length // window
     return dataclasses.replace(config, sequence_length=window, batch_size=num_windows)
 
@@ -85,9 +84,9 @@ def losses(assembly: Assembly, params: Params, examples: Examples) -> np.ndarray
     """Returns the loss of each target, float32 [examples, T].
 
     Args:
-      assembly: of the window's length.
-      params: with the shapes and shardings of any other assembly of the same model and mesh.
-      examples: one for each window.
+      assembly: assembly for the window's length.
+      params: weights of the same model and mesh, from any of the assemblies.
+      examples: one example for each window.
     """
     logits = assembly.logits
     assert logits is not None
@@ -101,13 +100,13 @@ def losses(assembly: Assembly, params: Params, examples: Examples) -> np.ndarray
 
 
 def read(assembly: Assembly, params: Params, short: int, num_windows: int) -> Bytes:
-    """Reads evenly spaced windows of the validation text, each whole and cut into short ones.
+    """Reads evenly spaced windows of the validation text, each completely and split into short windows.
 
     Args:
-      assembly: of the training run, whose sequences are the long windows.
+      assembly: assembly of the training run, whose sequences are the long windows.
       params: the weights.
-      short: bytes of a short window, a divisor of the long one.
-      num_windows: how many long windows are read, or all if there are fewer.
+      short: bytes of a short window, a divisor of the long window.
+      num_windows: number of long windows to read, or all if there are fewer.
     """
     config, devices = assembly.config, assembly.mesh.devices.flat
     of_short = assemble(with_window(config, short), assembly.mesh.shape, list(devices))
@@ -139,8 +138,8 @@ def ranges(window: int) -> list[tuple[int, int]]:
 def lines(found: Bytes, long: int, short: int) -> list[str]:
     """Returns the table of losses, a row for each range that has targets.
 
-    The last row but one leaves out what the short window loses by beginning anew: its targets have as much before them
-    in that window as half of it.
+    The second last row excludes the loss at the start of a short window: its targets have at least half of the short
+    window before them.
     """
     rows = [line.format(long=long, short=short) for line in HEADER]
     named = [(f"{first:,} to {last:,}", _between(found.before, first, last)) for first, last in ranges(long)]

@@ -2,7 +2,7 @@
 
     python -m meshtrain launch --processes=2 -- -m scripts.benchmarks.witness --workdir=DIR --workdir=DIR --config=...
 
-The program runs unchanged, but for wrappers that record what it restores, what it saves, and each batch:
+The program runs unchanged, except for wrappers that record restored arrays, saved arrays, and each batch:
 
     {"restored": {step: arrays}, "saved": {step: arrays}, "rows": {step: {row of the global batch: [hash, ...]}}}
     arrays = {path: {"dtype": ..., "shape": [...], "pieces": [[[[start, stop] for each dim], hash], ...]}}
@@ -52,7 +52,7 @@ def pieces(array: jax.Array) -> dict[str, Any]:
 
 
 def arrays(state: Any) -> dict[str, Any]:
-    """Returns `pieces` of each array of a state, by its path."""
+    """Returns path -> `pieces` for each array of a state."""
     return {path: pieces(leaf) for path, leaf in leaves_by_path(state).items()}
 
 
@@ -73,7 +73,7 @@ def rows(batch: Mapping[str, jax.Array]) -> dict[int, list[str]]:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Seen]:
-    """Records the runs of its block in the dict that it yields."""
+    """Records the runs inside the block in the yielded dict."""
     seen: Seen = {"restored": {}, "saved": {}, "rows": {}}
 
     def starting_state(original: Callable[..., Any], *given: Any) -> Any:
@@ -105,9 +105,9 @@ def watching() -> Iterator[Seen]:
 
 @contextlib.contextmanager
 def sharing_compilations() -> Iterator[None]:
-    """Makes process 0 compile for all processes during the block, so that a program is compiled once.
+    """Makes process 0 compile for all processes during the block, so that each program is compiled only once.
 
-    JAX can hand a program on, but finds none on CPUs: the key of each program contains the process's own devices there.
+    JAX can share a compiled program, but not on CPUs: there the key of each program contains the process's own devices.
     """
     name = "jax_share_binary_between_hosts"
     before = getattr(jax.config, name)
@@ -120,10 +120,10 @@ def sharing_compilations() -> Iterator[None]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains in each workdir, in the order given, and writes the record of this process there.
+    """Trains in each workdir, in this order, and writes the record of this process there.
 
     Args:
-      argv: `--workdir=DIR` for each run; everything else goes to `meshtrain train` as it is.
+      argv: `--workdir=DIR` for each run; all other arguments go to `meshtrain train` unchanged.
     """
     workdirs = [Path(word.removeprefix(WORKDIR)) for word in argv if word.startswith(WORKDIR)]
     others = [word for word in argv if not word.startswith(WORKDIR)]
