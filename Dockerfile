@@ -14,9 +14,9 @@ COPY configs configs
 ENV PIP_NO_CACHE_DIR=1
 RUN pip install --constraint constraints.txt ".[${DEVICES},kubernetes]"
 
-# By number: Kubernetes' runAsNonRoot knows no names. /runs is where a volume is mounted.
+# A number, because Kubernetes' runAsNonRoot does not accept names. /runs is the mount point of a volume.
 RUN useradd --uid 1000 --create-home meshtrain && install --directory --owner=meshtrain /runs
-# The share of a GPU's memory that plans assume; JAX takes 0.75 otherwise.
+# The share of a GPU's memory that plans assume; JAX's default is 0.75.
 ENV XLA_PYTHON_CLIENT_MEM_FRACTION=0.94
 USER 1000
 WORKDIR /home/meshtrain

@@ -1,14 +1,14 @@
-# Sourced by the scripts beside it: makes the virtual environment they run in, or finds that it is up to date.
+# Sourced by the other scripts: creates or updates their virtual environment if needed.
 #
-#   prepare_environment [EXTRA ...]   installs meshtrain with these extras of pyproject.toml (`cuda`: the one that fits
+#   prepare_environment [EXTRA ...]   installs meshtrain with these extras of pyproject.toml (`cuda`: the CUDA extra for
 #                                     the NVIDIA driver, if any); sets `environment`: run "$environment/bin/python"
 #
-# constraints.txt names the versions, but not for the word `newest` among the extras (.venv-newest), nor for .venv-eval.
-# Reads PYTHON, the interpreter to build on (python3). The folder is .venv; .venv-plan with the compilers for planning
-# (extras plan-*), because with them installed every `import jax` looks for accelerators and prints that none is there;
-# .venv-eval with the evaluation harness (extra eval), whose packages take 760 MB and ask for older versions of others;
-# .venv-transformers with PyTorch and the packages that read our exports (extra transformers).
-# Where PYTHON is another version than python3, the name ends in -<version>, so that versions live side by side.
+# constraints.txt fixes the versions, except if the extras contain `newest` (.venv-newest), and except in .venv-eval.
+# Reads PYTHON, the interpreter to use (default: python3). The folder is .venv, with these exceptions. .venv-plan has the
+# compilers for planning (extras plan-*), because with them every `import jax` searches for accelerators and prints that
+# there are none. .venv-eval has the evaluation harness (extra eval), whose packages take 760 MB and need older versions
+# of others. .venv-transformers has PyTorch and the packages that read our exports (extra transformers).
+# If PYTHON has another version than python3, the name ends in -<version>, so that several versions can coexist.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,7 +21,7 @@ fail() {
   exit 2
 }
 
-# Prints "major.minor" of an interpreter, Python 2 included; fails where it does not run.
+# Prints "major.minor" of an interpreter, also of Python 2; fails if it does not run.
 version_of() { "$1" -c 'import sys; sys.stdout.write("%d.%d" % sys.version_info[:2])' 2>/dev/null </dev/null; }
 
 # True for Python 3.11 and newer. Takes "major.minor".
@@ -48,16 +48,16 @@ find_interpreter() {
     done
     fail "meshtrain needs Python 3.$oldest_minor or newer; ${PYTHON:-python3} is Python $version$other"
   fi
-  # Building on an interpreter that stands in one of our own environments would delete it on the way.
+  # An interpreter inside one of our own environments would be deleted while the environment is created.
   if [[ $(type -P "$interpreter") == "$root"/.venv* ]]; then
     interpreter=$("$interpreter" -c 'import sys; print(sys._base_executable)')
   fi
 }
 
-# Sets `cuda` to the extra that fits the NVIDIA driver, or to nothing. Says what it found.
+# Sets `cuda` to the extra for the NVIDIA driver, or to nothing, and prints the choice.
 choose_cuda() {
   local answer driver capability
-  # Asking the driver can take a second: what was chosen once stays.
+  # A query of the driver can take a second, so a choice is reused.
   if [[ $(recorded) =~ \ (cuda1[0-9])( |$) ]]; then
     cuda=${BASH_REMATCH[1]}
     return
@@ -68,7 +68,7 @@ choose_cuda() {
     return 0
   [[ ${answer%%$'\n'*} =~ ^([0-9]+)\.[0-9.]+,\ *([0-9]+)\.([0-9]+)$ ]] || return 0
   driver=${BASH_REMATCH[1]} capability=${BASH_REMATCH[2]}${BASH_REMATCH[3]}
-  # CUDA 13 came with driver 580 and left out what is older than Turing; CUDA 12's packages want driver 525.
+  # CUDA 13 needs driver 580 and a GPU from Turing on; CUDA 12's packages need driver 525.
   if ((driver >= 580 && capability >= 75)); then
     cuda=cuda13
   elif ((driver >= 525)); then
@@ -80,10 +80,10 @@ choose_cuda() {
   say "nvidia-smi answers (driver $driver): installing the extra $cuda"
 }
 
-# Prints what is installed in the environment, in the form that `install` writes: "KEY extras: EXTRA ..."
+# Prints the record of the environment, as written by `install`: "KEY extras: EXTRA ..."
 recorded() { cat "$environment/meshtrain-installed" 2>/dev/null || true; }
 
-# True where everything wanted is there. Takes the key (folder, Python, the files with versions) and the extras.
+# True if the environment is complete. Arguments: the key (folder, Python, the files with versions) and the extras.
 up_to_date() {
   local key=$1 extra have
   shift
@@ -113,7 +113,7 @@ prepare_environment() {
   base="$root python$version"
   key="$base $(cat "$root/pyproject.toml" "$root/constraints.txt" | sha256sum | cut -c -16)"
   if ! up_to_date "$key" "${extras[@]}"; then
-    # One at a time: a second script started meanwhile waits, and then finds everything there.
+    # Only one script installs at a time: a second script waits, and then finds a complete environment.
     exec 9<"$root/scripts"
     if type -P flock >/dev/null && ! flock --nonblock 9; then
       say "another script is installing; waiting for it"
@@ -124,8 +124,8 @@ prepare_environment() {
   fi
 }
 
-# Makes the environment or brings it up to date. Its record says `installing` until all is done, so that one that was
-# interrupted is made afresh, while a changed pyproject.toml or a new extra is added to what is there.
+# Creates or updates the environment. Its record contains `installing` until everything is done, so an interrupted
+# installation is repeated from scratch. A changed pyproject.toml or a new extra only updates the environment.
 install() {
   local base=$1 key=$2 have extra extras record constraints=(--constraint "$root/constraints.txt")
   shift 2
