@@ -1,1 +1,1 @@
-"""What does a user type and read? Command lines, configuration files and tables as text. No JAX."""
+"""Command lines, configuration files and tables as text, without JAX."""

@@ -1,4 +1,4 @@
-"""What was configured? The options of all packages in one frozen dataclass, checked together.
+"""The configuration: the options of all packages in one frozen dataclass, checked together.
 
 Each room declares its own options; here they are summed, filled from a file, a notebook or the command line, and
 checked against each other, the data and the mesh, with all problems at once. Tasks are found by name. Further tables

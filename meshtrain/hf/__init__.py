@@ -1,4 +1,4 @@
-"""What is exchanged with Hugging Face? config.json, tensors and tokenizers, read and written.
+"""Import from and export to Hugging Face: config.json, tensors and tokenizers.
 
 Tables describe the supported families: the keys of their config.json, and the tensor that contains each weight. Import
 compares a folder with its config.json before it reads any tensor; tensors become sharded arrays shard by shard. Export

@@ -1,4 +1,4 @@
-"""Where does each array live? The axes of the mesh, the table of rules, and the placements that follow.
+"""Placement of arrays: the axes of the mesh, the table of rules, and the resulting shardings.
 
 An axis is one record with its roles; the mesh orders devices so that inner axes get fast links. Rules say which mesh
 axes split which logical axis, once for weights and once for activations. From shapes, rules and the ZeRO level follow

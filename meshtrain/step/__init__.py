@@ -1,4 +1,4 @@
-"""What happens in one step? Microbatches, gradients, clipping, the guard, the update: one jitted function.
+"""The training step: microbatches, gradients, clipping, the guard and the update in one jitted function.
 
 The step itself comes first; then the sums over microbatches, and the last one, in which layers are reduced as they
 finish. Precision and the loss scale say in which dtypes. The training state is all that a step reads and writes; its
