@@ -184,7 +184,7 @@ def is_url(path: str) -> bool:
 
 
 def url_problems(key: str, path: str, command: str = "") -> list[str]:
-    """Returns one line if one of these comma-separated paths is a URL whose scheme `key` does not support.
+    """Returns an error line if one of these comma-separated paths is a URL whose scheme `key` does not support.
 
     Args:
       key: the option, or the argument of `command`.
@@ -239,7 +239,7 @@ def open_folder(path: str | os.PathLike[str], held: contextlib.ExitStack) -> int
 
 
 def is_same(path: str | os.PathLike[str], descriptor: int) -> bool:
-    """Returns whether the path still refers to this open file or folder; True while a network does not answer."""
+    """Returns whether the path still refers to this open file or folder; True if a network disk does not answer."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError as error:
@@ -247,7 +247,7 @@ def is_same(path: str | os.PathLike[str], descriptor: int) -> bool:
 
 
 def target_problems(flag: str, path: str, example: str, endings: Sequence[str] = ()) -> list[str]:
-    """Returns one line if a file cannot be written, else an empty list; call it before the work starts.
+    """Returns an error line if a file cannot be written, else an empty list; call it before the work starts.
 
     Possible problems: the folder does not exist, the path is not a file, this user may not write it, or the name has
     another ending.

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _number_problems(arguments: argparse.Namespace) -> list[str]:
-    """Returns one line for each number outside its bounds."""
+    """Returns an error line for each number outside its bounds."""
     bounds = (
         ("--num-tokens", arguments.num_tokens, 1, MAX_TEXT_TOKENS),
         ("--temperature", arguments.temperature, 0, MAX_TEMPERATURE),
@@ -85,7 +85,7 @@ def _number_problems(arguments: argparse.Namespace) -> list[str]:
 
 
 def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
-    """Returns the given prompts, and one line for each problem of flags with texts."""
+    """Returns the given prompts, and an error line for each problem of flags with texts."""
     problems = Problems()
     for stop in arguments.stop:
         if not stop or not is_utf8(stop):

@@ -82,9 +82,9 @@ class Requests:
     Attributes:
       assembly: for a task that `likelihoods.problems_of_task` accepts, on a mesh without a pipeline.
       params: the weights, with the shapes and shardings of `assembly.state.params`.
-      tokenizer: the tokenizer of the run. A text starts with its `begin` ids. If there are none, a text without a
-        context is preceded by the end of a document. Training does not predict the first token of a document in this
-        case, so its probability is lower than it could be.
+      tokenizer: the tokenizer of the run. A text without a context follows the tokenizer's `begin` ids, or, without
+        them, the end-of-document token. In the latter case the first token has a low probability, because training
+        does not predict the first token of a document.
       score: `likelihoods.scorer` of the assembly; it is compiled once.
     """
 

@@ -221,7 +221,7 @@ def own_values(options: Options) -> Values:
 
 
 def options_problem(key: str, name: str, options: Imported) -> str:
-    """Returns one line if the options of a user's function are not a frozen dataclass of `option`s; '' if they are.
+    """Returns an error line if the options of a user's function are not a frozen dataclass of `option`s, else ''.
 
     Args:
       key: the option that names the function.
@@ -243,7 +243,7 @@ def options_problem(key: str, name: str, options: Imported) -> str:
 
 
 def _shared_problem(path: str, own: type, group: Options) -> str:
-    """Returns one line if a user's option has the name of an existing option but another default; '' otherwise.
+    """Returns an error line if a user's option has the name of an existing option but another default; '' otherwise.
 
     A saved configuration contains all defaults. It would contain the existing default, and nobody could see whether the
     user chose it.
@@ -259,7 +259,7 @@ def _shared_problem(path: str, own: type, group: Options) -> str:
 
 
 def problems(options: Options, path: str) -> list[str]:
-    """Returns one line for each field of a frozen dataclass that violates its choices or bounds, or is a URL.
+    """Returns an error line for each field of a frozen dataclass that violates its choices or bounds, or is a URL.
 
     A function that replaces a choice is imported.
     """

@@ -193,7 +193,7 @@ class Checkpoints:
                 warn(f"{error}; step {step} is not among the best")
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
-        """Returns the newest step with matching checksums and state, and one line for each newer, damaged step.
+        """Returns the newest step with matching checksums and state, and an error line for each newer, damaged step.
 
         All processes call it together; each reads a part of the files. If `options` are given, damaged checkpoints are
         moved to the folder `damaged`. The step is None if no save was ever completed.
@@ -234,7 +234,7 @@ class Checkpoints:
             raise UserError(f"{line}; allowed: one that is whole; nearest: step {others}")
 
     def _damage(self, step: int) -> str:
-        """Returns one line about the first problem of a checkpoint, "" without problems; all processes call it."""
+        """Returns an error line about the first problem of a checkpoint, "" without problems; all processes call it."""
         directory = self.directory / str(step)
         with reached(directory):
             problems = integrity.damage(directory, peers.index(), peers.count())

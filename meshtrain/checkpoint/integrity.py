@@ -114,7 +114,7 @@ def checksums(directory: Place, is_wanted: Callable[[str], bool]) -> Files:
 
 
 def damage(directory: Place, index: int = 0, num_processes: int = 1) -> list[str]:
-    """Returns one line for each file whose size or checksum differs; empty for an undamaged checkpoint.
+    """Returns an error line for each file whose size or checksum differs; empty for an undamaged checkpoint.
 
     Args:
       directory: the checkpoint's folder.
@@ -139,7 +139,7 @@ def damage(directory: Place, index: int = 0, num_processes: int = 1) -> list[str
 
 
 def unreadable(directory: Place) -> list[str]:
-    """Returns one line for each JSON file of Orbax that has changed since the save, or is not a JSON object.
+    """Returns an error line for each JSON file of Orbax that has changed since the save, or is not a JSON object.
 
     Reads no array. Orbax parses these files first, without a limit on nesting. In a bucket, checksums are not compared.
     """

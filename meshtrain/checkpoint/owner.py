@@ -78,7 +78,7 @@ def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iter
 
 
 def _problems(place: Place, run: str) -> list[str]:
-    """Makes the run the owner, or returns one line. Raises FileExistsError if another run is faster."""
+    """Makes the run the owner, or returns an error line. Raises FileExistsError if another run is faster."""
     try:
         with reached(place), _alone(place):
             if was := _owner(place):
@@ -96,7 +96,7 @@ def _problems(place: Place, run: str) -> list[str]:
 
 
 def _in_use(place: Place, was: JsonObject, run: str) -> str:
-    """Returns one line if the owner stays; '' if this run may take over, with a warning if another run owned it."""
+    """Returns an error line if the owner stays; '' if this run may take over, which may print a warning."""
     seconds = abs(time.time() - was["seconds"])  # abs: a heartbeat in the future means that the clock was set back
     is_alive = _is_alive(was)
     is_silent = seconds >= _STALE_SECONDS or was["run"] == run
@@ -175,7 +175,7 @@ def _leave_to(now: JsonObject, place: Place, run: str) -> None:
 
 
 def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
-    """Returns one line if the owner's file has disappeared.
+    """Returns an error line if the owner's file has disappeared.
 
     If the folder may vanish, returns '' and writes the file again if the folder exists.
     """

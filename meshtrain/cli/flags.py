@@ -170,7 +170,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
 
 
 def unknown_arguments(arguments: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Returns one line for each unknown flag, or for each argument if there is no flag."""
+    """Returns an error line for each unknown flag, or for each argument if there is no flag."""
     lines = []
     for argument in [argument for argument in arguments if argument.startswith("-")] or arguments:
         name = argument.partition("=")[0]
@@ -470,7 +470,7 @@ def construct(default: Options, values: Mapping[str, Value], prefix: str = "") -
 
 
 def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[str]:
-    """Returns one line if a folder cannot be created or written, else an empty list; leaves no file.
+    """Returns an error line if a folder cannot be created or written, else an empty list; leaves no file.
 
     The line starts with `flag` and suggests `example`.
     """

@@ -201,7 +201,7 @@ def _make(config: Config, placement: Placement) -> Task:
 
 
 def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each conflict between a convnet's options, or between options and data.
+    """Returns an error line for each conflict between a convnet's options, or between options and data.
 
     Args:
       config: with `ConvnetOptions` as its model, each field within its own bounds.

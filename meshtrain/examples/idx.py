@@ -36,7 +36,7 @@ def labels_of(images: Path) -> Path:
 
 
 def find_images(paths: str, key: str) -> tuple[list[Path], list[str]]:
-    """Returns the image files that an option names, and one line for each problem in their headers.
+    """Returns the image files that an option names, and an error line for each problem in their headers.
 
     The labels of each image file are in the same folder, in the file `labels_of`.
 

@@ -115,7 +115,7 @@ def _files(paths: str, key: str) -> list[Path]:
 
 
 def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> list[str]:
-    """Returns one line if the images do not have the task's size, and one if a label exceeds the task's classes."""
+    """Returns an error line if the images do not have the task's size, and one if labels exceed the task's classes."""
     pixels, labels = pair
     height, width = pixels.shape[1:]
     size = asked.batch["images"].shape[1:] if "images" in asked.batch else ()
@@ -149,7 +149,7 @@ def _split(
 
 
 def check(options: ImageOptions, reads_data: bool) -> list[str]:
-    """Returns one line for each problem of the options and of the files' headers."""
+    """Returns an error line for each problem of the options and of the files' headers."""
     inputs = ("path", "validation_path") if options.source == "idx" else ()
     urls = unmounted(options) if inputs else []
     problems = unread(options, inputs, lambda path: "idx") + fraction_problems(options) + urls

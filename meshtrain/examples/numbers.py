@@ -203,7 +203,7 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
 
 
 def check(options: NumberOptions, reads_data: bool) -> list[str]:
-    """Returns one line for each problem of the options; numbers are generated, so no file is read."""
+    """Returns an error line for each problem of the options; numbers are generated, so no file is read."""
     problems = unread(options, ()) + fraction_problems(options)
     if options.num_held_out >= options.numbers_below:
         problems.append(

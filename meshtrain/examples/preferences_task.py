@@ -66,7 +66,7 @@ def with_copy(params: Params) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class Preferences:
-    """The stages for pairs: activations are (policy's, reference's), and the reference's have no gradient."""
+    """Runs policy and reference together: activations are pairs (policy, reference), without a reference gradient."""
 
     stages: Stages
     columns: Callable[..., jax.Array]  # `Stages.logits`
@@ -151,7 +151,7 @@ def _make(config: Config, placement: Placement) -> Task:
 
 
 def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each conflict between the options, or of the options with the data or the mesh."""
+    """Returns an error line for each conflict between the options, or of the options with the data or the mesh."""
     found = source_problems(config, ("preferences",), "pairs of answers") + tasks.model_problems(config, mesh_shape)
     if not config.model.within_documents:
         what = "allowed with task=preferences, whose rows hold two texts: True"

@@ -123,7 +123,7 @@ def pair_batch(batch_size: int, source_length: int, target_length: int, vocab_si
 
 @dataclasses.dataclass(frozen=True)
 class Seq2Seq:
-    """The functions of an encoder-decoder."""
+    """The loss, the logits and the decoding functions of an encoder-decoder."""
 
     options: Seq2SeqOptions
     source_length: int
@@ -411,7 +411,7 @@ def _make(config: Config, placement: Placement) -> Task:
 
 
 def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each conflict between an encoder-decoder's options, or with the data or the mesh.
+    """Returns an error line for each conflict between an encoder-decoder's options, or with the data or the mesh.
 
     Args:
       config: with `Seq2SeqOptions` as its model, each field within its own bounds.

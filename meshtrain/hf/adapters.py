@@ -274,7 +274,7 @@ def _shapes(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> tuple[tu
 
 
 def _num_outputs(row: Weight, leaves: Mapping[str, jax.Array]) -> int:
-    """Returns the number of outputs of a matrix; a matrix without its own adapter is a projection [L, D, ...]."""
+    """Returns the number of outputs of a matrix, from its lora_B, or from the weight [L, D, ...] without an adapter."""
     path = f"{row.path}{B}" if f"{row.path}{B}" in leaves else row.path
     return math.prod(leaves[path].shape[2:])
 

@@ -108,7 +108,7 @@ def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json], family:
 
 
 def _turns(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns the window keys of models that alternate windowed and full layers; all are full without a window."""
+    """Returns the window keys of models that alternate windowed and full layers; without a window, all are full."""
     every = options.global_every if options.window else 1
     stated: JsonObject = {"sliding_window": options.window or None, "layer_types": turns(options.num_layers, every)}
     return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})

@@ -229,7 +229,7 @@ def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
 
 
 def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[str]]:
-    """Returns the number of tokens stated by a key (0 if absent), and one line if its value is not a valid number."""
+    """Returns the number of tokens stated by a key (0 if absent), and an error line if it is not a valid number."""
     if given.get(key) is None:
         return 0, []
     with contextlib.suppress(ValueError):
@@ -240,7 +240,7 @@ def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[str]]:
 
 
 def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int, directory: str | Path) -> list[str]:
-    """Returns one line for each option of a run with which the weights of a folder would give other results.
+    """Returns an error line for each option of a run with which the weights of a folder would give other results.
 
     Args:
       ours: the decoder options of the run.
@@ -302,7 +302,7 @@ def _loaded(path: Path) -> JsonObject:
 
 
 def _renamed(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, list[str]]:
-    """Returns the object with one canonical name per key, and one line for each key that has two different values."""
+    """Returns the object with one canonical name per key, and an error line for each key with two different values."""
     renamed, problems = dict(given), list[str]()
     for key, other in family.same.items():
         value = renamed.pop(other, None)
@@ -313,7 +313,7 @@ def _renamed(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, lis
 
 
 def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
-    """Returns the decoder options, and one line for each key that is missing or whose value has the wrong type."""
+    """Returns the decoder options, and an error line for each key that is missing or whose value has the wrong type."""
     fields, problems = dict(family.fixed), list[str]()
     for key, name in family.fields.items():
         value = given.get(key)
@@ -332,7 +332,7 @@ def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str
 
 
 def _refused(given: Mapping[str, Json], kind: str) -> list[str]:
-    """Returns one line for each key that changes the results and whose value the decoder does not support."""
+    """Returns an error line for each key that changes the results and whose value the decoder does not support."""
     family = FAMILIES[kind]
     understood = {*family.fields, *family.idle, *positions.keys(kind)}
     only = {**ONLY, **family.only, **dict([family.activation]), "architectures": ([family.architecture],)}
@@ -358,7 +358,7 @@ def in_no_table(given: Mapping[str, Json]) -> list[str]:
 
 
 def _strange(given: Mapping[str, Json], ignore: str) -> list[str]:
-    """Returns one line for each unknown key that is not ignored, and for each ignored key that is not unknown."""
+    """Returns an error line for each unknown key that is not ignored, and for each ignored key that is not unknown."""
     strange, ignored = in_no_table(given), [key.strip() for key in ignore.split(",") if key.strip()]
     why = "keys that meshtrain understands; nothing that it knows of would differ"
     fix = f"nearest: --config.init_ignore={','.join(strange)}"
@@ -371,7 +371,7 @@ def _strange(given: Mapping[str, Json], ignore: str) -> list[str]:
 
 
 def _contradictions(shape: DecoderOptions, family: Family) -> list[str]:
-    """Returns one line for each required size that is 0, and for each combination of values that no model can have."""
+    """Returns an error line for each required size that is 0, and for each impossible combination of values."""
     needed = {key: name for key, name in family.fields.items() if name in _NEEDED and not getattr(shape, name)}
     found = [f"{key}: got 0; allowed: at least 1; {PUBLISHED}" for key in needed]
     if shape.num_dense >= shape.num_layers:

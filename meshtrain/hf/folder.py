@@ -93,7 +93,7 @@ def refuse_differences(folder: Folder) -> None:
 def _mismatches(
     folder: Path, model: Described, table: Sequence[Weight], stored: Mapping[str, tensor_files.Stored]
 ) -> list[str]:
-    """Returns one line for each tensor that is missing, superfluous, or has a shape or dtype other than the table's."""
+    """Returns an error line for each tensor that is missing, superfluous, or has another shape or dtype."""
     size, problems = names.sizes(model.options), Problems()
     num_wanted = sum(math.prod(names.stack(rows[0], size)) for rows in names.by_tensor(table))
     if num_wanted > max(_MOST_LISTED, 2 * len(stored)):  # a corrupt layer count must not create a huge list

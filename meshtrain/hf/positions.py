@@ -66,7 +66,7 @@ def keys(kind: str) -> set[str]:
 
 
 def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
-    """Returns the RoPE options, and one line for each problem with them.
+    """Returns the RoPE options, and an error line for each problem with them.
 
     In files of Gemma 3 and OLMo 3, `rope_parameters` contains one object for layers with a window and one for layers
     without. In older files of Gemma 3, `rope_local_base_freq` applies to layers with a window; in older files of OLMo 3
@@ -141,7 +141,7 @@ def rotated(num_layers: int, every: int) -> list[Json]:
 
 
 def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
-    """Returns the RoPE options, and one line for each problem with them.
+    """Returns the RoPE options, and an error line for each problem with them.
 
     Newer files have `rope_parameters`, older files `rope_theta` and `rope_scaling`; some have both, with equal values.
     """
@@ -188,7 +188,7 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]
 
 
 def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
-    """Returns the window options, and one line for each problem with them.
+    """Returns the window options, and an error line for each problem with them.
 
     Args:
       given: the JSON object.
@@ -238,7 +238,7 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
 
 
 def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
-    """Returns the option `window` of models whose layers are equal, and one line if only some layers have a window."""
+    """Returns the option `window` of models with equal layers, and an error line if only some layers have a window."""
     window, types, absent = given.get("sliding_window"), None, FAMILIES[kind].absent
     if "sliding_window" not in given and "sliding_window" in absent:
         window = absent["sliding_window"]

@@ -57,7 +57,7 @@ class Stored(NamedTuple):
 
 
 def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
-    """Returns name -> tensor for all tensors of a folder, and one line for each problem of its files.
+    """Returns name -> tensor for all tensors of a folder, and an error line for each problem of its files.
 
     Reads `model.safetensors` if it exists, otherwise the files of the index, otherwise all safetensors files.
 
@@ -157,7 +157,7 @@ def content_hash(stored: Mapping[str, Stored]) -> str:
 
 
 def unreadable(stored: Mapping[str, Stored], readable: Collection[str] = READABLE) -> list[str]:
-    """Returns one line for each tensor whose dtype is not readable."""
+    """Returns an error line for each tensor whose dtype is not readable."""
     return [
         f"{one.file}: {name}: got dtype {one.dtype}; allowed: {', '.join(readable)}; nearest: the model before it was "
         "quantized"
@@ -175,7 +175,7 @@ def _no_files(folder: Path) -> str:
 
 
 def _missing_shards(folder: Path, files: Collection[str]) -> list[str]:
-    """Returns one line if files are missing, judged by names such as model-00001-of-00002.safetensors."""
+    """Returns an error line if files are missing, judged by names such as model-00001-of-00002.safetensors."""
     parts = [match for match in map(_SHARD.fullmatch, files) if match]
     if not parts or not int(parts[0][2]) <= int(parts[0][3]) <= _MOST_SHARDS:
         return []

@@ -32,7 +32,7 @@ _MOST = 2**32  # limit of the schedulers' numbers
 
 
 def platform_problems(environ: Mapping[str, str]) -> list[str]:
-    """Returns one line for each unknown name in JAX_PLATFORMS; none if a package adds platforms to JAX.
+    """Returns an error line for each unknown name in JAX_PLATFORMS; none if a package adds platforms to JAX.
 
     Args:
       environ: the environment of this process.
@@ -120,11 +120,11 @@ def processes(environ: Mapping[str, str], platforms: str) -> Arguments | None:
 
 
 def full_size(environ: Mapping[str, str], num_processes: int) -> int:
-    """Returns the number of processes if all machines of the job run: at least the current number.
+    """Returns the number of processes of the complete job, with no machine missing; at least the current number.
 
     Args:
       environ: the environment of this process.
-      num_processes: the current number; the default if the environment does not state the full number.
+      num_processes: the current number; the default if the environment does not state the complete number.
 
     Raises:
       UserError: the variable is not a number, or is below `num_processes`.

@@ -230,7 +230,7 @@ class Left:
             self._back[self._started[index]] = time.monotonic() + self.job.back_seconds
 
     def one_less(self) -> bool:
-        """Makes the next start one process smaller, because this number does not fit; returns whether it is allowed."""
+        """Reduces the next start by one process, as this number does not fit the run; False below the minimum."""
         tried = len(self._started)
         self._most = tried - 1
         may = self._most >= self.job.min_processes > 0

@@ -47,7 +47,7 @@ def is_main_process() -> bool:
 
 
 def agreed_stop(start_step: int) -> Callable[[int], bool] | None:
-    """Returns a function of a step: whether all processes stop after this step. None for a single process.
+    """Returns a function that takes a step and returns whether all processes stop after it; None for a single process.
 
     JAX makes all processes stop after the step that follows the last requested step, which is 0 at first. So JAX gets
     the number of steps since the start: in a resumed run, step 1 would be in the past.
@@ -113,7 +113,7 @@ def refuse_differences(what: str, facts: Mapping[str, Json], fix: str = SAME_STA
 
 
 def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_START) -> list[str]:
-    """Returns one line for each fact in which a process differs from process 0.
+    """Returns an error line for each fact in which a process differs from process 0.
 
     Args:
       what: what the facts describe.

@@ -22,7 +22,7 @@ class ProfileOptions:
 
 
 def check(options: ProfileOptions) -> list[str]:
-    """Returns one line for each error in the options."""
+    """Returns an error line for each error in the options."""
     return refusals(first_and_last_step, options)
 
 

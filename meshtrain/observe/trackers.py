@@ -112,7 +112,7 @@ class Trackers:
             tracker.write(step, values)
 
     def lost(self) -> str:
-        """Returns one line if `metrics.jsonl` was deleted or replaced during the run, else ''."""
+        """Returns an error line if `metrics.jsonl` was deleted or replaced during the run, else ''."""
         return self._metrics.lost if self._metrics else ""
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class Guarded:
     """Wraps a tracker so that its exceptions do not end the run; the first exception prints a warning."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
-        """Wraps the tracker with this name."""
+        """Wraps a tracker; warnings contain `name`."""
         self._name, self._tracker, self._has_warned = name, tracker, False
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -363,7 +363,7 @@ class WandB:
 
 
 def missing(options: ObserveOptions) -> list[str]:
-    """Returns one line if the package of the chosen tracker is not installed."""
+    """Returns an error line if the package of the chosen tracker is not installed."""
     if options.tracker != "wandb" or importlib.util.find_spec("wandb"):
         return []
     return [
@@ -373,9 +373,9 @@ def missing(options: ObserveOptions) -> list[str]:
 
 
 def check(directory: str | os.PathLike[str]) -> list[str]:
-    """Returns one line if the first MiB of a run's `metrics.jsonl` has lines but no row: opening would delete them.
+    """Returns an error line if the start of a run's `metrics.jsonl` has lines but no row: opening would delete them.
 
-    A single incomplete row is accepted: a killed run leaves one, and the next start removes it.
+    Reads the first MiB. A single incomplete row is accepted: a killed run leaves one, and the next start removes it.
     """
     path = pathlib.Path(directory) / METRICS_FILE
     if not path.is_file():

@@ -35,7 +35,7 @@ class Run:
 
 
 def opened(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """Returns the runs in the given folders, and one line for each problem; without problems no run is missing.
+    """Returns the runs in the given folders, and an error line for each problem; without problems no run is missing.
 
     Args:
       paths: folders of runs, as the user wrote them.

@@ -165,7 +165,7 @@ def version(path: Place, key: str) -> str:
 
 
 def make(directory: Place) -> None:
-    """Creates a folder and its parents; does nothing for a bucket, where a prefix exists with its first object.
+    """Creates a folder and its parents; does nothing for a bucket, whose prefixes need not be created.
 
     Raises:
       UserError: the folder cannot be created.

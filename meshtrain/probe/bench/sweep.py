@@ -124,6 +124,6 @@ def expected_seconds(found: Sequence[Timed], num_bytes: int) -> float:
 
 
 def hosts_along(mesh: Mesh, axis: str, hosts: Sequence[str]) -> int:
-    """Returns the number of hosts of a device group along an axis; the maximum over all groups."""
+    """Returns the number of hosts that a group of devices along an axis spans; the maximum over all groups."""
     groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     return max(len({hosts[device.process_index] for device in group}) for group in groups)

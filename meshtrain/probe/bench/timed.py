@@ -154,7 +154,7 @@ def program(mesh: Mesh, axis: str, name: str, num_repeats: int) -> jax.stages.Wr
 
 
 def difference(mesh: Mesh, axis: str, name: str, result: jax.Array) -> str:
-    """Returns one line about the first wrong element on this process's devices, or an empty string.
+    """Returns an error line about the first wrong element on this process's devices, or an empty string.
 
     Args:
       mesh: the mesh of the devices.
