@@ -85,7 +85,7 @@ def _number_problems(arguments: argparse.Namespace) -> list[str]:
 
 
 def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
-    """Returns the given prompts, and an error line for each problem of flags with texts."""
+    """Returns the given prompts, and an error line for each problem of --prompt, --prompts, --stop and --out."""
     problems = Problems()
     for stop in arguments.stop:
         if not stop or not is_utf8(stop):

@@ -78,7 +78,7 @@ def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iter
 
 
 def _problems(place: Place, run: str) -> list[str]:
-    """Makes the run the owner, or returns an error line. Raises FileExistsError if another run is faster."""
+    """Makes this run the owner, or returns an error line. Raises FileExistsError if another run becomes it first."""
     try:
         with reached(place), _alone(place):
             if was := _owner(place):
@@ -96,7 +96,7 @@ def _problems(place: Place, run: str) -> list[str]:
 
 
 def _in_use(place: Place, was: JsonObject, run: str) -> str:
-    """Returns an error line if the owner stays; '' if this run may take over, which may print a warning."""
+    """Returns an error line if another run still uses the place, else ''; warns if this run takes it over."""
     seconds = abs(time.time() - was["seconds"])  # abs: a heartbeat in the future means that the clock was set back
     is_alive = _is_alive(was)
     is_silent = seconds >= _STALE_SECONDS or was["run"] == run

@@ -170,7 +170,7 @@ class Generator:
             samples: jax.Array,
             key: jax.Array,
         ) -> tuple[State, jax.Array]:
-            """Returns the state after the prompts, int32 [R, P], and the first token of each row, int32 [R, 1]."""
+            """Processes the prompts, int32 [R, P]; returns the state and the first token of each row, int32 [R, 1]."""
             zeros = {name: jnp.zeros(entry.shape, entry.dtype) for name, entry in entries.items()}
             empty = jax.lax.with_sharding_constraint(zeros, of_cache)
             logits, cache = decode.prefill(params, tokens, lengths, empty)
@@ -179,10 +179,10 @@ class Generator:
             return State(cache, first, keys, jnp.int32(1)), first[:, None]
 
         def advance(params: Params, state: State, done: jax.Array, num_tokens: jax.Array) -> tuple[State, jax.Array]:
-            """Returns the state after up to 16 more tokens of each row, and these tokens, int32 [R, 16].
+            """Generates up to 16 more tokens for each row; returns the state and the tokens, int32 [R, 16].
 
-            Tokens are NOTHING after a row is done. The loop ends early if all rows are done, bool [R], or have
-            `num_tokens`.
+            Tokens are NOTHING after a row is done. The loop ends early if all rows are done or have `num_tokens`.
+            `done` is bool [R].
             """
 
             def goes_on(carry: Carry) -> jax.Array:

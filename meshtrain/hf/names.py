@@ -51,9 +51,9 @@ class Weight(NamedTuple):
 
     @property
     def stacks(self) -> str:
-        """The leading dims of our leaf that are missing in `layout`: L stacks layers, E stacks experts.
+        """The leading dims of our leaf that stack the tensors of a file: L for layers, E for experts.
 
-        K stacks the dense layers before the repeated layers.
+        K instead of L stacks the dense layers before the repeated layers. `layout` does not include these dims.
         """
         return ("KE" if self.path.startswith(_FIRST) else "LE")[: self.name.count("{}")]
 
@@ -311,7 +311,7 @@ def is_ignored(name: str, options: DecoderOptions) -> bool:
 
 
 def sizes(options: DecoderOptions) -> dict[str, int]:
-    """Returns letter -> size for each dim of a layout and of a stack; the vocabulary is without padding."""
+    """Returns letter -> size for each dim of a layout (see the module) and of a stack; without vocabulary padding."""
     return {
         "K": options.num_dense,
         "L": options.num_repeated,

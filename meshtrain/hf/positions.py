@@ -136,7 +136,10 @@ def _has_length(layers: Json, num_layers: int) -> bool:
 
 
 def rotated(num_layers: int, every: int) -> list[Json]:
-    """Returns 1 for each layer with RoPE and 0 for every `every`th layer, which has none; if 0, all have RoPE."""
+    """Returns a list with 1 for each layer that uses RoPE, and 0 for every `every`th layer, which does not use it.
+
+    If `every` is 0, all layers use RoPE.
+    """
     return [int(not every or layer % every != 0) for layer in range(1, num_layers + 1)]
 
 
@@ -207,7 +210,10 @@ def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
 
 
 def turns(num_layers: int, every: int) -> list[str]:
-    """Returns the kind of each layer if every `every`th layer has no window; `every` of 0: all layers have a window."""
+    """Returns the kind of each layer: every `every`th layer is full, the others have a window.
+
+    If `every` is 0, all layers have a window.
+    """
     return [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, num_layers + 1)]
 
 

@@ -124,9 +124,9 @@ def _same_values(one: Stored, other: Stored, *mtimes_ns: int) -> bool:
 
 
 def has_only_finite(numbers: np.ndarray) -> bool:
-    """Returns whether a contiguous array has neither NaN nor infinity: the only numbers with the largest exponent.
+    """Returns whether a contiguous array contains neither NaN nor infinity.
 
-    Examines the bits in parts, so it needs little extra memory.
+    Only NaN and infinity have the largest exponent. Examines the bits in parts, so it needs little extra memory.
     """
     if not jnp.issubdtype(numbers.dtype, jnp.floating):
         return True
