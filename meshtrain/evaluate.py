@@ -95,7 +95,7 @@ def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray
 
 
 def evaluated(assembly: Assembly, params: Params, scored: Scored) -> tuple[dict[str, Values], Values]:
-    """Returns name -> values of each part, and the values of all parts together.
+    """Evaluates the weights; returns name -> values of each part, and the values of all parts together.
 
     Values are `loss`, `perplexity` (for tokens), `bits_per_byte` (for text), the task's metrics, the sum of the
     targets' weights under the name of the task's unit (`tokens`), and `bytes` (for text).

@@ -300,7 +300,7 @@ def _start(job: Job, index: int, address: str) -> subprocess.Popen[str]:
 
 
 def _prepared() -> None:
-    """Runs in the child process before it executes its program."""
+    """Makes the child process end with the launcher, and unblocks signals; runs before the child's program starts."""
     # If the launcher is killed, the kernel kills the child, which would otherwise continue.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

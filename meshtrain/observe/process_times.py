@@ -82,7 +82,7 @@ class Slow:
         return {"slow_process": float(self.process), **lost}
 
     def line(self) -> str:
-        """Returns the line for the terminal."""
+        """Returns the warning for the terminal."""
         lost = "; ".join(f"{seconds:.3g} s a step with {CAUSES[cause]}" for cause, seconds in self.lost_seconds.items())
         return f"meshtrain: WARNING: process {self.process} is slow: against the median of the others it loses {lost}"
 

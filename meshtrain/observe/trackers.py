@@ -415,7 +415,7 @@ def keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
 
 
 def _json_number(value: Any) -> float | int | None:
-    """Converts a number for JSON: integers stay integers, other scalars [] become float, NaN and infinity None."""
+    """Converts a number for JSON: integers stay integers, other scalars become float, NaN and infinity become None."""
     if value is None:
         return None
     if isinstance(value, numbers.Integral):
