@@ -120,9 +120,9 @@ def option(
       choices: the legal names, for an option with a list of names, or a function (see `names`).
       minimum: the smallest legal number.
       maximum: the largest legal number; None for the largest int32 or float32.
-      only_for: condition -> its values for which this option is used; None: it is always used. A condition is the name
-        of a field of the same class, the dotted key of another field, `mesh.NAME`, or a statement such as "all weights
-        are trained" (see `config/effects.py`). If several conditions fail, users see the last one as the reason.
+      only_for: condition -> its values for which this option is used; None: it is always used. A condition is a field
+        of the same class, the dotted key of another field, `mesh.NAME`, or a statement such as "all weights are
+        trained" (see `config/effects.py`). If several conditions fail, users see the last one as the reason.
       dim: the logical axis of weights whose size is this number or a multiple of it; error lines about that size name
         this option. Empty: none.
       names: the kind of name in a text: `path` (not a URL), `function` (imported from `package.module:function`),

@@ -11,7 +11,7 @@ In a bucket, the same folders are below `checkpoint.directory`, including `damag
 differences.
 
 Arrays are stored under the path of their leaf (`params/layers/attention/query`), independent of the Python classes of
-the state, so both the mesh and the container types may differ when a checkpoint is read.
+the state. So both the mesh and the container types may differ when a checkpoint is read.
 """
 
 import contextlib

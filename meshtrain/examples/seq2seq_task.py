@@ -226,9 +226,8 @@ class Seq2Seq:
     def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
         """Returns the entries of an empty cache; see `Decode.cache`.
 
-        In addition to the entries of the target, which starts with one token, there are `memory_keys` and
-        `memory_values` [K, R, P + 1, N, H] of cross-attention, and `memory_filled` int32 [R, P + 1], which is 1 at
-        tokens of the source and its end.
+        The target's entries start with one token. `memory_keys` and `memory_values` [K, R, P + 1, N, H] belong to
+        cross-attention. `memory_filled` int32 [R, P + 1] is 1 at tokens of the source and its end.
         """
         o, num_sources = self.options, prompt_length + 1
         entries = functools.partial(caches.stack_entries, o.attends, o.num_layers, num_rows)

@@ -6,8 +6,8 @@ outermost. `3` is a dim of a file that stacks queries, keys and values; `2` stac
 concatenates the heads of queries, keys and values. I is the mlp dim of the dense layers before those with experts, and
 S is the dim of the shared experts.
 
-For latent attention, Q is the query latent, R the latent of keys and values, A is R plus the rotary channels, B is a
-head's key channels plus its values, and W is the value dim of a head. Both sides pair rotary channels in the same way
+For latent attention, Q is the query latent, and R the latent of keys and values. A is R plus the rotary channels, B is
+a head's key channels plus its values, and W is the value dim of a head. Both sides pair rotary channels in the same way
 (the two halves of a head; neighbors in latent attention), so no head is permuted.
 
 The names are the state dict keys of the package transformers (Wolf et al. 2020).
@@ -275,8 +275,8 @@ def table_and_head(family: str, options: DecoderOptions, names: Collection[str])
 def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]:
     """Returns the table with the names and layouts that the files use.
 
-    Files vary: old GPT-2 files have no prefix, some MoE files have one tensor for all experts of a layer, some have
-    these in 4 bits, and multimodal files have another prefix.
+    Files vary: old GPT-2 files have no prefix, and multimodal files have another prefix. Some MoE files have one tensor
+    for all experts of a layer, some of them in 4 bits.
 
     Args:
       table: from `weights`.

@@ -48,7 +48,7 @@ class Occupied(Unreachable):
 
 
 def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
-    """Waits at most five minutes until all processes of a job have registered; prints missing ones every 15 s.
+    """Waits at most five minutes until all processes of a job have registered; prints every 15 s who is missing.
 
     Returns:
       Process -> None, or the value with which it called `tell`.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshtrain.cli.tables import format_bytes
 
-if TYPE_CHECKING:  # imported where it is used, because it takes half a second
+if TYPE_CHECKING:  # imported in functions, because the import takes half a second
     from matplotlib.figure import Figure
 
 COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#17807a")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meshtrain.sharding.rules import AXES, PIPELINE, batch_axes, model_axes, sequence_axes, sizes_text, storage_axes
 from meshtrain.sharding.stored import num_parts
 
-if TYPE_CHECKING:  # imported where it is used, because it takes half a second
+if TYPE_CHECKING:  # imported in functions, because the import takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 

@@ -10,7 +10,7 @@ from meshtrain.probe.bench.sweep import Sweep
 from meshtrain.probe.bench.timed import Timed
 from meshtrain.sharding.ring import wire_share
 
-if TYPE_CHECKING:  # imported where it is used, because it takes half a second
+if TYPE_CHECKING:  # imported in functions, because the import takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 

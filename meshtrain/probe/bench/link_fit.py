@@ -37,8 +37,8 @@ class Fit:
 def fit(rows: Sequence[Timed], num_hosts: int) -> Fit:
     """Fits seconds = latency + wire bytes / bandwidth by least squares of the relative errors.
 
-    With absolute errors, the largest size would dominate. There is no fit if a value was wrong, if the spread of a size
-    shows that the machine was busy, or if the times are not close to a rising line.
+    With absolute errors, the largest size would dominate. There is no fit if a value was wrong or the machine was busy
+    (the times of a size vary), or if the times are not close to a rising line.
 
     Args:
       rows: the measurements of one operation along one axis, one per size; at least one.
