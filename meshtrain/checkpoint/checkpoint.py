@@ -308,7 +308,7 @@ class Checkpoints:
         _refuse_mismatches(self.directory / str(step), stored, wanted, of_state)
 
     def wait(self) -> None:
-        """Waits until the save in progress is complete and sealed.
+        """Waits until the save in progress is complete, including its checksums.
 
         Raises:
           SaveFailed: the save failed.

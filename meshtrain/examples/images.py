@@ -58,8 +58,8 @@ def open_images(options: ImageOptions, asked: Asked) -> Data:
     """Opens the digits, or the IDX files of `data.path`; all images are in memory.
 
     Without validation files, the images with the smallest hashes of their pixels are the validation set. So the split
-    of an image does not depend on its position in the files, and copies of an image are in the same split, except at
-    the cut.
+    of an image does not depend on its position in the files. Copies of an image are in the same split, except for the
+    image with the largest hash in the validation set.
 
     Args:
       options: with the source `digits` or `idx`.

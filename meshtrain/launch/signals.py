@@ -91,7 +91,10 @@ def _end_thread() -> bool:
 
 @contextlib.contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Calls `undo` if the block raises, or if a signal ends the program in the block before the first training step."""
+    """Registers the cleanup function `undo` for the block.
+
+    It runs if the block raises, or if a signal ends the program in the block before the first training step.
+    """
     _undo.append(undo)
     try:
         yield
@@ -103,7 +106,7 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def undo() -> None:
-    """Calls the functions of the open `undone` blocks, the last first, before the process ends at once."""
+    """Runs the cleanup functions of all open `undone` blocks, the last first, before the process ends at once."""
     for step_back in reversed(_undo):
         with contextlib.suppress(OSError):
             step_back()
