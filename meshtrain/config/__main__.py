@@ -14,8 +14,8 @@ from meshtrain.cli.tables import aligned
 from meshtrain.config.config import Config, defaults_of, parse
 from meshtrain.errors import UserError, refuse, run, unknown
 
-WIDTH = 120  # characters in a line, where no terminal says how many it has
-LEAST_TEXT = 30  # characters for the meanings, however narrow the terminal
+WIDTH = 120  # characters in a line if the terminal's width is unknown
+LEAST_TEXT = 30  # minimum characters for the meanings
 
 
 def table(config: Config, width: int) -> str:
@@ -46,10 +46,10 @@ def table(config: Config, width: int) -> str:
 
 
 def copy(name: str) -> pathlib.Path:
-    """Writes one of meshtrain's own configurations into the working directory and returns the file.
+    """Copies one of meshtrain's example configurations into the working directory and returns the file.
 
     Raises:
-      UserError: no such configuration, a file of its name that is there, or a folder that cannot be written.
+      UserError: there is no configuration of this name, the file exists, or the folder is not writable.
     """
     own, file = flags.named(), pathlib.Path(f"{name}.py")
     if name not in own:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{file}: change it, then {flags.program()} train --config={file}")
         return 0
     if arguments.config is None and not arguments.overrides:
-        config = Config()  # the declared defaults: `parse` has filled in the vocabulary of the data
+        config = Config()  # the declared defaults, because `parse` has filled in the vocabulary of the data
     print(table(config, shutil.get_terminal_size((WIDTH, 0)).columns))
     return 0
 

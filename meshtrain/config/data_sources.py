@@ -1,4 +1,4 @@
-"""Sources of data by name: the built-in ones, those of side rooms, and any function of the user's."""
+"""Data sources by name: the built-in ones, those of optional packages, and user functions."""
 
 import dataclasses
 import functools
@@ -20,18 +20,18 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Source:
-    """Returns the source that one of `names` stands for."""
+    """Returns the built-in data source with this name."""
     return SOURCES[name] if name in SOURCES else typing.cast(Source, imported_function(SEAM, name, names()))
 
 
 def options_of(name: str, given: Iterable[str] = ()) -> type[DataOptions]:
     """Returns the class of a source's options.
 
-    Options of other built-in sources stay legal, so that swapping is one line: where one of them is given, the class
-    has them all.
+    Options of other built-in sources stay legal, so that changing the source is one line: if the configuration sets any
+    of them, the class has all of them.
 
     Args:
-      name: of the source; a function, or a name that nothing has, has the options that all sources have.
+      name: of the source; a function, or an unknown name, has the options that all sources share.
       given: the options that a configuration sets.
     """
     own: OptionsClass = find(name).options if name in names() else DataOptions
@@ -51,9 +51,9 @@ def _with_others(own: OptionsClass) -> type[DataOptions]:
 
 
 def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
-    """Returns one line for each problem that can be seen without reading the data: paths, sizes, descriptions.
+    """Returns an error line for each problem that is visible without reading the data: paths, sizes, descriptions.
 
-    A user's data function gets the whole configuration, and may read any input.
+    A user's data function gets the complete configuration, and may read any input.
 
     Args:
       options: each within its own bounds.
@@ -69,10 +69,11 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
 
 
 def vocabulary_of(options: DataOptions) -> int:
-    """Returns the vocabulary size of a source; 257, as for bytes, of one that nothing has.
+    """Returns the vocabulary size of a source; 257 (as for bytes) for an unknown name.
 
     Raises:
-      UserError: the tokenizer or the description of the tokens is missing or wrong; or the data are the user's own.
+      UserError: the tokenizer or the description of the tokens is missing or invalid; or the source is a user's
+        function.
     """
     if is_own(options):
         raise UserError(

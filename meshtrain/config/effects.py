@@ -1,7 +1,7 @@
-"""Which options of a configuration have no effect in it, because an axis, a schedule or an optimizer is not in use.
+"""Lists the options without effect in a configuration, because an axis, a schedule or an optimizer is not in use.
 
-They are legal, so that users can try another mesh, schedule or optimizer by changing one field. `explain` lists them.
-Each option says for itself when it is read: `only_for` of `options.py`.
+They are legal, so that users can try another mesh, schedule or optimizer by changing one field. `explain` prints them.
+Each option declares when it is read: `only_for` in `options.py`.
 """
 
 import json
@@ -18,13 +18,13 @@ from meshtrain.step.precision import compute_name
 
 
 def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, str]:
-    """Returns dotted key -> why it has no effect, for each field that differs from its default and is not read."""
+    """Returns dotted key -> reason, for each field that differs from its default but has no effect."""
     values, defaults = (flags.flatten(one) for one in (config, defaults_of(config)))
     in_float16 = compute_name(config.precision) == "float16"
     scaling = loss_scale.scaling(config.loss_scale, num_targets=1, computes_in_float16=in_float16)
     is_built_in = config.task in tasks.names()
     known = {
-        # A task of the user's may have routers whatever its options are called.
+        # A user's task may have routers, regardless of the names of its options.
         **{key: value for key, value in values.items() if is_built_in or not key.startswith("model.")},
         **{f"mesh.{axis}": size for axis, size in mesh_shape.items()},
         "the loss is not scaled": scaling is None,
@@ -36,15 +36,15 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     if reduction := reductions.of(config):
         reasons |= dict.fromkeys(reduction.unread, f"reduction.name={reduction.name}")
     if config.zero.keeps_gathered and mesh_shape["fsdp"] > 1:
-        reasons.pop("zero.strategy", None)  # strategies are levels over data, but this one also says how fsdp gathers
-    # A user's data function gets the whole configuration, and may read any option of the data.
+        reasons.pop("zero.strategy", None)  # also affects gathers over fsdp, not only the level over data
+    # A user's data function gets the complete configuration, and may read any option of the data.
     is_read = "data." if is_own(config.data) else ()
     changed = [key for key in values if values[key] != defaults[key] and key in reasons]
     return {key: reasons[key] for key in changed if not key.startswith(is_read)}
 
 
 def text(config: Config, mesh_shape: Mapping[str, int]) -> str:
-    """Returns a table of the options without effect; an empty string where there are none."""
+    """Returns a table of the options without effect; an empty text if there are none."""
     values = flags.flatten(config)
     rows = [(key, json.dumps(values[key]), why) for key, why in without_effect(config, mesh_shape).items()]
     return aligned(rows, ("without effect here", "value", "because")) if rows else ""

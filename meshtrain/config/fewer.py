@@ -1,4 +1,4 @@
-"""A run on the processes that are left of its job: the batch stays, and a microbatch grows no larger than on all."""
+"""Elastic runs: adapts a configuration to fewer processes. The batch stays; microbatches do not become larger."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from meshtrain.sharding.rules import DATA, Rules, default_rules
 
 
 def check(config: Config) -> list[str]:
-    """Returns one line if a job that may start with fewer processes has a mesh of one size."""
+    """Returns an error line if a job that may start with fewer processes has a mesh of fixed size."""
     if config.mesh.data == -1:
         return []
     got = f"mesh.{DATA}: got {config.mesh.data}, in a job that may go on with fewer processes"
@@ -20,7 +20,10 @@ def check(config: Config) -> list[str]:
 
 @contextmanager
 def refusing(num_processes: int, full: int) -> Iterator[None]:
-    """Turns a mistake in the block into a `TooFew` where processes are missing: with all of them there was none."""
+    """Context manager that raises `TooFew` instead of an error in the block if processes are missing.
+
+    With all processes the configuration had no error, so another number of processes may help.
+    """
     try:
         yield
     except UserError as error:
@@ -33,27 +36,30 @@ def refusing(num_processes: int, full: int) -> Iterator[None]:
 def spread(
     config: Config, mesh_shape: Mapping[str, int], num_processes: int, full: int, rules: Rules | None = None
 ) -> tuple[Config, str]:
-    """Returns the configuration of a run on the processes that are left, and a line about them.
+    """Returns the configuration of a run on the remaining processes, and a line of text about it.
 
-    Each has as many devices as before. `accumulation_steps` becomes the least with which a microbatch has no more
-    sequences than on all processes.
+    Each process has as many devices as before. `accumulation_steps` becomes the smallest number with which a microbatch
+    has no more sequences than with all processes.
 
     Args:
-      config: of the run on all of them.
-      mesh_shape: the size of each mesh axis on those that are left.
-      num_processes: that are left.
-      full: all of them.
+      config: of the run with all processes.
+      mesh_shape: the size of each mesh axis on the remaining processes.
+      num_processes: number of remaining processes.
+      full: number of all processes.
       rules: see `assemble`.
 
     Raises:
-      TooFew: the global batch does not divide by the shards on those that are left.
+      TooFew: the global batch is not divisible by the shards on the remaining processes.
     """
     rules = rules or default_rules(config.layout)
     in_pipeline = num_microbatches(config, mesh_shape) // config.accumulation_steps
     num_devices = math.prod(mesh_shape.values())
 
     def shards(num_processes_then: int) -> int:
-        """Returns how many shards a pipeline's microbatch has on a number of processes; 0: they are no mesh."""
+        """Returns the number of shards of a pipeline's microbatch for a number of processes.
+
+        0: they do not form a mesh.
+        """
         data, left = divmod(mesh_shape[DATA] * num_processes_then, num_processes)
         return 0 if left else math.prod(batch_shards(rules, {**mesh_shape, DATA: data}).values()) * in_pipeline
 

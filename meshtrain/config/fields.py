@@ -1,4 +1,4 @@
-"""Every field of a configuration: the rooms' options in one frozen dataclass."""
+"""All fields of a configuration: the options of all packages in one frozen dataclass."""
 
 import dataclasses
 
@@ -24,13 +24,13 @@ from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions
 
-MAX_TEXT_TOKENS = 1_000_000  # of a text that is drawn: by evaluations, at a run's end, by `generate`
+MAX_TEXT_TOKENS = 1_000_000  # tokens of a generated text: in evaluations, at a run's end, by `generate`
 _IN_GROUPS = {"period": AllBut(0)}
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalStepsOptions:
-    """How often groups that train apart exchange weights."""
+    """Local SGD (DiLoCo): how often replicas that train separately synchronize their weights."""
 
     period: int = option(0, "steps of each group between two exchanges of weights; 0: no groups, every step", minimum=0)
     groups: int = option(
@@ -50,8 +50,8 @@ class LocalStepsOptions:
 class Config:
     """All options of a run.
 
-    `model` is the options dataclass of the task, such as `DecoderOptions` for the decoder; `data` the source's, and
-    `reduction` that of the reduction that it names.
+    `model` is the options dataclass of the task, such as `DecoderOptions` for the decoder. `data` belongs to the
+    source, and `reduction` to the reduction that it names.
     """
 
     seed: int = option(0, "seed of all random numbers: weights, data order, dropout", minimum=0)

@@ -1,4 +1,4 @@
-"""The configuration of a Hugging Face folder, and the configuration file that says the same."""
+"""Creates the configuration of a Hugging Face folder, and the equivalent configuration file."""
 
 import dataclasses
 import math
@@ -14,9 +14,9 @@ from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions
 
-LONGEST, BATCH_SIZE = 1024, 8  # of a run before the user has edited it; longest in tokens
+LONGEST, BATCH_SIZE = 1024, 8  # of a run before the user edits it; longest sequence in tokens
 LARGEST_BATCH, EPOCHS, LEAST_STEPS, WANTED_STEPS = 64, 3, 100, 250
-_SHOWN = ("num_steps", *(f"mesh.{axis}" for axis in AXES))  # also where they have their defaults
+_SHOWN = ("num_steps", *(f"mesh.{axis}" for axis in AXES))  # listed even if they have their defaults
 _FILE = '''\
 """A {family} of {num_layers} layers, from {directory}.
 
@@ -34,13 +34,13 @@ def get_config():
 
 
 def of_folder(directory: str | Path, ignore: str = "") -> Config:
-    """Returns a configuration, not resolved, whose model is that of a Hugging Face folder; reads config.json alone.
+    """Returns an unresolved configuration with the model of a Hugging Face folder; reads only config.json.
 
-    Text is read with the folder's tokenizer and chat template. Without a tokenizer.json, text is token ids, written as
-    numbers. `ignore` becomes `init_ignore`.
+    Text is encoded with the folder's tokenizer and chat template. Without a tokenizer.json, text is token ids, written
+    as numbers. `ignore` becomes `init_ignore`.
 
     Raises:
-      UserError: one line for each key of config.json that is missing, wrong or not understood.
+      UserError: one line for each key of config.json that is missing, invalid or not supported.
     """
     folder = expanded(directory).absolute()
     folder_content = described(folder, ignore)
@@ -57,16 +57,17 @@ def of_folder(directory: str | Path, ignore: str = "") -> Config:
 
 
 def fine_tuned(config: Config, rank: int, num_sequences: int) -> Config:
-    """Returns a folder's configuration with the rates, and for its data with the batch and the steps, of fine-tuning.
+    """Returns a folder's configuration with learning rates for fine-tuning, and batch size and steps for the data.
 
-    The highest rate is 0.1 over the model's width, 2.4e-5 for 4,096, near the 2e-5 of Alpaca (Taori et al. 2023), and
-    ten times that for adapters (Schulman et al. 2025, LoRA Without Regret). The batch is the power of two, 8 to 64,
-    that makes about 250 steps of three epochs, and of few sequences there are more epochs, in a hundred steps.
+    The peak rate is 0.1 over the model's width, 2.4e-5 for 4,096, near the 2e-5 of Alpaca (Taori et al. 2023), and ten
+    times this rate for adapters (Schulman et al. 2025, LoRA Without Regret). The batch size is the power of two, 8 to
+    64, with which three epochs take about 250 steps. With few sequences, more epochs are trained, at least a hundred
+    steps.
 
     Args:
-      config: of `of_folder`.
+      config: from `of_folder`.
       rank: of the adapters; 0: none.
-      num_sequences: to train on; 0: unknown.
+      num_sequences: number of training sequences; 0: unknown.
     """
     batch_size, num_steps, eval_every = config.batch_size, config.num_steps, config.eval_every
     if num_sequences:
@@ -82,12 +83,12 @@ def fine_tuned(config: Config, rank: int, num_sequences: int) -> Config:
 
 
 def as_file(directory: str | Path, config: Config, num_sequences: int = 0) -> str:
-    """Returns a configuration file, as Python.
+    """Returns a configuration file, as Python source.
 
     Args:
       directory: the folder, absolute.
       config: for its model.
-      num_sequences: that its data have; 0: they are examples.
+      num_sequences: of its data; 0: the data are only an example.
     """
     values, defaults = (flags.flatten(one) for one in (config, defaults_of(config)))
     shown = [key for key, value in values.items() if value != defaults[key] or key in _SHOWN]
@@ -95,7 +96,7 @@ def as_file(directory: str | Path, config: Config, num_sequences: int = 0) -> st
     if num_sequences:
         about = f"Batch, steps and rates are for {num_sequences:,} sequences. The mesh is an example."
     folder_content = described(directory, config.init_ignore)
-    # A path may hold what would end the docstring.
+    # A path may contain characters that would end the docstring.
     name = str(directory).replace("\\", "/").replace('"', "'")
     return _FILE.format(
         family=folder_content.family,

@@ -1,4 +1,4 @@
-"""Which options may change when a run resumes: its config.json is read back and compared with the new configuration."""
+"""Options that may change when a run resumes: compares the run's config.json with the new configuration."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ from meshtrain.files import Json, read_json
 from meshtrain.options import Value, Values
 from meshtrain.sharding.rules import AXES, DATA
 
-# What may change when a run is started again, and why. The longest name counts: `model.attention` before `model`.
+# Options that may change when a run resumes, and why. The longest matching name counts: `model.attention` before
+# `model`.
 FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "where arrays live and in what order stages run: the same sums on every mesh": (
         "mesh", "zero", "offload", "layout", "pipeline",
@@ -21,7 +22,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "remat", "model.attention", "model.loss_chunk",
     ),
     "how sums are rounded on GPUs: the same function": ("precision.deterministic",),
-    # Dropout is keyed by a sequence's index in the global batch, and the loss scale is that of its mean loss: neither
+    # Dropout is keyed by a sequence's index in the global batch, and the loss scale applies to the mean loss: neither
     # depends on the number of parts. Only the order of a sum changes, as with another mesh or number of microbatches.
     # An auxiliary loss that is not a sum over sequences depends on both.
     "into how many parts a batch is cut: the gradient is that of the whole batch": ("accumulation_steps",),
@@ -39,7 +40,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "num_steps", "num_epochs", "learning_rate.decay_steps",
     ),
     "what is averaged beside the weights: averages move none of them": ("optimizer.average",),
-    # A spike rule decides which later steps are skipped; users change it on resume to skip other ones.
+    # A spike rule determines which later steps are skipped; users change it on resume to skip other steps.
     "when a run gives up": ("guard", "early_stop", "watchdog_seconds"),
 }  # fmt: skip
 FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
@@ -53,11 +54,10 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
 
 
 def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
-    """Returns the configuration of another run, types checked. Fields that its file lacks get their (former) defaults.
+    """Returns the configuration of another run, with types checked. Missing fields get their (former) defaults.
 
-    Values of a former version are converted to the meaning of today.
-
-    The function that it names as `task` is imported, unless `overrides` (dotted key -> text) has another in its place.
+    Values of a former version are converted to their present meaning. The function that it names as `task` is imported,
+    unless `overrides` (dotted key -> text) replaces it.
 
     Raises:
       UserError: the text is not JSON, or has an unknown key or a value of a wrong type.
@@ -77,11 +77,11 @@ def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
 def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[str]:
     """Returns `key: was X, now Y` for each option that differs although it may not change when a run resumes.
 
-    Options without effect (of an optimizer that is not in use, say) are not compared.
+    Options without effect (such as options of another optimizer) are not compared.
 
     Args:
-      old: the nested dict of the run to resume, as `json.loads` reads its config.json; its keys may be former ones.
-      new: the nested dict of the new configuration. A key that one of them lacks has its default.
+      old: the nested dict of the run to resume, as `json.loads` reads its config.json; its keys may be former keys.
+      new: the nested dict of the new configuration. A key that is missing in one of them has its default.
     """
     then, after = flags.flatten(meanings.today(old)[0]), flags.flatten(meanings.without_version(new))
     defaults = _defaults(new)
@@ -90,16 +90,17 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[str]:
     renamed = former.rename(today, {}, after).items()
     before = defaults | today
     alike = {key: before[key] == after[key] for key in ("task", "reduction.name")}
-    # A function that the old run alone names is not imported; the two differ anyway.
+    # A function that only the old run names is not imported; the configurations differ anyway.
     named = foreign.outside(dict(old), CONFIG_FILE, ())
     is_built = all(alike.values()) and all(after.get(key) == name for key, name in named.items())
     idle = _idle(new) | (_idle(then) if is_built else set())
-    if not alike["reduction.name"]:  # its name says it: the options of one are not those of the other
+    if not alike["reduction.name"]:  # the name already reports it: reductions have different options
         idle |= {key for key in before | after if key.startswith("reduction.") and key != "reduction.name"}
     result = [line for key, line in renamed if not is_free(key) and key not in idle]
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
-        # The table names the decoder's options. A user's option of the same name is another one, and may not change.
+        # The table names the decoder's options. A user's option of the same name is a different option, and may not
+        # change.
         is_own = key.startswith("model.") and after["task"] not in tasks.names()
         if was != now and key not in idle and (is_own or not is_free(key)):
             result.append(f"{key}: was {was}, now {now}")
@@ -112,13 +113,13 @@ def _idle(values: Mapping[str, Value]) -> set[str]:
         config, problems = built(values, {})
     except UserError:
         return set()
-    # The sizes of axes do not matter here: options whose effect depends on them may change on resume anyway, except for
-    # those of a reduction, which have an effect where data is larger than 1.
+    # The sizes of axes do not matter here: options whose effect depends on them may change on resume anyway. The
+    # exceptions are options of a reduction, which have an effect if data is larger than 1.
     return set() if problems else set(without_effect(config, dict.fromkeys(AXES, 1) | {DATA: 2}))
 
 
 def _defaults(values: Mapping[str, Value]) -> Values:
-    """Returns dotted key -> default, for the task, the source of data and the functions that a nested dict names.
+    """Returns dotted key -> default, for the task, the data source and the functions that a nested dict names.
 
     There is no `model` if the task is a function without options.
     """

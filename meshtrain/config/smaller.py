@@ -1,4 +1,4 @@
-"""The changes of a configuration that save memory, the cheapest in time first: for a run and for a plan."""
+"""Changes of a configuration that save memory, cheapest in time first; used for runs and plans."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -10,8 +10,8 @@ from meshtrain.options import Values
 from meshtrain.sharding.rules import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes
 from meshtrain.sharding.stored import MAX_LEVEL, num_parts
 
-FROZEN_DTYPE, FROZEN = "precision.frozen_dtype", "bfloat16"  # in which frozen weights take half of the bytes
-SPLITS_SUMS = 2  # the ZeRO level from which on sums of gradients are split
+FROZEN_DTYPE, FROZEN = "precision.frozen_dtype", "bfloat16"  # with which frozen weights take half of the bytes
+SPLITS_SUMS = 2  # the first ZeRO level that splits sums of gradients
 
 Change = Values  # dotted key -> its new value
 
@@ -23,7 +23,7 @@ def with_change(config: Config, change: Change) -> Config:
 
 
 def problems_of(config: Config, shape: Mapping[str, int]) -> list[str]:
-    """Returns why a configuration cannot run on a mesh; empty if it can."""
+    """Returns the reasons why a configuration cannot run on a mesh; [] if it can."""
     try:
         return check(config, shape)
     except UserError as error:
@@ -36,7 +36,7 @@ def to_mesh(shape: Mapping[str, int]) -> Change:
 
 
 def with_level(config: Config, level: int) -> Change:
-    """Returns the change to a ZeRO level; it unsets a strategy, which would contradict the level."""
+    """Returns the change to a ZeRO level; also unsets a strategy, which would contradict the level."""
     strategy = {"zero.strategy": ""} if config.zero.strategy else {}
     return {"zero.level": level, **strategy}
 
@@ -50,16 +50,16 @@ def arguments(change: Change) -> str:
 
 
 def times_as_many(config: Config, shape: Mapping[str, int], temporary_bytes: float, room_bytes: float) -> int:
-    """Returns by what to multiply the number of microbatches: 2, or more where half of the temporaries is too much.
+    """Returns the factor for the number of microbatches: 2, or more if half of the temporaries is still too much.
 
-    It is the smallest divisor of a microbatch's sequences on a device with which the temporaries fit, if these shrink
-    as microbatches do.
+    It is the smallest divisor of a microbatch's sequences on a device with which the temporaries fit, assuming that
+    they shrink in proportion to microbatches.
 
     Args:
       config: of the step that does not fit.
       shape: its mesh.
       temporary_bytes: of the step's temporaries.
-      room_bytes: that are there for them.
+      room_bytes: available for temporaries.
     """
     sequences = config.batch_size // (num_parts(batch_axes(), shape) * num_microbatches(config, shape))
     times = divisors(sequences)[1:] or [2]
@@ -67,13 +67,13 @@ def times_as_many(config: Config, shape: Mapping[str, int], temporary_bytes: flo
 
 
 def smaller(config: Config, shape: Mapping[str, int], times: int = 2, parts: Change | None = None) -> Iterator[Change]:
-    """Yields changes that save memory, the cheapest in time first; the caller refuses those that are not legal.
+    """Yields changes that save memory, cheapest in time first; some may be illegal, which the caller has to check.
 
     Args:
       config: of the step that does not fit.
       shape: its mesh.
-      times: by what to multiply the number of microbatches.
-      parts: the change that splits sequences over more devices; None or empty if that does not help.
+      times: factor for the number of microbatches.
+      parts: the change that splits sequences over more devices; None or empty if it does not help.
     """
     level = config.zero.effective_level
     has_frozen, dtypes = bool(config.lora.rank or config.optimizer.trainable), config.precision
@@ -95,7 +95,7 @@ def smaller(config: Config, shape: Mapping[str, int], times: int = 2, parts: Cha
         yield from (with_level(config, higher) for higher in range(max(lowest, level + 1), MAX_LEVEL + 1))
     if parts:
         yield parts
-    # The axes that split weights, the cheapest to communicate over first: half of one goes to the next.
+    # The axes that split weights, cheapest communication first: one axis is halved, another doubled.
     special = (*sequence_axes(), *expert_axes())
     splitting = [axis for axis in (*storage_axes(), *reversed(model_axes())) if axis not in special]
     for axis in (axis for axis in batch_axes() if axis not in special):

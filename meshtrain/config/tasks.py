@@ -1,8 +1,8 @@
-"""Tasks by name: the built-in ones, and any function of the user's as `package.module:function`.
+"""Tasks by name: the built-in ones, and any user function as `package.module:function`.
 
 A task function is (config, placement) -> Task. Its attribute `options` is the frozen dataclass of its options, which
-stands under `config.model`; each field is an `option(default, text)`. It may have an attribute `check`, a function
-(config, mesh_shape) -> one line for each problem. A built-in task is a record of the three, see `BuiltIn`.
+becomes `config.model`; each field is an `option(default, text)`. It may have an attribute `check`, a function (config,
+mesh_shape) -> an error line for each problem. A built-in task is a record of the three, see `BuiltIn`.
 """
 
 import dataclasses
@@ -53,15 +53,15 @@ class NamedTask(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class BuiltIn:
-    """A task function with a name of its own, and what the program knows of it before it is called.
+    """A built-in task function, with properties that are known before it is called.
 
     Attributes:
-      name: as `config.task` has it.
+      name: the value of `config.task`.
       make: (config, placement) -> Task.
       options: the frozen dataclass of its options.
-      check: (config, mesh_shape) -> one line for each contradiction of its options, the data and the mesh.
-      takes_adapters: whether its layers apply those of `config.lora`; `make` adds them.
-      unread: options, or groups of them, that it never reads, by their dotted keys.
+      check: (config, mesh_shape) -> an error line for each contradiction of its options, the data and the mesh.
+      takes_adapters: whether its layers support the adapters of `config.lora`; `make` adds them.
+      unread: dotted keys of options, or groups of options, that it never reads.
     """
 
     name: str
@@ -77,7 +77,7 @@ class BuiltIn:
 
 
 class OfText(TypedDict):
-    """What the built-in tasks of text take besides their options; see `token_batch` for the sizes."""
+    """The sequence settings shared by the built-in text tasks; see `token_batch` for the sizes."""
 
     batch_size: int
     sequence_length: int
@@ -88,7 +88,7 @@ class OfText(TypedDict):
 
 
 def of_text(config: Config, placement: Placement) -> OfText:
-    """Returns what the built-in tasks of text take besides their options."""
+    """Returns the sequence settings shared by the built-in text tasks."""
     return {
         "batch_size": config.batch_size,
         "sequence_length": config.sequence_length,
@@ -107,7 +107,7 @@ def _decoder(config: Config, placement: Placement) -> Task:
 
 
 def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each way in which a decoder's options contradict each other, the data or the mesh.
+    """Returns an error line for each contradiction of a decoder's options with each other, the data or the mesh.
 
     Args:
       config: with `DecoderOptions` as its model, each field within its own bounds.
@@ -117,7 +117,7 @@ def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
 
 
 def model_problems(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns the lines of a decoder's check, whatever its data are."""
+    """Returns the error lines of a decoder's check that do not depend on the data source."""
     size, num_layers = mesh_shape["pipeline"], config.model.num_repeated
     in_chunk = layers_in_chunk(num_layers, size, config.pipeline.num_chunks) if size > 1 else 0
     computes_in = compute_name(config.precision), in_fp8(config.precision)
@@ -129,7 +129,7 @@ def model_problems(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
 
 
 def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[str]:
-    """Returns one line if a built-in source gives other examples than a built-in task takes.
+    """Returns an error line if a built-in source does not provide the examples of a built-in task.
 
     Args:
       config: the configuration.
@@ -146,7 +146,10 @@ def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[s
 
 
 def _vocabulary_problems(model: Options, data: DataOptions) -> list[str]:
-    """Returns one line if the byte tokenizer has more tokens than the model. Others are checked when the data open."""
+    """Returns an error line if the byte tokenizer has more tokens than the model.
+
+    Other tokenizers are checked when the data are opened.
+    """
     if not reads_documents(data) or data.tokenizer != "bytes" or model.vocab_size > NUM_BYTES:
         return []
     return [
@@ -164,7 +167,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> NamedTask:
-    """Returns the task function of a name: a built-in one, or `package.module:function`, which is imported.
+    """Returns the task function with this name: a built-in one, or `package.module:function`, which is imported.
 
     Raises:
       UserError: one line: see `options.imported_function` and `refuse_options`.
@@ -192,7 +195,7 @@ def refuse_options(name: str, function: Imported) -> None:
 
 
 def name_of(make_task: MakeTask) -> str:
-    """Returns the name by which a configuration can name a task function."""
+    """Returns the name by which a configuration can refer to a task function."""
     return make_task.name if isinstance(make_task, BuiltIn) else options.function_name(make_task)
 
 
@@ -202,10 +205,10 @@ def made(config: Config, placement: Placement, make_task: MakeTask | None = None
     Args:
       config: resolved.
       placement: of the mesh.
-      make_task: the caller's task function; None: the one that `config.task` names, see `find`.
+      make_task: the caller's task function; None: the function that `config.task` names, see `find`.
 
     Raises:
-      UserError: a task function of the user's returns something else.
+      UserError: a user's task function returns something else.
     """
     function = make_task or find(config.task)
     task = function(config, placement)
@@ -217,18 +220,18 @@ def made(config: Config, placement: Placement, make_task: MakeTask | None = None
             "allowed: a Task; nearest: return Task(init, loss, batch)"
         )
     refuse(kind_problems(task))
-    # JAX caches what it traces by the function, and what a notebook's `init` reads may have changed.
+    # JAX caches traces by function, but values that a notebook's `init` reads may have changed.
     return dataclasses.replace(task, init=lambda rng: task.init(rng))
 
 
 def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
     """Returns the task of a configuration without a mesh: its shapes, and its functions as for one device.
 
-    It uses no device, so that checks can call it before JAX has started.
+    It uses no device, so checks can call it before JAX has started.
 
     Args:
       config: resolved.
-      make_task: the caller's task function; None: the one that `config.task` names, see `find`.
+      make_task: the caller's task function; None: the function that `config.task` names, see `find`.
     """
     return made(config, Placement.nowhere(), make_task)
 
@@ -243,7 +246,7 @@ def abstract_weights(
     Args:
       config: resolved.
       make_task: the task function.
-      on_one_device: weights of a task of one's own then need no logical axes.
+      on_one_device: whether weights of a user's task may lack logical axes.
     """
     if not isinstance(make_task, BuiltIn):
         task = abstract_task(config, make_task)
@@ -260,7 +263,10 @@ def abstract_weights(
 
 
 def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
-    """Returns one line for each reason why a configuration's adapters fit no weight of its task; it uses no device."""
+    """Returns an error line for each reason why a configuration's adapters fit no weight of its task.
+
+    Uses no device.
+    """
     if not config.lora.rank:
         return []
     if not (isinstance(make_task, BuiltIn) and make_task.takes_adapters):
@@ -274,7 +280,7 @@ def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
 
 
 def watch_problems(config: Config, make_task: MakeTask) -> list[str]:
-    """Returns one line if activations are to be watched in a task that says nothing of them."""
+    """Returns an error line if activations are to be watched in a task that does not support it."""
     if config.observe.layers != ACTIVATIONS or make_task is decoder:
         return []
     return [

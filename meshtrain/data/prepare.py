@@ -205,8 +205,7 @@ def prepare(
 ) -> TokenFile:
     """Writes OUTPUT (ids, uint16 or uint32), OUTPUT.json (description), OUTPUT.index, and a copy of the tokenizer.json.
 
-    The description is written after the ids. A token file without a description is rejected; in a folder it is written
-    again.
+    The description is written last. A token file without it is rejected; in a folder it is written again.
 
     Args:
       path: files, objects of buckets (`gs://`), or globs, comma separated.

@@ -1,8 +1,8 @@
 """Placement of arrays: the axes of the mesh, the table of rules, and the resulting shardings.
 
-An axis is one record with its roles; the mesh orders devices so that inner axes get fast links. Rules say which mesh
-axes split which logical axis, once for weights and once for activations. From shapes, rules and the ZeRO level follow
-where a stored array lives, and why it cannot live there. Logical axes also tell which weights decay and which are
-matrices. `Placement` is all that models see of the mesh. The manual region over data, in which gradients are summed and
-reduced, is here too.
+An axis of the mesh is one record with its roles; the mesh orders devices so that inner axes get fast links. Rules state
+which mesh axes split which logical axis, separately for weights and activations. Shapes, rules and the ZeRO level
+determine the sharding of each stored array, or the error if it cannot be split. Logical axes also determine which
+weights decay and which are matrices. Models access the mesh only through `Placement`. The manual region over data, in
+which gradients are summed and reduced, is in this package too.
 """

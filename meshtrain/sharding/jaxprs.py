@@ -1,9 +1,10 @@
-"""What the program does to a function that it has traced: the one place that walks jaxprs to change or to run them.
+"""Transforms of traced functions: the only module that walks jaxprs to change or to run them.
 
-`traced` finds the weights that a function reads in a single loop, one layer at a time, and runs it with a hook on each
-layer's: a model that scans over stacked weights [L, ...] reads a slice of each in one iteration. Tasks need no change,
-whether Linen, NNX or plain functions. `run_after` makes loops take memory late, `depends` says which results depend on
-which inputs, `results` computes some of the variables, and `called_once` keeps manual regions apart.
+`traced` detects the weights that a function reads in a single loop, one layer at a time. It runs the function with a
+hook on each layer's weights: a model that scans over stacked weights [L, ...] reads a slice of each per iteration.
+Tasks need no change, whether written in Linen, NNX or plain functions. `run_after` delays the allocation of loops,
+`depends` computes which results depend on which inputs, `results` computes some of the variables, and `called_once`
+gives manual regions separate jaxprs.
 
 L: layers in a stack.
 """
@@ -20,31 +21,31 @@ from jax.interpreters import partial_eval
 
 from meshtrain.sharding.trees import ArrayFunction, Arrays
 
-Value: TypeAlias = Any  # of a variable: an array, or the number of a literal
-Variable: TypeAlias = Var | Literal  # what an equation reads
+Value: TypeAlias = Any  # value of a variable: an array, or the number of a literal
+Variable: TypeAlias = Var | Literal  # an input of an equation
 ShapedEquation: TypeAlias = Any  # a `JaxprEqn` of arrays: its variables' `aval` has a shape, which JAX does not declare
 ShapedAval: TypeAlias = Any  # `jax.core.ShapedArray`, the `aval` of such a variable
-Param: TypeAlias = Any  # of an equation: a jaxpr, a tuple of parameters, or what has no jaxpr in it
+Param: TypeAlias = Any  # parameter of an equation: a jaxpr, a tuple of parameters, or a value without jaxprs
 
-# (slices of weights by the index of each, slices of what goes with it) -> the slices that the layer computes with.
+# (slices of weights by index, slices of additional arrays by index) -> the slices that the layer uses.
 Hook = Callable[[dict[int, jax.Array], dict[int, Arrays]], dict[int, jax.Array]]
 Values = dict[Var, Value]
 # (index of an equation, the equation, values of the variables so far) -> its results.
 Step = Callable[[int, JaxprEqn, Values], Sequence[Value]]
 
-# Operations between a weight and its loop that keep its layers apart: one input, one output.
+# Operations between a weight and its loop that keep layers separate: one input, one output.
 _ON_EACH_LAYER = ("convert_element_type", "reshape", "copy")
 _CALLS = ("jit", "pjit")
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function of a list of arrays and of other arguments, traced.
+    """A traced function of a list of arrays and of other arguments.
 
     Attributes:
       closed: its jaxpr.
       structure: of its result.
-      sliced: indices of the arrays [L, ...] of which one loop alone reads slices, in the order of L or against it.
+      sliced: indices of the arrays [L, ...] that are read only as slices in one loop, in the order of L or reversed.
     """
 
     closed: ClosedJaxpr
@@ -56,10 +57,10 @@ class Traced:
 
         Args:
           arrays: with the shapes that were traced.
-          others: the other argument, likewise.
-          given: index of a sliced array -> a tree of arrays [L, ...] whose slices the hook gets. Other arrays stay
-            without a hook.
-          hook: called once for each loop, where JAX traces the loop's body.
+          others: the other argument, with the shapes that were traced.
+          given: index of a sliced array -> a pytree of arrays [L, ...] whose slices the hook gets. Other arrays have no
+            hook.
+          hook: called once for each loop, while JAX traces the loop's body.
         """
         jaxpr, arguments = self.closed.jaxpr, [*arrays, *jax.tree.leaves(others)]
         tracked = {jaxpr.invars[index]: index for index in given}
@@ -68,7 +69,7 @@ class Traced:
 
 
 def traced(function: Callable[[list[jax.Array], Arrays], Arrays], arrays: list[jax.Array], others: Arrays) -> Traced:
-    """Traces a function of a list of arrays and of a tree of others; finds those in the list that one loop slices."""
+    """Traces a function of a list of arrays and a pytree of others; detects the arrays that a single loop slices."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(arrays, others)
     found = _sliced(closed.jaxpr, {closed.jaxpr.invars[index]: index for index in range(len(arrays))})
     return Traced(closed, jax.tree.structure(result), frozenset(found))
@@ -92,11 +93,11 @@ def _sliced(jaxpr: Jaxpr, tracked: Mapping[Var, int]) -> set[int]:
 
 
 def _keeps_layers(equation: ShapedEquation) -> bool:
-    """Returns whether each layer of the output is made of the same layer of the input, or of several in a row."""
+    """Returns whether each layer of the output is computed from the same layer, or a group of consecutive layers."""
     if equation.primitive.name not in _ON_EACH_LAYER or len(equation.invars) > 1:
         return False
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    # Groups of layers, [L / n, n, ...], as remat.every makes them.
+    # Groups of layers, [L / n, n, ...], as created by remat.every.
     keeps = before == after or (len(after) > 1 and before[1:] == after[2:])
     return keeps and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
 
@@ -132,10 +133,10 @@ def _hooked(
 def _scan(
     equation: JaxprEqn, inputs: list[Value], mine: Mapping[int, int], given: Mapping[int, Arrays], hook: Hook
 ) -> list[Value]:
-    """Returns the results of a scan whose inputs `mine` pass the hook, a slice of each in an iteration."""
+    """Returns the results of a scan in which the inputs `mine` pass through the hook, slice by slice."""
     loop = _Loop(equation, inputs)
     start = len(loop.consts) + len(loop.carry)
-    # A loop over groups of layers gets what goes with a group.
+    # A loop over groups of layers gets the additional arrays of a group.
     grouped = lambda leaf: leaf if len(leaf) == loop.length else leaf.reshape(loop.length, -1, *leaf.shape[1:])  # noqa: E731
     beside = {index: jax.tree.map(grouped, given[index]) for index in mine.values()}
 
@@ -153,14 +154,15 @@ def _scan(
 
 
 def run_after(function: ArrayFunction, first: jax.Array, *arguments: Arrays) -> Arrays:
-    """Returns `function(*arguments)`, whose loops take memory only when `first` and what precedes them are computed.
+    """Returns `function(*arguments)`, computed so that its loops allocate memory only after `first` is computed.
 
     A scan writes its stacked results, such as the residuals of a backward pass, into arrays that start as constants. A
     compiler may allocate constants long before the loop. Here they start as copies of `first`, which the loop
-    overwrites. And it may put a product off until the loop is over, which keeps the factors in memory.
+    overwrites. A compiler may also delay a product until the loop is over, which keeps its factors in memory; values
+    needed later are therefore computed before the loop.
 
     Args:
-      function: any function of trees of arrays.
+      function: any function of pytrees of arrays.
       first: a float scalar.
       *arguments: of the function.
     """
@@ -186,21 +188,21 @@ def _is_plain(var: Var) -> bool:
 
 
 def _is_loop(equation: JaxprEqn) -> bool:
-    """Returns whether an operation is a scan that the compiler sees as a loop; one that is unrolled has no stacks."""
+    """Returns whether an operation is a scan that is compiled as a loop; an unrolled scan has no stacked arrays."""
     return equation.primitive.name == "scan" and equation.params["unroll"] == 1
 
 
 def _is_offloaded(equation: JaxprEqn) -> bool:
-    """Returns whether an operation reads or writes host memory: the residuals of such a loop take none of a device."""
+    """Returns whether an operation reads or writes host memory; residuals of this loop take no device memory."""
     arrays: list[ShapedAval] = [var.aval for var in (*equation.invars, *equation.outvars)]
     return any(array.memory_space == jax.memory.Space.Host for array in arrays)
 
 
 def _scan_after(equation: ShapedEquation, inputs: list[Value], first: jax.Array) -> list[Value]:
-    """Returns the results of a scan whose stacked ones start as copies of `first`."""
+    """Returns the results of a scan whose stacked results start as copies of `first`."""
     loop = _Loop(equation, inputs)
     made = [var.aval for var in equation.outvars[len(loop.carry) :]]
-    # Each starts with a number of its own: of equal arrays XLA makes one, and copies it.
+    # Each starts with a different number, because XLA would create equal arrays once and copy them.
     arrays = [jnp.broadcast_to((first + at).astype(one.dtype), one.shape) for at, one in enumerate(made)]
 
     # A while loop, as a scan becomes one: a second counter would hide from XLA which slice an iteration writes.
@@ -221,7 +223,7 @@ def _scan_after(equation: ShapedEquation, inputs: list[Value], first: jax.Array)
 
 
 class _Loop:
-    """A scan's equation with its inputs: constants, what it carries, and what it reads in slices."""
+    """A scan's equation with its inputs: constants, carried arrays, and stacked arrays that are read in slices."""
 
     def __init__(self, equation: JaxprEqn, inputs: list[Value]) -> None:
         num_consts, num_carried = _counts(equation)
@@ -231,7 +233,7 @@ class _Loop:
         self._function = jaxpr_as_fun(equation.params["jaxpr"])
 
     def body(self, carry: list[Value], slices: list[jax.Array]) -> tuple[list[Value], list[jax.Array]]:
-        """Returns what an iteration carries on, and its slices of the stacked results."""
+        """Returns the carry after an iteration, and the iteration's slices of the stacked results."""
         outputs = self._function(*self.consts, *carry, *slices)
         return outputs[: len(self.carry)], outputs[len(self.carry) :]
 
@@ -239,7 +241,8 @@ class _Loop:
 def _counts(scan: ShapedEquation) -> tuple[int, int]:
     """Returns the number of constants and of carried arrays of a scan's equation; its stacked inputs follow them.
 
-    JAX versions name these counts differently, so ranks give them: a stacked input has one dim less in the body.
+    JAX versions name these counts differently, so they are derived from ranks: a stacked input has one dim less in the
+    body.
     """
     inner = scan.params["jaxpr"].jaxpr
     num_stacked = sum(x.aval.ndim < y.aval.ndim for x, y in zip(inner.invars, scan.invars, strict=True))
@@ -254,7 +257,7 @@ def _run(
     stops: Sequence[int] | Mapping[int, Mapping[int, int]],
     step: Step,
 ) -> list[Value]:
-    """Returns the results of a jaxpr; `step` computes the equations with the numbers in `stops`, JAX all others."""
+    """Returns the results of a jaxpr; `step` computes the equations with the numbers in `stops`, JAX the others."""
     values: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
     start = 0
     for number in (*stops, len(jaxpr.eqns)):
@@ -266,7 +269,7 @@ def _run(
 
 
 def _evaluated(jaxpr: Jaxpr, equations: Sequence[JaxprEqn], values: Values) -> Values:
-    """Returns the results of some equations of a jaxpr, in their order, by variable."""
+    """Evaluates some equations of a jaxpr, in their order; returns variable -> result."""
     made = [var for equation in equations for var in equation.outvars if not isinstance(var, DropVar)]
     inputs = list(dict.fromkeys(var for var in _read_by(equations) if isinstance(var, Var) and var in values))
     part = jaxpr.replace(constvars=[], invars=inputs, eqns=list(equations), outvars=made)
@@ -282,13 +285,13 @@ def _read(variables: Sequence[Variable], values: Values) -> list[Value]:
 
 
 def _places_of(tracked: Mapping[Var, int], equation: JaxprEqn) -> dict[int, int]:
-    """Returns place among an equation's inputs -> index, for the inputs that are tracked."""
+    """Returns position among an equation's inputs -> index, for the inputs that are tracked."""
     variables = enumerate(equation.invars)
     return {at: tracked[var] for at, var in variables if not isinstance(var, Literal) and var in tracked}
 
 
 def results(closed: ClosedJaxpr, wanted: Sequence[Variable], *arguments: Value) -> list[jax.Array]:
-    """Returns some of the variables of a jaxpr, computed by the equations that they need."""
+    """Returns some variables of a jaxpr; only the equations that they need are evaluated."""
     jaxpr = closed.jaxpr.replace(outvars=list(wanted))
     needed: Jaxpr
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(wanted), instantiate=True)
@@ -299,8 +302,8 @@ def results(closed: ClosedJaxpr, wanted: Sequence[Variable], *arguments: Value) 
 def depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Returns for each output of a jaxpr whether it depends on one of the marked inputs; constants are not marked.
 
-    The result is exact through calls and scans. Each output of any other equation that contains jaxprs (`cond`,
-    `while`) counts as dependent on all of its inputs.
+    The result is exact for calls and scans. Each output of any other equation that contains jaxprs (`cond`, `while`)
+    counts as dependent on all of its inputs.
     """
     marked = {var for var, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
     for equation in jaxpr.eqns:
@@ -316,7 +319,7 @@ def _depends(equation: JaxprEqn, marks: list[bool]) -> list[bool]:
     if equation.primitive.name != "scan":
         return depends(inner[0], marks)
     start, num_carry = _counts(equation)
-    while True:  # until the marks of the carry do not change, because each turn reads the carry of the one before
+    while True:  # until the marks of the carry do not change, because each iteration reads the previous carry
         outputs = depends(inner[0], marks)
         before = marks[start : start + num_carry]
         after = [old or new for old, new in zip(before, outputs[:num_carry], strict=True)]
@@ -326,7 +329,7 @@ def _depends(equation: JaxprEqn, marks: list[bool]) -> list[bool]:
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yields the jaxprs in an equation's parameters: of a call, of a loop, of branches."""
+    """Yields the jaxprs in an equation's parameters: of a call, a loop, or branches."""
     for value in equation.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             if isinstance(part, ClosedJaxpr):
@@ -336,12 +339,13 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def called_once(function: ArrayFunction) -> ArrayFunction:
-    """Returns the same function of trees of arrays; no two calls in it share a jaxpr with a manual region.
+    """Returns an equivalent function of pytrees of arrays, in which no two calls share a jaxpr with a manual region.
 
     JAX emits one function for a jaxpr that is called several times, such as a jitted function or the body of a loop. On
-    TPUs XLA does not inline such a function. If it has a manual region, and its callers are in another, the partitioner
-    takes the outer region's axes for automatic ones and aborts (Check failed: target.IsManualSubgroup() ==
-    sharding().IsManualSubgroup(), seen with jax 0.10.2). Here each call gets a copy of its jaxpr, so its own function.
+    TPUs XLA does not inline this function. If it contains a manual region, and its callers are in another, the
+    partitioner treats the outer region's axes as automatic and aborts (Check failed: target.IsManualSubgroup() ==
+    sharding().IsManualSubgroup(), seen with jax 0.10.2). So each call gets a copy of its jaxpr, and thus a separate
+    function.
     """
 
     def run(*arguments: Arrays) -> Arrays:
@@ -353,10 +357,10 @@ def called_once(function: ArrayFunction) -> ArrayFunction:
 
 
 def _copy(value: Param) -> Param:
-    """Returns a parameter of an equation with a copy of each jaxpr in it that has a manual region."""
+    """Returns a parameter of an equation, with copies of all jaxprs that contain a manual region."""
     if isinstance(value, tuple) and any(isinstance(part, Jaxpr | ClosedJaxpr) for part in value):
-        return tuple(map(_copy, value))  # and no named tuple, such as the implementation of random keys
-    if isinstance(value, Jaxpr) and _has_region(value):  # of newer versions a ClosedJaxpr, too
+        return tuple(map(_copy, value))  # but no named tuple, such as the implementation of random keys
+    if isinstance(value, Jaxpr) and _has_region(value):  # in newer versions also a ClosedJaxpr
         copies = [{name: _copy(param) for name, param in equation.params.items()} for equation in value.eqns]
         return value.replace(eqns=[one.replace(params=params) for one, params in zip(value.eqns, copies, strict=True)])
     if isinstance(value, ClosedJaxpr) and _has_region(value.jaxpr):

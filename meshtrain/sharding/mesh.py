@@ -1,4 +1,4 @@
-"""The mesh: axis sizes from options and devices, and an order of devices that puts the inner axes on fast links."""
+"""The mesh: axis sizes from options and devices, and an order of devices that gives inner axes the fast links."""
 
 import collections
 import dataclasses
@@ -29,7 +29,7 @@ class MeshOptions(_Sizes):
 
 
 def check(options: MeshOptions) -> list[str]:
-    """Returns one line for each problem that does not depend on the devices: two axes of -1, or a size below 1."""
+    """Returns an error line for each problem that is independent of devices: two axes of -1, or a size below 1."""
     sizes = dataclasses.asdict(options)
     lines = [
         f"mesh.{axis}: got {size}; allowed: at least 1, or -1 for what is left; nearest: {-1 if size < 0 else 1}"
@@ -47,14 +47,14 @@ def check(options: MeshOptions) -> list[str]:
 def mesh_shape(
     options: MeshOptions, num_devices: int, *, simulated: bool, num_processes: int = 1, slice_size: int = 0
 ) -> dict[str, int]:
-    """Returns the size of each axis, in mesh order, with -1 filled in.
+    """Returns the size of each axis, in mesh order, with -1 replaced.
 
     Args:
       options: the sizes in the configuration.
-      num_devices: devices of all processes. It has no effect where they are simulated.
-      simulated: whether the devices are simulated on CPU, where their number is `num_needed(options)`.
-      num_processes: one process may leave devices unused; several have to use all of them.
-      slice_size: devices of each slice of TPUs, where there are several: a mesh is in one, or uses all of some.
+      num_devices: devices of all processes; ignored if devices are simulated.
+      simulated: whether the devices are simulated on CPU; their number is then `num_needed(options)`.
+      num_processes: a single process may leave devices unused; several must use all of them.
+      slice_size: devices of each TPU slice if there are several: a mesh is within a slice, or uses complete slices.
 
     Raises:
       UserError: the problems of `check`, or sizes that do not fit the devices.
@@ -86,7 +86,7 @@ def mesh_shape(
 
 
 def num_needed(options: MeshOptions) -> int:
-    """Returns how many devices to simulate: the product of the sizes, where a -1 is filled up to 8 devices at most.
+    """Returns the number of devices to simulate: the product of the sizes; an axis of -1 extends it to at most 8.
 
     Args:
       options: sizes without problems, see `check`.
@@ -107,7 +107,10 @@ def _uneven(open_axis: str, asked: str, closed: int, num_devices: int) -> str:
 
 
 def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[str]:
-    """Returns one line if a mesh has more devices than there are; its fix reduces the axes, outermost first."""
+    """Returns an error line if the mesh needs more devices than are available.
+
+    Its fix reduces the outermost axes first.
+    """
     if (num_used := math.prod(sizes.values())) <= num_devices:
         return []
     fitted = dict(sizes)
@@ -122,7 +125,7 @@ def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[str]:
 
 
 def _filled(sizes: Mapping[str, int], num_devices: int) -> str:
-    """Returns an override of the outermost axis that makes the mesh use all devices."""
+    """Returns an override of the outermost possible axis with which the mesh uses all devices."""
     for axis in AXES:
         others = math.prod(size for name, size in sizes.items() if name != axis)
         if num_devices % others == 0:
@@ -133,15 +136,15 @@ def _filled(sizes: Mapping[str, int], num_devices: int) -> str:
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """Returns the mesh, with axes in mesh order, all of type Auto: the partitioner inserts the collectives.
 
-    The outermost axes cross the slow network between slices, or between hosts of GPUs. The inner ones use the fast
-    links inside a slice or a host, as far as they fit. `describe` reports the result.
+    The outermost axes cross the slow network between slices, or between hosts of GPUs. The inner axes use the fast
+    links within a slice or a host if they fit. `describe` reports the result.
 
     Args:
       shape: the size of each axis.
       devices: as many as the product, or more (the first are used); devices of an ahead-of-time topology are allowed.
 
     Raises:
-      UserError: fewer devices than the product.
+      UserError: there are fewer devices than the product.
     """
     sizes = tuple(shape[axis] for axis in AXES)
     refuse(_too_many(shape, len(devices)))
@@ -163,7 +166,7 @@ def _ordered(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
 
 
 def _arrangement(devices: Sequence[jax.Device]) -> str:
-    """Returns how to order devices: by `slices`, by `hosts`, along the `torus`, or as they are `listed`."""
+    """Returns how to order devices: by `slices`, by `hosts`, along the `torus`, or `listed` (unchanged)."""
     if devices[0].platform == "cpu":
         return "listed"
     tpu = devices[0].platform == "tpu"
@@ -178,7 +181,10 @@ def _arrangement(devices: Sequence[jax.Device]) -> str:
 
 
 def _outer_sizes(sizes: Sequence[int], num_groups: int) -> tuple[int, ...]:
-    """Returns the part of each axis that crosses groups; the outermost axes cross as many of them as they can."""
+    """Returns the part of each axis that crosses groups of devices.
+
+    The outermost axes cross as many groups as possible.
+    """
     outer = []
     for size in sizes:
         outer.append(math.gcd(size, num_groups))
@@ -188,14 +194,14 @@ def _outer_sizes(sizes: Sequence[int], num_groups: int) -> tuple[int, ...]:
 
 
 def over_slices(mesh: Mesh) -> dict[str, int]:
-    """Returns how many slices of TPUs each axis crosses, in mesh order: 1 for each axis inside of one."""
+    """Returns the number of TPU slices that each axis crosses, in mesh order; 1 for an axis within a slice."""
     slices = _numbers(mesh, "slice_index")
     lines = [np.moveaxis(slices, i, -1).reshape(-1, size)[0] for i, size in enumerate(slices.shape)]
     return {axis: len(set(line)) for axis, line in zip(mesh.axis_names, lines, strict=True)}
 
 
 def first_slice(mesh: Mesh) -> Mesh:
-    """Returns the part of the mesh that is on its first slice of TPUs; the mesh itself if there is one."""
+    """Returns the part of the mesh on its first TPU slice; the mesh itself if there is one slice."""
     over = over_slices(mesh)
     if math.prod(over.values()) == 1:
         return mesh
@@ -203,14 +209,15 @@ def first_slice(mesh: Mesh) -> Mesh:
 
 
 def advice(mesh: Mesh, num_machines: int = 0) -> list[tuple[str, str]]:
-    """Returns (what is slow, what helps) where an axis that communicates in every layer leaves the fast links.
+    """Returns (problem, remedy) if an axis that communicates in every layer leaves the fast links; else [].
 
-    Between slices of TPUs that is every axis but data and pipeline. Hosts of GPUs may gather weights from each other:
-    their network has a ninth to an eighteenth of the speed of the links inside, that of slices a thirtieth or less.
+    Between TPU slices these are all axes except data and pipeline. Hosts of GPUs may gather weights from each other:
+    their network has 1/9 to 1/18 of the speed of the links inside a host, while the network between slices has 1/30 or
+    less.
 
     Args:
       mesh: of real or ahead-of-time devices.
-      num_machines: as in `describe`; of several processes on a machine it is not known what they share.
+      num_machines: as in `describe`; the links between several processes on one machine are unknown.
     """
     platform = mesh.devices.flat[0].platform
     key, what, far = ("slice_index", "slice", ()) if platform == "tpu" else ("process_index", "host", storage_axes())
@@ -224,7 +231,7 @@ def advice(mesh: Mesh, num_machines: int = 0) -> list[tuple[str, str]]:
 
 
 def _numbers(mesh: Mesh, key: str) -> np.ndarray:
-    """Returns a number of each device, 0 where it has none: int, in the shape of the mesh."""
+    """Returns an attribute of each device, 0 if it has none: int, in the shape of the mesh."""
     return np.vectorize(lambda device: getattr(device, key, None) or 0, otypes=[int])(mesh.devices)
 
 
@@ -234,11 +241,11 @@ def _crossing(numbers: np.ndarray) -> list[str]:
 
 
 def describe(mesh: Mesh, num_machines: int = 0) -> str:
-    """Returns one line: sizes, devices, their order, and which axes cross processes or slices.
+    """Returns a line of text: sizes, devices, their order, and the axes that cross processes or slices.
 
     Args:
       mesh: of real or ahead-of-time devices.
-      num_machines: the number of machines on which its processes run; 0: one for each process.
+      num_machines: number of machines on which its processes run; 0: one per process.
     """
     devices = list(mesh.devices.flat)
     sizes = sizes_text(mesh.shape) or "one device"

@@ -1,7 +1,7 @@
-"""Offload: with `offload.moments` the optimizer's moments are in host memory (`pinned_host`) between updates.
+"""Offload: with `offload.moments` the optimizer's moments are stored in host memory (`pinned_host`) between updates.
 
 The step copies the shards to the devices before the update and back after it. The memory kind is part of each sharding,
-so layout.txt, checkpoints and the compiler read it from there.
+from which layout.txt, checkpoints and the compiler read it.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ HOST, DEVICE = "pinned_host", "device"
 
 @dataclasses.dataclass(frozen=True)
 class OffloadOptions:
-    """What is stored in host memory."""
+    """The arrays that are stored in host memory."""
 
     moments: bool = option(False, "keep the optimizer's moments in host memory between steps")
 
 
 def problems(what: str, devices: Sequence[jax.Device]) -> list[str]:
-    """Returns one line if these devices cannot address host memory, else none.
+    """Returns an error line if these devices cannot address host memory, else [].
 
     Args:
       what: the option that requires it and its value, such as `offload.moments=True`.
@@ -37,14 +37,14 @@ def problems(what: str, devices: Sequence[jax.Device]) -> list[str]:
     if HOST in kinds:
         return []
     name, _, value = what.partition("=")
-    # The GPU compiler without a GPU ignores memory kinds silently.
+    # Without a GPU, the GPU compiler silently ignores memory kinds.
     known = f"only {', '.join(kinds)}" if kinds else "none that a compiler without the device knows"
     there = f"{devices[0].platform} devices have no memory of kind {HOST} ({known})"
     return [f"{name}: got {value}, and {there}; allowed: what stays on the device; nearest: leave it out"]
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """Returns the same sharding in host memory."""
+    """Returns the sharding with host memory as its memory kind."""
     return sharding.with_memory_kind(HOST)
 
 
@@ -54,11 +54,11 @@ def is_on_host(sharding: jax.sharding.Sharding) -> bool:
 
 
 def fetched(tree: Arrays, shardings: Shardings, after: jax.Array | None = None) -> Arrays:
-    """Returns a tree with the arrays in host memory copied to the devices, inside a jitted function.
+    """Copies the arrays of a pytree that are in host memory to the devices, inside a jitted function.
 
     Args:
       tree: arrays.
-      shardings: the same structure; the sharding of each.
+      shardings: the sharding of each; the same structure.
       after: copies start after this array is computed; None: the compiler decides when.
     """
 

@@ -1,7 +1,7 @@
-"""Sharding constraints and manual regions for models, which see the mesh through a `Placement` only.
+"""Sharding constraints and manual regions for models, which access the mesh only through a `Placement`.
 
-Inside a `jax.shard_map` shapes are local along its manual axes, and constraints for the partitioner must not name them.
-Each function here drops the axes that are manual where it is called.
+Inside a `jax.shard_map`, shapes are local along its manual axes, and constraints for the partitioner must not name
+these axes. Each function here drops the axes that are manual at its call.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Placement:
       rules: the table.
       mesh: the mesh; None means one device without shardings.
       keeps_gathered: whether a weight gathered in the forward pass is a residual of the backward pass. Otherwise the
-        backward pass gathers it again, whatever `remat.policy` is.
+        backward pass gathers it again, regardless of `remat.policy`.
       in_fp8: whether the operands of products with the weights of layers are 8-bit floats (`models/fp8.py`).
     """
 
@@ -40,13 +40,17 @@ class Placement:
 
     @classmethod
     def nowhere(cls) -> "Placement":
-        """Returns the placement of one device: each function is the identity."""
+        """Returns the placement of a single device: each of its functions is the identity."""
         return cls(default_rules(LayoutOptions()), None)
 
     def of_tokens(self, names: Sequence[str]) -> "Placement":
-        """Returns this placement with these logical axes of activations kept whole, and products in 16 bits.
+        """Returns this placement for decoding single tokens, which do not have the dims to split.
 
-        It is that of single tokens. Their products wait for weights, which 8-bit operands would make no shorter.
+        Products are in 16 bits: products of single tokens are limited by reading weights, which 8-bit operands do not
+        accelerate.
+
+        Args:
+          names: the logical axes of activations that are not split.
         """
         entries = tuple(
             dataclasses.replace(rule, activations=()) if rule.name in names else rule for rule in self.rules.entries
@@ -54,31 +58,31 @@ class Placement:
         return dataclasses.replace(self, rules=dataclasses.replace(self.rules, entries=entries), in_fp8=False)
 
     def activation(self, x: jax.Array, names: Names) -> jax.Array:
-        """Returns `x` constrained to its sharding by the rules."""
+        """Returns `x` constrained to its sharding according to the rules."""
         return self._constrained(x, self.activation_spec(x.shape, names))
 
     def weight(self, w: jax.Array, names: Names) -> jax.Array:
         """Returns `w`, a weight in its compute dtype, gathered over the axes that split it for storage only.
 
         Without this constraint the partitioner may leave the weight sharded and move activations instead, which are
-        more bytes. Returns `w` itself where no axis splits weights for storage only.
+        more bytes. Returns `w` itself if no axis splits weights for storage only.
         """
         spec_of_weight = self.weight_spec(w.shape, names)
         return self._constrained(w, spec_of_weight) if self.gathers_weights else w
 
     def as_stored(self, w: jax.Array, names: Names) -> jax.Array:
-        """Returns `w`, a weight in its compute dtype, constrained to the sharding in which it is stored.
+        """Returns `w`, a weight in its compute dtype, constrained to its stored sharding.
 
         Without this constraint the partitioner may move the gather of `weight` before the cast to the compute dtype,
-        and gather float32. Returns `w` itself where no axis splits weights for storage only.
+        and gather float32. Returns `w` itself if no axis splits weights for storage only.
         """
         return self._constrained(w, self.stored_spec(w.shape, names)) if self.gathers_weights else w
 
     def cotangent(self, x: jax.Array, names: Names) -> jax.Array:
-        """Returns `x` unchanged; its cotangent is constrained to the sharding that an activation with `names` has.
+        """Returns `x` unchanged; constrains its cotangent to the sharding of an activation with `names`.
 
         The result of a row-parallel product may be scattered along the sequence. Both products of its backward pass
-        read the whole cotangent, and without this constraint the partitioner gathers it for each of them.
+        read the complete cotangent, and without this constraint the partitioner would gather it for each of them.
         """
         if self.mesh is None or not _is_split_here(self.mesh):
             return x
@@ -92,19 +96,19 @@ class Placement:
         return unchanged
 
     def activation_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
-        """Returns the spec of an activation by the rules, without the axes that are manual here."""
+        """Returns the spec of an activation according to the rules, without the axes that are already manual."""
         if self.mesh is None:
             return PartitionSpec()
         return spec(f"activation {tuple(names)}", shape, names, self.rules.activations, _sizes_here(self.mesh))
 
     def weight_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
-        """Returns the spec of a gathered weight by the rules, without the axes that are manual here."""
+        """Returns the spec of a gathered weight according to the rules, without the axes that are already manual."""
         if self.mesh is None:
             return PartitionSpec()
         return spec(f"weight {tuple(names)}", shape, names, self.rules.gathered, _sizes_here(self.mesh))
 
     def stored_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
-        """Returns the spec of a stored weight by the rules, without the axes that are manual here."""
+        """Returns the spec of a stored weight according to the rules, without the axes that are already manual."""
         if self.mesh is None:
             return PartitionSpec()
         level = MAX_LEVEL if DATA in self.rules.storage_axes else 0
@@ -118,7 +122,7 @@ class Placement:
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether `weight` gathers: a storage axis is larger than 1 and not manual here."""
+        """Whether `weight` gathers: a storage axis is larger than 1 and not already manual."""
         if self.mesh is None:
             return False
         return any(_sizes_here(self.mesh)[axis] > 1 for axis in self.rules.storage_axes)
@@ -126,8 +130,9 @@ class Placement:
     def is_gather(self, primitive: Primitive, params: Mapping[str, Any]) -> bool:
         """Returns whether an operation in a traced function gathers a weight, for a `jax.checkpoint` policy.
 
-        It is a constraint by `weight`, or an all-gather over storage axes in a manual region. The spec distinguishes a
-        constraint from that by `activation`: batches are split over the storage axes, gathered weights are not.
+        The operation is a constraint by `weight`, or an all-gather over storage axes in a manual region. The spec
+        distinguishes it from a constraint by `activation`: batches are split over the storage axes, gathered weights
+        are not.
         """
         if not self.gathers_weights:
             return False
@@ -138,9 +143,10 @@ class Placement:
         return not set(axes_in(params["sharding"].spec)) & set(self.rules.storage_axes)
 
     def largest(self, value: jax.Array) -> jax.Array:
-        """Returns the largest of a number that each shard of the batch has, where axes that split the batch are manual.
+        """Returns the maximum of `value` over the shards of the batch.
 
-        The partitioner takes maxima over all other axes, but a pipeline's: its stages compute different layers.
+        It is computed over manual axes that split the batch. The partitioner computes it over all other axes, except
+        for the pipeline axis: stages compute different layers.
         """
         if self.mesh is None:
             return value
@@ -182,23 +188,23 @@ def on_shards(
     axes: frozenset[str] | None = None,
     is_opaque: bool = False,
 ) -> ArrayFunction:
-    """Returns `function` run on each device's shards: the only place that enters `jax.shard_map`.
+    """Returns `function` run on each device's shards: the only function that enters `jax.shard_map`.
 
-    Inside another manual region it nests: it takes the abstract mesh of that region, and axes that are manual there
-    are neither entered again nor named in specs (arrays are local along them already).
+    Inside another manual region it nests: it uses the abstract mesh of the outer region, and axes that are already
+    manual are neither entered again nor named in specs (arrays are already local along them).
 
     With `check_vma=False` a psum is transposed to another psum. So differentiate inside the region, not through it, or
     define the backward pass of the function that contains it (`jax.custom_vjp`).
 
     Args:
       mesh: the mesh.
-      function: what one device does with its shards. With `axes` it may use collectives over them.
-      in_specs: of the arguments. Axes that do not become manual here are dropped from them.
-      out_specs: of the results, likewise.
-      axes: the axes to make manual. None means all axes that are not manual here yet. If all of those have size 1, the
+      function: the computation of one device on its shards. With `axes` it may use collectives over them.
+      in_specs: of the arguments. Axes that do not become manual are dropped from them.
+      out_specs: of the results; axes are dropped in the same way.
+      axes: the axes to make manual. None means all axes that are not manual yet. If all of them have size 1, the
         function is returned without a region, which compiles faster.
-      is_opaque: whether the function contains a library's kernel with a partitioning rule of its own. Such a kernel
-        needs all axes to be manual, those of size 1 too, so a region is entered on every mesh of several devices.
+      is_opaque: whether the function contains a library's kernel with its own partitioning rule. This kernel requires
+        all axes to be manual, also axes of size 1, so a region is entered on every mesh of several devices.
     """
     assert axes is None or axes <= set(mesh.axis_names), f"no such axes of the mesh: {axes}"
     partitioned = _automatic(mesh)
@@ -218,7 +224,7 @@ def on_shards(
 
 
 def manual_specs(specs: Specs, axes: frozenset[str]) -> Specs:
-    """Returns each spec of a tree with the manual mesh axes `axes` only, as `jax.shard_map` requires."""
+    """Returns each spec of a pytree restricted to the manual mesh axes `axes`, as `jax.shard_map` requires."""
 
     def keep(spec: PartitionSpec) -> PartitionSpec:
         return spec_of_dims([tuple(axis for axis in dim if axis in axes) for dim in axes_of_dims(spec, len(spec))])

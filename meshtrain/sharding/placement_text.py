@@ -1,4 +1,4 @@
-"""Placements as text: a line for each array with its logical axes, its mesh axes and its bytes on a device."""
+"""Shardings as text: a line for each array with its logical axes, its mesh axes and its bytes on a device."""
 
 import dataclasses
 import math
@@ -12,15 +12,15 @@ from meshtrain.sharding.trees import Arrays, leaves_with_paths, num_bytes, shard
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Where one array lives.
+    """The sharding of one array.
 
     Attributes:
-      path: its path in its tree.
+      path: its path in its pytree.
       shape: its global shape.
       dtype: its dtype's name.
       names: the logical axis of each dim, or None.
-      axes: the mesh axes that split each dim, without those of size 1.
-      num_bytes: its bytes, the sum over all shards.
+      axes: the mesh axes that split each dim, without axes of size 1.
+      num_bytes: the sum of bytes over all shards.
       num_bytes_per_device: the bytes of one device's shard.
       is_on_host: whether the shards are in host memory.
       is_frozen: whether this is a weight that is not trained.
@@ -38,7 +38,7 @@ class Row:
 
 
 def rows(abstract: Arrays, names: Sequence[Names], frozen: Collection[str] = ()) -> list[Row]:
-    """Returns a row for each array of a tree.
+    """Returns a row for each array of a pytree.
 
     Args:
       abstract: arrays or `jax.ShapeDtypeStruct`s with shardings.

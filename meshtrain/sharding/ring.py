@@ -4,9 +4,10 @@ from meshtrain.hardware.links import RING
 
 
 def wire_share(operation: str, group_size: int) -> float:
-    """Returns the bytes that one device sends over the bytes S of the larger of its input and output.
+    """Returns the bytes that one device sends, relative to the bytes of the larger of its input and output.
 
-    Of a ring (Patarasuk and Yuan 2009), as nccl-tests (doc/PERFORMANCE.md) defines bus bandwidth.
+    The formulas are for a ring (Patarasuk and Yuan 2009), and define bus bandwidth as nccl-tests does
+    (doc/PERFORMANCE.md).
 
     Args:
       operation: one of `hardware.links.OPERATIONS`.

@@ -1,9 +1,9 @@
-"""The axes of the mesh, and one table that says which of them split which logical axis, for weights and activations.
+"""The axes of the mesh, and the table of rules: which mesh axes split which logical axis, for weights and activations.
 
 An axis is one record with its roles. In mesh order the axis with the slowest network comes first: a mesh is filled in
-row-major order, so the last axes connect neighbours on the fast links inside a host. tensor communicates within every
-layer, and so do context and expert, with fewer bytes; fsdp communicates once a layer, pipeline once a microbatch, data
-once a step.
+row-major order, so the last axes connect neighbours on the fast links within a host. tensor communicates within every
+layer, and so do context and expert, with fewer bytes; fsdp communicates once per layer, pipeline once per microbatch,
+data once per step.
 
 To add an axis, add a record and rules that name it here, and its traffic (`plan/cost/lower_bound.py`,
 `models/cost.py`).
@@ -28,14 +28,14 @@ class Axis:
 
     Attributes:
       name: as in `mesh.NAME`.
-      text: the help of the option `mesh.NAME`: what its size counts, in one line.
+      text: the help of the option `mesh.NAME`, one line that explains its size.
       splits_batch: it shards the batch: its devices compute different sequences.
       splits_sequence: it shards each sequence: its devices compute different tokens of the same sequences.
       stores_weights: it shards weights for storage only: they are gathered over it before they are used.
-      splits_experts: it shards experts, which are not gathered: tokens go to the devices of theirs.
+      splits_experts: it shards experts, which are not gathered: tokens are sent to the devices of their experts.
       splits_model: its devices compute different parts of the model, with different weights.
-      is_manual: collectives over it are written by hand (`jax.shard_map`), at least while gradients are computed; the
-        partitioner inserts those of the other axes.
+      is_manual: the program calls the collectives over it itself (`jax.shard_map`), at least while gradients are
+        computed; for other axes the partitioner inserts them.
     """
 
     name: str
@@ -106,17 +106,17 @@ def model_axes() -> tuple[str, ...]:
 
 
 def partitioned_axes() -> tuple[str, ...]:
-    """Returns the axes that are never manual: the partitioner inserts their collectives."""
+    """Returns the axes that are never manual, because the partitioner inserts their collectives."""
     return tuple(axis.name for axis in AXIS_RECORDS if not axis.is_manual)
 
 
-# The dim of an adapter's factor that would be `head_dim` or `mlp` in a factor that has a dim `embed` as well.
+# Logical axes that replace `head_dim`, `mlp` and `expert_mlp` in an adapter's factor without a dim `embed`.
 ADAPTER_HEAD_DIM, ADAPTER_MLP, ADAPTER_EXPERT_MLP = "adapter_head_dim", "adapter_mlp", "adapter_expert_mlp"
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutOptions:
-    """The options of placement besides the mesh."""
+    """The options of sharding other than the mesh."""
 
     sequence_parallel: bool = option(
         False, "shard the sequence dim of norms and residuals over the tensor axis",
@@ -130,8 +130,8 @@ class Rule:
 
     Attributes:
       name: the logical axis.
-      parameters: the mesh axes that split it in a stored weight, the outermost first; () keeps it whole.
-      activations: the mesh axes that split it in an activation; () keeps it whole.
+      parameters: the mesh axes that split it in a stored weight, outermost first; () does not split it.
+      activations: the mesh axes that split it in an activation; () does not split it.
       stays_split: a weight is not gathered along it, even over axes that split other weights for storage only.
     """
 
@@ -143,12 +143,12 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The whole table.
+    """The complete table of rules.
 
     Attributes:
       entries: one rule for each logical axis.
-      own: names of the user's own rules: each that splits weights has to match at least one weight.
-      storage_axes: mesh axes that split weights for storage only: a weight is gathered over them before it computes.
+      own: names of the user's rules; each rule that splits weights must match at least one weight.
+      storage_axes: mesh axes that split weights for storage only: a weight is gathered over them before it is used.
     """
 
     entries: tuple[Rule, ...]
@@ -164,7 +164,7 @@ class Rules:
             seen.add(rule.name)
             for column in ("parameters", "activations"):
                 split = getattr(rule, column)
-                if isinstance(split, str):  # whose letters would be axes
+                if isinstance(split, str):  # its letters would be read as axes
                     problems.append(
                         f"rule '{rule.name}', {column}: got '{split}', a text; allowed: a tuple of mesh axes; nearest: "
                         f"('{split}',)"
@@ -194,7 +194,7 @@ class Rules:
 
     @property
     def gathered(self) -> Mapping[str, tuple[str, ...]]:
-        """Logical axis -> mesh axes, for a weight gathered to compute: its stored axes without the storage axes.
+        """Logical axis -> mesh axes, for a gathered weight: its stored axes without the storage axes.
 
         A rule that stays split keeps all of its axes.
         """
@@ -207,13 +207,13 @@ class Rules:
 def default_rules(options: LayoutOptions) -> Rules:
     """Returns the table for the built-in models; `extend` adds the logical axes of other models.
 
-    Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019): heads and mlp are split over tensor, so the first matmul
-    of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) shards the
-    residual stream between the pairs along the sequence, over the same axis. A pair of convolutions is split the same
-    way over its `filters`, which are also the dim that is stored in shards. So is the last dim of an adapter's factor
-    that has no dim `embed`. A latent is whole on each device; the weights that project from it are stored in shards of
-    its dim. Layers before those that a pipeline cuts are on all stages. Experts are split over an axis of their own,
-    and their other dims are stored over the other ones. The row `batch` has every axis that splits the batch, the row
+    Tensor parallelism follows Megatron-LM (Shoeybi et al. 2019): heads and mlp are split over tensor, so the first
+    matmul of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022)
+    shards the residual stream between the pairs along the sequence, over the same axis. A pair of convolutions is split
+    in the same way over its `filters`, which are also sharded for storage. So is the last dim of an adapter's factor
+    without a dim `embed`. A latent is not split; the weights that project from it are sharded for storage along its
+    dim. Layers before the pipeline's layers are stored on all stages. Experts are split over a separate axis, and their
+    other dims are stored over the other storage axes. The row `batch` has every axis that splits the batch, the row
     `sequence` every axis that splits sequences, and the row `embed` every axis that stores weights.
 
     >>> rules = default_rules(LayoutOptions())
@@ -271,7 +271,7 @@ def extend(rules: Rules, *own: Rule) -> Rules:
       *own: the user's rules.
 
     Raises:
-      UserError: a name twice among `own`, an unknown mesh axis, a mesh axis twice in one rule.
+      UserError: `own` contains a name twice, an unknown mesh axis, or a mesh axis twice in one rule.
     """
     names = tuple(rule.name for rule in own)
     kept = tuple(rule for rule in rules.entries if rule.name not in names)

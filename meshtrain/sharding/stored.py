@@ -9,14 +9,13 @@ axis (Rajbhandari et al. 2020). The data axis replicates weights at level 0, and
     2       replicated   sharded      sharded             gradients reduce-scattered M times, new weights gathered once
     3       sharded      sharded      sharded             weights gathered 2 M times, gradients reduce-scattered M times
 
-Parameters are the master weights, float32 unless `precision.param_dtype` says otherwise. A pipeline that computes in 16
-bits stores them sharded at levels 1 and 2 too, and gathers them in 16 bits before its first row
-(`step.shardings.splits_masters`). The `fsdp` axis does what
-level 3 does, over an axis of its own: its rules split every weight. `fsdp` inside a host with level 0 over `data`
-across hosts is hybrid sharding.
+Parameters are the master weights, float32 by default (`precision.param_dtype`). A pipeline that computes in 16 bits
+stores them sharded at levels 1 and 2 too, and gathers them in 16 bits before its first row
+(`step.shardings.splits_masters`). The `fsdp` axis is equivalent to level 3 over a separate axis: its rules split every
+weight. `fsdp` within a host with level 0 over `data` across hosts is hybrid sharding.
 
 There is no fallback to replication, which would cost memory and communication without notice. The checks read only
-shapes, logical axes and rules, so they hold for any task and any table of rules.
+shapes, logical axes and rules, so they apply to any task and any table of rules.
 """
 
 import dataclasses
@@ -43,11 +42,11 @@ StoredTree: TypeAlias = Any  # leaves are `Stored`
 
 # Logical axes of dims that stack the weights of several layers in one array.
 STACKED = ("chunks", "layers", "first_layers")
-# Logical axis of a dim of experts in what chooses them.
+# Logical axis of the dim of experts in the router's weights.
 ROUTER = "router"
 
 STRATEGIES = {"no_shard": 0, "hybrid_shard": 0, "shard_grad_op": 3, "full_shard": 3}
-# The level from which on the data axis splits an array.
+# The first level at which the data axis splits an array.
 MOMENTS_LEVEL, GRADIENTS_LEVEL, PARAMETERS_LEVEL = 1, 2, 3
 MAX_LEVEL = PARAMETERS_LEVEL
 _OVER_DATA = {f"mesh.{DATA}": AllBut(1)}
@@ -55,7 +54,7 @@ _OVER_DATA = {f"mesh.{DATA}": AllBut(1)}
 
 @dataclasses.dataclass(frozen=True)
 class ZeroOptions:
-    """What is sharded over the data axis."""
+    """The arrays that are sharded over the data axis."""
 
     level: int = option(
         0, "shards over data: 0 nothing, 1 moments, 2 also gradient sums, 3 also parameters", minimum=0,
@@ -67,7 +66,7 @@ class ZeroOptions:
 
     @property
     def effective_level(self) -> int:
-        """The level of `strategy`, or `level` where that is empty."""
+        """The level of `strategy`, or `level` if `strategy` is empty."""
         return STRATEGIES[self.strategy] if self.strategy else self.level
 
     @property
@@ -77,12 +76,12 @@ class ZeroOptions:
 
 
 def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[str]:
-    """Returns one line for each value that is not allowed, or not with the others.
+    """Returns an error line for each value that is not allowed, or that contradicts the others.
 
     Args:
       options: each within its own bounds.
-      num_replicas: the size of the data axis, or -1 where it is not known yet.
-      fsdp: the size of the fsdp axis, likewise.
+      num_replicas: the size of the data axis, or -1 if unknown.
+      fsdp: the size of the fsdp axis, or -1 if unknown.
     """
     lines = []
     if options.level > MAX_LEVEL:
@@ -101,7 +100,7 @@ def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[s
 
 
 def rules_of_level(rules: Rules, level: int) -> Rules:
-    """Returns the rules with the storage axes of a level: at level 3 data is one, as fsdp is at every level."""
+    """Returns the rules with the storage axes of a ZeRO level: at level 3 data is also a storage axis."""
     if level < MAX_LEVEL or DATA in rules.storage_axes:
         return rules
     return dataclasses.replace(rules, storage_axes=(*rules.storage_axes, DATA))
@@ -127,17 +126,20 @@ class Stored:
 
     @classmethod
     def alike(cls, spec: PartitionSpec, num_dims: int) -> "Stored":
-        """Returns one sharding for all three, as at level 0."""
+        """Returns the same sharding for parameter, gradient and moment, as at level 0."""
         return cls(spec, spec, spec, num_dims)
 
     @property
     def is_scattered(self) -> bool:
-        """Whether a replica gets one shard of the gradient: at levels 1 and 2, where data divides a dim."""
+        """Whether a replica gets one shard of the gradient: at levels 1 and 2, if data divides a dim."""
         return self.moment != self.parameter
 
     @property
     def scattered_dim(self) -> int:
-        """The dim along which a replica gets its shard of the gradient, counted from the end; 0: it gets all of it."""
+        """The dim along which a replica gets its shard of the gradient, counted from the end.
+
+        0: it gets the full gradient.
+        """
         return self.data_dim if self.is_scattered else 0
 
 
@@ -149,7 +151,7 @@ def stored(
     level: int,
     path: str = "array",
 ) -> Stored:
-    """Returns the sharding of a weight and of the arrays of its shape.
+    """Returns the sharding of a weight and of arrays with its shape.
 
     Args:
       shape: of the weight, or of an array of the optimizer's state.
@@ -157,7 +159,7 @@ def stored(
       rules: the table, whose column `parameters` is read.
       mesh_shape: the size of each mesh axis.
       level: of ZeRO.
-      path: what the array is called in an error.
+      path: the array's name in an error.
 
     Raises:
       UserError: see `array_problems`.
@@ -178,8 +180,8 @@ def stored(
 def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shape: Mapping[str, int]) -> int:
     """Returns the dim of an array that data splits, counted from the end; 0 for none.
 
-    It is the first dim whose shard divides by the size of data. The dim that stacks layers is never split, because the
-    layers are computed one after the other.
+    It is the first dim whose shard is divisible by the size of data. A dim that stacks layers is never split, because
+    the layers are computed one after the other.
     """
     dims = axes_of_dims(spec, len(shape))
     if mesh_shape[DATA] == 1 or any(DATA in axes for axes in dims):
@@ -193,11 +195,11 @@ def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shap
 def named_params(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = False) -> tuple[Arrays, NamesTree]:
     """Returns abstract parameters in layer order, and their logical axes; touches no device.
 
-    JAX caches what it traces by the function: for the same `init` the model is traced once.
+    JAX caches traces by function, so a model with the same `init` is traced once.
 
     Args:
       init: rng -> parameters; a leaf may be boxed with its logical axes.
-      on_one_device: a leaf without a box then has a None for each dim; otherwise it has no axes (None).
+      on_one_device: whether a leaf without a box has None for each dim; otherwise its axes are None (missing).
 
     Raises:
       UserError: one line for each weight whose box has no tuple of names, such as an NNX variable without axes.
@@ -231,7 +233,7 @@ def _abstract_key() -> jax.ShapeDtypeStruct:
 def stored_tree(
     abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int], level: int
 ) -> StoredTree:
-    """Returns `Stored` for each weight of a tree; for the arguments see `tree_problems.tree_problems`.
+    """Returns `Stored` for each weight of a pytree; for the arguments see `tree_problems.tree_problems`.
 
     Raises:
       UserError: the first weight that cannot be split; `tree_problems.tree_problems` returns all problems.
@@ -259,7 +261,7 @@ def spec(path: str, shape: Sequence[int], names: Names, column: Column, mesh_sha
 def activation_sharding(
     shape: Sequence[int], names: Names, rules: Rules, mesh: Mesh, path: str = "activation"
 ) -> NamedSharding:
-    """Returns the sharding of an activation or an input by the activation rules.
+    """Returns the sharding of an activation or an input according to the activation rules.
 
     Raises:
       UserError: see `array_problems`.
@@ -284,7 +286,10 @@ def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
 def split_elsewhere(
     spec: PartitionSpec, shape: Sequence[int], axes: tuple[str, ...], mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
-    """Returns a spec with these mesh axes added to the first dim whose shards they divide; the same where none is."""
+    """Adds mesh axes to the first dim of a spec whose shards they divide.
+
+    Returns the spec unchanged if there is none.
+    """
     dims = axes_of_dims(spec, len(shape))
     for dim, (size, split) in enumerate(zip(shape, dims, strict=True)):
         if size % num_parts((*split, *axes), mesh_shape) == 0:
@@ -303,19 +308,19 @@ def num_parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:
 
 
 def is_names(leaf: Tree) -> TypeGuard[Names]:
-    """Returns whether a node of a tree is the logical axes of one array, and not a container such as a namedtuple."""
+    """Returns whether a node of a pytree is the logical axes of one array, and not a container such as a namedtuple."""
     return type(leaf) is tuple and all(name is None or isinstance(name, str) for name in leaf)
 
 
 def array_problems(
     path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
 ) -> list[str]:
-    """Returns one line for each reason why an array cannot be split as the rules say; none if it can.
+    """Returns an error line for each reason why an array cannot be split according to the rules; [] if it can.
 
     Args:
-      path: what the array is called in the lines.
+      path: the array's name in the lines.
       shape: its shape.
-      names: a logical axis for each dim; None keeps the dim whole.
+      names: a logical axis for each dim; None does not split the dim.
       column: logical axis -> mesh axes: one column of the rules.
       mesh_shape: the size of each mesh axis.
     """
@@ -329,7 +334,7 @@ def array_problems(
 def name_problems(
     path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
 ) -> list[str]:
-    """Returns one line for each problem with the names: unknown, too few, too many, or a mesh axis used twice."""
+    """Returns an error line for each problem of the names: unknown, too few, too many, or a mesh axis used twice."""
     where = f"{path}: shape {tuple(shape)}"
     if len(names) != len(shape):
         fitted = (tuple(names) + (None,) * len(shape))[: len(shape)]
@@ -361,7 +366,7 @@ def name_problems(
 def uneven_dims(
     shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
 ) -> list[tuple[int, str]]:
-    """Returns the dims of an array that their mesh axes do not divide, and their names; unknown names are skipped."""
+    """Returns (dim, name) for each dim that is not divisible by its mesh axes; unknown names are skipped."""
     return [
         (dim, name)
         for dim, (size, name) in enumerate(zip(shape, names, strict=True))
@@ -379,7 +384,10 @@ def uneven_line(
     legal: Mapping[str, int] | None = None,
     options: SizeOptions | None = None,
 ) -> str:
-    """Returns the line about a dim that its axes do not divide; `legal` is of `_legal_sizes`, None: of this array."""
+    """Returns the error line for a dim that is not divisible by its mesh axes.
+
+    `legal` is the result of `_legal_sizes`; None: only this array limits the sizes.
+    """
     size, axes = shape[dim], [axis for axis in column[name] if mesh_shape[axis] > 1]
     parts = num_parts(axes, mesh_shape)
     over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes)

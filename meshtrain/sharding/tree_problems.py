@@ -1,4 +1,4 @@
-"""Why a tree of weights cannot be stored as rules and ZeRO level say, with the nearest legal choice."""
+"""Reports why a pytree of weights cannot be stored according to rules and ZeRO level, with the nearest legal choice."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from meshtrain.sharding.stored import (
 )
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, Shaped, leaves_with_paths, num_bytes
 
-# The largest share of the bytes of all matrices that fsdp, or data at a ZeRO level, may leave unsharded.
+# The maximum share of the bytes of all matrices that fsdp, or data at a ZeRO level, may leave unsharded.
 MOST_WHOLE = 0.01
 MOST_NAMED = 3  # weights that a line lists
 
@@ -44,7 +44,7 @@ def tree_problems(
     trained: Masks = None,
     elsewhere: Sequence[str] = (),
 ) -> list[str]:
-    """Returns one line for each reason why a tree of weights cannot be stored as the rules and the level say.
+    """Returns an error line for each reason why a pytree of weights cannot be stored according to rules and level.
 
     Args:
       abstract: arrays or `jax.ShapeDtypeStruct`s.
@@ -52,14 +52,16 @@ def tree_problems(
       rules: the table, with the storage axes of the level (`rules_of_level`).
       mesh_shape: the size of each mesh axis.
       level: of ZeRO.
-      options: which option sizes the dims of a logical axis, so that lines name it; None: lines name weights alone.
-      trained: a tree of bool like `abstract`, true for each weight with gradients and moments; None: all.
+      options: logical axis -> the option that sets the size of its dims, which the lines name; None: lines name only
+        weights.
+      trained: a pytree of bool with the structure of `abstract`, true for each weight with gradients and moments; None:
+        all.
       elsewhere: logical axes that are left out of the check of sizes, because the caller checks them.
     """
     if lines := _unnamed(abstract, axes_tree, rules, mesh_shape):
         return lines
     weights = _named(abstract, axes_tree)
-    # (logical axis, size) -> the weights with such a dim that its mesh axes do not divide, and the index of the dim.
+    # (logical axis, size) -> (weight, index of the dim) for all weights with a dim that its mesh axes do not divide.
     uneven: dict[tuple[str, int], list[tuple[_Weight, int]]] = {}
     for one in weights:
         for dim, name in uneven_dims(one.array.shape, one.names, rules.parameters, mesh_shape):
@@ -83,7 +85,7 @@ def tree_problems(
 
 
 def _unnamed(abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each problem with logical axes, independent of sizes.
+    """Returns an error line for each problem of logical axes that is independent of sizes.
 
     The problems are: an array without logical axes, axes without an array, unknown names, a mesh axis that splits two
     dims of one array, and a user's rule that matches no array.
@@ -108,7 +110,7 @@ def _unnamed(abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: M
         if path not in arrays and names != ()
     ]
     used = {name for names in axes.values() if is_names(names) for name in names if name is not None}
-    # A user's rule that matches no weight is probably misspelt, and the weight it was meant for would be replicated.
+    # A user's rule that matches no weight is probably misspelt, and the intended weight would be replicated.
     lines += [
         f"rule '{name}' -> {' x '.join(f'{axis} (size {mesh_shape[axis]})' for axis in rules.parameters[name])}: "
         f"matches no array; allowed: {', '.join(sorted(used)) or 'none'}{nearest(name, used)}"
@@ -119,15 +121,15 @@ def _unnamed(abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: M
 
 
 def _named(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
-    """Returns the weights of a tree in which `_unnamed` has no problems."""
+    """Returns the weights of a pytree for which `_unnamed` returns no problems."""
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     return [_Weight(path, array, axes[path]) for path, array in leaves_with_paths(abstract)]
 
 
 def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
-    """Returns for each mesh axis a number whose divisors, as its size, split every weight evenly; 0: any size does.
+    """Returns for each mesh axis a number whose divisors are the sizes that split every weight evenly; 0: any size.
 
-    The sizes of the other axes are those of `mesh_shape`.
+    The other axes have the sizes in `mesh_shape`.
     """
     common = dict.fromkeys(mesh_shape, 0)
     for one in weights:
@@ -140,10 +142,10 @@ def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[s
 
 
 def _left_whole_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each storage axis but data that leaves more than `MOST_WHOLE` of the bytes unsharded.
+    """Returns an error line for each storage axis except data that leaves too many bytes unsharded (`MOST_WHOLE`).
 
-    Norms and biases do not count. Weights with a dim that one of the user's own rules names count as sharded, because
-    the user chose their sharding.
+    Norms and biases do not count. Weights with a dim that a user's rule names count as sharded, because the user chose
+    their sharding.
     """
     lines = []
     for axis in rules.storage_axes:
@@ -162,7 +164,7 @@ def _left_whole_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: 
 def _left_whole_by_data(
     matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int], level: int
 ) -> list[str]:
-    """Returns one line where data at this level leaves more than `MOST_WHOLE` of the bytes unsharded."""
+    """Returns an error line if data at this level leaves too many bytes unsharded (`MOST_WHOLE`)."""
 
     def whole_on(size: int) -> list[_Weight]:
         shape = {**mesh_shape, DATA: size}
@@ -199,7 +201,7 @@ def _axes_of(one: _Weight, rules: Rules, mesh_shape: Mapping[str, int], level: i
 def _is_matrix(names: Names) -> bool:
     """Returns whether a weight has at least two feature dims.
 
-    Heads and the head_dim after them count as one dim. Dims that stack layers do not count.
+    Heads and a head_dim directly after them count as one dim. Dims that stack layers do not count.
     """
     features = 0
     for name in names:
@@ -213,7 +215,7 @@ def _share(some: Sequence[_Weight], every: Sequence[_Weight]) -> float:
 
 
 def _listed(weights: Sequence[_Weight]) -> str:
-    """Returns the largest weights by path and shape, and how many more there are."""
+    """Returns a text of the largest weights by path and shape, and the number of further weights."""
     largest = sorted(weights, key=lambda one: -num_bytes(one.array))
     text = ", ".join(f"{one.path} {tuple(one.array.shape)}" for one in largest[:MOST_NAMED])
     more = len(largest) - MOST_NAMED

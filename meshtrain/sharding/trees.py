@@ -1,4 +1,4 @@
-"""Trees of arrays: the path and the bytes of each leaf, and a tree split in two by a mask."""
+"""Pytrees of arrays: the path and the bytes of each leaf, and splitting a pytree by a mask."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,20 +7,20 @@ from typing import Any, Protocol, TypeAlias
 import jax
 import numpy as np
 
-# Trees by what their leaves are; a tree is nested dicts, sequences and dataclasses, as JAX knows them.
-Arrays: TypeAlias = Any  # `jax.Array`, or `jax.ShapeDtypeStruct` where nothing is allocated
+# Pytrees by the type of their leaves; a pytree consists of nested dicts, sequences and registered dataclasses.
+Arrays: TypeAlias = Any  # `jax.Array`, or `jax.ShapeDtypeStruct` if nothing is allocated
 NamesTree: TypeAlias = Any  # a tuple of logical axis names, one for each dim
 Specs: TypeAlias = Any  # `jax.sharding.PartitionSpec`
 Shardings: TypeAlias = Any  # `jax.sharding.NamedSharding`
 Masks: TypeAlias = Any  # bool; None is true everywhere
 Tree: TypeAlias = Any  # leaves of any kind
-Leaf: TypeAlias = Any  # of a tree: of any kind
-KeyEntry: TypeAlias = Any  # of a leaf's path: `jax.tree_util.DictKey`, `SequenceKey` or `GetAttrKey`
-ArrayFunction: TypeAlias = Callable[..., Arrays]  # of trees of arrays, positional ones
+Leaf: TypeAlias = Any  # a leaf of any kind
+KeyEntry: TypeAlias = Any  # an entry of a leaf's path: `jax.tree_util.DictKey`, `SequenceKey` or `GetAttrKey`
+ArrayFunction: TypeAlias = Callable[..., Arrays]  # a function of pytrees of arrays, as positional arguments
 
 
 class Shaped(Protocol):
-    """An array, or what stands for one: `jax.ShapeDtypeStruct`, the metadata of a checkpoint."""
+    """An array, or an object with its shape and dtype: a `jax.ShapeDtypeStruct`, the metadata of a checkpoint."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,18 +35,18 @@ def path_text(key_path: Sequence[KeyEntry]) -> str:
     """Returns the path of a leaf as text, such as `layers/mlp/up/kernel`.
 
     Args:
-      key_path: keys as `jax.tree_util.tree_flatten_with_path` gives them, of dicts, sequences and dataclasses.
+      key_path: keys from `jax.tree_util.tree_flatten_with_path`, of dicts, sequences and dataclasses.
     """
     return jax.tree_util.keystr(tuple(key_path), simple=True, separator="/")
 
 
 def leaves_with_paths(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Leaf]]:
-    """Returns (path, leaf) for each leaf of a tree, in the order of `jax.tree.leaves`."""
+    """Returns (path, leaf) for each leaf of a pytree, in the order of `jax.tree.leaves`."""
     return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
 
 
 def num_bytes(array: Shaped) -> int:
-    """Returns the bytes of all of an array, or of anything with `.shape` and `.dtype` (of a PRNG key: of its data)."""
+    """Returns the total bytes of an array, or of any object with `.shape` and `.dtype`; for PRNG keys, of the data."""
     return int(math.prod(array.shape) * array.dtype.itemsize)
 
 
@@ -56,16 +56,16 @@ def shard_bytes(array: Leaf) -> int:
 
 
 def select(tree: Tree, mask: Masks) -> tuple[Tree, Tree]:
-    """Returns (the leaves where the mask is true, the others), two trees like this one with None for missing leaves.
+    """Splits a pytree by a mask: (leaves where the mask is true, other leaves), with None for missing leaves.
 
-    `jax.tree` functions skip None, so each of the two acts as a tree of fewer leaves.
+    `jax.tree` functions skip None, so each result acts as a pytree of fewer leaves.
 
     >>> select({"up": 1.0, "down": 2.0}, {"up": True, "down": False})
     ({'down': None, 'up': 1.0}, {'down': 2.0, 'up': None})
 
     Args:
-      tree: any tree; a leaf of the mask may stand for a whole subtree of it.
-      mask: a tree of bool; None is true everywhere.
+      tree: any pytree; a leaf of the mask may correspond to a complete subtree of it.
+      mask: a pytree of bool; None is true everywhere.
     """
     if mask is None:
         return tree, None
@@ -74,7 +74,7 @@ def select(tree: Tree, mask: Masks) -> tuple[Tree, Tree]:
 
 
 def merged(chosen: Tree, others: Tree) -> Tree:
-    """Returns the tree that `select` split: each leaf from the tree in which it is not None."""
+    """Merges the two pytrees that `select` returned: each leaf comes from the pytree in which it is not None."""
     if others is None:
         return chosen
     return jax.tree.map(lambda x, y: y if x is None else x, chosen, others, is_leaf=lambda leaf: leaf is None)
