@@ -58,7 +58,7 @@ def spread(
     def shards(num_processes_then: int) -> int:
         """Returns the number of shards of a pipeline's microbatch for a number of processes.
 
-        0: they do not form a mesh.
+        Returns 0 if the processes do not form a mesh.
         """
         data, left = divmod(mesh_shape[DATA] * num_processes_then, num_processes)
         return 0 if left else math.prod(batch_shards(rules, {**mesh_shape, DATA: data}).values()) * in_pipeline

@@ -123,9 +123,9 @@ def template_text(file: str | Path) -> str:
 
 
 def _of_settings(content: JsonObject) -> str:
-    """Returns the template in a tokenizer_config.json; if there are several, the template called `default`.
+    """Returns the template in a tokenizer_config.json, or `` if it has none.
 
-    `` without any.
+    If there are several templates, it is the template called `default`.
     """
     given = content["chat_template"] if "chat_template" in content else ""
     if isinstance(given, list):

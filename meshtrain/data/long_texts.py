@@ -121,7 +121,7 @@ class Cuts:
     def _skipped(self, left: str, right: str) -> int | None:
         """Returns how many characters the tokenizer drops at a place between two characters.
 
-        None for an unsafe place.
+        Returns None if the place is unsafe.
         """
         if any(not _is_simple(one) for one in (left, right)) or (left.isspace() and right.isspace()):
             return None  # an added token may absorb adjacent blanks

@@ -30,7 +30,7 @@ class Examples(Protocol):
     def pairs(self) -> TokenPairs:
         """Yields (tokens, targets) in chunks, int arrays of equal length.
 
-        Contains each position with weight 1 exactly once.
+        Each position with weight 1 occurs exactly once.
         """
         ...
 

@@ -150,9 +150,9 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
 
 
 def _each_once(files: Mapping[Place, int]) -> dict[Place, int]:
-    """Returns the files without duplicates: links to the same file are dropped.
+    """Returns the files without duplicates.
 
-    Objects of buckets are compared by name.
+    If several names link to the same file, only the first is kept. Objects of buckets are compared by name.
     """
     first: dict[Place | tuple[int, int], Place] = {}
     for path in files:

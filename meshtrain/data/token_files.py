@@ -170,7 +170,7 @@ def _are_indices(values: Sequence[Json], stop: int) -> bool:
 def _chunks(path: Path, dtype: str, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
     """Yields (first position, ids) of the complete file if it has at most 4 GiB or `whole` is set.
 
-    Else of 64 spaced chunks.
+    Otherwise yields 64 evenly spaced chunks.
     """
     kind, num_bytes = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
     length, num_tokens = _CHUNK_BYTES // kind.itemsize, num_bytes // kind.itemsize

@@ -138,7 +138,7 @@ class Stored:
     def scattered_dim(self) -> int:
         """The dim along which a replica gets its shard of the gradient, counted from the end.
 
-        0: it gets the full gradient.
+        It is 0 if a replica gets the full gradient.
         """
         return self.data_dim if self.is_scattered else 0
 

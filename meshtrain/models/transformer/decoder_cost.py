@@ -92,7 +92,7 @@ def _exchange_bytes(
 ) -> float:
     """Returns the bytes that a device sends for attention along `context` in one layer.
 
-    0 if sequences are not split.
+    Returns 0 if sequences are not split.
     """
     parts = mesh_shape[CONTEXT]
     # Queries and keys, values and results.

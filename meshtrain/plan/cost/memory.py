@@ -100,7 +100,7 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
 def fits(peak_bytes: int | None, capacity_bytes: int | None, uncertainty_bytes: int, *, refused: bool) -> bool | None:
     """Returns whether a peak fits a capacity.
 
-    None if their distance is below the uncertainty, or if either is unknown.
+    Returns None if their distance is below the uncertainty, or if either is unknown.
     """
     if refused:
         return False

@@ -64,7 +64,7 @@ def product_flops(line: Instruction, shapes: Mapping[str, str], shares: Mapping[
 
 
 def product_of(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> Product | None:
-    """Returns the dims of a product; None for other operations and for convolutions, as which TPUs write products.
+    """Returns the dims of a product; None for other operations, and for convolutions, which TPUs use for products.
 
     Args:
       line: the operation.

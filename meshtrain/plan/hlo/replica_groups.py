@@ -84,15 +84,14 @@ def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
 def axes_of(groups: np.ndarray, mesh_shape: Mapping[str, int], *, are_pairs: bool = False) -> str:
     """Returns the mesh axes along which groups run, joined by `+` in mesh order.
 
-    Empty if each group is a single device.
-
     Args:
       groups: [G, n], positions in the flattened mesh.
       mesh_shape: the size of each axis, in mesh order.
       are_pairs: whether they are the pairs of a permute, [G, 2], source and target, which need not cover the axis.
 
     Returns:
-      `irregular` if groups are not complete lines, planes, ... of the mesh.
+      The axes; '' if each group is a single device, `irregular` if groups are not complete lines, planes, ... of the
+      mesh.
     """
     places = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())), axis=-1)
     differs = (places != places[:, :1]).any(axis=(0, 1))

@@ -149,7 +149,7 @@ class Curve:
     def serial_share(self, *rows: Row) -> float | None:
         """Returns the serial share that fits the speedups of rows best.
 
-        None for weak scaling, or without usable rows.
+        Returns None for weak scaling, or if no row is usable.
         """
         usable = [(row.point.num_devices, row.seconds) for row in rows if row.is_usable]
         if self.base is None or not usable or self.kind != STRONG:

@@ -80,7 +80,7 @@ class Weights:
     def num_experts(self) -> int:
         """The greatest common divisor of the numbers of experts, which the expert axis must divide.
 
-        0 without experts.
+        It is 0 without experts.
         """
         return math.gcd(*(leaf.shape[axes.index(EXPERTS)] for _, leaf, axes in self.leaves if EXPERTS in axes))
 

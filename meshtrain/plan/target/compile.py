@@ -147,7 +147,7 @@ def program_of(compiled: Compiled) -> Program | None:
 def outer_program_of(compiled: Compiled) -> Program | None:
     """Returns the parsed program that synchronizes local-SGD replicas.
 
-    None without them, or if the compiler gave up.
+    Returns None without such replicas, or if the compiler gave up.
     """
     return read(compiled.outer_text, _places_for_others) if compiled.outer_text else None
 
