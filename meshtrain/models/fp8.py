@@ -2,8 +2,8 @@
 
 Inputs and weights are e4m3, gradients e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Each tensor has
 one scale, from its current maximum, so there is no state. Delayed scaling would read the maxima of earlier steps.
-(Flax's `fp8_ops` passes them as gradients that overwrite weights, which sums over microbatches would add up.) Each row
-of a pipeline would need these maxima, and a resumed or resized run could have a number beyond its scale.
+(Flax's `fp8_ops` passes them as gradients that overwrite weights, which sums over microbatches would add up.) Each
+clock tick of a pipeline would need these maxima. A resumed or resized run could have a number beyond its scale.
 
 A scale is a power of two. It changes no mantissa, so a number is rounded independently of the tensor's maximum, unless
 it becomes subnormal (below 2^-15 of the maximum in e4m3, 2^-30 in e5m2). So the number of microbatches, which

@@ -119,7 +119,7 @@ def scaled(params: Params, scale: float) -> Params:
 def initializer(init: Callable[[jax.Array], Params], options: LoraOptions) -> Callable[[jax.Array], Params]:
     """Returns `Task.init` with adapters.
 
-    The same function for equal arguments, because JAX caches traces by function.
+    Returns the same function for equal arguments, because JAX caches traces by function.
     """
     return functools.partial(_init, init, options)
 

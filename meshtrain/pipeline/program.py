@@ -5,9 +5,9 @@ How a program runs: a row is one clock tick. In an F row every stage reads a sta
 sends the cotangent of its input to stage s - 1. Both directions form a ring. Arriving arrays are written into a slot at
 the end of the row.
 
-Each stage has four buffers: stage inputs from their arrival to their F row, residuals from their F row to their B row,
-outputs of the last layer from their F row to the head, and cotangents from their arrival to their B row. A row reads
-before it writes, so an arriving array may reuse a slot that the same row has just read.
+Each stage has four buffers. They store stage inputs from their arrival to their F row, and residuals from their F row
+to their B row. They store outputs of the last layer from their F row to the head, and cotangents from their arrival to
+their B row. A row reads before it writes, so an arriving array may reuse a slot that the same row has just read.
 
 All stages compute embedding and head together. The embedding of a microbatch runs at the end of an earlier row, its
 backward pass at the start of a later row, so neither waits for the layers of the same row. Both are put into rows with

@@ -230,7 +230,7 @@ def _attention(plan: Plan) -> list[Finding]:
 def compression_advice(
     assembly: Assembly, cluster: Cluster, assumptions: Assumptions, compute_seconds: float
 ) -> list[Finding]:
-    """Returns each reason to prefer another reduction of gradients, with a modelled time saved and time of packing.
+    """Returns each reason to prefer another reduction of gradients, comparing modelled seconds saved and spent.
 
     The built-in sum reduces gradients of layers during the backward pass of the last microbatch, which hides a part of
     them. Other reductions send after the backward pass, so they do not save the hidden part.
@@ -265,7 +265,7 @@ def slower_than_sum(
     memory_bytes_per_second: float,
     backward_seconds: float,
 ) -> list[Finding]:
-    """Returns a finding if packing takes longer than the transfers that it saves.
+    """Returns a finding if compressing gradients takes longer than the transfers that it saves.
 
     Args:
       reduction: not the built-in sum.

@@ -188,9 +188,9 @@ def _of_experts(
 def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
     """Returns the FLOPs of full attention, forward and backward, for one token: 6 L K N_heads (H + value width).
 
-    In each of L layers, the product of queries and keys takes 2 K N_heads H forward, the product of probabilities and
-    values the same with the value width, and both twice as much backward. K is T without a window. With a window of W
-    tokens a query has W (2 T - W) / 2 T keys on average, and K is twice this number, so that the causal part is half of
+    In each of L layers, the product of queries and keys takes 2 K N_heads H forward. The product of probabilities and
+    values takes the same with the value width. Both take twice as much backward. K is T without a window. With a window
+    of W tokens a query has W (2 T - W) / 2 T keys on average, and K is twice this number. So the causal part is half of
     it in both cases.
     """
     num_keys: float = sequence_length

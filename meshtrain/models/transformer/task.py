@@ -332,7 +332,10 @@ def stacks(options: DecoderOptions) -> list[tuple[DecoderOptions, int, int, str]
 
 @functools.cache
 def initializer(options: DecoderOptions, num_positions: int) -> Callable[[jax.Array], Params]:
-    """Returns `Task.init`; the same function for equal arguments, because JAX caches traces by function."""
+    """Returns `Task.init`.
+
+    Returns the same function for equal arguments, because JAX caches traces by function.
+    """
     return functools.partial(init, options, num_positions)
 
 

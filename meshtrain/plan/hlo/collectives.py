@@ -1,7 +1,7 @@
 """Lists the collectives of a compiled program: bytes, mesh axes, and overlap with matrix products. Uses no JAX.
 
 Wire bytes are the bytes that one device sends in a ring of n: (n - 1) / n of the full array for a gather, a scatter or
-an all-to-all, twice this for an all-reduce (Patarasu and Yuan 2009), all of it for a permute.
+an all-to-all, twice this for an all-reduce (Patarasuk and Yuan 2009), all of it for a permute.
 
 A collective is counted once, in any notation. A start and its done are one collective, and so are the pieces of a TPU
 chain, which splits a gather over several fusions. A TPU's all-reduce counts as a reduce-scatter if each device keeps
