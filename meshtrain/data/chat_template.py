@@ -83,7 +83,7 @@ class ChatTemplate:
 
 
 def open_template(tokenizer: str, file: str) -> ChatTemplate:
-    """Returns the chat template in a separate file, or otherwise of a tokenizer's folder.
+    """Returns the chat template in `file`, or if it is `` the template in the tokenizer's folder.
 
     Args:
       tokenizer: `data.tokenizer`; the template may use the names of the special tokens in its folder.

@@ -88,7 +88,8 @@ def _scaled(
 def quantized(x: jax.Array, dtype: DTypeLike, placement: Placement) -> tuple[jax.Array, jax.Array]:
     """Returns an array divided by its scale as 8-bit floats, and the scale.
 
-    The scale is the smallest power of two such that the maximum over all shards is in the dtype's range.
+    The scale is the smallest power of two with which the maximum over all shards, divided by it, is in the dtype's
+    range.
 
     Args:
       x: any floating-point array; on a manual axis that splits the batch, one shard.

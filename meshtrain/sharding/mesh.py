@@ -211,9 +211,9 @@ def first_slice(mesh: Mesh) -> Mesh:
 def advice(mesh: Mesh, num_machines: int = 0) -> list[tuple[str, str]]:
     """Returns (problem, remedy) if an axis that communicates in every layer leaves the fast links; else [].
 
-    Between TPU slices these are all axes except data and pipeline. Hosts of GPUs may gather weights from each other:
-    their network has 1/9 to 1/18 of the speed of the links inside a host, while the network between slices has 1/30 or
-    less.
+    On TPUs, no axis except data and pipeline should leave a slice. On GPUs, the axes that store weights may also leave
+    a host. The network between hosts of GPUs has 1/9 to 1/18 of the speed of the links inside a host; the network
+    between slices has 1/30 or less.
 
     Args:
       mesh: of real or ahead-of-time devices.

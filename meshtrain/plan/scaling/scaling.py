@@ -268,7 +268,7 @@ class Shares:
 
 
 def shares_of(programs: int, plain: int, rest: int) -> Shares:
-    """Divides the allowed number of programs among purposes; a small number has fewer searches.
+    """Divides the allowed number of programs among purposes; with few programs there are fewer searches.
 
     >>> shares_of(64, 30, 20)
     Shares(plain=30, searches=3, each=4, rest=20)
