@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from meshtrain.checkpoint import integrity
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import restore_params
-from meshtrain.checkpoint.retention import RATINGS, CheckpointOptions, kept, read_ratings, saved_steps
+from meshtrain.checkpoint.retention import RATINGS, CheckpointOptions, kept, rate, read_ratings, saved_steps
 from meshtrain.errors import SaveFailed, UserError
 from meshtrain.run import verify
 from tests.messages.test_messages_files import CONTENTS
@@ -384,3 +384,9 @@ def test_ratings_beyond_float64_are_no_best_ones(tmp_path):
 def test_ratings_of_one_metric_are_read(tmp_path):
     (tmp_path / RATINGS).write_text('{"10": 0.5, "20": 0.25}')
     assert read_ratings(tmp_path) == {10: {"eval_loss": 0.5}, 20: {"eval_loss": 0.25}}
+
+
+def test_a_step_that_is_evaluated_again_has_its_new_rating(tmp_path):
+    for step, value in ((2, 1.0), (4, 2.0), (2, 3.0)):
+        rate(tmp_path, step, {"eval_loss": value})
+    assert read_ratings(tmp_path) == {2: {"eval_loss": 3.0}, 4: {"eval_loss": 2.0}}

@@ -13,6 +13,8 @@ from meshtrain.cli import flags
 from meshtrain.errors import UserError
 from meshtrain.options import option
 
+pytestmark = pytest.mark.quick
+
 
 @dataclasses.dataclass(frozen=True)
 class Inner:

@@ -4,6 +4,8 @@ import pytest
 
 from meshtrain.cli.tables import aligned, format_bytes
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     "n, expected",

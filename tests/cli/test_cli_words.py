@@ -9,6 +9,8 @@ from meshtrain.cli import flags, words
 from meshtrain.config import config
 from meshtrain.errors import UserError, refusals
 
+pytestmark = pytest.mark.quick
+
 # What users of other programs type, and the option or value that the error has to suggest.
 TRIES = {
     "mesh.ddp=2": "mesh.data=2",

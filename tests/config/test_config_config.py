@@ -18,6 +18,8 @@ from meshtrain.models.task import Task
 from meshtrain.options import option
 from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 

@@ -9,6 +9,8 @@ from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.decoder_cost import kernels
 from meshtrain.sharding.rules import AXES
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("sizes", "model", "text"),

@@ -16,6 +16,8 @@ from meshtrain.optim.optimizers import OptimizerOptions, optimizer
 from meshtrain.options import idle
 from meshtrain.sharding.rules import AXES
 
+pytestmark = pytest.mark.quick
+
 
 def without_effect(*overrides, **shape):
     config = resolve(default(), dict(one.split("=", 1) for one in overrides), reads_data=False)

@@ -1,8 +1,12 @@
 """Options of experts that contradict each other or the rest, and those without effect."""
 
+import pytest
+
 from meshtrain.config import effects
 from meshtrain.config.config import default, resolve
 from meshtrain.sharding.rules import AXES
+
+pytestmark = pytest.mark.quick
 
 
 def test_a_token_may_go_through_all_experts():

@@ -10,6 +10,8 @@ from meshtrain.config.config import Config
 from meshtrain.errors import TooFew, UserError
 from meshtrain.sharding.rules import AXES
 
+pytestmark = pytest.mark.quick
+
 
 def spread(num_processes, full, *, batch_size=24, steps=1, devices_each=1, pipeline_parts=0, **axes):
     """The configuration on `num_processes`, whose mesh has these axes and data over what is left."""

@@ -8,6 +8,8 @@ from meshtrain.config.tasks import abstract_task, abstract_weights, find
 from meshtrain.models.transformer.task import count_parameters
 from meshtrain.sharding.rules import AXES
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.py"))
 

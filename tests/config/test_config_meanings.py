@@ -13,6 +13,8 @@ from meshtrain.config.resume import from_json
 from meshtrain.errors import UserError
 from meshtrain.hf.config_export import as_json
 
+pytestmark = pytest.mark.quick
+
 SMALL = {"num_layers": 3, "embed_dim": 8, "mlp_dim": 8, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 16}
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 4}
 MUON = {"optimizer": {"name": "muon"}}

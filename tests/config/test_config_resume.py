@@ -9,6 +9,8 @@ from meshtrain.config.config import Config
 from meshtrain.config.former import FORMER
 from meshtrain.config.resume import FIXED_ON_RESUME, FREE_ON_RESUME, difference, is_free
 
+pytestmark = pytest.mark.quick
+
 KEYS = list(flags.flatten(dataclasses.asdict(Config())))
 
 

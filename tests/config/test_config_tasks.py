@@ -15,6 +15,8 @@ from meshtrain.errors import UserError
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.rules import AXES
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 MODULE = '''
 import dataclasses

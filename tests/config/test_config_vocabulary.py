@@ -15,6 +15,8 @@ from meshtrain.data.prepare import prepare
 from meshtrain.errors import UserError
 from meshtrain.sharding.rules import AXES
 
+pytestmark = pytest.mark.quick
+
 NOT_KNOWN = (
     r"model.vocab_size: got 0, .* not known here \(data.path: got '/cluster/\*.bin'.*\); allowed: a number, or data"
 )

@@ -19,6 +19,8 @@ from meshtrain.sharding.mesh import mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rule, default_rules, extend
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = pathlib.Path(__file__).parent / "placements"
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))

@@ -565,6 +565,9 @@ WINDOWS = {
         "qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "layer_types": None}, 6,
     ),
     "qwen2 after the last layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "layer_types": None}, 0),
+    "qwen2 with no layer left": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2, "layer_types": None}, 0,
+    ),
     "qwen2 by layer_types": (
         "qwen2", {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2}, 6,
     ),

@@ -15,6 +15,8 @@ import meshtrain
 from meshtrain.__main__ import COMMANDS, main
 from meshtrain.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 HEAVY = {"jax", "flax", "optax", "orbax", "grain", "numpy", "ml_collections"}
 # Started with `python -m` before there was one table.

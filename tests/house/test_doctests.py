@@ -12,6 +12,8 @@ import meshtrain
 from meshtrain.config.config import resolve
 from meshtrain.training import train
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = [*(ROOT / "meshtrain").rglob("*.py"), *(ROOT / "scripts" / "benchmarks").glob("*.py")]
 MODULES = sorted(

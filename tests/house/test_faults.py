@@ -9,6 +9,8 @@ import pytest
 from tests.faults.__main__ import FAULTS, main
 from tests.faults.fault import Fault
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 ALL = [fault for faults in FAULTS.values() for fault in faults]
 MOST = 50

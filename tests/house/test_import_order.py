@@ -6,6 +6,10 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 WITHOUT_JAX = {
     "meshtrain.hardware",

@@ -13,6 +13,8 @@ from meshtrain.config.config import Config
 from meshtrain.sharding.rules import AXES, batch_axes
 from scripts.benchmarks import reference
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE_FOLDER = ROOT / "meshtrain"
 PACKAGE = sorted(PACKAGE_FOLDER.rglob("*.py"))

@@ -13,6 +13,8 @@ from meshtrain.options import with_own
 from meshtrain.sharding.reduction import NAMES, ReductionOptions
 from scripts.benchmarks import reference
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):

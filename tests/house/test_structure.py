@@ -4,6 +4,10 @@ import ast
 import collections
 import pathlib
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "meshtrain").rglob("*.py"))
 MOST_MODULES = 16  # of a folder

@@ -15,6 +15,8 @@ from meshtrain.cli import flags
 from meshtrain.config import Config, data_sources, resolve, tasks
 from meshtrain.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 URL = "gs://bucket/one"
 LINE = f"got '{URL}', a URL; allowed: a path of this machine; nearest: mount or copy it"
 S3 = "s3://bucket/one"

@@ -12,6 +12,8 @@ from tests.messages import refused
 from tests.messages.desk import desk
 from tests.messages.table import TABLE, TOGETHER
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 FIRST = {
     "train": ["--config=small.py", "--workdir=run"],

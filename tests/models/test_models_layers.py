@@ -73,7 +73,10 @@ def test_rotation_is_a_complex_product():
     product = (x[..., :5] + 1j * x[..., 5:]) * np.exp(1j * angles)[:, :, None]
     got = rotate(jnp.asarray(x, jnp.float32), jnp.asarray(angles, jnp.float32))
     np.testing.assert_allclose(got, np.concatenate([product.real, product.imag], -1), rtol=1e-4, atol=1e-6)
-    assert rotate(jnp.zeros((1, 1, 1, 4), jnp.bfloat16), jnp.zeros((1, 1, 2))).dtype == jnp.bfloat16
+    rounded = jnp.asarray(x, jnp.bfloat16)
+    got, wide = (rotate(one, jnp.asarray(angles, jnp.float32)) for one in (rounded, rounded.astype(jnp.float32)))
+    assert (got.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(got, wide.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
@@ -85,6 +88,16 @@ def test_norm(kind):
     centred = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
     expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-2) * scale + bias
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_norm_of_16_bits_computes_in_float32(kind, dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(2.0, 3.0, (4, 32)), dtype)
+    norm, scale = Norm(kind, 1e-5, False, Placement.nowhere()), {"params": {"scale": jnp.linspace(0.5, 2, 32)}}
+    got, wanted = norm.apply(scale, x), norm.apply(scale, x.astype(jnp.float32))
+    assert (got.dtype, wanted.dtype) == (dtype, jnp.float32)
+    np.testing.assert_array_equal(got, wanted.astype(dtype))
 
 
 def test_a_centered_scale_starts_at_zero_and_multiplies_as_one():

@@ -10,6 +10,8 @@ import pytest
 
 from meshtrain.optim.learning_rate import NAMES, LearningRateOptions, check, learning_rate
 
+pytestmark = pytest.mark.quick
+
 NUM_STEPS, WARMUP = 100, 20
 OPTIONS = LearningRateOptions(peak=3e-3, warmup_steps=WARMUP, final_fraction=0.1, stable_fraction=0.5)
 

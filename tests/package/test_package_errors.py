@@ -10,6 +10,8 @@ import pytest
 from meshtrain.__main__ import COMMANDS
 from meshtrain.errors import Problems, one_line
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 MANY_LINES = "print('a line of output\\n' * 20_000)"  # more than a pipe or a buffer holds
 IN_A_GROUP = """

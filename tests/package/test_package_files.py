@@ -6,6 +6,8 @@ import pytest
 
 from meshtrain.files import replacing, write_whole
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path):
     path = tmp_path / "a.json"

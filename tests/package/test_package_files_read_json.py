@@ -8,6 +8,8 @@ import pytest
 from meshtrain.errors import is_finite
 from meshtrain.files import read_json
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("digits", ["0", "-12", "9" * 308, "-" + "9" * 307])
 def test_whole_numbers_that_float64_holds_stay_whole(digits):

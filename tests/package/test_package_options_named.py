@@ -10,6 +10,8 @@ import pytest
 from meshtrain import options
 from meshtrain.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def unfrozen():

@@ -11,6 +11,8 @@ from packaging.utils import canonicalize_name
 
 import meshtrain
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = ("browser", "dev", "docs", "kubernetes", "release", "report")  # of those that constraints.txt is for

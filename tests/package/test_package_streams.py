@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from meshtrain.__main__ import COMMANDS
+pytestmark = pytest.mark.quick
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The commands that need no GPU compiler, one after the other in a program whose streams are closed.
@@ -59,8 +59,9 @@ def closed(streams, words, folder):
     return subprocess.run(command, cwd=folder, env={**environment, "PYTHONPATH": str(ROOT)}, check=False).returncode
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_ends_with_its_code_without_standard_error(command, tmp_path):
+# All commands start the same way: one imports JAX, one does not, and one starts other programs.
+@pytest.mark.parametrize("command", ["train", "config", "launch"])
+def test_a_command_ends_with_its_code_without_standard_error(command, tmp_path):
     assert closed("2>&-", ["-m", "meshtrain", command, "--no-such=1"], tmp_path) == 2
 
 

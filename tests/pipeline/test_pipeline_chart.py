@@ -11,6 +11,8 @@ from meshtrain.pipeline.chart import as_text, figure
 from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import NAMES, build
 
+pytestmark = pytest.mark.quick
+
 CHARTS = pathlib.Path(__file__).parent / "charts"
 
 

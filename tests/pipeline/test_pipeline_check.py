@@ -17,6 +17,8 @@ from meshtrain.pipeline.check import (
 )
 from meshtrain.pipeline.schedules import NAMES, Action, PipelineOptions, Schedule, build
 
+pytestmark = pytest.mark.quick
+
 F0, F1, B0, B1 = Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)
 
 

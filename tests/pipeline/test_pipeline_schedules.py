@@ -5,6 +5,8 @@ import pytest
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
 from meshtrain.pipeline.schedules import Action, build, describe
 
+pytestmark = pytest.mark.quick
+
 FULL = ("1f1b", "gpipe", "interleaved_1f1b")  # whose rows are full but at their start and end
 SHAPES = [(1, 1), (1, 5), (2, 2), (2, 8), (3, 3), (4, 4), (4, 8), (4, 16), (5, 10), (8, 8), (8, 32)]
 

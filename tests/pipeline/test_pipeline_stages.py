@@ -46,6 +46,16 @@ def test_layers_return_in_order_from_their_places(num_layers, num_stages, num_ch
     np.testing.assert_array_equal(ring.relaid(stored, (num_layers,), stack), layers)
 
 
+def test_a_stack_outside_of_the_pipeline_keeps_its_shape_in_checkpoints():
+    """A custom task may name a dim of other weights `layers` as well."""
+    stack, chunks = ring.Stack(6, 4, 1), ring.Stack(7, 2, 3)
+    assert ring.layer_order_shape((*stack.shape, 5), (*stack.names, None), stack) == (6, 5)
+    assert ring.layer_order_shape((9, 5), ("layers", None), stack) == (9, 5)
+    assert ring.layer_order_shape((5, 9), (None, "layers"), stack) == (5, 9)
+    assert ring.layer_order_shape((*chunks.shape, 5), (*chunks.names, None), chunks) == (7, 5)
+    assert ring.layer_order_shape((9, 5), ("layers", None), chunks) == (9, 5)
+
+
 def test_a_stage_without_layers_is_refused():
     [line] = pipeline_check._without_layers("model.num_layers", 3, 4, 1)
     assert line.endswith("has no layer; allowed: at least 4; nearest: 4")

@@ -17,6 +17,8 @@ from meshtrain.observe.progress import Progress
 from meshtrain.observe.throughput import Throughput
 from meshtrain.step.guard import FIRST_NOT_FINITE, IN_A_ROW
 
+pytestmark = pytest.mark.quick
+
 KINDS = ("loss", "save_blocking_seconds", "eval_loss")
 
 

@@ -13,6 +13,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from meshtrain.sharding import jaxprs
 from meshtrain.sharding.placement import on_shards
 
+pytestmark = pytest.mark.quick
+
 W, V = jnp.arange(24.0).reshape(4, 2, 3), jnp.arange(4.0)
 X = jnp.ones(3)
 

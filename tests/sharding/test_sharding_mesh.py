@@ -15,6 +15,8 @@ from meshtrain.sharding.mesh import MeshOptions, check, describe, make_mesh, mes
 from meshtrain.sharding.rules import AXES
 from tests.sharding.conftest import shape_of
 
+pytestmark = pytest.mark.quick
+
 
 @dataclasses.dataclass(frozen=True)
 class FakeDevice:

@@ -18,6 +18,8 @@ from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 from meshtrain.sharding.stored import stored
 
+pytestmark = pytest.mark.quick
+
 GROUP, DATA = "group", frozenset({"data"})
 NUM_GROUPS, NUM_SEQUENCES, WIDTH, HIDDEN = 2, 8, 4, 16
 

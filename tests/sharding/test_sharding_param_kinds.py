@@ -4,6 +4,8 @@ import pytest
 
 from meshtrain.sharding.param_kinds import MatrixDims, decays, is_hidden_matrix, matrix_dims, num_stacked
 
+pytestmark = pytest.mark.quick
+
 # axes, dims as a matrix, hidden
 WEIGHTS = [
     (("layers", "embed", "heads", "head_dim"), MatrixDims((1,), (2, 3)), True),

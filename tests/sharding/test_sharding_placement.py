@@ -14,6 +14,8 @@ from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 
+pytestmark = pytest.mark.quick
+
 RULES = default_rules(LayoutOptions())
 PARALLEL = default_rules(LayoutOptions(sequence_parallel=True))
 

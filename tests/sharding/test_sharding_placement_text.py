@@ -2,12 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement_text import rows, table
 from meshtrain.sharding.rules import LayoutOptions, default_rules
 from meshtrain.sharding.stored import stored_tree
 from tests.sharding.conftest import shape_of
+
+pytestmark = pytest.mark.quick
 
 RULES = default_rules(LayoutOptions())
 

@@ -29,6 +29,8 @@ from meshtrain.sharding.stored import (
 )
 from meshtrain.sharding.tree_problems import tree_problems
 
+pytestmark = pytest.mark.quick
+
 RULES = default_rules(LayoutOptions())
 KNOWN = tuple(RULES.parameters)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 24, 48)

@@ -5,6 +5,8 @@ import pytest
 from meshtrain.hardware.links import RING
 from meshtrain.sharding.ring import wire_share
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("operation", "share"),

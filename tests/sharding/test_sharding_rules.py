@@ -22,6 +22,8 @@ from meshtrain.sharding.rules import (
     storage_axes,
 )
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 SEVENTH_AXIS = """

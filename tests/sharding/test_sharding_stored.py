@@ -19,6 +19,8 @@ from meshtrain.sharding.stored import (
 )
 from tests.sharding.conftest import array, shape_of
 
+pytestmark = pytest.mark.quick
+
 RULES = default_rules(LayoutOptions())
 
 

@@ -7,6 +7,8 @@ import pytest
 from meshtrain.sharding.trainable import trained_mask
 from meshtrain.sharding.trees import leaves_with_paths, merged, select
 
+pytestmark = pytest.mark.quick
+
 PARAMS = jax.eval_shape(
     lambda: {
         "embedding": {"table": jnp.zeros((8, 4))},

@@ -7,6 +7,8 @@ from meshtrain.sharding.stored import rules_of_level
 from meshtrain.sharding.tree_problems import tree_problems
 from tests.sharding.conftest import array, shape_of
 
+pytestmark = pytest.mark.quick
+
 RULES = default_rules(LayoutOptions())
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from meshtrain.sharding.trees import leaves_with_paths, num_bytes, path_text
 
+pytestmark = pytest.mark.quick
+
 
 class Moments(NamedTuple):
     first: dict

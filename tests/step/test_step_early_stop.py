@@ -6,6 +6,8 @@ import pytest
 
 from meshtrain.step.early_stop import EarlyStopOptions, reason
 
+pytestmark = pytest.mark.quick
+
 CASES = {  # values of the evaluations, patience, whether higher is better -> how many are made
     "better each time": ([3.0, 2.0, 1.0, 0.5], 1, False, None),
     "worse at once": ([1.0, 2.0, 3.0], 1, False, 2),

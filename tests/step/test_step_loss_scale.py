@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from meshtrain.models.task import Sums
-from meshtrain.step import loss_scale
+from meshtrain.step import guard, loss_scale
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScale, LossScaleOptions, Scaling
 from meshtrain.step.precision import PrecisionOptions
@@ -160,6 +160,18 @@ def test_what_a_smaller_scale_does_not_mend_counts_as_in_a_row():
         state, metrics = step(state, {"x": jnp.zeros((1, 1))})
         rows.append((float(metrics["loss_scale"]), int(metrics["skipped_in_a_row"]), int(metrics["skipped_steps"])))
     assert rows == [(8, 0, 1), (4, 0, 2), (2, 0, 3), (1, 1, 4), (1, 2, 5), (1, 3, 6)]
+
+
+def test_a_sum_that_float16_cannot_hold_is_named_and_is_no_jump_of_the_norm():
+    def gradients(params, batch, rng, seed):
+        return Sums(jnp.float32(1), jnp.float32(1), {}, {"a": seed * jnp.ones(3), "b": seed * jnp.full(2, 60000.0)})
+
+    rule = loss_scale.scaling(RULE, 1, computes_in_float16=True)
+    change = WeightUpdate(optax.sgd(0.1), lambda count: 0.1, 1.0, GuardOptions(), rule)
+    state = init_state({"a": jnp.ones(3), "b": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0), rule)
+    _, metrics = jax.jit(train_step(gradients, change, rule))(state, {"x": jnp.zeros((1, 1))})
+    assert metrics["skipped_steps"] == 1
+    assert guard.name_of_gradient(["a", "b"], int(metrics[guard.FIRST_NOT_FINITE]), -1) == "gradients/b"
 
 
 @pytest.mark.parametrize(
