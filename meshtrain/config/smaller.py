@@ -90,7 +90,7 @@ def smaller(config: Config, shape: Mapping[str, int], times: int = 2, parts: Cha
     if config.remat.policy != "full":
         yield {"remat.policy": "full"}
     if shape[DATA] > 1:
-        accumulates = num_microbatches(config, shape) > 1  # otherwise there are no sums for level 2 to split
+        accumulates = num_microbatches(config, shape) > 1  # otherwise level 2 has no gradient sums to split
         lowest = SPLITS_SUMS if accumulates else MAX_LEVEL
         yield from (with_level(config, higher) for higher in range(max(lowest, level + 1), MAX_LEVEL + 1))
     if parts:

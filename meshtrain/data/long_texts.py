@@ -24,7 +24,7 @@ MOST_CHARACTERS = 1 << 24  # in a piece without an earlier safe place: 3 GB of m
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel
 _WORDS = r"\w+|[^\w\s]+"  # of Whitespace
 _ASCII = frozenset(string.printable[:95])
-_JAMO = range(0x1160, 0x1200)  # compose with the syllable before them
+_JAMO = range(0x1160, 0x1200)  # Korean letters that compose with the preceding syllable
 
 
 class _Place(NamedTuple):
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
     left: str
     right: str
     is_split: bool = False
-    prepended: str = ""  # by the normalizer, to each text
+    prepended: str = ""  # text that the normalizer prepends to each text
 
 
 class _Unsafe(Exception):

@@ -91,7 +91,7 @@ def _beside(path: Path) -> str:
         folder = folder.parent
     try:
         names = sorted(name for name in os.listdir(folder) if what_is_at(folder / name) == "a file")
-    except OSError:  # a folder that may not be read
+    except OSError:  # the folder is not readable
         names = []
     fix = nearest(path.name, names) if folder == path.parent else f"; the folder '{path.parent}' does not exist"
     every = folder / "*"

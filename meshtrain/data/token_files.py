@@ -26,7 +26,7 @@ from meshtrain.files import Json, read_json, what_is_at, write_whole
 DTYPES = ("uint16", "uint32")
 # Fields of a description that must be equal in files that are used together.
 TOKENIZER_FIELDS = ("vocab_size", "end_id", "tokenizer_sha256", "begin", "special_tokens")
-MOST_INNER_ENDS = 1_000_000  # in a file, because its description lists them
+MOST_INNER_ENDS = 1_000_000  # maximum per file, because its description lists them
 
 _WRITTEN = "allowed: what python -m meshtrain prepare writes; nearest: prepare it again"
 _CHUNK_BYTES = 1 << 24
@@ -34,7 +34,7 @@ _WHOLE_UP_TO_BYTES = 1 << 32
 _NUM_SAMPLED_CHUNKS = 64
 _LENGTHS = ("uint8", "uint16", "uint32", "uint64")
 _MOST_HEAD_BYTES = 1 << 12  # of an index
-_MOST_OPEN = 256  # token files: a process may have 1,024 descriptors
+_MOST_OPEN = 256  # maximum of open token files: a process may have 1,024 descriptors
 _TICK_NS = 20_000_000  # longer than the resolution of file systems' clocks
 
 
@@ -436,7 +436,7 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[FileI
         ]
         file_digest, problem = scan(path, one, vocab_size)
         digest.update(file_digest.encode())
-        digest.update(np.asarray(one.inner_ends, "<i8").data)  # the same ids may be other documents
+        digest.update(np.asarray(one.inner_ends, "<i8").data)  # the same ids may form other documents
         problems += [problem] if problem else []
     num_documents = sum(one.num_documents for one in described)
     num_around = sum(one.num_documents * (len(one.begin) + 1) for one in described)  # ids that begin and end documents

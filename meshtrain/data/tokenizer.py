@@ -172,7 +172,7 @@ def _loaded(path: str) -> "tokenizers.Tokenizer":
         ) from error
     try:
         loaded = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the package raises nothing narrower
+    except Exception as error:  # the package raises no narrower class
         if line := pointer_problem(tokenizer_file(path)):
             raise UserError(f"data.tokenizer: {line}") from error
         raise UserError(

@@ -38,7 +38,7 @@ AfterUpdate = Callable[[Params, Metrics], Params]
 # they are the same on every mesh.
 SEQUENCE_INDEX = "sequence_index"
 LAYERS = "layers"  # the key of the stack of layers among parameters, and the logical axis along it
-_SUMMED = (jnp.dtype(jnp.float32), jnp.dtype(jnp.int32))  # over microbatches and replicas
+_SUMMED = (jnp.dtype(jnp.float32), jnp.dtype(jnp.int32))  # dtypes that can be summed over microbatches and replicas
 # Columns of a run's log, in addition to the task's unit and its rate: a metric of the same name would be lost.
 TAKEN = (
     *("step", "loss", "weight", "grad_norm", "learning_rate", "loss_scale", "mfu", "model_flops_per_second"),

@@ -36,7 +36,7 @@ class Carry(NamedTuple):
     kept: list[jax.Array]  # saved residuals of units, each [(slots + 1) K / U, ...]; the last K / U are the dump slot
     outputs: Activations  # outputs of the last layer, until the head reads them; shapes like inputs
     cotangents: Activations  # of floating leaves, until their backward row, [slots + 1, b, ...]
-    leaving: Activations  # latest cotangent of the first layer's input, floating leaves; zeros on stages but 0
+    leaving: Activations  # latest cotangent of the first layer's input, floating leaves; zeros on all stages except 0
     sums: Loss  # loss, weight, metrics of the head; the same on every stage
     layer_sums: LayerSums  # of this stage's layers
     layers: Params  # float32 gradient sums of this stage's trained layers

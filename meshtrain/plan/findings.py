@@ -33,7 +33,7 @@ LITTLE_OVERLAP = 0.5
 ADDED = 0.02
 MUCH_IDLE = 0.15
 HIDDEN_SHARE = 0.58  # overlapped share of plain gradients if backward is long; a GPT with tied tables
-BACKWARD_SHARE = 2 / 3  # of the time of a microbatch
+BACKWARD_SHARE = 2 / 3  # share of a microbatch's time
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 APART = "model.within_documents=false where neighbouring documents may see each other"
 SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length that is a multiple of 128"

@@ -24,7 +24,7 @@ from meshtrain.sharding.trees import Arrays, Masks, NamesTree, Shaped, leaves_wi
 
 # The maximum share of the bytes of all matrices that fsdp, or data at a ZeRO level, may leave unsharded.
 MOST_WHOLE = 0.01
-MOST_NAMED = 3  # weights that a line lists
+MOST_NAMED = 3  # number of weights that an error line lists
 
 
 class _Weight(NamedTuple):

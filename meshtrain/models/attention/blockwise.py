@@ -153,7 +153,7 @@ def blockwise_forward(
     shape = (num_sequences, num_groups, length, per_group)
     empty = (jnp.zeros((*shape, head_dim), jnp.float32), jnp.full(shape, LOWEST), jnp.zeros(shape, jnp.float32))
     (_, (sums, most, total)), _ = jax.lax.scan(add, (_start(blocks), empty), None, length=blocks.num_pairs)
-    total = jnp.where(total == 0, 1, total)  # of a query that sees no key
+    total = jnp.where(total == 0, 1, total)  # a query that sees no key has sum 0
     heads = (sums / total[..., None]).swapaxes(1, 2).astype(q.dtype)
     return heads, most + jnp.log(total)
 

@@ -30,7 +30,7 @@ BACKWARD = (
     "return_residuals", "res", "do",
 )  # fmt: skip
 
-Static = tuple[float, bool, bool]  # the scale, whether it is causal, whether it is interpreted
+Static = tuple[float, bool, bool]  # (the scale, whether it is causal, whether it is interpreted)
 
 
 @functools.cache

@@ -273,7 +273,7 @@ class Decoder:
         """Returns the activations [R, T, D] of tokens int32 [R, T], and their entries for a cache, [K, R, T, ...]."""
         o, index = self.options, jnp.arange(tokens.shape[0])
         batch = {"tokens": tokens, "positions": positions, SEQUENCE_INDEX: index}
-        rng = jax.random.key(0)  # of dropout, which is off
+        rng = jax.random.key(0)  # key for dropout, which is off
         x, parts = self.embedded(params, batch, rng, False), list[Arrays]()
         names = caches.stack_entries(o.attends, o.num_layers, 1, 1, self.dtype, o.latent)
         for options, start, stop, name in stacks(o):
