@@ -22,7 +22,7 @@ from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 FLOAT32, BFLOAT16, EIGHT_BITS = KINDS = ("float32", "bfloat16", "8bit")
 # The field of an optax state whose arrays are never negative.
 SECOND_MOMENT = "nu"
-SEED, WEIGHTS_SEED, ANCHOR_SEED = 0, 1, 2  # seeds of random bits for moments, weights, and the anchor weights of local SGD
+SEED, WEIGHTS_SEED, ANCHOR_SEED = 0, 1, 2  # random bits for moments, weights, anchor weights of local SGD
 
 
 class StoredMoments(NamedTuple):
