@@ -23,7 +23,7 @@ NUM_TOKENS, NUM_ROWS = 257, 384  # bytes and an end; rows of the table, which ca
 class Options:
     """The options in `config.model`."""
 
-    width: int = option(64, "numbers that stand for a token", minimum=1, dim="embed")
+    width: int = option(64, "width of a token's vector", minimum=1, dim="embed")
     num_layers: int = option(4, "layers", minimum=1, dim="layers")
 
 

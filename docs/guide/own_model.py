@@ -24,7 +24,7 @@ from meshtrain.sharding.placement import Placement
 class Options:
     """The options in `config.model`, set for example by `--config.model.width=128`."""
 
-    width: int = option(64, "numbers that stand for a byte", minimum=1)
+    width: int = option(64, "width of a byte's vector", minimum=1)
     hidden: int = option(256, "inner width", minimum=1)
 
 

@@ -141,9 +141,13 @@ def measured(out: Path, tiny: bool, limit_minutes: float) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Runs all steps and prints the table, or runs only the requested step; returns 1 if a step failed."""
     parser = argparse.ArgumentParser(prog="scripts/bench accelerator", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", required=True, metavar="FILE.json", help="where results are kept and read again")
-    parser.add_argument("--minutes", type=float, default=LIMIT_MINUTES, help="after which no step begins (40)")
-    parser.add_argument("--tiny", action="store_true", help="small sizes on this machine's CPU: shows that it runs")
+    parser.add_argument(
+        "--out", required=True, metavar="FILE.json", help="file for the results; existing results are reused"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=LIMIT_MINUTES, help="no step starts after this time (default: 40)"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small sizes on this machine's CPU, as a test")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)

@@ -233,8 +233,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the result of the kills, and a table of times."""
     parser = argparse.ArgumentParser(prog="scripts/bench buckets", description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=1.5, help="from a step that saves to the kill, at most")
-    parser.add_argument("--mebibytes", type=float, default=256.0, help="size of the state whose saves are timed")
+    parser.add_argument("--seconds", type=float, default=1.5, help="maximum time from a save to the kill")
+    parser.add_argument("--mebibytes", type=float, default=256.0, help="size of the state for timing saves")
     parser.add_argument("--saves", type=int, default=5)
     arguments = parser.parse_args(argv)
     with bucket_process.started() as server, tempfile.TemporaryDirectory() as folder:

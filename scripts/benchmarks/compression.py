@@ -104,9 +104,9 @@ def line(seed: int, kind: str, outcome: Outcome, plain: Outcome) -> str:
 def main(argv: Sequence[str]) -> int:
     """Prints the table, each row when its run ends."""
     parser = argparse.ArgumentParser(prog="scripts/bench compression", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="runs of each kind, with the seeds from 0 on")
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="runs of each kind, with seeds from 0 on")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="which of them, 'none' first, separated by commas")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds to run, 'none' first, separated by commas")
     given, overrides = parser.parse_known_args(argv)
     devices, _ = distributed.start(NUM_REPLICAS)
     config, _ = parse(["--config=configs/tiny.py", f"--config.num_steps={given.steps}", *overrides])

@@ -123,7 +123,7 @@ def line(setting: Setting, outcomes: Sequence[Outcome]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(prog="scripts/bench digits", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each setting, with the seeds from 0 on")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each setting, with seeds from 0 on")
     given = parser.parse_args(argv)
     print(*HEADER, sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as work:

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/bench docstring_questions", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("folder", help="where the two files are written; it has to exist")
+    parser.add_argument("folder", help="existing folder for the two files")
     folder = parser.parse_args(argv).folder
     if (what := what_is_at(folder)) != "a folder":
         raise UserError(f"folder: got '{folder}', {what}; allowed: a folder; nearest: mkdir -p '{folder}'")

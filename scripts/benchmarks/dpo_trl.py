@@ -135,7 +135,7 @@ def by_trainer(work: Path, loss: str) -> Values:
 def main(argv: Sequence[str]) -> int:
     """Prints the table; returns 1 if a number differs by more than the bound."""
     parser = argparse.ArgumentParser(prog="scripts/bench dpo_trl", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=10, help="of the training of adapters")
+    parser.add_argument("--steps", type=int, default=10, help="training steps of the adapters")
     arguments = parser.parse_args(argv)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     jax.config.update("jax_platforms", "cpu")  # accelerators multiply with fewer bits

@@ -92,7 +92,7 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 def main(argv: Sequence[str]) -> int:
     """Prints the table, each row when both runs of a seed end, and the verdict; draws the curves."""
     parser = argparse.ArgumentParser(prog="scripts/bench experts", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind, with the seeds from 0 on")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind, with seeds from 0 on")
     parser.add_argument("--out", default="", help="a .png file for the chart")
     given, overrides = parser.parse_known_args(argv)
     devices, _ = distributed.start(1)

@@ -48,9 +48,9 @@ def compiled(config: Config, device: jax.Device) -> tuple[Any, Any, Any]:
 def main(argv: Sequence[str]) -> int:
     """Prints the ratios."""
     parser = argparse.ArgumentParser(prog="scripts/bench experts_step", description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each step")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences")
-    parser.add_argument("--sequence-length", type=int, default=256, help="tokens of each")
+    parser.add_argument("--rounds", type=int, default=12, help="runs of each step")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences in a batch")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens of a sequence")
     arguments = parser.parse_args(argv)
     devices, _ = distributed.start(1)
     made = {

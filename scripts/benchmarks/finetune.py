@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints each command, its output, and its seconds."""
     parser = argparse.ArgumentParser(prog="scripts/bench finetune", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--to", default=FOLDER, help=f"a new folder for everything (default: {FOLDER})")
-    parser.add_argument("--num-steps", type=int, default=0, help="steps of each run; 0: those of the example")
+    parser.add_argument("--num-steps", type=int, default=0, help="steps of each run; 0: as in the example")
     given = parser.parse_args(argv)
     os.chdir(ROOT)
     if (what := what_is_at(given.to)) != "nothing there":

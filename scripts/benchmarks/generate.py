@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the ratios, each the median over rounds."""
     parser = argparse.ArgumentParser(prog="scripts/bench generate", description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256, help="of the residual stream")
-    parser.add_argument("--rows", type=int, default=1, help="texts at a time")
+    parser.add_argument("--width", type=int, default=256, help="width of the residual stream")
+    parser.add_argument("--rows", type=int, default=1, help="number of texts in a batch")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args(argv)
     width, length = arguments.width, PROMPT_TOKENS + LONG

@@ -67,7 +67,7 @@ def anonymous_bytes() -> int:
 def main(argv: Sequence[str]) -> int:
     """Prints the sizes, the extra memory and its bound; returns 1 if the bound is exceeded."""
     parser = argparse.ArgumentParser(prog="scripts/bench hf_memory", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the folder, about")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="approximate size of the folder")
     parser.add_argument("--devices", type=int, default=8)
     arguments = parser.parse_args(argv)
     devices, _ = distributed.start(arguments.devices)

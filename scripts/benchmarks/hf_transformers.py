@@ -179,8 +179,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/bench hf_transformers", description="Compares exports with our logits."
     )
-    parser.add_argument("--only", default="", help="names of models with this in them")
-    parser.add_argument("--steps", type=int, default=10, help="of training with adapters")
+    parser.add_argument("--only", default="", help="only models whose names contain this text")
+    parser.add_argument("--steps", type=int, default=10, help="training steps with adapters")
     arguments = parser.parse_args(argv)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     jax.config.update("jax_platforms", "cpu")  # accelerators multiply with fewer bits

@@ -183,11 +183,11 @@ def main(argv: Sequence[str]) -> int:
     """Prints the tables of the requested parts."""
     parser = argparse.ArgumentParser(prog="scripts/bench ingest", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--parts", default="speed,memory,start", help="which of speed, memory and start, commas between"
+        "--parts", default="speed,memory,start", help="parts to run: speed, memory, start, separated by commas"
     )
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the large files")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--texts", type=int, default=1000, help="files of the standard library that are tokenized")
+    parser.add_argument("--texts", type=int, default=1000, help="number of standard library files to tokenize")
     parser.add_argument("--of", default="", help=argparse.SUPPRESS)  # PACKING:FILE, for `start` in a separate process
     given = parser.parse_args(argv)
     if given.of:

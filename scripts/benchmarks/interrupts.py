@@ -51,10 +51,15 @@ def tried(command: str, numbers: list[signal.Signals], delay_seconds: float, fol
 def main() -> int:
     """Prints how often each command ended with each code; returns 1 if one had a traceback or an unknown code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tries", type=int, default=100, help="programs to start")
-    parser.add_argument("--seconds", type=float, default=10.0, help="the first signal comes between --first and these")
-    parser.add_argument("--first", type=float, default=0.3, help="before, Python itself starts and has its own handler")
-    parser.add_argument("--seed", type=int, default=0, help="of the times")
+    parser.add_argument("--tries", type=int, default=100, help="number of programs to start")
+    parser.add_argument("--seconds", type=float, default=10.0, help="latest time of the first signal")
+    parser.add_argument(
+        "--first",
+        type=float,
+        default=0.3,
+        help="earliest time of the first signal; before, Python's own handler is active",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random times")
     arguments = parser.parse_args()
     random.seed(arguments.seed)
     counts, num_failed = collections.Counter[tuple[str, str, int]](), 0

@@ -157,10 +157,12 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
 def main(argv: Sequence[str]) -> int:
     """Prints the table, each row when its run ends, and draws the curves of the first seed."""
     parser = argparse.ArgumentParser(prog="scripts/bench local_steps", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each kind, with the seeds from 0 on")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each kind, with seeds from 0 on")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
     parser.add_argument("--out", default="", help="a .png file for the chart")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="which of them, 'synchronous' first")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="kinds to run, 'synchronous' first, separated by commas"
+    )
     given, overrides = parser.parse_known_args(argv)
     devices, _ = distributed.start(NUM_GROUPS)
     config, _ = parse(["--config=configs/tiny.py", f"--config.num_steps={given.steps}", *overrides])

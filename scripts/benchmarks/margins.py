@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench margins", description=__doc__)
     parser.add_argument("--above", type=float, default=0.25, help="print rows with error / bound above this number")
     parser.add_argument("--isa", default="", help="newest instructions that XLA may use: SSE4_2, AVX, AVX2, AVX512")
-    parser.add_argument("--optimized", action="store_true", help="with LLVM's optimizations, which tests switch off")
+    parser.add_argument("--optimized", action="store_true", help="with LLVM's optimizations, which tests disable")
     parser.add_argument("pytest", nargs="*", help="arguments of pytest")
     given = parser.parse_args(arguments)
     flags = [*quick.xla_flags(), *([f"--xla_cpu_max_isa={given.isa}"] if given.isa else [])]

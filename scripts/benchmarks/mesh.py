@@ -280,10 +280,10 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="scripts/bench mesh", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--from", dest="writers", default="".join(SETTINGS), help="letters of the settings that save: ABC"
+        "--from", dest="writers", default="".join(SETTINGS), help="letters of the settings that save, such as ABC"
     )
-    parser.add_argument("--to", dest="readers", default="".join(SETTINGS), help="letters of those that resume")
-    parser.add_argument("--sample", action="store_true", help="three pairs, those of the tests")
+    parser.add_argument("--to", dest="readers", default="".join(SETTINGS), help="letters of the settings that resume")
+    parser.add_argument("--sample", action="store_true", help="only the three pairs of the tests")
     given = parser.parse_args(argv)
     asked = [
         (flag, name) for flag, names in (("--from", given.writers), ("--to", given.readers)) for name in names or " "

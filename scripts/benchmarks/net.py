@@ -287,11 +287,13 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, dest="command")
     recording, comparing = commands.add_parser("record"), commands.add_parser("compare")
     recording.add_argument("folder", type=Path)
-    recording.add_argument("--parts", default=",".join(parts(None)), help="comma separated; all by default")
-    recording.add_argument("--like", type=Path, metavar="OLDER", help="takes the random configurations of this record")
+    recording.add_argument("--parts", default=",".join(parts(None)), help="parts, separated by commas (default: all)")
+    recording.add_argument("--like", type=Path, metavar="OLDER", help="reuse the random configurations of this record")
     comparing.add_argument("older", type=Path)
     comparing.add_argument("newer", type=Path)
-    comparing.add_argument("--relative", type=float, default=0.0, help="by which losses may differ (default: 0)")
+    comparing.add_argument(
+        "--relative", type=float, default=0.0, help="allowed relative difference of losses (default: 0)"
+    )
     given = parser.parse_args(argv)
     if given.command == "compare":
         return int(compare(given.older, given.newer, given.relative) > 0)

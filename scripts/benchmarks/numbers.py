@@ -140,8 +140,8 @@ def missed(setting: Setting, outcomes: Sequence[Outcome], start_seconds: float) 
 def main(argv: Sequence[str]) -> int:
     """Prints the table, and a line for each missed bound."""
     parser = argparse.ArgumentParser(prog="scripts/bench numbers", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=0, help="runs of each setting; 0: 3, and 1 of the larger ones")
-    parser.add_argument("--num-steps", type=int, default=0, help="steps of each run; 0: those of the configuration")
+    parser.add_argument("--seeds", type=int, default=0, help="runs of each setting; 0: 3, or 1 for larger settings")
+    parser.add_argument("--num-steps", type=int, default=0, help="steps of each run; 0: as configured")
     given = parser.parse_args(argv)
     steps = [f"--config.num_steps={given.num_steps}"] if given.num_steps else []
     print(*HEADER, sep="\n", flush=True)

@@ -83,7 +83,9 @@ def line(by: Compiler, name: str, cluster: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(prog="scripts/bench plan", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("plans", metavar="CONFIG=CLUSTER", nargs="*", default=LARGE, help="default: those of the table")
+    parser.add_argument(
+        "plans", metavar="CONFIG=CLUSTER", nargs="*", default=LARGE, help="default: the configurations of the table"
+    )
     plans = parser.parse_args(argv).plans
     jax.config.update("jax_enable_compilation_cache", False)
     print(*HEADER, sep="\n")

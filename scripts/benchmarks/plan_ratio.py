@@ -43,7 +43,9 @@ def planned(way: str, name: str, cluster: str) -> tuple[dict[str, Any] | None, f
 def main(argv: Sequence[str]) -> int:
     """Prints a row for each plan, and returns 0 if both reports agree for all plans."""
     parser = argparse.ArgumentParser(prog="scripts/bench plan_ratio", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("plans", metavar="CONFIG=CLUSTER", nargs="*", default=LARGE, help="default: those of the table")
+    parser.add_argument(
+        "plans", metavar="CONFIG=CLUSTER", nargs="*", default=LARGE, help="default: the configurations of the table"
+    )
     plans = parser.parse_args(argv).plans
     print(f"jax {jax.__version__}\n", *HEADER, sep="\n", flush=True)
     total, num_wrong = dict.fromkeys(WAYS, 0.0), 0

@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the table, each row when its run ends."""
     parser = argparse.ArgumentParser(prog="scripts/bench rounding", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="which of them, separated by commas")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds to run, separated by commas")
     given, overrides = parser.parse_known_args(argv)
     devices, _ = distributed.start(1)
     config, _ = parse(["--config=configs/tiny.py", f"--config.num_steps={given.steps}", *overrides])

@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
     """Trains, reads, and prints the table."""
     parser = argparse.ArgumentParser(prog="scripts/bench windows", description=__doc__.partition("\n")[0])
     parser.add_argument("--short", type=int, default=SHORT, help="bytes of the short window")
-    parser.add_argument("--windows", type=int, default=NUM_WINDOWS, help="long windows of validation text to read")
+    parser.add_argument("--windows", type=int, default=NUM_WINDOWS, help="number of long windows of validation text")
     parser.add_argument("--out", default="", help="a .svg file for the chart")
     given, overrides = parser.parse_known_args(argv)
     config, _ = parse(["--config=configs/long.py", *overrides])
