@@ -1,15 +1,16 @@
-"""What pyproject.toml cannot say: configs/ becomes a folder of the package, and the README of an index has no files."""
+"""Settings that pyproject.toml does not support: configs/ as a folder of the package, and a README without links to
+files."""
 
 import pathlib
 import re
 
 import setuptools
 
-# Beside an index's page there is no repository: of a link into it the text stays, of a picture nothing.
+# A package index does not host the repository, so links into it become plain text, and pictures are removed.
 readme = re.sub(r"!\[[^]]*\]\([^)]*\)\n*", "", pathlib.Path("README.md").read_text(encoding="utf-8"))
 readme = re.sub(r"\[([^]]*)\]\((?!https?:|#)[^)]*\)", r"\1", readme)
 
-# Folders without an __init__, which `find_packages` leaves out.
+# Folders without an __init__, which `find_packages` skips.
 data = ["meshtrain.configs", "meshtrain.examples.digits", "meshtrain.plan.targets"]
 
 setuptools.setup(

@@ -53,7 +53,7 @@ def functions(path: str, source: str) -> list[Asked]:
 def split(asked: Iterable[Asked]) -> tuple[list[Asked], list[Asked]]:
     """Returns the training questions and the held-out questions.
 
-    Each answer occurs once, in only one of the two parts.
+    Each answer occurs once, in one part only.
 
     Args:
       asked: sorted by file. Questions that are too short, too long or not ASCII are skipped, and answers that continue

@@ -2,9 +2,10 @@
 
     scripts/bench fixtures FOLDER [NAME ...]
 
-An archive holds what a user has: `run.py` (the configuration), `words.txt` (its text), `run/` (the workdir of a run
-that was stopped after half of its steps), and `losses.json`: {step: loss} of the same run without a stop. They are
-archives because a save of Orbax is a dozen small files full of repeated metadata: packed they take a quarter.
+An archive contains a user's files: `run.py` (the configuration), `words.txt` (its text), `run/` (the workdir of a run
+that was stopped after half of its steps), and `losses.json`: {step: loss} of the same run without interruption.
+Archives are used because a save of Orbax is a dozen small files with repeated metadata; compressed, they take a
+quarter.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         COMMON | {"data.source": "digits", "data.validation_fraction": 0.2, "model.filters": 4, "model.hidden": 8,
                   "model.num_groups": 2},
     ),
-    # At this rate losses show whether what int8 has rounded off was restored.
+    # At this rate, losses show whether the error-feedback buffer of int8 was restored.
     "int8": ("decoder", DECODER | {"compression.kind": "int8", "compression.block": 256, "learning_rate.peak": 0.03}),
     "topk": ("decoder", DECODER | {"compression.kind": "topk", "compression.block": 16, "compression.kept": 2}),
     "one_step_late": ("decoder", DECODER | {"local_steps.delay": 1}),
@@ -80,9 +81,9 @@ def configuration(task: str, values: Mapping[str, Any]) -> str:
 
 
 def stopped(workdir: pathlib.Path) -> dict[int, float]:
-    """Cuts a finished run back to what it was once half of its steps were saved; returns the losses of all steps."""
+    """Reduces a finished run to its state when half of its steps were saved; returns the losses of all steps."""
     shutil.rmtree(workdir / "checkpoints" / str(NUM_STEPS))
-    (workdir / ".lock").unlink()  # names the machine
+    (workdir / ".lock").unlink()  # contains the machine's name
     metrics = workdir / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows if row["step"] <= STOPPED_AT), encoding="utf-8")
@@ -90,7 +91,7 @@ def stopped(workdir: pathlib.Path) -> dict[int, float]:
 
 
 def packed(folder: pathlib.Path) -> bytes:
-    """Returns a folder as an archive that depends on its files alone: no owner, no time."""
+    """Returns a folder as an archive that depends only on its files: no owner, no time."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for path in sorted(folder.rglob("*")):
@@ -118,7 +119,7 @@ def made(name: str) -> bytes:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the archives of the runs that are named, or of all, into a folder."""
+    """Writes the archives of the named runs, or of all runs, into a folder."""
     folder = pathlib.Path(argv[0]).absolute()
     distributed.start(NUM_DEVICES)
     for name in argv[1:] or RUNS:

@@ -84,7 +84,7 @@ def fields(options: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
 
 
 def value_of(field: dataclasses.Field[Any], chance: random.Random) -> Any:
-    """Returns a value of the field's type; most values are legal if considered alone."""
+    """Returns a value of the field's type; most values are legal if no other field changes."""
     if isinstance(field.default, bool):
         return chance.random() < 0.5
     if isinstance(field.default, str):

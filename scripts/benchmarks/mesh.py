@@ -156,7 +156,7 @@ def losses(workdir: Path) -> dict[int, float]:
 
 
 def differing_arrays(expected: Mapping[str, np.ndarray], held: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each array whose shards on all processes differ from the file.
+    """Returns a line for each array whose shards, over all processes, differ from the file.
 
     Layers in chunks are [V, L / V, ...]; the file has [L, ...], the same numbers in the same order.
 

@@ -142,7 +142,7 @@ def _refusal(case: refused.Case) -> list[str]:
 
 
 def _drawn() -> list[dict[str, object]]:
-    """Returns random configurations: the arguments besides --config, and the text of the file."""
+    """Returns random configurations: the arguments in addition to --config, and the text of the file."""
     chance, known = random.Random(0), list(fuzz.fields(Config()))
     cases = [fuzz.drawn_case(chance, known, Path("file.py"), 1 + i % fuzz.MOST_FIELDS) for i in range(NUM_RANDOM)]
     return [{"words": case.words[1:], "file": case.file} for case in cases]
