@@ -1,5 +1,4 @@
-"""Settings that pyproject.toml does not support: configs/ as a folder of the package, and a README without links to
-files."""
+"""Settings that pyproject.toml does not support: configs/ as a folder of the package, a README without links."""
 
 import pathlib
 import re
