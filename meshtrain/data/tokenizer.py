@@ -292,13 +292,36 @@ def with_begin_token(path: str, begin_token: str) -> str:
     tokens = {name: {"id": name, "ids": [index], "tokens": [name]} for name, index in zip(names, begin, strict=True)}
     added = {"type": "TemplateProcessing", "single": single, "special_tokens": tokens}
     added["pair"] = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-    content = read_json(tokenizer_file(path).read_bytes())
+    content = _read_object(tokenizer_file(path), "bytes")
     # In the package's current format, because the file may have an older form or lack this key.
     former = json.loads(loaded.to_str())["post_processor"] or {"type": ""}
     listed = former["processors"] if former["type"] == "Sequence" else [former]
     kept = [one for one in listed if one["type"] == "ByteLevel"]
     content["post_processor"] = {"type": "Sequence", "processors": [*kept, added]} if kept else added
     return json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+
+
+def _read_object(file: Path, fix: str) -> JsonObject:
+    """Returns the JSON object in a file of a tokenizer.
+
+    The package tokenizers also loads some files that are not JSON.
+
+    Args:
+      file: it exists.
+      fix: the nearest value of `data.tokenizer`, for the error.
+
+    Raises:
+      UserError: the file cannot be read, or is no JSON object.
+    """
+    try:
+        content = read_json(file.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {type(content).__name__}")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data.tokenizer: '{file}' cannot be read ({error}); allowed: a JSON object in UTF-8; nearest: {fix}"
+        ) from error
+    return content
 
 
 def _special_tokens(
@@ -509,16 +532,7 @@ def settings(path: str, name: str = SETTINGS) -> JsonObject:
     file = Path(path, name)
     if what_is_at(file) != "a file":
         return {}
-    try:
-        content = read_json(file.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds {type(content).__name__}")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"data.tokenizer: '{file}' cannot be read ({error}); allowed: a JSON object in UTF-8; nearest: "
-            f"data.tokenizer={tokenizer_file(path)}, which is read alone"
-        ) from error
-    return content
+    return _read_object(file, f"data.tokenizer={tokenizer_file(path)}, which is read alone")
 
 
 def special_tokens(content: JsonObject) -> dict[str, str]:

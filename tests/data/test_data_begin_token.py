@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -199,3 +201,12 @@ def test_an_export_puts_the_chosen_token_before_a_text(name, tmp_path):
         assert tokenizer.begin == begin
         assert tokenizer.encode("w5") == [*begin, 5]
         assert with_begin_token(str(exported), chosen) == ""
+
+
+def test_a_file_that_only_the_package_tokenizers_reads_is_one_line(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    text = pathlib.Path(words(path, None)).read_text()
+    path.write_text(re.sub(r'"version":\s*"1.0",', '"ver1.0",', text))
+    assert open_tokenizer(str(path)).vocab_size
+    with pytest.raises(UserError, match=r"cannot be read .*; allowed: a JSON object in UTF-8; nearest: bytes"):
+        with_begin_token(str(path), "<x>")

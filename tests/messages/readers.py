@@ -297,7 +297,7 @@ READERS = (
     ),
     Reader(
         "the settings beside a tokenizer.json",
-        ("data/tokenizer.py:settings", "data/chat_template.py:template_text"),
+        ("data/tokenizer.py:_read_object", "data/chat_template.py:template_text"),
         {"tokenizer_config.json": "json", "generation_config.json": "json"},
         written(
             {
