@@ -90,6 +90,13 @@ SEAMS: Mapping[str, Seam] = {
 }
 
 
+# Flag of a command of the core -> the module of an optional package that does it.
+FLAGS: Mapping[str, str] = {
+    "--html": "meshtrain.report.plan_pages",
+    "--scaling": "meshtrain.report.scaling.command",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class AllBut:
     """All values except one, for use in `only_for`."""
@@ -431,6 +438,22 @@ def function_name(given: Imported) -> str:
     """Returns `package.module:function`, the name with which `imported_function` imports it."""
     kind = given if hasattr(given, "__qualname__") else type(given)
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def flag_problems(flag: str, value: str) -> list[str]:
+    """Returns an error line if a flag in `FLAGS` has a value and its optional package is not installed."""
+    package = ".".join(FLAGS[flag].split(".")[:2])
+    if not value or importlib.util.find_spec(package):
+        return []
+    return [
+        f"{flag}: got '{value}', and {package.replace('.', '/')} is not here; allowed: flags of folders that are; "
+        "nearest: leave it out"
+    ]
+
+
+def flag_module(flag: str) -> ModuleType:
+    """Imports the module of an optional package for a flag for which `flag_problems` returns nothing."""
+    return imported_modules(FLAGS[flag])[0]
 
 
 def imported_modules(*names: str) -> list[ModuleType]:

@@ -2,6 +2,5 @@
 
 A cluster is a description for the compiler. The compiled text is parsed without JAX: collectives and their axes, FLOPs,
 bytes. The plan adds lower bounds of the bytes to send, memory from shardings, and a model of the step's time. A search
-estimates many configurations, compiles the best estimates and ranks them. A scaling report does this for several
-numbers of devices.
+estimates many configurations, compiles the best estimates and ranks them.
 """

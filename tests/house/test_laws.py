@@ -34,7 +34,7 @@ LAZY_IMPORTERS = {
 }
 CONFIG_READER = "meshtrain/cli/flags.py"  # --config names a Python file that the user has written
 # Who reads the configuration: rooms and files; all others are given what they need.
-READS_CONFIGURATION = {"config", "examples", "lab", "plan", "probe", "run"}
+READS_CONFIGURATION = {"config", "examples", "lab", "plan", "probe", "report", "run"}
 READS_CONFIGURATION |= {
     f"{name}.py" for name in ("__init__", "assemble", "evaluate", "explain", "generate", "main", "training")
 }

@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from meshtrain.options import SEAMS
+from meshtrain.options import FLAGS, SEAMS
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ["examples", "lab", "probe", "report"]
@@ -23,6 +23,7 @@ from meshtrain.__main__ import COMMANDS, main
 from meshtrain.config.config import resolve
 from meshtrain.config.former import FORMER, Gone
 from meshtrain.errors import UserError
+from meshtrain.options import FLAGS
 
 rooms, names = (words.split(",") for words in sys.argv[1:])
 for command, (module, _) in COMMANDS.items():
@@ -33,6 +34,16 @@ for command, (module, _) in COMMANDS.items():
             assert str(error).startswith(f"command: got '{command}', and meshtrain/{room} is not here; allowed: ")
         else:
             raise AssertionError(command)
+for flag, module in FLAGS.items():
+    if (room := module.split(".")[1]) in rooms:
+        value = {"--scaling": "8,16", "--html": "plan.html"}[flag]
+        try:
+            main(["plan", "--config=small.py", "--cluster=cpu:8", f"{flag}={value}"])
+        except UserError as error:
+            [line] = error.problems
+            assert line.startswith(f"{flag}: got '{value}', and meshtrain/{room} is not here; allowed: "), line
+        else:
+            raise AssertionError(flag)
 run = ["--workdir=run", "--config=small.py", "--config.num_steps=2", "--config.sample_tokens=0"]
 for words in (["explain", *run[1:]], ["train", *run], ["evaluate", *run[:2], "--config.num_eval_batches=1"]):
     assert main(words) == 0, words
@@ -65,6 +76,11 @@ def get_config():
 def test_a_name_of_a_side_room_stands_for_something(seam, name):
     module, _, attribute = SEAMS[seam].side_rooms[name].partition(":")
     assert hasattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize("module", FLAGS.values())
+def test_a_flag_of_a_side_room_names_a_module(module):
+    importlib.import_module(module)
 
 
 def test_the_core_trains_without_the_folders_of_side_rooms(tmp_path):

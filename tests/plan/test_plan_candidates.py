@@ -14,11 +14,11 @@ from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.plan import html_page
 from meshtrain.plan.cost import lower_bound
 from meshtrain.plan.search import candidates, estimate, ranking
 from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
+from meshtrain.report import plan_pages
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import AXES
@@ -253,7 +253,7 @@ def test_a_search_whose_candidates_are_all_refused_says_why(small):
     said = ranking.text(result)
     assert "batch_size: got 1" in said
     assert said.endswith("none of the 0 compiled candidates fits")
-    assert "batch_size: got 1" in html_page.search_page(result)
+    assert "batch_size: got 1" in plan_pages.search_page(result)
 
 
 def test_what_a_pipeline_keeps_is_guessed_by_policy_and_schedule(small):

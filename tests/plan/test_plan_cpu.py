@@ -15,13 +15,14 @@ from meshtrain.hardware.links import Link, Links, to_json
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe import charts
 from meshtrain.plan import __main__ as program
-from meshtrain.plan import findings, html_page, text_report
+from meshtrain.plan import findings, text_report
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.plan.findings import Finding
 from meshtrain.plan.hlo import collectives
 from meshtrain.plan.search import changes
 from meshtrain.plan.timing import streams
 from meshtrain.plan.timing.streams import Timing
+from meshtrain.report import plan_pages
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.device_memory import Held, Statistics
@@ -221,7 +222,7 @@ def test_the_peak_holds_the_temporaries(plan, small):
 
 def test_a_page_needs_nothing_else(plan, small):
     made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
-    text = html_page.plan_page(made)
+    text = plan_pages.plan_page(made)
     assert "://" not in text
     assert "src=" not in text
     assert "url(" not in text.replace("url(#", "")  # what matplotlib draws refers to itself
@@ -229,7 +230,7 @@ def test_a_page_needs_nothing_else(plan, small):
 
 
 def test_memory_has_the_colours_of_the_page_of_runs(plan, small):
-    text = html_page.plan_page(plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})))
+    text = plan_pages.plan_page(plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})))
     drawn = re.findall(r'clip-path[^>]* style="fill: (#\w+)"/>', text.partition("</svg>")[0])
     held = ("parameters", "gradients", "optimizer", "batch", charts.ACTIVATIONS, charts.PEAK)
     of_runs = charts.bars([(label, 1.0) for label in held], None)
@@ -241,7 +242,7 @@ def test_a_page_escapes_what_it_is_given(plan, small, monkeypatch):
     made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
     found = Finding("<b>is</b> & stays text", "see train_step.<locals>.step")
     monkeypatch.setattr(text_report, "findings", lambda _: [found])
-    text = html_page.plan_page(made)
+    text = plan_pages.plan_page(made)
     assert "&lt;b&gt;is&lt;/b&gt; &amp; stays text; see train_step.&lt;locals&gt;.step" in text
     assert "<b>is</b>" not in text
     assert "<locals>" not in text

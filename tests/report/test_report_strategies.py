@@ -8,9 +8,9 @@ import pytest
 from meshtrain.config.config import num_microbatches
 from meshtrain.config.smaller import with_change
 from meshtrain.data.sources import DataOptions
-from meshtrain.plan.scaling import strategies
-from meshtrain.plan.scaling.strategies import STRONG, WEAK
 from meshtrain.plan.search import candidates, estimate
+from meshtrain.report.scaling import strategies
+from meshtrain.report.scaling.strategies import STRONG, WEAK
 from meshtrain.sharding.rules import AXES
 from tests.plan.conftest import config as small
 from tests.plan.test_plan_candidates import LARGE, cluster_of

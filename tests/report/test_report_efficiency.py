@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import Mesh
 
 from meshtrain.plan.hlo import parse
-from meshtrain.plan.scaling import efficiency
 from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
+from meshtrain.report.scaling import efficiency
 from meshtrain.sharding.rules import AXES
 from tests.plan import recorded
 from tests.plan.conftest import H100

@@ -3,7 +3,7 @@
 import pytest
 
 from meshtrain.errors import UserError
-from meshtrain.plan.scaling import cluster_sizes
+from meshtrain.report.scaling import cluster_sizes
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.parse import Program
-from meshtrain.plan.scaling.strategies import BEST, KINDS, STRONG, Point
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.timing.streams import Assumptions, Streams, Timing, transfer_seconds
+from meshtrain.report.scaling.strategies import BEST, KINDS, STRONG, Point
 from meshtrain.sharding.mesh import over_slices
 from meshtrain.sharding.rules import AXES
 

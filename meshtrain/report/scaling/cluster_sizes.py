@@ -5,10 +5,10 @@ import math
 import re
 
 from meshtrain.errors import UserError
+from meshtrain.plan.arguments import SCALING_EXAMPLE
 from meshtrain.plan.target.clusters import GPUS, parse
 
 ALLOWED = "2 to 16 numbers of devices, each larger than the one before, or a progression such as 8,16,...,4096"
-EXAMPLE = "--scaling=8,16,...,4096"
 MOST_SIZES = 16
 DOTS = "..."
 PRIME_FACTORS_OF_TORUS = (2, 3, 5, 7)
@@ -51,7 +51,7 @@ def _between(sizes: list[int], last: int) -> list[int]:
 
 
 def _refused(text: str) -> UserError:
-    return UserError(f"--scaling: got '{text}'; allowed: {ALLOWED}; nearest: {EXAMPLE}")
+    return UserError(f"--scaling: got '{text}'; allowed: {ALLOWED}; nearest: {SCALING_EXAMPLE}")
 
 
 def resized(cluster: str, num_devices: int) -> str:

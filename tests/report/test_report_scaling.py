@@ -10,16 +10,16 @@ from meshtrain.errors import UserError
 from meshtrain.hardware.links import Link, Links
 from meshtrain.observe.charts import picture
 from meshtrain.plan import __main__ as program
-from meshtrain.plan import html_page, planner
-from meshtrain.plan.scaling import scaling, scaling_report, strategies
+from meshtrain.plan import arguments, planner
 from meshtrain.plan.search import estimate
 from meshtrain.plan.search.candidates import Candidate
 from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
+from meshtrain.report.scaling import command, scaling, scaling_report, strategies
 from meshtrain.sharding.rules import AXES
-from tests.plan import imagined
 from tests.plan.conftest import config as small
 from tests.plan.test_plan_candidates import cluster_of
+from tests.report import imagined
 
 SIZES = [2, 4, 8]
 
@@ -53,7 +53,7 @@ def run(monkeypatch):
             return [Candidate(change, shape, 0.0, 0.0)]
 
         monkeypatch.setattr(scaling, "candidates", found)
-        given = {"say": lambda line: None, "plan_point": imagined.row} | fields
+        given = {"say": lambda line: None, "plan_point": imagined.row, "programs": arguments.MOST_PROGRAMS} | fields
         return scaling.scaling(config, cluster(), sizes, assumptions or Assumptions(), **given)
 
     return run
@@ -150,7 +150,7 @@ def test_it_says_how_many_programs_and_compiles_no_more(run, programs):
 
 @pytest.mark.parametrize(
     ("elsewhere", "words", "programs"),
-    [(None, [], scaling.MOST_WHOLE), (print, [], scaling.MOST_PROGRAMS), (print, ["--programs=3"], 3)],
+    [(None, [], arguments.MOST_WHOLE), (print, [], arguments.MOST_PROGRAMS), (print, ["--programs=3"], 3)],
 )
 def test_unless_told_otherwise_less_is_compiled_where_each_program_is_compiled_whole(
     monkeypatch, elsewhere, words, programs
@@ -159,7 +159,7 @@ def test_unless_told_otherwise_less_is_compiled_where_each_program_is_compiled_w
     monkeypatch.setattr(scaling, "scaling", lambda *_, **fields: asked.update(fields))
     monkeypatch.setattr(scaling_report, "text", str)
     monkeypatch.setattr(scaling_report, "to_json", str)
-    given = program.flags.arguments(["--cluster=h100:1x8", "--scaling=8,16", *words], program.arguments())
+    given = program.flags.arguments(["--cluster=h100:1x8", "--scaling=8,16", *words], arguments.parser())
     program.scaled(CONFIG, cluster(), given, Assumptions(), elsewhere)
     assert asked["programs"] == programs
     assert asked["plan_point"].keywords == {"elsewhere": elsewhere}
@@ -226,7 +226,7 @@ def test_what_the_compiler_gives_up_or_assemble_refuses_has_a_reason_instead_of_
 def test_the_table_the_json_and_the_page_say_the_same(run):
     found = run()
     content = json.loads(json.dumps(scaling_report.to_json(found)))
-    text, html = scaling_report.text(found), html_page.scaling_page(found)
+    text, html = scaling_report.text(found), command.scaling_page(found)
     for one in content["curves"]:
         for row in one["rows"]:
             parts = row["computing_seconds"] + row["idle_seconds"] + sum(row["waiting_seconds"].values())
@@ -241,7 +241,7 @@ def test_the_table_the_json_and_the_page_say_the_same(run):
 
 def test_the_chart_has_a_line_for_each_way_against_one_base(run):
     found = run()
-    strong, weak = html_page.scaling_panels(found)
+    strong, weak = command.scaling_panels(found)
     assert (
         [line.label for line in strong.lines]
         == [line.label for line in weak.lines]
@@ -250,7 +250,7 @@ def test_the_chart_has_a_line_for_each_way_against_one_base(run):
     assert max(line.points[0][1] for line in strong.lines) == 1  # the fastest on one device is one device's worth
     assert [line.points[0][0] for line in strong.lines] == [1, 1, 1, 1]
     assert [size for size, _ in strong.ideal.points] == [1, 2, 4, 8]
-    assert picture([strong, weak], html_page.NOTE, "png").startswith(b"\x89PNG")
+    assert picture([strong, weak], command.NOTE, "png").startswith(b"\x89PNG")
 
 
 def test_what_has_no_time_is_a_line_below_the_table(run):
@@ -277,7 +277,7 @@ def test_measured_links_take_the_place_of_the_assumed_ones(run):
 def test_a_cluster_without_known_speed_is_one_line():
     unknown = clusters.open_cluster("cpu:8")
     with pytest.raises(UserError, match=r"--scaling: got --cluster=cpu:8, whose speed is not known"):
-        scaling.scaling(CONFIG, unknown, SIZES, Assumptions(), plan_point=imagined.row)
+        scaling.scaling(CONFIG, unknown, SIZES, Assumptions(), programs=1, plan_point=imagined.row)
 
 
 def test_all_sizes_that_no_cluster_has_are_said_together(monkeypatch):

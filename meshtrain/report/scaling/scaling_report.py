@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.config.smaller import arguments, to_mesh
 from meshtrain.files import JsonObject
-from meshtrain.plan.scaling.efficiency import Curve, Row
-from meshtrain.plan.scaling.scaling import Scaling
-from meshtrain.plan.scaling.strategies import STRONG, Point
 from meshtrain.plan.text_report import VERDICTS
+from meshtrain.report.scaling.efficiency import Curve, Row
+from meshtrain.report.scaling.scaling import Scaling
+from meshtrain.report.scaling.strategies import STRONG, Point
 from meshtrain.sharding.rules import sizes_text
 
 HEADER = ("way", "devices", "mesh", "microbatches", "step", "speedup", "efficiency", "serial", "computing", "idle",

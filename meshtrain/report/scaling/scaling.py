@@ -17,9 +17,6 @@ from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.hardware.links import Link
 from meshtrain.plan import planner
 from meshtrain.plan.cost.lower_bound import idle_share
-from meshtrain.plan.scaling.cluster_sizes import resized
-from meshtrain.plan.scaling.efficiency import Curve, Row, curves, spent
-from meshtrain.plan.scaling.strategies import BEST, KINDS, STRONG, Basis, Point, Way, plain_ways, point, way_of
 from meshtrain.plan.scheduled_dump import Work
 from meshtrain.plan.search import ranking
 from meshtrain.plan.search.candidates import candidates
@@ -28,9 +25,10 @@ from meshtrain.plan.target.clusters import Cluster, open_cluster
 from meshtrain.plan.target.compile import Compiler, compile_step, program_of, with_tiles
 from meshtrain.plan.target.compile_thread import waiting_for
 from meshtrain.plan.timing.streams import Assumptions
+from meshtrain.report.scaling.cluster_sizes import resized
+from meshtrain.report.scaling.efficiency import Curve, Row, curves, spent
+from meshtrain.report.scaling.strategies import BEST, KINDS, STRONG, Basis, Point, Way, plain_ways, point, way_of
 
-MOST_PROGRAMS = 64
-MOST_WHOLE = 40  # default if each is compiled completely, which takes twice as long
 NUM_SEARCHES = 3
 MOST_A_SEARCH = 4
 PROGRAMS_A_SEARCH = 4  # one search for every four allowed programs
@@ -110,7 +108,7 @@ def scaling(
     sizes: Sequence[int],
     assumptions: Assumptions,
     *,
-    programs: int = MOST_PROGRAMS,
+    programs: int,
     say: Callable[[str], None] = print,
     plan_point: Callable[[Point, Cluster, Assumptions], Row],
 ) -> Scaling:

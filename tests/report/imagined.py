@@ -3,8 +3,8 @@
 import math
 
 from meshtrain.plan.hlo import parse
-from meshtrain.plan.scaling.efficiency import Row, spent
 from meshtrain.plan.timing.streams import timing
+from meshtrain.report.scaling.efficiency import Row, spent
 from meshtrain.sharding.mesh import make_mesh
 from tests.plan import recorded
 

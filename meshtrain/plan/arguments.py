@@ -1,0 +1,123 @@
+"""The arguments that only `plan` has, and the errors in them that are visible without a compiler."""
+
+import argparse
+
+from meshtrain.config.config import built, file_content
+from meshtrain.errors import UserError, refusals
+from meshtrain.files import target_problems
+from meshtrain.hardware.links import read
+from meshtrain.options import flag_module, flag_problems
+from meshtrain.plan.search import ranking
+from meshtrain.plan.target import clusters
+from meshtrain.sharding.mesh import mesh_shape
+from meshtrain.sharding.rules import AXES
+
+ENDINGS = {"json": (), "html": (".html", ".htm"), "chart": (".png", ".svg")}
+SCALING_EXAMPLE = "--scaling=8,16,...,4096"
+MOST_PROGRAMS = 64  # of --scaling
+MOST_WHOLE = 40  # default if each is compiled completely, which takes twice as long
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the arguments that only `plan` has."""
+    extra = argparse.ArgumentParser(
+        prog="python -m meshtrain plan",
+        description="Compiles the train step for a cluster that need not exist; reports memory, traffic and time.",
+        add_help=False,
+    )
+    whole = f"{MOST_WHOLE} if compiled whole"
+
+    def add(name: str, metavar: str, text: str) -> None:
+        extra.add_argument(f"--{name}", metavar=metavar, default="", help=text)
+
+    add("cluster", "NAME", "h100:8x8 (hosts x GPUs), v5e:16x16, 2xv5e:16x16 (slices), cpu:8, ...")
+    add("json", "FILE", "also write the report for programs")
+    add("html", "FILE", "also write the report as one page with charts")
+    add("calibrate", "FILE", "metrics.jsonl of a measured run, or its seconds a step; scales times")
+    add("links", "FILE", "latency and bandwidth that bench-collectives has measured on such a cluster (--json)")
+    ways = "rank meshes, schedules, ... instead; mesh: only meshes"
+    extra.add_argument("--search", nargs="?", const="all", default="", choices=("all", "mesh"), help=ways)
+    add("search-compiles", "N", f"compile at most N candidates for --search ({ranking.COMPILED})")
+    add("scaling", "SIZES", "speedup and efficiency on these numbers of devices instead, such as 8,16,...,4096")
+    add("programs", "N", f"compile at most N for --scaling ({MOST_PROGRAMS}; {whole})")
+    add("chart", "FILE", "also draw --scaling, as .png or .svg")
+    return extra
+
+
+def problems(given: argparse.Namespace) -> list[str]:
+    """Returns an error line for each problem of plan's own arguments that is visible without a compiler."""
+    if given.cluster:
+        problems = refusals(clusters.parse, given.cluster)
+    else:
+        problems = [f"--cluster: got nothing; allowed: {clusters.ALLOWED}; nearest: --cluster=h100:8x8"]
+    if given.links and given.cluster.startswith("cpu"):
+        problems.append(
+            f"--links: got '{given.links}' for {given.cluster}, whose time is not modelled; allowed: a cluster of GPUs "
+            "or TPUs; nearest: leave it out"
+        )
+    elif given.links:
+        problems += refusals(read, given.links)
+    if given.search and given.calibrate:
+        problems.append(
+            "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
+            "leave it out"
+        )
+    problems += [*search_problems(given), *scaling_problems(given), *flag_problems("--html", given.html)]
+    for name, example in (("json", "plan.json"), ("html", "plan.html"), ("chart", "scaling.png")):
+        if path := getattr(given, name):
+            problems += target_problems(f"--{name}", path, example, ENDINGS[name])
+    return problems
+
+
+def wrong_size(given: argparse.Namespace) -> list[str]:
+    """Returns the error line for a mesh that does not fit the cluster, and replaces this mesh by a single device.
+
+    Otherwise the check of the configuration would report sizes that do not divide over a mesh that is wrong anyway.
+    """
+    if given.scaling:  # which replaces the mesh
+        return []
+    try:
+        named = clusters.parse(given.cluster)
+        slice_size = named.num_devices // named.num_slices if named.num_slices > 1 else 0
+        wanted = built(file_content(given.config), given.overrides)[0].mesh
+    except UserError:
+        return []  # reported with the others
+    problems = refusals(lambda: mesh_shape(wanted, named.num_devices, simulated=False, slice_size=slice_size))
+    if problems:
+        given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
+    return problems
+
+
+def scaling_problems(given: argparse.Namespace) -> list[str]:
+    """Returns an error line for each problem of `--scaling` and of the arguments that belong to it."""
+    if not given.scaling:
+        return [
+            f"--{name}: got '{value}' without --scaling; allowed: both; nearest: {SCALING_EXAMPLE}"
+            for name in ("programs", "chart")
+            if (value := getattr(given, name))
+        ]
+    if missing := flag_problems("--scaling", given.scaling):
+        return missing
+    problems: list[str] = flag_module("--scaling").problems(given.scaling)
+    for name in ("search", "calibrate"):
+        if getattr(given, name):
+            problems.append(f"--{name}: got it together with --scaling; allowed: one of them; nearest: leave it out")
+    return problems + count_problems("--programs", given.programs, MOST_PROGRAMS)
+
+
+def search_problems(given: argparse.Namespace) -> list[str]:
+    """Returns an error line if `--search-compiles` is invalid."""
+    if given.search_compiles and not given.search:
+        return [
+            f"--search-compiles: got '{given.search_compiles}' without --search; allowed: both; "
+            f"nearest: --search --search-compiles={ranking.COMPILED}"
+        ]
+    return count_problems("--search-compiles", given.search_compiles, ranking.MOST_COMPILED)
+
+
+def count_problems(name: str, text: str, most: int) -> list[str]:
+    """Returns an error line if a text is neither empty nor a number from 1 to `most`."""
+    # The length is checked first: Python does not convert numbers with thousands of digits.
+    if not text or (text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
+        return []
+    return [f"{name}: got '{text}'; allowed: 1 to {most}; nearest: {most if text.strip('0').isdecimal() else 1}"]

@@ -1,0 +1,55 @@
+"""Writes a plan or a search as one self-contained HTML page: charts as SVG, and the text of the report."""
+
+import html
+
+from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars, scatter
+from meshtrain.observe.page import as_it_stands, heading, page
+from meshtrain.plan import text_report
+from meshtrain.plan.planner import Plan
+from meshtrain.plan.search import ranking
+
+CLASSES = {True: "fits", False: "not", None: "unclear"}
+
+
+def plan_page(plan: Plan) -> str:
+    """Returns the page of a plan."""
+    memory, stats = plan.memory, plan.memory.compiler
+    held = [
+        ("parameters", memory.state.parameters),
+        ("gradients", memory.state.gradients),
+        ("optimizer", memory.state.moments),
+        ("batch", memory.batch_bytes),
+        *([(RESIDUAL, memory.state.residual)] if memory.state.residual else []),
+        (ACTIVATIONS, memory.activations_bytes or 0),
+    ]
+    charts = [f'<p class="{CLASSES[memory.fits]}"><b>{html.escape(text_report.verdict(plan))}</b></p>']
+    limit = ("capacity", memory.capacity_bytes) if memory.capacity_bytes else None
+    if stats:
+        held.append((PEAK, stats.peak_bytes))
+    charts += [heading("Memory of a device"), bars([(name, float(size)) for name, size in held], limit)]
+    if plan.traffic:
+        rows = [(f"{row.axis}, {row.kind}", row.wire_bytes) for row in plan.traffic]
+        charts += [heading("On the wire, a step and device"), bars(rows, None)]
+        least = [
+            pair
+            for axis, size in plan.minimum.items()
+            for pair in ((f"{axis}, sent", text_report.sent_along(plan, axis)), (f"{axis}, least", size))
+        ]
+        charts += [heading("Beside the least that each axis has to send"), bars(least, None, step=2)]
+    charts += [heading("The whole report"), as_it_stands(text_report.text(plan))]
+    return page(f"Plan for {plan.cluster.text}", charts)
+
+
+def search_page(found: ranking.Found) -> str:
+    """Returns the page of a search: memory against modelled time, and the table."""
+    points = [
+        (plan.timing.step_seconds, plan.memory.compiler.peak_bytes, ranking.describe(one), plan.memory.fits)
+        for one, plan in found.ranked
+        if plan.timing and plan.memory.compiler
+    ]
+    capacity = found.ranked[0][1].memory.capacity_bytes if found.ranked else None
+    parts = []
+    if points:
+        parts += [heading("Memory against modelled time"), scatter(points, capacity)]
+    parts += [heading("The table"), as_it_stands(ranking.text(found))]
+    return page(f"Search on {found.cluster.text}", parts)

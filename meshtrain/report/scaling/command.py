@@ -1,0 +1,91 @@
+"""Runs `plan --scaling`: plans many numbers of devices, prints the tables, draws the chart, and writes the page."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from meshtrain.config.config import Config
+from meshtrain.errors import refusals
+from meshtrain.files import JsonObject
+from meshtrain.observe.charts import Line, Panel, line_chart, picture
+from meshtrain.observe.page import as_it_stands, heading, page
+from meshtrain.plan.scheduled_dump import Work
+from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.timing.streams import Assumptions
+from meshtrain.report.scaling import cluster_sizes, scaling, scaling_report
+from meshtrain.report.scaling.efficiency import Curve, Row
+from meshtrain.report.scaling.scaling import Scaling
+from meshtrain.report.scaling.strategies import KINDS
+
+NOTE = "every point is a plan: the program is compiled, its time is modelled"
+
+
+def problems(sizes: str) -> list[str]:
+    """Returns an error line if the text of `--scaling` is no list of numbers of devices."""
+    return refusals(cluster_sizes.read_sizes, sizes)
+
+
+def print_scaling(
+    config: Config, cluster: Cluster, sizes: str, assumptions: Assumptions, *, programs: int, elsewhere: Work | None
+) -> Scaling:
+    """Plans the configuration on several numbers of devices, prints the tables, and returns the result.
+
+    Args:
+      config: its mesh fits `cluster`.
+      cluster: defines the kind of devices and hosts.
+      sizes: the text of `--scaling`.
+      assumptions: of the model of time.
+      programs: maximum number of compiled programs.
+      elsewhere: see `scaling.planned`.
+    """
+    plan_point = functools.partial(scaling.planned, elsewhere=elsewhere)
+    wanted = cluster_sizes.read_sizes(sizes)
+    found = scaling.scaling(config, cluster, wanted, assumptions, programs=programs, plan_point=plan_point)
+    print(f"\n{scaling_report.text(found)}")
+    return found
+
+
+def json_content(found: Scaling) -> JsonObject:
+    """Returns the content of `--json`."""
+    return scaling_report.to_json(found)
+
+
+def chart(found: Scaling, ending: str) -> bytes:
+    """Returns the file of `--chart`: a picture in the format `png` or `svg`."""
+    return picture(scaling_panels(found), NOTE, ending)
+
+
+def scaling_panels(found: Scaling) -> list[Panel]:
+    """Returns the panels of a scaling's chart: speedup with a fixed batch, and efficiency with a growing batch.
+
+    The speedup is relative to the smallest number of devices on which any strategy may fit, and counted in devices, so
+    that strategies can be compared.
+    """
+    strong, weak = ([curve for curve in found.curves if curve.kind == kind] for kind in KINDS)
+    panels = []
+    if bases := [curve.base for curve in strong if curve.base]:
+        first = min(bases, key=lambda row: (row.point.num_devices, row.seconds))
+        devices, rate = first.point.num_devices, first.rate
+        ideal = Line("in proportion", [(size, float(size)) for size in found.sizes if size >= devices])
+        lines = _lines(strong, lambda _, row: devices * row.rate / rate)
+        panels.append(Panel("strong: devices' worth of speed", lines, True, ideal))
+    if lines := _lines(weak, lambda curve, row: curve.efficiency(row) or 0.0):
+        panels.append(Panel("weak: efficiency against each way's base", lines))
+    return panels
+
+
+def _lines(curves: Sequence[Curve], value: Callable[[Curve, Row], float]) -> list[Line]:
+    """Returns a line for each strategy, with its values for the numbers of devices on which it may fit."""
+    lines = [
+        Line(one.name, [(row.point.num_devices, value(one, row)) for row in one.rows if row.is_usable])
+        for one in curves
+    ]
+    return [line for line in lines if line.points]
+
+
+def scaling_page(found: Scaling) -> str:
+    """Returns the page of a scaling: its chart and its tables."""
+    parts = []
+    if panels := scaling_panels(found):
+        parts += [heading("Speedup and efficiency"), line_chart(panels, NOTE)]
+    parts += [heading("The tables"), as_it_stands(scaling_report.text(found))]
+    return page(f"Scaling on {found.cluster.text.partition(':')[0]}", parts)
