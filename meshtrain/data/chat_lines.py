@@ -161,7 +161,7 @@ def _of_sharegpt(turn: Json) -> Json:
 
 
 def refuse_ignored(fields: JsonObject) -> None:
-    """Raises ValueError for a field of a row that selects the trained messages in another program, but not here."""
+    """Raises ValueError for a field of a row that is ignored here although it affects training elsewhere."""
     for name, values in _ROW_SWITCHES.items():
         value = fields.get(name)
         if value is not None and value not in ("", [], {}) and not _is_in(value, values):
