@@ -34,31 +34,36 @@ DEFAULT_PROMPT, DEFAULT_TOKENS, DEFAULT_TEMPERATURE = "def ", 200, 0.8
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m meshtrain generate", description="A run's weights continue prompts.", add_help=False
+        prog="python -m meshtrain generate", description="Continues prompts with a run's weights.", add_help=False
     )
     parser.add_argument("--prompt", action="append", help="the text to continue; may be given several times")
     parser.add_argument("--prompts", metavar="FILE", help='a .jsonl file instead: {"prompt": "..."} on each line')
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="each prompt is a message, which the tokenizer's chat template writes; lines may have messages instead",
+        help="each prompt is a message, formatted by the tokenizer's chat template; lines may have messages instead",
     )
     parser.add_argument(
-        "--num-tokens", type=int, help=f"most tokens of a text (default: {DEFAULT_TOKENS}, or as many as fit)"
+        "--num-tokens", type=int, help=f"maximum tokens of a text (default: {DEFAULT_TOKENS}, or the number that fits)"
     )
     parser.add_argument(
         "--temperature",
         type=float,
-        help=f"0 takes the most probable token each time (default: {DEFAULT_TEMPERATURE}; 0 for answers to prompts)",
+        help=f"0: always the most probable token (default: {DEFAULT_TEMPERATURE}; 0 for answers to prompts)",
     )
-    parser.add_argument("--top-k", type=int, default=0, help="only the most probable tokens, this many; 0: all")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from this many most probable tokens; 0: all")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="only the most probable tokens, up to this probability; 1: all"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most probable tokens up to this total probability; 1: all",
     )
-    parser.add_argument("--stop", action="append", default=[], help="ends a text before it; may be given several times")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="a text ends before this string; may be given several times"
+    )
     parser.add_argument("--num-samples", type=int, default=1, help="texts for each prompt")
-    parser.add_argument("--seed", type=int, help="of the random numbers (default: the run's seed)")
-    parser.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
+    parser.add_argument("--seed", type=int, help="seed of the random numbers (default: the run's seed)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--out", metavar="FILE", help="writes the texts to a .jsonl file instead of printing them")
     add_weights_flag(parser)
     return parser

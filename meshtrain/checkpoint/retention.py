@@ -32,12 +32,12 @@ class CheckpointOptions:
         "", "folder or gs://bucket/prefix of the checkpoints; '': checkpoints/ in the workdir", names="path"
     )
     every: int = option(0, "steps between saves; 0: only after the last step, which is always saved", minimum=0)
-    keep_last: int = option(3, "number of newest checkpoints to keep; older ones are deleted", minimum=1)
+    keep_last: int = option(3, "number of newest checkpoints to keep; older checkpoints are deleted", minimum=1)
     keep_every: int = option(0, "also keep checkpoints at multiples of this many steps; 0: none", minimum=0)
     keep_best: int = option(0, "also keep this number of best checkpoints, by best_metric", minimum=0)
     best_metric: str = option(
         "eval_loss",
-        "metric of an evaluation that keep_best compares; lower is better, except for Task.higher_is_better",
+        "evaluation metric that keep_best compares; lower is better, except in Task.higher_is_better",
         only_for={"keep_best": AllBut(0)},
     )
 

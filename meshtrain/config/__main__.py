@@ -39,7 +39,7 @@ def table(config: Config, width: int) -> str:
     room = width - sum(max(len(row[i]) for row in (header, *rows)) + 2 for i in shown[:-1])
     lines = []
     for row in rows:
-        first, *more = textwrap.wrap(row[-1], max(room, LEAST_TEXT))
+        first, *more = textwrap.wrap(row[-1], max(room, LEAST_TEXT), break_on_hyphens=False)
         lines.append([*(row[i] for i in shown[:-1]), first])
         lines += [[*("" for _ in shown[:-1]), text] for text in more]
     return aligned(lines, [header[i] for i in shown])
@@ -65,7 +65,9 @@ def main(argv: Sequence[str]) -> int:
     """Prints every field of the configuration that the arguments name, or of the default one."""
     extra = argparse.ArgumentParser(prog="python -m meshtrain config", description=main.__doc__, add_help=False)
     extra.add_argument(
-        "--copy", metavar="NAME", help=f"write one of meshtrain's own here, to be changed: {', '.join(flags.named())}"
+        "--copy",
+        metavar="NAME",
+        help=f"copy one of meshtrain's configurations here, to edit it: {', '.join(flags.named())}",
     )
     config, arguments = parse(argv, extra, reads_data=False)
     if arguments.copy is not None:

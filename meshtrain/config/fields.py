@@ -32,18 +32,20 @@ _IN_GROUPS = {"period": AllBut(0)}
 class LocalStepsOptions:
     """Local SGD (DiLoCo): how often replicas that train separately synchronize their weights."""
 
-    period: int = option(0, "steps of each group between two exchanges of weights; 0: no groups, every step", minimum=0)
+    period: int = option(
+        0,
+        "steps between two synchronizations of the replicas' weights (DiLoCo); 0: every step sums gradients",
+        minimum=0,
+    )
     groups: int = option(
-        0, "groups that train apart, each on its share of the batch, with a period; mesh.data divides them", minimum=0,
+        0, "replicas that train separately, each on its share of the batch; a multiple of mesh.data", minimum=0,
         only_for=_IN_GROUPS,
     )  # fmt: skip
     outer_learning_rate: float = option(
-        0.7, "outer SGD's factor of the mean distance that the groups have gone; 1: their mean", minimum=0.0,
+        0.7, "learning rate of the outer SGD on the replicas' mean weight change; 1: the mean weights", minimum=0.0,
         only_for=_IN_GROUPS,
     )  # fmt: skip
-    outer_momentum: float = option(
-        0.9, "decay of the outer SGD's Nesterov momentum; 0: none", minimum=0.0, only_for=_IN_GROUPS
-    )
+    outer_momentum: float = option(0.9, "Nesterov momentum of the outer SGD; 0: none", minimum=0.0, only_for=_IN_GROUPS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,39 +56,41 @@ class Config:
     source, and `reduction` to the reduction that it names.
     """
 
-    seed: int = option(0, "seed of all random numbers: weights, data order, dropout", minimum=0)
-    num_steps: int = option(300, "optimizer steps; the last one always saves", minimum=1)
-    num_epochs: float = option(0.0, "passes over the training data, in place of num_steps; 0: num_steps", minimum=0)
+    seed: int = option(0, "seed of all random numbers: initial weights, data order, dropout", minimum=0)
+    num_steps: int = option(300, "optimizer steps; the run always saves after the last step", minimum=1)
+    num_epochs: float = option(0.0, "passes over the training data, instead of num_steps; 0: num_steps", minimum=0)
     batch_size: int = option(32, "examples (sequences, images) in the global batch of a step", minimum=1)
     sequence_length: int = option(128, "tokens in a sequence", minimum=1)
-    accumulation_steps: int = option(1, "parts of the batch whose gradients are added up before the update", minimum=1)
+    accumulation_steps: int = option(1, "parts into which a batch is split; their gradients are summed", minimum=1)
     log_every: int = option(10, "steps between log lines", minimum=1)
     eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
-    num_eval_batches: int = option(16, "batches of an evaluation; 0: the whole validation split", minimum=0)
+    num_eval_batches: int = option(16, "batches of an evaluation; 0: the complete validation split", minimum=0)
     eval_prompts: str = option(
-        "", 'file of prompts that each evaluation continues, {"prompt": ...} or {"messages": ...} a line; \'\': none',
+        "", 'file of prompts that each evaluation continues; lines: {"prompt": ...} or {"messages": ...}; \'\': none',
         names="path",
     )  # fmt: skip
     eval_tokens: int = option(
-        40, "most probable tokens after each of these prompts", minimum=1, maximum=MAX_TEXT_TOKENS,
+        40, "tokens generated after each prompt, always the most probable token", minimum=1, maximum=MAX_TEXT_TOKENS,
         only_for={"eval_prompts": AllBut("")},
     )  # fmt: skip
     sample_tokens: int = option(
-        -1, "tokens of text that a run draws at its end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1,
+        -1, "tokens of the text sampled at a run's end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1,
         maximum=MAX_TEXT_TOKENS,
     )  # fmt: skip
-    watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
+    watchdog_seconds: float = option(
+        0.0, "a longer time without a step is a hang; 0: 10 x the median, at least 60", minimum=0
+    )
     init_from: str = option(
-        "", "workdir or checkpoints of another run, Hugging Face folder, or adapters of peft, to start from; '': none",
+        "", "workdir or checkpoints of another run, Hugging Face folder, or peft adapters, to start from; '': none",
         names="path",
     )  # fmt: skip
     init_base: str = option(
-        "", "folder of the model beneath the adapters of init_from; '': what `hf export` named here", names="path"
+        "", "folder of the base model of init_from's adapters; '': the folder in their file", names="path"
     )
-    init_ignore: str = option("", "keys of a Hugging Face folder's config.json that are read over, comma separated")
+    init_ignore: str = option("", "keys of a Hugging Face folder's config.json to ignore, comma separated")
     task: str = option(
         "decoder",
-        "what is trained: decoder, seq2seq, convnet, or package.module:function of one's own; its options are `model`",
+        "what is trained: decoder, seq2seq, convnet, or a custom package.module:function; its options are `model`",
         names="function",
     )
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)

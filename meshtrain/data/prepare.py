@@ -417,13 +417,13 @@ def main(arguments: Sequence[str]) -> None:
     parser = flags.Parser(prog="python -m meshtrain prepare", description=__doc__, allow_abbrev=False)
     kinds = ".txt, .py, .jsonl, .parquet, and text as .gz or .zst"
     parser.add_argument(
-        "--path", metavar="FILES", required=True, help=f"files or globs, also of gs://, commas between: {kinds}"
+        "--path", metavar="FILES", required=True, help=f"files or globs, also gs://, comma separated: {kinds}"
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
         required=True,
-        help="the .bin file; or FOLDER/ for one of each, which resumes after a kill",
+        help="the .bin file; or FOLDER/ for one file per input, which can be resumed",
     )
     parser.add_argument("--tokenizer", metavar="FILE", default="bytes", help="bytes, or a tokenizer.json or its folder")
     parser.add_argument("--end_token", default="", help="the token that ends a document")
@@ -432,9 +432,11 @@ def main(arguments: Sequence[str]) -> None:
         "--special_tokens",
         choices=MODES,
         default=ENCODE,
-        help="text: the text of a special token in a document does not become this token",
+        help="text: a special token's text in a document is encoded as plain text",
     )
-    parser.add_argument("--text_field", default="text", help="the field of a line, or the column of a table")
+    parser.add_argument(
+        "--text_field", default="text", help="the field of a JSON line, or the column of a table, with the document"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     given = parser.parse_args(arguments)
     try:

@@ -40,54 +40,55 @@ class DataOptions:
 
     source: str = option(
         "python",
-        "python (source of the running Python's standard library), text (files), tokens (prepared .bin), "
-        "chat (prompts and answers, or messages), synthetic, digits (handwritten, 8 x 8 pixels), idx (images in files "
-        "like MNIST's), numbers (to be written in words), or "
-        "package.module:function of one's own, see data/own_source.py",
+        "python (the running Python's standard library), text (files), tokens (prepared .bin files), chat (prompts "
+        "and answers, or messages), synthetic, digits (handwritten, 8 x 8 pixels), idx (images in MNIST's format), "
+        "numbers (to be spelled out), or a custom package.module:function, see data/own_source.py",
         names="function",
     )
     path: str = option(
         "",
-        "files or globs, comma separated: .txt, .py, .jsonl, .parquet, those of text also as .gz, .zst, for text; .bin "
-        "for tokens; .jsonl, .parquet for chat; images for idx, whose labels are beside them; '' otherwise. "
-        "FILES:WEIGHT, comma separated, is a mixture by shares of sequences, of text, tokens or chat. Text and chat "
-        "may lie in a bucket, gs://",
+        "files or globs, comma separated: .txt, .py, .jsonl, .parquet, text formats also as .gz, .zst, for text; "
+        ".bin for tokens; .jsonl, .parquet for chat; images for idx, with labels in the same folder; '' otherwise. "
+        "FILES:WEIGHT, comma separated, mixes text, tokens or chat by shares of sequences. Text and chat may be in "
+        "a bucket, gs://",
         names="path",
     )
     validation_path: str = option(
         "",
-        "files for validation, comma separated, each scored as eval_loss/NAME: FILE, or NAME=FILES; '': a share of the "
-        "data of data.path",
+        "files for validation, comma separated, each with its own metric eval_loss/NAME: FILE, or NAME=FILES; '': a "
+        "share of the data in data.path",
         names="path",
     )
     text_field: str = option(
-        "text", "the field of a line, or the column of a table, that holds the document", only_for={"source": ("text",)}
+        "text", "the field of a JSON line, or the column of a table, with the document", only_for={"source": ("text",)}
     )
     tokenizer: str = option(
-        "bytes", "bytes, or the path of a tokenizer.json or of its folder (tokens bring their own)", names="path"
+        "bytes", "bytes, or the path of a tokenizer.json or of its folder (token files have their own)", names="path"
     )
     end_token: str = option(
-        "", "the token that ends a document; '' takes the folder's, else a well-known one, or adds one id",
+        "", "the token that ends a document; '': the folder's, else a well-known token, else an added id",
         only_for=DOCUMENTS,
     )  # fmt: skip
     begin_token: str = option(
-        "", "the token before a text that no chat template writes; '' takes those that the tokenizer.json's "
-        "post-processor puts there, none takes none", only_for=DOCUMENTS,
-    )  # fmt: skip
+        "",
+        "the token before a text that no chat template formats; '': the tokens that tokenizer.json's post-processor "
+        "adds; none: no token",
+        only_for=DOCUMENTS,
+    )
     special_tokens: str = option(
-        ENCODE, "encode, or text: whether the text of a special token in a document or message becomes this token",
+        ENCODE, "encode: a special token's text in a document or message becomes this token; text: it is plain text",
         choices=MODES, only_for=DOCUMENTS,
     )  # fmt: skip
     chat_template: str = option(
-        "", "a file with the Jinja template of conversations; '' takes that of the tokenizer's folder", names="path"
+        "", "a file with the Jinja template of conversations; '': the template in the tokenizer's folder", names="path"
     )
     loss_on: str = option(
-        ALL_ANSWERS, "answers, or last_answer: which answers of a conversation are targets", choices=ANSWERS,
+        ALL_ANSWERS, "which answers of a conversation are trained: answers (all), or last_answer", choices=ANSWERS,
         only_for={"source": ("chat",)},
     )  # fmt: skip
     packing: str = option(
         "stream",
-        "stream (documents end to end, cut into windows) or first_fit (whole documents packed into padded rows)",
+        "stream (documents joined, then cut into windows) or first_fit (complete documents packed into padded rows)",
         choices=PACKINGS,
         only_for=READ,
     )
@@ -97,7 +98,7 @@ class DataOptions:
         minimum=0,
         only_for={"source": (*READ["source"], "chat"), "validation_path": ("",)},
     )
-    num_threads: int = option(2, "threads that read ahead; 0 reads when asked", minimum=0, maximum=1024)
+    num_threads: int = option(2, "threads that read batches ahead; 0: no reading ahead", minimum=0, maximum=1024)
     num_prefetch_batches: int = option(4, "batches read ahead, on the host", minimum=1)
 
 

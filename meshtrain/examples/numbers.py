@@ -34,10 +34,10 @@ class NumberOptions(DataOptions):
     """The options of the source `numbers`."""
 
     numbers_below: int = option(
-        1000, "numbers 0 .. this minus 1 are written in words", minimum=10, maximum=1_000_000, only_for=NUMBERS
+        1000, "the data are the numbers from 0 to this minus 1", minimum=10, maximum=1_000_000, only_for=NUMBERS
     )
     num_held_out: int = option(
-        0, "numbers kept for validation; 0: a tenth of them, at most 1,000", minimum=0, only_for=NUMBERS
+        0, "numbers reserved for validation; 0: a tenth, at most 1,000", minimum=0, only_for=NUMBERS
     )
     spelling: str = option(
         "digits", "how a number is written: digits (four zero seven) or english (four hundred and seven)",

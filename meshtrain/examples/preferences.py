@@ -50,13 +50,16 @@ NUM_MADE = 4000
 class PreferenceData(DataOptions):
     """The options of the source `preferences`; other sources use them as well."""
 
-    end_token: str = option("", "the token that ends an answer; '' takes the folder's, a well-known one, or adds one")
+    end_token: str = option(
+        "", "the token that ends an answer; '': the folder's, else a well-known token, else an added id"
+    )
     begin_token: str = option(
-        "", "the token before a text that no chat template writes; '' takes those that the tokenizer.json's "
-        "post-processor puts there, none takes none"
-    )  # fmt: skip
+        "",
+        "the token before a text that no chat template formats; '': the tokens that tokenizer.json's post-processor "
+        "adds; none: no token",
+    )
     special_tokens: str = option(
-        ENCODE, "encode, or text: whether the text of a special token in a prompt or answer becomes this token",
+        ENCODE, "encode: a special token's text in a prompt or answer becomes this token; text: it is plain text",
         choices=MODES,
     )  # fmt: skip
     validation_fraction: float = option(

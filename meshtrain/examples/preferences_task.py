@@ -38,7 +38,9 @@ CHOSEN, REJECTED = 1, 2  # segments of a row
 class PreferenceOptions(DecoderOptions):
     """The options of the task `preferences`: the decoder's options and the options of the loss."""
 
-    beta: float = option(0.1, "how far the model may go from its reference: a small beta lets it go far", minimum=1e-6)
+    beta: float = option(
+        0.1, "how strictly the model stays near its reference; a smaller beta allows larger changes", minimum=1e-6
+    )
     preference_loss: str = option("sigmoid", "sigmoid (DPO) or ipo", choices=("sigmoid", "ipo"))
 
 

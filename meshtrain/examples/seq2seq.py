@@ -42,15 +42,15 @@ class Seq2SeqOptions(TransformerShape):
     num_heads: int = option(4, "attention heads", minimum=1, dim="heads")
     head_dim: int = option(0, "width of a head; 0 means embed_dim / num_heads", minimum=0)
     source_length: int = option(
-        0, "tokens of sources in a sequence; 0: sequence_length, which counts those of targets", minimum=0
+        0, "source tokens in a sequence; 0: sequence_length, the number of target tokens", minimum=0
     )
     vocab_size: int = option(
-        0, "tokens in the vocabulary of sources and targets, without padding; 0: as many as the data have", minimum=0
+        0, "tokens in the vocabulary of sources and targets, without padding; 0: the data's vocabulary", minimum=0
     )
     vocab_multiple: int = option(
         128, "the vocabulary is padded to a multiple of this; padding gets no probability", minimum=1, dim="vocab"
     )
-    begin_id: int = option(0, "the token that ends a source and begins a target", minimum=0)
+    begin_id: int = option(0, "the token that ends a source and starts a target", minimum=0)
     dropout_rate: float = option(
         0.1, "dropout probability, on embeddings and on the outputs of attention and mlp", minimum=0.0
     )
@@ -58,7 +58,7 @@ class Seq2SeqOptions(TransformerShape):
     rope_base: float = option(10000.0, "rotary base (theta)", minimum=1.0, only_for=ROTARY)
     norm: str = option("layernorm", "normalization", choices=("layernorm", "rmsnorm"))
     norm_placement: str = option(
-        "pre", "pre: of the input of attention and mlp, and at the end; post: of each sum with the residual",
+        "pre", "pre: normalize inputs of attention and mlp, and the last output; post: each residual sum",
         choices=("pre", "post"),
     )  # fmt: skip
     norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
@@ -70,7 +70,7 @@ class Seq2SeqOptions(TransformerShape):
         minimum=0.0,
     )  # fmt: skip
     loss_chunk: int = option(
-        0, "tokens on a device whose logits the loss computes at a time; 0: as many as fit in 512 MiB", minimum=0
+        0, "tokens on a device whose logits the loss computes at a time; 0: logits of 512 MiB", minimum=0
     )
     attention: str = option(
         "auto",

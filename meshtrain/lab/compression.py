@@ -52,11 +52,17 @@ class CompressionOptions(ReductionOptions):
 
     name: str = option(SUM, "int8 or topk", choices=NAMES, names=WITH_OPTIONS, only_for=SEVERAL)
     block: int = option(
-        256, "elements that share a scale, or of which topk sends some", minimum=8, maximum=MAX_BLOCK, only_for=SEVERAL
+        256,
+        "int8: elements that share a scale; topk: elements in a block",
+        minimum=8,
+        maximum=MAX_BLOCK,
+        only_for=SEVERAL,
     )
-    kept: int = option(8, "elements of each block that topk sends", minimum=1, only_for={**SEVERAL, "name": ("topk",)})
+    kept: int = option(
+        8, "topk: elements of each block that are sent", minimum=1, only_for={**SEVERAL, "name": ("topk",)}
+    )
     feedback: bool = option(
-        True, "whether what a step does not send is added to the next gradient (4 bytes a parameter, saved)",
+        True, "error feedback: add unsent parts to the next gradient (4 bytes a parameter, saved)",
         only_for=SEVERAL,
     )  # fmt: skip
 

@@ -22,15 +22,19 @@ def parser() -> argparse.ArgumentParser:
         exit_on_error=False,
         allow_abbrev=False,
     )
-    result.add_argument("--processes", type=int, help="how many; by default one for each GPU")
-    result.add_argument("--devices", type=int, help="CPU devices that each of them simulates")
-    result.add_argument("--restarts", type=int, default=0, help="how often all are started again after a failure")
+    result.add_argument("--processes", type=int, help="number of processes (default: one for each GPU)")
+    result.add_argument("--devices", type=int, help="CPU devices that each process simulates")
+    result.add_argument("--restarts", type=int, default=0, help="how often all processes are restarted after a failure")
     result.add_argument(
-        "--min-processes", type=int, help="go on with the others after a failure, with at least so many (mesh.data=-1)"
+        "--min-processes",
+        type=int,
+        help="continue with the remaining processes after a failure, at least N (mesh.data=-1)",
     )
     seconds = local_processes.Job.back_seconds
     result.add_argument(
-        "--back-seconds", type=int, help=f"after which all are started again, one that failed too ({seconds:.0f})"
+        "--back-seconds",
+        type=int,
+        help=f"time after which all processes, failed ones too, are restarted ({seconds:.0f})",
     )
     return result
 

@@ -72,25 +72,25 @@ class DecoderOptions(TransformerShape):
         4, "key and value heads; fewer than num_heads is grouped-query attention", minimum=1, dim="kv_heads"
     )
     head_dim: int = option(
-        0, "width of a head, with latent attention without its rotary channels; 0 means embed_dim / num_heads",
+        0, "width of a head (in latent attention, without rotary channels); 0: embed_dim / num_heads",
         minimum=0,
     )  # fmt: skip
     latent_dim: int = option(
         0,
-        "width of the latent from which keys and values of all heads are projected, and which the cache holds, as in "
-        "DeepSeek-V3; 0: none",
+        "width of the latent from which keys and values of all heads are projected, and which the cache stores, as "
+        "in DeepSeek-V3; 0: none",
         minimum=0,
     )
     query_latent_dim: int = option(
         0, "width of the latent from which queries are projected; 0: none", minimum=0, only_for=_LATENT
     )
     rope_dim: int = option(
-        0, "further channels of a head, with rotary positions, whose key all heads share; an even number", minimum=0,
+        0, "additional rotary channels of a head, whose key is shared by all heads; an even number", minimum=0,
         only_for=_LATENT,
     )  # fmt: skip
     value_dim: int = option(0, "width of a value head; 0: head_dim", minimum=0, only_for=_LATENT)
     vocab_size: int = option(
-        0, "tokens in the vocabulary, without padding; 0: as many as the data's tokenizer has (bytes: 257)", minimum=0
+        0, "tokens in the vocabulary, without padding; 0: the size of the data's tokenizer (bytes: 257)", minimum=0
     )
     vocab_multiple: int = option(
         128, "the vocabulary is padded to a multiple of this; padding gets no probability", minimum=1, dim="vocab"
@@ -104,40 +104,44 @@ class DecoderOptions(TransformerShape):
     )
     rope_base: float = option(10000.0, "rotary base (theta)", minimum=1.0, only_for=ROTARY)
     rope_factor: float = option(
-        1.0, "rope scaling: by which low frequencies are divided; 1: none are", minimum=1.0, only_for=ROTARY
+        1.0, "rope scaling: divisor of low frequencies; 1: no scaling", minimum=1.0, only_for=ROTARY
     )
     rope_scaling: str = option(
-        "llama3", "which frequencies rope scaling divides: those of Llama 3, of YaRN, or all of them (linear)",
+        "llama3", "which frequencies rope scaling divides: as Llama 3, as YaRN, or all (linear)",
         choices=("llama3", "yarn", "linear"), only_for=_SCALED,
     )  # fmt: skip
     rope_low: float = option(
-        1.0, "rope scaling: frequencies of fewer turns in that length are divided (low_freq_factor; beta_slow)",
+        1.0,
+        "rope scaling: frequencies with fewer turns in the original length are divided (low_freq_factor; beta_slow)",
         only_for=_RAMPED,
-    )  # fmt: skip
+    )
     rope_high: float = option(
-        4.0, "rope scaling: those of more turns stay (high_freq_factor; beta_fast, 32 as published)", only_for=_RAMPED
+        4.0,
+        "rope scaling: frequencies with more turns stay (high_freq_factor; beta_fast, 32 as published)",
+        only_for=_RAMPED,
     )
     rope_original_length: int = option(
-        8192, "rope scaling: sequence length before it, in tokens", minimum=1, only_for=_RAMPED
+        8192, "rope scaling: original sequence length, in tokens", minimum=1, only_for=_RAMPED
     )
     rope_attention: float = option(
-        0.0, "YaRN: rotated queries and keys are multiplied by it; 0: by 0.1 ln(rope_factor) + 1", minimum=0.0,
+        0.0, "YaRN: factor of rotated queries and keys; 0: 0.1 ln(rope_factor) + 1", minimum=0.0,
         only_for=_YARN,
     )  # fmt: skip
     rope_whole_pairs: bool = option(
-        True, "YaRN: the first and the last pair between both are rounded outwards", only_for=_YARN
+        True, "YaRN: the range of frequencies between both limits is rounded outwards to complete pairs", only_for=_YARN
     )
     unrotated_every: int = option(
-        0, "layers without rotary positions: every fourth (4, as in SmolLM 3), ...; 0: none", minimum=0, only_for=ROTARY
+        0,
+        "every n-th layer has no rotary positions (4 in SmolLM 3); 0: all layers have them",
+        minimum=0,
+        only_for=ROTARY,
     )
     norm: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
     centered_scales: bool = option(False, "norms multiply by 1 + scale, as in Gemma; scales start at 0")
-    post_norms: bool = option(
-        False, "norms of what attention and mlp add to the residual stream as well, as in Gemma 2 and 3"
-    )
+    post_norms: bool = option(False, "also normalize the outputs of attention and mlp, as in Gemma 2 and 3")
     pre_norms: bool = option(
-        True, "with post_norms, norms of what attention and mlp read, too; OLMo 2 and 3 have none",
+        True, "with post_norms, also normalize the inputs of attention and mlp; OLMo 2 and 3 do not",
         only_for={"post_norms": (True,)},
     )  # fmt: skip
     activation: str = option(
@@ -148,97 +152,93 @@ class DecoderOptions(TransformerShape):
     tied_embeddings: bool = option(False, "the head uses the embedding table")
     scaled_embeddings: bool = option(False, "embeddings of tokens are multiplied by sqrt(embed_dim), as in Gemma")
     biases: bool = option(False, "biases in projections, mlp and LayerNorm")
-    qkv_biases: bool = option(False, "biases on queries, keys and values alone, as in Qwen 2", only_for=_WITHOUT_BIASES)
+    qkv_biases: bool = option(False, "biases only on queries, keys and values, as in Qwen 2", only_for=_WITHOUT_BIASES)
     attention_biases: bool = option(
-        False, "biases on the four projections of attention alone, a key of Llama's", only_for=_WITHOUT_BIASES
+        False, "biases only on the four projections of attention, a key of Llama's", only_for=_WITHOUT_BIASES
     )
     mlp_biases: bool = option(
-        False, "biases on the projections of the mlp alone, a key of Llama's",
+        False, "biases only on the projections of the mlp, a key of Llama's",
         only_for={**_WITHOUT_BIASES, "num_experts": (0,)},
     )  # fmt: skip
     qk_norm: bool = option(False, "RMSNorm of each head's queries and keys before rotary positions, as in Qwen 3")
     qk_norm_of_all: bool = option(
-        False, "one such norm over all heads of the queries, and one over those of the keys, as in OLMo 2 and 3",
+        False, "one norm over all heads of the queries, one over all heads of the keys, as in OLMo 2 and 3",
         only_for={"qk_norm": (True,)},
     )  # fmt: skip
     window: int = option(
-        0, "how many tokens a token attends to, itself among them, as in Mistral; 0: all before it", minimum=0
+        0, "number of tokens that a token attends to, itself included, as in Mistral; 0: all before it", minimum=0
     )
     global_every: int = option(
         0,
-        "layers without the window: every second (2, as in Gemma 2), every sixth (6, as in Gemma 3), ...; 0: none",
+        "every n-th layer has no window (2 in Gemma 2, 6 in Gemma 3); 0: all layers have it",
         minimum=0,
         only_for=_WINDOWED,
     )
     rope_local_base: float = option(
-        0.0, "rotary base of layers with a window, without scaling, as in Gemma 3; 0: that of all layers",
+        0.0, "rotary base of layers with a window, without scaling, as in Gemma 3; 0: as other layers",
         minimum=0.0, only_for={**ROTARY, **_WINDOWED},
     )  # fmt: skip
     attention_scalar: int = option(
-        0, "scores of attention are divided by its square root, as in Gemma 2 and 3; 0: by that of the head dim",
+        0, "attention scores are divided by its square root, as in Gemma 2 and 3; 0: the head dim's root",
         minimum=0,
     )  # fmt: skip
     attention_cap: float = option(
-        0.0, "scores of attention become cap tanh(score / cap), as in Gemma 2; 0: they stay", minimum=0.0
+        0.0, "attention scores become cap tanh(score / cap), as in Gemma 2; 0: no cap", minimum=0.0
     )
-    logit_cap: float = option(0.0, "logits become cap tanh(logit / cap), as in Gemma 2; 0: they stay", minimum=0.0)
-    sinks: bool = option(
-        False, "a learned score for each head, which takes a part of attention's softmax, as in gpt-oss"
-    )
+    logit_cap: float = option(0.0, "logits become cap tanh(logit / cap), as in Gemma 2; 0: no cap", minimum=0.0)
+    sinks: bool = option(False, "attention sinks: a learned score of each head in the softmax, as in gpt-oss")
     num_experts: int = option(
         0,
-        "experts in place of each mlp, of which a token goes through a few; 0: none",
+        "experts that replace each mlp; a token is sent to some of them; 0: none",
         minimum=0,
         maximum=2**20,  # the ends of their rows are int32, and there is one more end than experts
         dim="experts",
     )
-    experts_per_token: int = option(2, "experts that a token goes through", minimum=1, only_for=_OF_EXPERTS)
+    experts_per_token: int = option(2, "experts that a token is sent to", minimum=1, only_for=_OF_EXPERTS)
     expert_dim: int = option(512, "inner width of an expert", minimum=1, dim="expert_mlp", only_for=_OF_EXPERTS)
     shared_experts: int = option(
-        0, "further experts, as one mlp, that every token goes through", minimum=0, only_for=_OF_EXPERTS
+        0, "shared experts, computed as one mlp, that every token passes through", minimum=0, only_for=_OF_EXPERTS
     )
     expert_biases: bool = option(
         False, "biases of experts and of the router's logits, as in gpt-oss", only_for=_OF_EXPERTS
     )
     router: str = option(
         "softmax",
-        "scores of experts: softmax of logits, as in Mixtral and Qwen3-MoE, or their sigmoid with a bias that evens "
-        "out the load, as in DeepSeek-V3",
+        "scores of experts: softmax of logits, as in Mixtral and Qwen3-MoE, or their sigmoid with a bias that "
+        "balances the load, as in DeepSeek-V3",
         choices=ROUTERS,
         only_for=_OF_EXPERTS,
     )
     router_groups: int = option(
-        1, "groups of experts, of which a token goes to some, those whose two best experts score highest", minimum=1,
+        1, "groups of experts; a token uses only groups whose two best experts score highest", minimum=1,
         only_for=_OF_EXPERTS,
     )  # fmt: skip
-    groups_per_token: int = option(1, "groups of experts that a token may go to", minimum=1, only_for=_GROUPED)
+    groups_per_token: int = option(1, "groups of experts that a token may use", minimum=1, only_for=_GROUPED)
     dense_layers: int = option(
-        0, "first layers that have one mlp in place of experts, as in DeepSeek-V3", minimum=0, only_for=_OF_EXPERTS
+        0, "number of first layers with one mlp instead of experts, as in DeepSeek-V3", minimum=0, only_for=_OF_EXPERTS
     )
-    dense_dim: int = option(512, "inner width of the mlp of those layers", minimum=1, only_for=_WITH_DENSE)
-    router_scale: float = option(
-        1.0, "gates, which add up to 1, are multiplied by it", minimum=0.0, only_for=_OF_EXPERTS
-    )
+    dense_dim: int = option(512, "inner width of the mlp in these first layers", minimum=1, only_for=_WITH_DENSE)
+    router_scale: float = option(1.0, "factor of the gates, which add up to 1", minimum=0.0, only_for=_OF_EXPERTS)
     balance_weight: float = option(
         0.01,
-        "weight of the loss that evens out the load of experts in each sequence: a mean over layers and a sum over the "
-        "experts of a token, as router_aux_loss_coef in transformers; 0: none",
+        "weight of the loss that balances the load of experts in each sequence: a mean over layers and a sum over "
+        "the experts of a token, as router_aux_loss_coef in transformers; 0: none",
         minimum=0.0,
         only_for=_OF_EXPERTS,
     )
     z_weight: float = option(
         0.001,
-        "weight of the loss that keeps logits of routers small, the squares of their log sum exp, a sum over layers",
+        "weight of the router z-loss, the squared log-sum-exp of router logits, summed over layers",
         minimum=0.0,
         only_for=_OF_EXPERTS,
     )
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     loss_chunk: int = option(
-        0, "tokens on a device whose logits the loss computes at a time; 0: as many as fit in 512 MiB", minimum=0
+        0, "tokens on a device whose logits the loss computes at a time; 0: logits of 512 MiB", minimum=0
     )
     attention: str = option(
         "auto",
-        "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), triton (GPU; takes documents), "
+        "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), triton (GPU; supports documents), "
         "splash (TPU; both are interpreted elsewhere, slowly), auto",
         choices=("auto", "xla", "blockwise", "cudnn", "triton", "splash"),
     )

@@ -38,17 +38,19 @@ class LoraOptions:
 
     rank: int = option(
         0,
-        "rank of the adapters, which alone are trained (and what optimizer.trainable names); 0: no adapters",
+        "rank of adapters; only they (and optimizer.trainable's weights) are trained; 0: no adapters",
         minimum=0,
     )
     alpha: float = option(
-        16.0, "what an adapter adds is multiplied by alpha / rank", minimum=0.0, only_for={"rank": AllBut(0)}
+        16.0, "an adapter's output is multiplied by alpha / rank", minimum=0.0, only_for={"rank": AllBut(0)}
     )
     targets: str = option(
-        "", "regular expression found in the paths of matrices with an adapter; '': all of attention and mlp",
+        "", "regular expression; matrices whose path matches get adapters; '': all of attention and mlp",
         only_for={"rank": AllBut(0)},
     )  # fmt: skip
-    rank_stabilized: bool = option(False, "alpha / sqrt(rank) instead (rsLoRA)", only_for={"rank": AllBut(0)})
+    rank_stabilized: bool = option(
+        False, "multiply by multiply by alpha / sqrt(rank) instead (rsLoRA)", only_for={"rank": AllBut(0)}
+    )
 
     @property
     def scale(self) -> float:

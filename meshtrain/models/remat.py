@@ -47,13 +47,13 @@ class RematOptions:
         choices=("none", "full", "save_attention", "selective", "dots", "offload"),
     )
     every: int = option(
-        1, "recompute in one of this many layers and save everything in the others; 1: in each", minimum=1,
+        1, "recompute in every n-th layer and save all activations in the others; 1: in every layer", minimum=1,
         only_for={"policy": AllBut("none")},
     )  # fmt: skip
     unroll: bool = option(
         False,
-        "whether layers are compiled one after another, not as a loop, which copies what it saves into arrays of all "
-        "layers and out again: less of both time and memory in a step, but each layer takes time to compile",
+        "compile each layer separately instead of a loop; a loop copies saved activations into arrays of all layers "
+        "and back, so a step takes less time and memory without it, but compilation takes longer",
         only_for={"policy": ("none",), "mesh.pipeline": (1,)},
     )
 

@@ -41,12 +41,12 @@ class ObserveOptions:
     tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")
     layers: str = option(
         "off",
-        "norms: of each layer's gradients, weights and updates, in each row; activations: the largest ones too",
+        "in each row, norms of each layer's gradients, weights and updates; activations: also maxima",
         choices=("off", "norms", ACTIVATIONS),
     )
     tracker: str = option(
         "none",
-        f"one more tracker: none, wandb (Weights & Biases; reads WANDB_* variables), or {FORM} of one's own",
+        f"an additional tracker: none, wandb (Weights & Biases; reads WANDB_* variables), or a custom {FORM}",
         choices=NAMES,
         names=WITH_OPTIONS,
     )

@@ -30,31 +30,33 @@ class LearningRateOptions:
 
     name: str = option(
         "cosine",
-        f"the schedule after the warm-up: {', '.join(NAMES)}, or {FORM} of one's own",
+        f"the schedule after the warm-up: {', '.join(NAMES)}, or a custom {FORM}",
         choices=NAMES,
         names=WITH_OPTIONS,
     )
     peak: float = option(
-        1e-3, "highest learning rate; without effect on noam, see noam_factor", minimum=0.0,
+        1e-3, "peak learning rate; noam does not use it, see noam_factor", minimum=0.0,
         only_for={"name": AllBut("noam")},
     )  # fmt: skip
-    warmup_steps: int = option(100, "updates of linear warm-up, the last of them at the peak; 0 means none", minimum=0)
+    warmup_steps: int = option(100, "updates of linear warm-up; the last update has the peak; 0: none", minimum=0)
     decay_steps: int = option(
         0, "updates from the run's start to the end of the decay; 0 means num_steps", minimum=0,
         only_for={"name": DECAYING},
     )  # fmt: skip
     final_fraction: float = option(
-        0.1, "share of the peak at the end of linear, cosine and warmup_stable_decay", minimum=0.0,
+        0.1, "final rate of linear, cosine, warmup_stable_decay, a share of the peak", minimum=0.0,
         only_for={"name": DECAYING},
     )  # fmt: skip
     stable_fraction: float = option(
-        0.8, "warmup_stable_decay: share of the steps after warm-up at peak", minimum=0.0,
+        0.8, "warmup_stable_decay: share of the steps after warm-up that have the peak", minimum=0.0,
         only_for={"name": ("warmup_stable_decay",)},
     )  # fmt: skip
     noam_factor: float = option(1.0, "factor of noam, which has no peak", minimum=0.0, only_for={"name": ("noam",)})
-    batch_scaling: str = option("none", "multiply by batch_size / base_batch_size or its root", choices=BATCH_SCALINGS)
+    batch_scaling: str = option(
+        "none", "multiply by batch_size / base_batch_size or its square root", choices=BATCH_SCALINGS
+    )
     base_batch_size: int = option(
-        0, "sequences in the batch that the peak was tuned for; 0 means not set", minimum=0,
+        0, "the batch_size that the peak was tuned for; 0: not set", minimum=0,
         only_for={"batch_scaling": ("linear", "sqrt")},
     )  # fmt: skip
 

@@ -119,7 +119,7 @@ class OptimizerOptions:
 
     name: str = option(
         "adamw",
-        f"the optimizer: {', '.join(NAMES)}, or {FORM} of one's own; adafactor's learning rate is relative to "
+        f"the optimizer: {', '.join(NAMES)}, or a custom {FORM}; adafactor's learning rate is relative to "
         "the size of each weight",
         choices=NAMES,
         names=WITH_OPTIONS,
@@ -150,12 +150,12 @@ class OptimizerOptions:
     )  # fmt: skip
     muon_bias_correction: bool = option(
         False,
-        "muon divides momentum and gradient by 1 - momentum^t, as optax does; Jordan 2024 and PyTorch do not",
+        "muon divides momentum and gradient by 1 - momentum^t (as optax; unlike Jordan 2024 and PyTorch)",
         only_for=_readers("muon_bias_correction"),
     )
     moments: str = option(
         "float32",
-        "how moments are stored: float32 (4 bytes each), bfloat16 (2) or 8bit (1, matrices and tables alone)",
+        "how moments are stored: float32 (4 bytes each), bfloat16 (2) or 8bit (1, only matrices and tables)",
         choices=moments.KINDS,
         only_for={"name": WITH_MOMENTS},
     )
@@ -165,21 +165,21 @@ class OptimizerOptions:
     )  # fmt: skip
     average: float = option(
         0.0,
-        "decay of an average of the trained weights (0.999 is usual), which evaluate, generate and hf export take with "
+        "decay of an average of the trained weights (0.999 is usual); evaluate, generate and hf export use it with "
         "--weights=average; 0: none",
         minimum=0.0,
     )
     balance_rate: float = option(
         0.001,
-        "by which the bias of an expert moves in a step against its load, with model.router=sigmoid",
+        "change of an expert's bias in each step, against its load, with model.router=sigmoid",
         minimum=0.0,
         only_for={"model.router": ("sigmoid",), "model.num_experts": AllBut(0)},
     )
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
     trainable: str = option(
         "",
-        "regular expression found in the paths of trained weights; other weights are frozen; '': all are trained (with "
-        "lora.rank, adapters alone)",
+        "regular expression; weights whose path matches are trained, others are frozen; '': all are trained (with "
+        "lora.rank, only adapters)",
     )
 
 

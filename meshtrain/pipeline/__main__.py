@@ -21,28 +21,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = flags.Parser(
         prog="python -m meshtrain pipeline", description="Prints and draws a pipeline schedule.", allow_abbrev=False
     )
-    default, choices = PipelineOptions().schedule, f"{', '.join(NAMES)}, or {options.FORM} of one's own"
+    default, choices = PipelineOptions().schedule, f"{', '.join(NAMES)}, or a custom {options.FORM}"
     parser.add_argument("--schedule", default=default, help=f"{choices} (default {default})")
     parser.add_argument("--stages", type=int, default=4, help="size of the mesh's pipeline axis (default 4)")
-    parser.add_argument("--microbatches", type=int, default=8, help="parts of a step's batch (default 8)")
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches in a step's batch (default 8)")
     parser.add_argument("--chunks", type=int, default=1, help="chunks of layers on each stage (default 1)")
-    parser.add_argument("--forward", type=_time, default=Fraction(1), help="time of one chunk's forward (default 1)")
+    parser.add_argument(
+        "--forward", type=_time, default=Fraction(1), help="duration of one chunk's forward pass (default 1)"
+    )
     parser.add_argument(
         "--backward",
         type=_time,
         default=Fraction(3),
-        help="time of one chunk's backward (default 3: the recomputed forward, and 2 for its gradients)",
+        help="duration of one chunk's backward pass (default 3: 1 to recompute forward, 2 for gradients)",
     )
     parser.add_argument(
         "--transfer",
         type=functools.partial(_time, least=0),
         default=Fraction(0),
-        help="time from one stage to the next (default 0)",
+        help="duration of a transfer to the next stage (default 0)",
     )
-    parser.add_argument("--in-step", action="store_true", help="draw stages that move row by row instead of freely")
+    parser.add_argument(
+        "--in-step", action="store_true", help="draw stages that run in lock step, row by row, instead of freely"
+    )
     parser.add_argument("--columns", type=int, default=120, help="longest line of the text chart (default 120)")
     parser.add_argument("--out", metavar="FILE.png", help="also draw the chart into this file")
-    parser.add_argument("--json", action="store_true", help="print the table and its numbers as JSON, and no chart")
+    parser.add_argument(
+        "--json", action="store_true", help="print the schedule and its figures as JSON, without the chart"
+    )
     return parser
 
 

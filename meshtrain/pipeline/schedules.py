@@ -223,11 +223,13 @@ class PipelineOptions:
     """The pipeline schedule; without effect if the mesh's pipeline axis has size 1."""
 
     schedule: str = option(
-        "1f1b", f"order in which the stages run: {', '.join(NAMES)}, or {FORM} of one's own", choices=NAMES,
+        "1f1b", f"order in which stages run microbatches: {', '.join(NAMES)}, or a custom {FORM}", choices=NAMES,
         names="function",
     )  # fmt: skip
-    num_microbatches: int = option(4, "parts of a step's batch that pass through the stages in turn", minimum=1)
-    num_chunks: int = option(1, "chunks of layers on each stage (interleaved_1f1b, or one of your own)", minimum=1)
+    num_microbatches: int = option(
+        4, "microbatches of a step's batch, which pass through the stages in turn", minimum=1
+    )
+    num_chunks: int = option(1, "chunks of layers on each stage (interleaved_1f1b, or a custom schedule)", minimum=1)
 
 
 def is_own(name: str) -> bool:

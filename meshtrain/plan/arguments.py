@@ -33,8 +33,8 @@ def parser() -> argparse.ArgumentParser:
     add("cluster", "NAME", "h100:8x8 (hosts x GPUs), v5e:16x16, 2xv5e:16x16 (slices), cpu:8, ...")
     add("json", "FILE", "also write the report for programs")
     add("html", "FILE", "also write the report as one page with charts")
-    add("calibrate", "FILE", "metrics.jsonl of a measured run, or its seconds a step; scales times")
-    add("links", "FILE", "latency and bandwidth that bench-collectives has measured on such a cluster (--json)")
+    add("calibrate", "FILE", "metrics.jsonl of a measured run, or its seconds a step; scales modelled times")
+    add("links", "FILE", "latency and bandwidth measured by bench-collectives (--json) on such a cluster")
     ways = "rank meshes, schedules, ... instead; mesh: only meshes"
     extra.add_argument("--search", nargs="?", const="all", default="", choices=("all", "mesh"), help=ways)
     add("search-compiles", "N", f"compile at most N candidates for --search ({ranking.COMPILED})")

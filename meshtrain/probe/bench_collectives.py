@@ -27,10 +27,14 @@ def arguments() -> argparse.ArgumentParser:
         "mesh is that of --config, or of --config.mesh.NAME=SIZE; by default all devices are on its first axis.",
         add_help=False,
     )
-    extra.add_argument("--smallest", metavar="BYTES", default="1K", help="first size of a device's array (1K)")
-    extra.add_argument("--largest", metavar="BYTES", default="1G", help="last size (1G), where a device has the room")
     extra.add_argument(
-        "--limit", metavar="SECONDS", default="30", help="leave a size out that would take longer than this (30)"
+        "--smallest", metavar="BYTES", default="1K", help="smallest size of a device's array (default 1K)"
+    )
+    extra.add_argument(
+        "--largest", metavar="BYTES", default="1G", help="largest size (default 1G, less if a device has less memory)"
+    )
+    extra.add_argument(
+        "--limit", metavar="SECONDS", default="30", help="skip sizes that would take more seconds (default 30)"
     )
     extra.add_argument("--json", metavar="FILE", default="", help="also write the file that plan --links reads")
     extra.add_argument("--out", metavar="FILE.png", default="", help="also draw a chart (.png, .svg or .pdf)")

@@ -41,10 +41,16 @@ def parser() -> argparse.ArgumentParser:
         description="Checks the machines of a job before it starts. Start it as the job, with the job's arguments.",
         add_help=False,
     )
-    result.add_argument("--gpus", type=int, metavar="N", help="GPUs that each process has to have")
-    result.add_argument("--processes", type=int, metavar="N", help="processes of the job, where only JAX could ask")
+    result.add_argument("--gpus", type=int, metavar="N", help="GPUs that each process must have")
     result.add_argument(
-        "--limit", type=float, default=_LIMIT_SECONDS, metavar="SECONDS", help="to wait for others, and for each part"
+        "--processes", type=int, metavar="N", help="number of processes, if only JAX could determine it"
+    )
+    result.add_argument(
+        "--limit",
+        type=float,
+        default=_LIMIT_SECONDS,
+        metavar="SECONDS",
+        help="seconds to wait for other processes, and for each check",
     )
     return result
 

@@ -80,15 +80,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "action", nargs="?", help="config prints a configuration file, import writes a workdir, export a folder"
     )
-    parser.add_argument("directory", metavar="DIR", nargs="?", help="for config and import: the folder")
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="for config and import: the Hugging Face folder")
     parser.add_argument("--to", metavar="DIR", help="for import: the workdir; for export: the folder; new or empty")
-    parser.add_argument("--step", type=int, help="for export: of the checkpoint (default: the newest)")
+    parser.add_argument("--step", type=int, help="for export: step of the checkpoint (default: the newest)")
     parser.add_argument(
         "--dtype", help="for export: float32, bfloat16 or float16 (default: the folder's own, or float32)"
     )
-    parser.add_argument("--ignore", action="append", metavar="KEY", help="a key of config.json that is read over")
+    parser.add_argument("--ignore", action="append", metavar="KEY", help="a key of config.json to ignore")
     parser.add_argument(
-        "--adapters", action="store_true", help="for export: the adapters alone, for the package peft; otherwise merged"
+        "--adapters",
+        action="store_true",
+        help="for export: only the adapters, for the package peft; otherwise they are merged",
     )
     weights.add_weights_flag(parser)
     return parser

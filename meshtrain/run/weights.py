@@ -40,7 +40,7 @@ LAST, AVERAGE = WEIGHTS = ("last", "average")
 
 def add_weights_flag(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that says which weights of a checkpoint are read."""
-    text = "last, or average: what optimizer.average has made of them (default: last)"
+    text = "last, or average: the average by optimizer.average (default: last)"
     parser.add_argument("--weights", default=LAST, help=text)
 
 

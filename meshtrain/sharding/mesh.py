@@ -20,7 +20,9 @@ SIMULATED_DEVICES = 8
 
 # Annotated as Any because the type checker cannot know the fields of a class made from a table.
 _Sizes: Any = dataclasses.make_dataclass(
-    "_Sizes", [(axis.name, int, option(1, f"{axis.text}; -1: what is left")) for axis in AXIS_RECORDS], frozen=True
+    "_Sizes",
+    [(axis.name, int, option(1, f"{axis.text}; -1: the remaining devices")) for axis in AXIS_RECORDS],
+    frozen=True,
 )
 
 

@@ -32,7 +32,7 @@ class ReductionOptions:
 
     name: str = option(
         SUM,
-        f"how gradients are added up over data: {', '.join(NAMES)}, or {FORM}",
+        f"how gradients are summed over the data axis: {', '.join(NAMES)}, or {FORM}",
         choices=NAMES,
         names=WITH_OPTIONS,
     )

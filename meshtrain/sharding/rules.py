@@ -50,7 +50,7 @@ class Axis:
 
 AXIS_RECORDS = (
     Axis(DATA, "replicas of the weights, each with its own shard of the batch", splits_batch=True, is_manual=True),
-    Axis(PIPELINE, "groups of consecutive layers, one after the other", splits_model=True, is_manual=True),
+    Axis(PIPELINE, "pipeline stages, each with consecutive layers", splits_model=True, is_manual=True),
     Axis(
         "fsdp",
         "shards of the batch; weights are sharded too, and gathered before use",

@@ -57,11 +57,14 @@ class ZeroOptions:
     """The arrays that are sharded over the data axis."""
 
     level: int = option(
-        0, "shards over data: 0 nothing, 1 moments, 2 also gradient sums, 3 also parameters", minimum=0,
+        0, "sharded over data: 0 nothing, 1 moments, 2 also gradient sums, 3 also parameters", minimum=0,
         only_for=_OVER_DATA,
     )  # fmt: skip
     strategy: str = option(
-        "", "the level by its name in PyTorch's FSDP; empty: zero.level", choices=("", *STRATEGIES), only_for=_OVER_DATA
+        "",
+        "the level by its name in PyTorch's FSDP; '': use zero.level",
+        choices=("", *STRATEGIES),
+        only_for=_OVER_DATA,
     )
 
     @property

@@ -12,11 +12,11 @@ class EarlyStopOptions:
     """How long a run waits for a better evaluation."""
 
     patience: int = option(
-        0, "evaluations in a row without a new best, after which a run saves and stops; 0: it goes on", minimum=0
+        0, "consecutive evaluations without a new best after which a run saves and stops; 0: never", minimum=0
     )
     metric: str = option(
         "eval_loss",
-        "metric of an evaluation that has to get better; lower is better, except for Task.higher_is_better",
+        "evaluation metric that has to improve; lower is better, except in Task.higher_is_better",
         only_for={"patience": AllBut(0)},
     )
 

@@ -27,12 +27,12 @@ class GuardOptions:
 
     max_skipped_in_a_row: int = option(
         5,
-        "steps in a row that may be skipped because loss or gradients are not finite; one more ends the run",
+        "consecutive steps that may be skipped (loss or gradients not finite); one more ends the run",
         minimum=0,
     )
     spike_factor: float = option(
         0.0,
-        f"skip a step whose gradient norm is above this many medians of the last {NUM_NORMS} norms; 0: never",
+        f"skip a step whose gradient norm exceeds this times the median of {NUM_NORMS} norms; 0: never",
         minimum=0.0,
     )
 

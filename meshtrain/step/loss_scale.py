@@ -24,15 +24,17 @@ class LossScaleOptions:
     """The factor of the loss in the backward pass."""
 
     mode: str = option(
-        "auto", "auto: dynamic where activations are float16, else none", choices=("auto", "none", "dynamic")
+        "auto", "auto: dynamic if activations are float16, else none", choices=("auto", "none", "dynamic")
     )
     initial: float = option(
         65536.0, "scale of the mean loss at the start of the run, a power of two", minimum=MINIMUM,
         only_for=_SCALED,
     )  # fmt: skip
-    growth_steps: int = option(2000, "good steps in a row after which the scale doubles", minimum=1, only_for=_SCALED)
+    growth_steps: int = option(
+        2000, "consecutive steps without overflow after which the scale doubles", minimum=1, only_for=_SCALED
+    )
     hysteresis: int = option(
-        2, "the scale halves from this overflow on, counted since it last doubled", minimum=1, only_for=_SCALED
+        2, "overflows since the last doubling from which on the scale halves", minimum=1, only_for=_SCALED
     )
 
 

@@ -22,39 +22,39 @@ class PrecisionOptions:
 
     policy: str = option(
         "float32",
-        "dtype of activations and of weights where they are multiplied; gradient sums, norms and losses stay float32; "
-        "fp8: bfloat16, with operands of 8 bits in the layers' products",
+        "dtype of activations, and of weights in products; gradient sums, norms and losses stay float32; fp8: "
+        "bfloat16, with 8-bit operands in the layers' matrix products",
         choices=(*_DTYPES, FP8),
     )
     param_dtype: str = option(
-        "auto", "of parameters as they are stored and updated; auto: float32", choices=("auto", "float32", "bfloat16")
+        "auto", "dtype of parameters in storage and updates; auto: float32", choices=("auto", "float32", "bfloat16")
     )
     frozen_dtype: str = option(
         "auto",
-        "of matrices and tables that are not trained, as they are stored; auto: that of parameters",
+        "dtype of stored matrices and tables that are not trained; auto: param_dtype",
         choices=("auto", "float32", "bfloat16"),
         only_for={"all weights are trained": (False,)},
     )
     compute_dtype: str = option(
         "auto",
-        "of activations and of weights where they are multiplied; auto: the policy's",
+        "dtype of activations, and of weights in products; auto: the policy's",
         choices=("auto", *_DTYPES),
     )
     reduce_dtype: str = option(
         "auto",
-        "of gradients in collectives over data; sums over microbatches are float32; auto: float32",
+        "dtype of gradients in collectives over data; sums over microbatches are float32; auto: float32",
         choices=("auto", "float32", "bfloat16"),
         only_for={"local_steps.period": (0,)},
     )
     output_dtype: str = option(
         "auto",
-        "of logits, which softmax and loss cast to float32; auto: the policy's",
+        "dtype of logits, before softmax and loss cast them to float32; auto: the policy's",
         choices=("auto", *_DTYPES),
     )
     deterministic: bool = option(
         False,
-        "compiles the step for GPUs with operations that give the same bits each time, and chooses none by its time, "
-        "which makes it slower; without effect on other devices",
+        "compile the step for GPUs with deterministic operations and without autotuning, which is slower; no effect "
+        "on other devices",
     )
 
 
