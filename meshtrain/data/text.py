@@ -167,7 +167,7 @@ def _each_once(files: Mapping[Place, int]) -> dict[Place, int]:
 def _find_objects(pattern: str) -> tuple[dict[Place, int], list[str]]:
     """Returns the objects that a URL or its glob matches, with their bytes, and error lines.
 
-    As `find_files` does for files.
+    It is the counterpart of `find_files` for buckets.
     """
     if lines := url_problems(_KEY, pattern):  # another scheme, after a `NAME=`
         return {}, lines
