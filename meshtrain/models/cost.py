@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
 class Cost:
     """Costs of one microbatch on one device, without weights and their gradients.
 
-    In a pipeline, on the device of a stage.
+    In a pipeline, they are the costs of a stage's device.
 
     Attributes:
       layer_bytes: mesh axis -> bytes of activations that the layers send along it, forward and backward; an axis

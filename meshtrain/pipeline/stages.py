@@ -218,7 +218,7 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
 def end_of_layers(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array | int:
     """Returns the model-wide index after the last layer of this stage's chunk.
 
-    L, an upper bound, if chunks are filled in order.
+    If chunks are filled in order, returns L, an upper bound.
     """
     if not spreads_evenly(num_layers, num_stages, num_chunks):
         return num_layers
@@ -250,7 +250,7 @@ def to_previous(tree: Arrays, num_stages: int) -> Arrays:
 def where(condition: jax.Array, chosen: Arrays, otherwise: Arrays) -> Arrays:
     """Returns `chosen` if the condition is true, else `otherwise`.
 
-    Selects, because a product with 0 would keep infinities.
+    It selects instead of multiplying, because a product with 0 would keep infinities.
     """
     return jax.tree.map(lambda one, other: jnp.where(condition, one, other), chosen, otherwise)
 

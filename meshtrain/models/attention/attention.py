@@ -74,7 +74,7 @@ class Attention:
     def among(self, num_keys: int) -> "Attention":
         """Returns the attention without its window if the window covers all `num_keys` keys.
 
-        Kernels have separate, slower paths for windows.
+        Kernels have separate code paths for windows, which are then not needed.
         """
         return dataclasses.replace(self, window=self.window if self.window < num_keys else 0)
 

@@ -95,9 +95,9 @@ class Experts(nn.Module):
         return result, sums
 
     def _of_experts(self, x: jax.Array, to: Routing) -> tuple[jax.Array, jax.Array]:
-        """Returns the sums of the experts' results for each token, [b, T, D], and how many turns took 0, 1, ...
+        """Returns the sums of the experts' results for each token, [b, T, D], and counts of parts.
 
-        P parts.
+        The counts, float32 [P + 1], are the numbers of turns that took 0, 1, ... P parts.
         """
         place = self.placement
         matrices = self._matrices(x.shape[-1])

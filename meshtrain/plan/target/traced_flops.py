@@ -28,7 +28,7 @@ CUDNN = {
 def traced_flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], shares: Mapping[str, float] | None = None) -> float:
     """Returns the FLOPs of one device, assuming that the partitioner splits all work evenly.
 
-    Attention kernels count in full.
+    Attention kernels count in full, without skipping masked blocks.
 
     Args:
       jaxpr: of the step.
@@ -110,7 +110,7 @@ def _attention(equation: core.JaxprEqn) -> Attention | None:
 def attention_kernel(jaxpr: core.Jaxpr) -> str:
     """Returns the attention implementation in a traced step, a choice of `model.attention`.
 
-    `xla` if there is no other.
+    Returns `xla` if the step contains no kernel and no blockwise attention.
     """
     for equation in jaxpr.eqns:
         if kernel := _attention(equation):
@@ -125,7 +125,7 @@ def attention_kernel(jaxpr: core.Jaxpr) -> str:
 def _turns(equation: core.JaxprEqn, shares: Mapping[str, float]) -> float:
     """Returns the iterations of a loop that counts from 0 to a constant, or whose name scope is known.
 
-    1 for other loops.
+    Returns 1 for other loops.
     """
     closed = equation.params["cond_jaxpr"]
     tests, bound = closed.jaxpr.eqns, None
