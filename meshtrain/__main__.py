@@ -15,7 +15,7 @@ from typing import NoReturn
 from meshtrain import __version__, options
 from meshtrain.cli.flags import program
 from meshtrain.cli.tables import aligned
-from meshtrain.errors import UserError, fold, nearest, run
+from meshtrain.errors import Problem, UserError, fold, nearest, run
 
 # command -> (module whose `main(argv)` runs it, one line of text). Each module also runs by itself, with `python -m`.
 COMMANDS = {
@@ -94,14 +94,18 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if command not in COMMANDS:
         meant = [ours for ours, words in _OTHER_WORDS.items() if fold(command) in words.split()]
-        fix = f"; nearest: {meant[0]}" if meant else nearest(command, COMMANDS) or f"; nearest: {_EXAMPLE}"
-        raise UserError(f"command: got '{command}'; allowed: {', '.join(COMMANDS)}{fix}")
+        fix, example = ("", meant[0]) if meant else (nearest(command, COMMANDS), _EXAMPLE)
+        raise UserError(Problem("command", got=f"'{command}'", allowed=", ".join(COMMANDS), fix=fix, nearest=example))
     module, _ = COMMANDS[command]
     room = module.split(".")[1]
     if not importlib.util.find_spec(f"meshtrain.{room}"):
         raise UserError(
-            f"command: got '{command}', and meshtrain/{room} is not here; allowed: commands of folders that are; "
-            "nearest: install the package again"
+            Problem(
+                "command",
+                got=f"'{command}', and meshtrain/{room} is not here",
+                allowed="commands of folders that are",
+                nearest="install the package again",
+            )
         )
     # Import only this module: others may load JAX, which is too slow for `--help`.
     imported = options.imported_modules(module)[0]

@@ -18,7 +18,7 @@ from meshtrain.config import reductions
 from meshtrain.config.config import Config, check_filled, num_microbatches, units_on_device
 from meshtrain.config.tasks import MakeTask, made
 from meshtrain.config.tasks import names as task_names
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.hardware.accelerators import find as find_accelerator
 from meshtrain.hardware.accelerators import peak_flops_per_second
 from meshtrain.hardware.compiler_options import CompilerOption, init_compiler_options, options_of
@@ -185,7 +185,7 @@ def assemble(
     return _on_mesh(config, task, pipeline_program(config, shape), placement, rules, mesh)
 
 
-def _offload_problems(config: Config, devices: Sequence[jax.Device]) -> list[str]:
+def _offload_problems(config: Config, devices: Sequence[jax.Device]) -> list[Problem]:
     asked = {"offload.moments=True": config.offload.moments, "remat.policy=offload": config.remat.policy == "offload"}
     return [line for what, is_asked in asked.items() if is_asked for line in offload.problems(what, devices)]
 
@@ -299,15 +299,28 @@ def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules
     is_manual = (task.takes_manual_axes or num_parts(partitioned_axes(), mesh.shape) == 1) and not splits_weights
     if level == 2 and not is_manual:
         raise UserError(
-            "zero.level: got 2 with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights "
-            "split over data; allowed: 0, 1, 3, or a task with it; nearest: zero.level=1"
+            Problem(
+                "zero.level",
+                got=(
+                    "2 with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights split "
+                    "over data"
+                ),
+                allowed="0, 1, 3, or a task with it",
+                nearest="zero.level=1",
+            )
         )
     reduction = reductions.of(config)
     if reduction is not None and mesh.shape[DATA] > 1 and not is_manual:
         raise UserError(
-            f"{reductions.KEY}: got {reduction.name} with fsdp or an axis after it and a task without "
-            f"`takes_manual_axes`, or with weights split over data; allowed: {SUM}, or a task with it; nearest: "
-            f"{reductions.KEY}={SUM}"
+            Problem(
+                reductions.KEY,
+                got=(
+                    f"{reduction.name} with fsdp or an axis after it and a task without `takes_manual_axes`, or with "
+                    "weights split over data"
+                ),
+                allowed=f"{SUM}, or a task with it",
+                nearest=f"{reductions.KEY}={SUM}",
+            )
         )
     return Replicas(mesh, specs, level, is_manual, reduce_dtype(config.precision), trained, reduction)
 
@@ -402,8 +415,12 @@ def learning_rates(config: Config, task: Task) -> Schedule:
     options = config.learning_rate
     if options.name == "noam" and not task.width:
         raise UserError(
-            "learning_rate.name: got noam, and this task states no width (Task.width = 0); allowed: a task with a "
-            "width, or another name; nearest: inverse_sqrt"
+            Problem(
+                "learning_rate.name",
+                got="noam, and this task states no width (Task.width = 0)",
+                allowed="a task with a width, or another name",
+                nearest="inverse_sqrt",
+            )
         )
     return learning_rate(
         options, num_steps=config.num_steps, embed_dim=max(task.width, 1), batch_size=config.batch_size
@@ -456,7 +473,7 @@ def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[s
     Raises:
       UserError: one line for each dim that has no rule or that the mesh does not divide.
     """
-    abstract, problems = {}, list[str]()
+    abstract, problems = {}, list[Problem]()
     for name, entry in batch.items():
         try:
             sharding = activation_sharding(entry.shape, entry.axes, rules, mesh, path=f"batch/{name}")
@@ -464,7 +481,10 @@ def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[s
         except UserError as error:
             # A user's own model may have dims that the built-in table does not list.
             hint = ", or a rule of its own: sharding.rules.extend(rules, Rule('...'))"
-            problems += [f"{line}{hint}" if "logical axis of dim" in line else line for line in error.problems]
+            problems += [
+                one.with_parts(fix=f"{one.fix}{hint}") if "logical axis of dim" in one.key else one
+                for one in error.problems
+            ]
     refuse(problems)
     return abstract
 
@@ -487,7 +507,9 @@ def _computations(
         return whole_step, summed(task.loss, num_parts, placement, axes), plain
     stages, size = task.stages, mesh.shape["pipeline"]
     if stages is None:
-        raise UserError(f"mesh.pipeline: got {size}, and this task has no stages; allowed: 1; nearest: mesh.pipeline=1")
+        raise UserError(
+            Problem("mesh.pipeline", got=f"{size}, and this task has no stages", allowed=1, nearest="mesh.pipeline=1")
+        )
     specs, num_chunks = replicas.specs, program.schedule.num_chunks
 
     def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import difflib
 import errno
+import functools
 import json
 import math
 import numbers
@@ -48,22 +49,138 @@ _is_leaving = threading.RLock()  # never released: the first thread that ends th
 terminals: list[int] = []  # file descriptors of standard error, while descriptor 2 is captured
 MOST_LINES = 10  # of repeated problems, such as in the lines of a file
 _ENOUGH = 1000  # problems after which the rest of the input is not read
+_WHERE = "{where}"  # the place in a problem of `Problems.add_at`
 _MOST_SHOWN = 40  # characters of a value from a user's data
 _NUMBERS = re.compile(r"\d+")
+_OPTION = re.compile(r"(?<![\w.])[a-z]\w*(?:\.[a-z]\w*)+")  # the key of an option: `mesh.data`
 _LONG = re.compile(r"\S{400,}")  # probably the content of a file, not a path or a name
 _LONG_VALUE = re.compile(r"(?<![\w'])'([^']{400,})'(?!\w)")
 _LONG_NUMBER = re.compile(r"\d[\d,]{39,}")  # too large or too precise for any numeric type
 _MOST_CHARACTERS = 4000  # of an error line
 
 
+class Problem(str):
+    """An error line for the user, with its parts as attributes.
+
+    A problem is a `str`: code prints, joins and sorts problems as it does other lines. Code that needs a part of the
+    line reads the attribute.
+
+    >>> problem = Problem("mesh.data", got=3, allowed="a divisor of batch_size", nearest=4, depends_on=["batch_size"])
+    >>> print(problem)
+    mesh.data: got 3; allowed: a divisor of batch_size; nearest: 4
+    >>> problem.key, problem.got, problem.nearest
+    ('mesh.data', '3', '4')
+    >>> print(Problem("w", fault="not in the files", allowed="b", fix=nearest("w", ["b"]), nearest="rename it"))
+    w: not in the files; allowed: b; nearest: rename it
+
+    Attributes:
+      key: the wrong option, path or argument; '' if it is not known yet, see `at`.
+      got: the given value, as text; '' if `fault` states the error in other words.
+      fault: the text between the key and the allowed values: `got 3`, or other words.
+      allowed: the allowed values, as text; '' if the line does not state them.
+      condition: the condition for these values, such as `with data.source=idx`; '' without one.
+      nearest: the nearest allowed value, as text; '' without one.
+      fix: the end of the line: `; nearest: 4`, `; did you mean 'x'?`, or ''.
+      depends_on: other options that led to the problem. `resolve` drops the problem if one of them is wrong itself.
+    """
+
+    key: str
+    got: str
+    fault: str
+    allowed: str
+    condition: str
+    nearest: str
+    fix: str
+    depends_on: frozenset[str]
+    _parts: dict[str, Any]  # what the constructor takes
+
+    def __new__(
+        cls,
+        key: object,
+        *,
+        got: object = "",
+        fault: object = "",
+        allowed: object = "",
+        condition: str = "",
+        nearest: object = "",
+        fix: str = "",
+        depends_on: Iterable[str] = (),
+    ) -> "Problem":
+        """Creates the line from its parts.
+
+        Args:
+          key: the wrong option, path or argument; None if only the caller knows it.
+          got: the given value.
+          fault: the error in other words, instead of `got`.
+          allowed: the allowed values.
+          condition: the words between `allowed` and the colon.
+          nearest: the nearest allowed value.
+          fix: a complete ending that replaces `nearest` unless it is '': the result of the function `nearest`.
+          depends_on: other options that led to the problem.
+        """
+        fault = f"{fault}" or f"got {got}"
+        fix = fix or (f"; nearest: {nearest}" if f"{nearest}" else "")
+        legal = f"; allowed{condition and f' {condition}'}: {allowed}" if f"{allowed}" else ""
+        self = super().__new__(cls, f"{'' if key is None else f'{key}: '}{fault}{legal}{fix}")
+        self.key, self.fault = "" if key is None else f"{key}", fault
+        self.got = fault.removeprefix("got ") if fault.startswith("got ") else ""
+        self.allowed, self.condition = f"{allowed}", condition
+        self.fix, self.nearest = fix, fix.removeprefix("; nearest: ") if fix.startswith("; nearest: ") else ""
+        self.depends_on = frozenset(depends_on)
+        self._parts = {"key": key if key is None else self.key, "fault": fault, "allowed": allowed}
+        self._parts |= {"condition": condition, "fix": fix, "depends_on": self.depends_on}
+        return self
+
+    @classmethod
+    def plain(cls, line: str) -> "Problem":
+        """Returns a problem for a text: a line of another form, or from a user's function or another process.
+
+        The key is the text before the first colon. The problem depends on every option that the line names. A `Problem`
+        is returned unchanged.
+
+        >>> problem = Problem.plain("model.width: 3 is below model.depth")
+        >>> problem.key, sorted(problem.depends_on)
+        ('model.width', ['model.depth'])
+        """
+        if isinstance(line, cls):
+            return line
+        key, colon, fault = line.partition(": ")
+        return cls(key, fault=fault, depends_on=_OPTION.findall(fault)) if colon else cls(None, fault=line)
+
+    def with_parts(self, **parts: Any) -> "Problem":
+        """Returns a copy in which the given arguments of the constructor are replaced, as in `dataclasses.replace`.
+
+        >>> print(Problem("a", got=1, allowed=2, fix="; did you mean 2?").with_parts(key="b", nearest=3))
+        b: got 1; allowed: 2; nearest: 3
+        """
+        replaced = {{"got": "fault", "nearest": "fix"}.get(name, name) for name in parts}
+        return Problem(**{name: part for name, part in self._parts.items() if name not in replaced}, **parts)
+
+    def at(self, place: object) -> "Problem":
+        """Returns a copy with a place before the key, such as the file that contains it.
+
+        >>> print(Problem(None, got="3", allowed="a text").at("a.jsonl, line 2"))
+        a.jsonl, line 2: got 3; allowed: a text
+        """
+        return self.with_parts(key=place if self._parts["key"] is None else f"{place}: {self.key}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes `pickle` and `copy` call the constructor with all parts; by default they pass only the line."""
+        return functools.partial(Problem, **self._parts), ()
+
+
 class UserError(ValueError):
-    """An error that the user can fix: one line per problem, with the value, allowed values, and the nearest fix."""
+    """An error that the user can fix: one or more problems. A plain text becomes a problem without further parts.
+
+    Attributes:
+      problems: the problems, in the order in which they are printed.
+    """
 
     code = EXIT_USER_ERROR
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = tuple(map(Problem.plain, problems))
 
 
 class TooFew(UserError):
@@ -79,57 +196,61 @@ class Problems:
       count: number of problems.
     """
 
-    def __init__(self, lines: Iterable[str] = ()) -> None:
-        """Starts with these problems, one line each."""
+    def __init__(self, problems: Iterable[Problem] = ()) -> None:
+        """Starts with these problems."""
         self.count = 0
-        self._num_told = 0  # problems that the stored lines describe
-        self._first = list[str | tuple[str, str | None]]()  # a line, or the key of `_places`
-        self._places = dict[tuple[str, str | None], list[str]]()
-        self.add(*lines)
+        self._num_told = 0  # problems that the stored ones describe
+        self._first = list[Problem | tuple[Problem, str | None]]()  # a problem, or the key of `_places`
+        self._places = dict[tuple[Problem, str | None], list[str]]()
+        self.add(*problems)
 
-    def add(self, *lines: str) -> None:
-        """Counts problems, and stores their lines if they are among the first ten."""
-        first = lines[: MOST_LINES - len(self._first)]
+    def add(self, *problems: Problem) -> None:
+        """Counts problems, and stores them if they are among the first ten."""
+        first = problems[: MOST_LINES - len(self._first)]
         self._first += first
         self._num_told += len(first)
-        self.count += len(lines)
+        self.count += len(problems)
 
-    def add_at(self, where: str, line: str, fix: str | None = "") -> None:
-        """Counts a problem in a line of a file; equal problems in several lines share one error line.
+    def add_at(self, where: str, problem: Problem, fix: str | None = "") -> None:
+        """Counts a problem in a line of a file; equal problems in several lines are stored as one.
 
         Args:
           where: the place, such as `a.jsonl, line 3`.
-          line: the error line, in which `{where}` is replaced by the first place.
-          fix: the suggested fix; '' suggests to leave that line out; None if `line` includes a fix.
+          problem: the problem; `{where}` in its key, or else in its fault, is replaced by the first place.
+          fix: the suggested fix; '' suggests to leave that line out; None if the problem includes a fix.
         """
         self.count += 1
-        if (line, fix) not in self._places:
+        if (problem, fix) not in self._places:
             if len(self._first) >= MOST_LINES:
                 return
-            self._first.append((line, fix))
-            self._places[line, fix] = []
-        self._places[line, fix].append(where)
+            self._first.append((problem, fix))
+            self._places[problem, fix] = []
+        self._places[problem, fix].append(where)
         self._num_told += 1
 
     def is_enough(self) -> bool:
         """Returns whether to stop reading, because 1,000 problems were counted."""
         return self.count >= _ENOUGH
 
-    def lines(self) -> list[str]:
-        """Returns a line for each stored problem, and one with the number of further problems."""
-        lines = [one if isinstance(one, str) else self._line(*one) for one in self._first]
+    def lines(self) -> list[Problem]:
+        """Returns each stored problem, and a line with the number of further problems."""
+        problems = [each if isinstance(each, Problem) else self._placed(*each) for each in self._first]
         num_more = self.count - self._num_told
         if not num_more:
-            return lines
+            return problems
         more = f"at least {num_more}" if self.is_enough() else f"{num_more}"
-        return [*lines, f"... and {more} more like these"]
+        return [*problems, Problem.plain(f"... and {more} more like these")]
 
-    def _line(self, line: str, fix: str | None) -> str:
-        first, *others = self._places[line, fix]
-        line = line.replace("{where}", f"{first} and others" if others else first, 1)
-        if fix is None or (not fix and "; nearest: " in line):
-            return line
-        return f"{line}; nearest: {fix or ('leave them out, or rewrite them' if others else 'leave out that line')}"
+    def _placed(self, problem: Problem, fix: str | None) -> Problem:
+        """Returns a problem of lines of files with its first place, and a fix if it has none."""
+        first, *others = self._places[problem, fix]
+        part = "key" if _WHERE in problem.key else "fault"
+        place = f"{first} and others" if others else first
+        problem = problem.with_parts(**{part: getattr(problem, part).replace(_WHERE, place, 1)})
+        if fix is None or (not fix and problem.nearest):
+            return problem
+        fix = fix or ("leave them out, or rewrite them" if others else "leave out that line")
+        return problem.with_parts(fix=f"{problem.fix}; nearest: {fix}")
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -138,7 +259,7 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError(*lines)
 
 
-def refusals(work: Callable[..., object], *given: object) -> list[str]:
+def refusals(work: Callable[..., object], *given: object) -> list[Problem]:
     """Calls `work` with the given arguments; returns the problems of a UserError that it raises, else an empty list."""
     try:
         work(*given)
@@ -205,15 +326,14 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def unknown(what: str, got: str, allowed: Sequence[str], near: str = "") -> str:
-    """Returns the error line for an unknown name: option, name, all allowed names, and the nearest, or `near`.
+def unknown(what: str, got: str, allowed: Sequence[str], near: str = "") -> Problem:
+    """Returns the problem of an unknown name: option, name, all allowed names, and the nearest, or `near`.
 
-    >>> unknown("mesh", "tensr", ["data", "tensor"])
-    "mesh: got 'tensr'; allowed: data, tensor; did you mean 'tensor'?"
+    >>> print(unknown("mesh", "tensr", ["data", "tensor"]))
+    mesh: got 'tensr'; allowed: data, tensor; did you mean 'tensor'?
     """
     names = ", ".join(name or "''" for name in allowed) or "none"
-    fix = nearest(got, allowed) or (near and f"; nearest: {near}")
-    return f"{what}: got '{got}'; allowed: {names}{fix}"
+    return Problem(what, got=f"'{got}'", allowed=names, fix=nearest(got, allowed), nearest=near)
 
 
 def shown(value: Any) -> str:
@@ -324,8 +444,8 @@ def _code_of(entry: Callable[[], int | None]) -> tuple[int, str]:
         if not is_out_of_memory(error):
             raise
         fix = "more devices, or a machine with more memory"
-        line = f"memory: got '{first_line(error)}'; allowed: what the device has; nearest: {fix}"
-        return EXIT_USER_ERROR, error_lines(UserError(line))
+        problem = Problem("memory", got=f"'{first_line(error)}'", allowed="what the device has", nearest=fix)
+        return EXIT_USER_ERROR, error_lines(UserError(problem))
     except KeyboardInterrupt:
         leave_at_once(EXIT_INTERRUPTED)
     except SystemExit as end:  # argparse raises it for `--help`, before its output is flushed
@@ -353,8 +473,9 @@ def lost_output() -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             code = code or (EXIT_CLOSED_PIPE if error.errno == errno.EPIPE else EXIT_NOT_SAVED)
             if error.errno != errno.EPIPE:
-                text = f"{stream.name}: cannot be written ({error.strerror}); allowed: a place with room"
-                print(f"meshtrain: error: {text}; nearest: another file", file=sys.stderr)
+                fault = f"cannot be written ({error.strerror})"
+                problem = Problem(stream.name, fault=fault, allowed="a place with room", nearest="another file")
+                print(f"meshtrain: error: {problem}", file=sys.stderr)
     return code
 
 

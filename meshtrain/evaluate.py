@@ -20,7 +20,7 @@ from meshtrain.cli.tables import aligned
 from meshtrain.config.config import Config
 from meshtrain.data.loader import Examples
 from meshtrain.data.tokenizer import Tokenizer, bytes_of_targets
-from meshtrain.errors import UserError, run
+from meshtrain.errors import Problem, UserError, run
 from meshtrain.hf.config_json import is_described
 from meshtrain.launch import peers
 from meshtrain.launch.early_errors import tell_before_meeting
@@ -77,8 +77,12 @@ def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tok
     if not len(found.validation):
         fix = "--config.data.source=text --config.data.path=FILE" if task.unit == "tokens" else "the run's own data"
         raise UserError(
-            f"data: got no validation examples with data.source={config.data.source}; allowed: data with a validation "
-            f"split, or files of text or tokens, which are scored whole; nearest: {fix}"
+            Problem(
+                "data",
+                got=f"no validation examples with data.source={config.data.source}",
+                allowed="data with a validation split, or files of text or tokens, which are scored whole",
+                nearest=fix,
+            )
         )
     return sets_of(found.validation, VALIDATION), found.text
 
@@ -169,7 +173,9 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         arguments.overrides.setdefault("data.validation_path", "")
     problems = choice_problems(arguments.weights, arguments.workdir)
     if arguments.step is not None and arguments.step < 0:
-        problems.append(f"--step: got {arguments.step}; allowed: the step of a checkpoint; nearest: leave it out")
+        problems.append(
+            Problem("--step", got=arguments.step, allowed="the step of a checkpoint", nearest="leave it out")
+        )
     return arguments, configuration(arguments, problems, reads_data=True)
 
 

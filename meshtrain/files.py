@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from meshtrain.errors import Problem
+
 _MOST_LEVELS = 100  # levels of nested objects and lists
 _TOO_DEEP = f"nested deeper than {_MOST_LEVELS} levels"
 
@@ -138,15 +140,20 @@ def snapshot_of(folder: str | os.PathLike[str]) -> str:
     return ""
 
 
-def pointer_problem(path: str | os.PathLike[str]) -> str:
-    """Returns an error line if a file is a pointer of Git LFS instead of its content; '' for any other file."""
+def pointer_problem(path: str | os.PathLike[str]) -> Problem | None:
+    """Returns a problem if a file is a pointer of Git LFS instead of its content; None for any other file."""
     if what_is_at(path) != "a file":
-        return ""
+        return None
     with contextlib.suppress(OSError), Path(path).open("rb") as file:
         if file.read(len(_LFS)) == _LFS:
             folder = shlex.quote(str(Path(path).parent))
-            return f"{path}: got a pointer of Git LFS; allowed: the file's content; nearest: git -C {folder} lfs pull"
-    return ""
+            return Problem(
+                path,
+                got="a pointer of Git LFS",
+                allowed="the file's content",
+                nearest=f"git -C {folder} lfs pull",
+            )
+    return None
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -183,7 +190,7 @@ def is_url(path: str) -> bool:
     return _SCHEME.match(path) is not None
 
 
-def url_problems(key: str, path: str, command: str = "") -> list[str]:
+def url_problems(key: str, path: str, command: str = "") -> list[Problem]:
     """Returns an error line if one of these comma-separated paths is a URL whose scheme `key` does not support.
 
     Args:
@@ -202,7 +209,7 @@ def url_problems(key: str, path: str, command: str = "") -> list[str]:
     mounts = [_MOUNTS[scheme] for scheme in schemes if scheme in _MOUNTS]
     fix = mounts[0] if mounts else "mount or copy it"
     allowed = ", ".join(["a path of this machine", *(f"{scheme}://" for scheme in read)])
-    return [f"{key}: got '{path}', a URL; allowed: {allowed}; nearest: {fix}"]
+    return [Problem(key, got=f"'{path}', a URL", allowed=allowed, nearest=fix)]
 
 
 def what_is_at(path: str | os.PathLike[str]) -> str:
@@ -246,7 +253,7 @@ def is_same(path: str | os.PathLike[str], descriptor: int) -> bool:
         return error.errno not in (errno.ENOENT, errno.ENOTDIR)
 
 
-def target_problems(flag: str, path: str, example: str, endings: Sequence[str] = ()) -> list[str]:
+def target_problems(flag: str, path: str, example: str, endings: Sequence[str] = ()) -> list[Problem]:
     """Returns an error line if a file cannot be written, else an empty list; call it before the work starts.
 
     Possible problems: the folder does not exist, the path is not a file, this user may not write it, or the name has
@@ -259,22 +266,28 @@ def target_problems(flag: str, path: str, example: str, endings: Sequence[str] =
       endings: the allowed endings of its name, in lower case; if empty, any.
     """
     if not path:
-        return [f"{flag}: got ''; allowed: a file's name; nearest: {example}"]
+        return [Problem(flag, got="''", allowed="a file's name", nearest=example)]
     if endings and not path.lower().endswith(tuple(endings)):
-        line = f"{flag}: got '{path}'; allowed endings: {', '.join(endings)}; nearest: {flag}={path}{endings[0]}"
+        line = Problem(
+            flag,
+            got=f"'{path}'",
+            condition="endings",
+            allowed=", ".join(endings),
+            nearest=f"{flag}={path}{endings[0]}",
+        )
         return [line, *target_problems(flag, path, example)]
     folder = Path(path).absolute().parent
     if what_is_at(folder) != "a folder":
-        allowed = "allowed: a file in one that does"
-        return [f"{flag}: got '{path}', whose folder does not exist; {allowed}; nearest: {example}"]
+        got = f"'{path}', whose folder does not exist"
+        return [Problem(flag, got=got, allowed="a file in one that does", nearest=example)]
     what = what_is_at(path)
     if what not in ("a file", "nothing there"):
-        return [f"{flag}: got '{path}', {what}; allowed: a file's name; nearest: {example}"]
+        return [Problem(flag, got=f"'{path}', {what}", allowed="a file's name", nearest=example)]
     # Checks the rights of the effective user if the system supports it.
     effective = os.access in os.supports_effective_ids
     if not os.access(path if what == "a file" else folder, os.W_OK, effective_ids=effective):
-        allowed = "allowed: a file that can be written"
-        return [f"{flag}: got '{path}', which this user may not write; {allowed}; nearest: {example}"]
+        got = f"'{path}', which this user may not write"
+        return [Problem(flag, got=got, allowed="a file that can be written", nearest=example)]
     return []
 
 

@@ -14,7 +14,7 @@ from meshtrain.cli import flags
 from meshtrain.config.fields import MAX_TEXT_TOKENS
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.tokenizer import Tokenizer, end_ids
-from meshtrain.errors import Problems, UserError, refuse, run, warn
+from meshtrain.errors import Problem, Problems, UserError, refuse, run, warn
 from meshtrain.files import expanded, identities, is_utf8, target_problems
 from meshtrain.generation.answers import Shown, Wanted, answers, fitting, room_left, trained_left
 from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _number_problems(arguments: argparse.Namespace) -> list[str]:
+def _number_problems(arguments: argparse.Namespace) -> list[Problem]:
     """Returns an error line for each number outside its bounds."""
     bounds = (
         ("--num-tokens", arguments.num_tokens, 1, MAX_TEXT_TOKENS),
@@ -83,26 +83,34 @@ def _number_problems(arguments: argparse.Namespace) -> list[str]:
     for flag, value, least, most in bounds:
         if value is not None and not least <= value <= most:
             fix = most if value > most else least
-            problems.append(f"{flag}: got {value}; allowed: {least} to {most:,}; nearest: {fix}")
+            problems.append(Problem(flag, got=value, allowed=f"{least} to {most:,}", nearest=fix))
     if not 0 < arguments.top_p <= 1:
-        problems.append(f"--top-p: got {arguments.top_p}; allowed: above 0, at most 1; nearest: 1")
+        problems.append(Problem("--top-p", got=arguments.top_p, allowed="above 0, at most 1", nearest=1))
     return problems
 
 
-def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
+def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[Problem]]:
     """Returns the given prompts, and an error line for each problem of --prompt, --prompts, --stop and --out."""
     problems = Problems()
     for stop in arguments.stop:
         if not stop or not is_utf8(stop):
-            problems.add(f"--stop: got '{stop}'; allowed: a text in UTF-8, not empty; nearest: leave it out")
+            problems.add(
+                Problem("--stop", got=f"'{stop}'", allowed="a text in UTF-8, not empty", nearest="leave it out")
+            )
     if arguments.out is not None:
         problems.add(*target_problems("--out", arguments.out, "texts.jsonl"))
     if arguments.prompt is not None and arguments.prompts is not None:
-        problems.add("--prompt, --prompts: got both; allowed: one of them; nearest: drop --prompt")
+        problems.add(Problem("--prompt, --prompts", got="both", allowed="one of them", nearest="drop --prompt"))
     prompts = from_flags(arguments.prompt or [], problems)
     if arguments.prompts and arguments.out and identities(expanded(arguments.prompts)) & identities(arguments.out):
-        problems.add(f"--out: got '{arguments.out}', which --prompts names too; allowed: another file; nearest: "
-                     f"--out={arguments.out}.texts.jsonl")  # fmt: skip
+        problems.add(
+            Problem(
+                "--out",
+                got=f"'{arguments.out}', which --prompts names too",
+                allowed="another file",
+                nearest=f"--out={arguments.out}.texts.jsonl",
+            )
+        )
     if arguments.prompts is not None:
         prompts += from_file(arguments.prompts, problems, chat=arguments.chat)
     return prompts, problems.lines()
@@ -113,8 +121,15 @@ def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
     room, trained = room_left(decode, longest), trained_left(decode, longest)
     if asked is not None and 0 <= room < asked:
         raise UserError(
-            f"--num-tokens: got {asked}; allowed: at most {room}, as the model has {decode.max_positions} positions"
-            f"{f' and the longest prompt {longest} tokens' if decode.continues else ''}; nearest: {room}"
+            Problem(
+                "--num-tokens",
+                got=asked,
+                allowed=(
+                    f"at most {room}, as the model has {decode.max_positions} "
+                    f"positions{f' and the longest prompt {longest} tokens' if decode.continues else ''}"
+                ),
+                nearest=room,
+            )
         )
     wanted = fitting(decode, longest, DEFAULT_TOKENS, within_training=True) if asked is None else asked
     if 0 <= trained < wanted and peers.is_main_process():
@@ -155,9 +170,11 @@ def main(argv: Sequence[str]) -> int:
     decode = decode_of(assembly)
     continues = decode.continues and not arguments.chat  # an answer is printed without its prompt
     if arguments.chat and not decode.continues:
-        raise UserError("--chat: got it for a task whose texts answer prompts; allowed: without; nearest: leave it out")
+        raise UserError(
+            Problem("--chat", got="it for a task whose texts answer prompts", allowed="without", nearest="leave it out")
+        )
     if not prompts and not continues:
-        raise UserError("--prompt: got none; allowed: at least one here; nearest: --prompt=TEXT")
+        raise UserError(Problem("--prompt", got="none", allowed="at least one here", nearest="--prompt=TEXT"))
     prompts = prompts or [Prompt(DEFAULT_PROMPT, "--prompt")]
     tokenizer: Tokenizer = text_of(config, assembly.task)
     asked = prompts

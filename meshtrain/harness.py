@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from meshtrain.assemble import Assembly
 from meshtrain.cli import flags
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import UserError, refuse, unknown
+from meshtrain.errors import Problem, UserError, refuse, unknown
 from meshtrain.files import Json
 from meshtrain.generation.answers import Wanted, answers, fitting
 from meshtrain.generation.sampling import Sampling
@@ -40,8 +40,12 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
         from lm_eval.api.model import LM
     except ModuleNotFoundError as error:
         raise UserError(
-            f"lm_eval: got no package '{error.name}'; allowed: the extra eval, which installs it; nearest: pip install "
-            "'meshtrain[eval]'"
+            Problem(
+                "lm_eval",
+                got=f"no package '{error.name}'",
+                allowed="the extra eval, which installs it",
+                nearest="pip install 'meshtrain[eval]'",
+            )
         ) from error
     answered = opened(workdir, *words, step=step)
 
@@ -161,7 +165,9 @@ class Requests:
         lengths = [_number(options, name, 1, MOST) for name in _LENGTHS if name in options]
         until = [given["until"]] if isinstance(given["until"], str) else given["until"] or ()
         if not isinstance(until, list | tuple) or not all(isinstance(stop, str) for stop in until):
-            raise UserError(f"generation_kwargs: got until={until!r}; allowed: a list of texts; nearest: leave it out")
+            raise UserError(
+                Problem("generation_kwargs", got=f"until={until!r}", allowed="a list of texts", nearest="leave it out")
+            )
         bounds = {"temperature": (0, MOST), "top_k": (0, MOST), "top_p": (1e-9, 1)}
         temperature, top_k, top_p = (_number(given, name, *ends) for name, ends in bounds.items())
         return Wanted(
@@ -179,7 +185,9 @@ def _number(given: Mapping[str, Json], name: str, least: float, most: float) -> 
         value = math.nan
     if not least <= value <= most:
         allowed = f"a number from {least:g} to {most:g}"
-        raise UserError(f"generation_kwargs: got {name}={given[name]!r}; allowed: {allowed}; nearest: leave it out")
+        raise UserError(
+            Problem("generation_kwargs", got=f"{name}={given[name]!r}", allowed=allowed, nearest="leave it out")
+        )
     return value
 
 
@@ -201,8 +209,13 @@ def opened(workdir: str | Path, *words: str, step: int | None = None) -> Request
     tokenizer = text_of(config, assembly.task)
     if tokenizer.end_id < 0:
         problems.append(
-            f"data.source: got {config.data.source}, whose ids are no text; allowed for the harness: data with a "
-            "tokenizer that ends documents; nearest: data.source=text"
+            Problem(
+                "data.source",
+                got=f"{config.data.source}, whose ids are no text",
+                condition="for the harness",
+                allowed="data with a tokenizer that ends documents",
+                nearest="data.source=text",
+            )
         )
     refuse(problems)
     params, _ = restored(assembly, arguments.workdir, step)

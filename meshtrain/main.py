@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from meshtrain import options
 from meshtrain.cli import flags
-from meshtrain.errors import run
+from meshtrain.errors import Problem, run
 from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.launch.signals import stops_at_signals
 
@@ -41,8 +41,9 @@ def main(argv: Sequence[str]) -> int:
         # JAX first: if another module has the name jax, packages that import it would log their own warnings.
         _, config, training = options.imported_modules("jax.numpy", "meshtrain.config.config", "meshtrain.training")
         problems = flags.unwritable(arguments.workdir)
-        if arguments.config is None and not any(line.startswith("--config:") for line in arguments.problems):
-            problems.append(f"--config: got nothing; allowed: a file with get_config(), or a name{flags.NEAR_EXAMPLE}")
+        if arguments.config is None and all(problem.key != "--config" for problem in arguments.problems):
+            allowed = "a file with get_config(), or a name"
+            problems.append(Problem("--config", got="nothing", allowed=allowed, nearest=flags.EXAMPLE))
         configuration = config.configure(arguments, problems)
         training.train_resolved(configuration, arguments.workdir, begun_seconds=begun_seconds)
     return 0

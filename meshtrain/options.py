@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
 
-from meshtrain.errors import UserError, first_line, nearest, refusals, unknown
+from meshtrain.errors import Problem, UserError, first_line, nearest, refusals, unknown
 from meshtrain.files import url_problems
 
 # Options are used in int32 and float32 arrays, where larger values would overflow.
@@ -227,30 +227,34 @@ def own_values(options: Options) -> Values:
     return {name: getattr(options, name) for name in names if name != naming(options)}
 
 
-def options_problem(key: str, name: str, options: Imported) -> str:
-    """Returns an error line if the options of a user's function are not a frozen dataclass of `option`s, else ''.
+def options_problem(key: str, name: str, options: Imported) -> Problem | None:
+    """Returns a problem if the options of a user's function are not a frozen dataclass of `option`s, else None.
 
     Args:
       key: the option that names the function.
       name: `package.module:function`.
       options: the function's attribute `options`.
     """
-    wanted = "allowed: a frozen dataclass whose fields are option(default, text)"
+    wanted = "a frozen dataclass whose fields are option(default, text)"
     is_class = isinstance(options, type) and dataclasses.is_dataclass(options)
     if not is_class or not options.__dataclass_params__.frozen:
-        return f"{key}: got '{name}', whose options are {options!r}; {wanted}; nearest: @dataclass(frozen=True)"
+        got = f"'{name}', whose options are {options!r}"
+        return Problem(key, got=got, allowed=wanted, nearest="@dataclass(frozen=True)")
     kinds = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
         if kinds[field.name] not in (int, float, bool, str) or "text" not in field.metadata:
-            return (
-                f"{key}: got '{name}', whose option '{field.name}' is no option(default, text) of type int, float, "
-                f"bool or str; {wanted}; nearest: {field.name}: int = option(1, 'what it means')"
+            kind = "option(default, text) of type int, float, bool or str"
+            return Problem(
+                key,
+                got=f"'{name}', whose option '{field.name}' is no {kind}",
+                allowed=wanted,
+                nearest=f"{field.name}: int = option(1, 'what it means')",
             )
-    return ""
+    return None
 
 
-def _shared_problem(path: str, own: type, group: Options) -> str:
-    """Returns an error line if a user's option has the name of an existing option but another default; '' otherwise.
+def _shared_problem(path: str, own: type, group: Options) -> Problem | None:
+    """Returns a problem if a user's option has the name of an existing option but another default; None otherwise.
 
     A saved configuration contains all defaults. It would contain the existing default, and nobody could see whether the
     user chose it.
@@ -258,19 +262,21 @@ def _shared_problem(path: str, own: type, group: Options) -> str:
     for field in dataclasses.fields(own):
         default = getattr(group, field.name, field.default)
         if repr(default) != repr(field.default):
-            return (
-                f"{path}.{field.name}: got {field.default!r} as its default in {function_name(own)}; allowed: "
-                f"{default!r}, its default without it, or another name; nearest: own_{field.name}"
+            return Problem(
+                f"{path}.{field.name}",
+                got=f"{field.default!r} as its default in {function_name(own)}",
+                allowed=f"{default!r}, its default without it, or another name",
+                nearest=f"own_{field.name}",
             )
-    return ""
+    return None
 
 
-def problems(options: Options, path: str) -> list[str]:
-    """Returns an error line for each field of a frozen dataclass that violates its choices or bounds, or is a URL.
+def problems(options: Options, path: str) -> list[Problem]:
+    """Returns a problem for each field of a frozen dataclass that violates its choices or bounds, or is a URL.
 
     A function that replaces a choice is imported.
     """
-    found = []
+    found = list[Problem]()
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         name = f"{path}.{field.name}" if path else field.name
@@ -285,9 +291,9 @@ def problems(options: Options, path: str) -> list[str]:
         elif choices and value not in choices:
             found.append(unknown(name, value, choices, f"'{field.default}', the default"))
         if minimum is not None and value is not None and value < minimum:
-            found.append(f"{name}: got {value}; allowed: at least {minimum}; nearest: {minimum}")
+            found.append(Problem(name, got=value, allowed=f"at least {minimum}", nearest=minimum))
         if maximum is not None and value is not None and value > maximum:
-            found.append(f"{name}: got {value:.12g}; allowed: at most {maximum}; nearest: {maximum}")
+            found.append(Problem(name, got=f"{value:.12g}", allowed=f"at most {maximum}", nearest=maximum))
     return found
 
 
@@ -318,18 +324,23 @@ def imported_function(key: str, name: str, names: Sequence[str], near: str = "")
     allowed, near = f"{', '.join(names)}, or {FORM}", near or names[0]
     module_name, colon, path = name.partition(":")
     if not (colon and module_name and path):
-        raise UserError(f"{key}: got '{name}'; allowed: {allowed}{nearest(name, names) or f'; nearest: {near}'}")
+        raise UserError(Problem(key, got=f"'{name}'", allowed=allowed, fix=nearest(name, names), nearest=near))
     module = _imported(key, name, module_name, allowed, near)
     found: Imported = module
     for part in path.split("."):
         if not hasattr(found, part):
-            fix = nearest(part, _fitting(module, len(SEAMS[key].takes))) or f"; nearest: {key}={near}"
-            raise UserError(f"{key}: got '{name}', and {module_name} has no '{path}'; allowed: {allowed}{fix}")
+            got = f"'{name}', and {module_name} has no '{path}'"
+            fix = nearest(part, _fitting(module, len(SEAMS[key].takes)))
+            raise UserError(Problem(key, got=got, allowed=allowed, fix=fix, nearest=f"{key}={near}"))
         found = getattr(found, part)
     if not callable(found):
         raise UserError(
-            f"{key}: got '{name}', which is no function but {type(found).__name__}; allowed: {allowed}; "
-            f"nearest: def {path}(...)"
+            Problem(
+                key,
+                got=f"'{name}', which is no function but {type(found).__name__}",
+                allowed=allowed,
+                nearest=f"def {path}(...)",
+            )
         )
     return found
 
@@ -345,12 +356,22 @@ def _fitting(module: ModuleType, num_arguments: int) -> list[str]:
     return names
 
 
-def function_problems(key: str, name: str, names: Sequence[str], near: str = "") -> list[str]:
-    """Returns the error line of `imported_function`; none for a built-in name, or if the function can be imported."""
+def function_problems(key: str, name: str, names: Sequence[str], near: str = "") -> list[Problem]:
+    """Returns the problem of `imported_function`; none for a built-in name, or if the function can be imported."""
     return [] if name in names else refusals(imported_function, key, name, names, near)
 
 
-def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, takes: str, gives: str) -> Imported:
+def called(
+    key: str,
+    name: str,
+    names: Sequence[str],
+    given: Sequence[Any],
+    *,
+    takes: str,
+    gives: str,
+    fix: str,
+    call: str = "",
+) -> Imported:
     """Imports the function that an option names, calls it and returns its result.
 
     Args:
@@ -359,7 +380,9 @@ def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, t
       names: the built-in values of the option, for errors.
       given: the positional arguments, as listed in `SEAMS`.
       takes: the arguments as text, for errors.
-      gives: the end of the error line if it raises, after the exception.
+      gives: the required result as text, for errors.
+      fix: the nearest fix, for errors.
+      call: the values of the arguments as text, after the exception in errors.
 
     Raises:
       UserError: raised by the function, or one line: there is no such function, it takes other arguments, or it raises.
@@ -369,40 +392,45 @@ def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, t
         inspect.signature(function).bind(*given)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{key}: got '{name}', which does not take {takes} ({error}); allowed: a function that does; "
-            f"nearest: def {name.partition(':')[2]}({', '.join(SEAMS[key].takes)})"
+            Problem(
+                key,
+                got=f"'{name}', which does not take {takes} ({error})",
+                allowed="a function that does",
+                nearest=f"def {name.partition(':')[2]}({', '.join(SEAMS[key].takes)})",
+            )
         ) from error
-    with told(f"{key}: got '{name}', which", gives):
+    with told(Problem(key, got=f"'{name}', which", allowed=gives, nearest=fix), call):
         return function(*given)
 
 
-def own_check(key: str, name: str, function: Imported, given: Sequence[Any]) -> list[str]:
-    """Returns the lines of a function's attribute `check`, called with `given`; none if there is no such attribute.
+def own_check(key: str, name: str, function: Imported, given: Sequence[Any]) -> list[Problem]:
+    """Calls a function's attribute `check` with `given`; returns a problem for each of its lines, none without a check.
 
-    An exception in a user's check is also returned as a line.
+    An exception in a user's check is also returned as a problem.
     """
     if not hasattr(function, "check"):
         return []
-    what, allowed = f"{key}: got '{name}', whose check", "; allowed: a list of texts, one for each problem; nearest: []"
+    problem = Problem(key, got=f"'{name}', whose check", allowed="a list of texts, one for each problem", nearest="[]")
     try:
-        with told(what, allowed) if ":" in name else contextlib.nullcontext():  # our own checks keep their traceback
+        with told(problem) if ":" in name else contextlib.nullcontext():  # our own checks keep their traceback
             lines = function.check(*given)
     except UserError as error:
         return list(error.problems)
     if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
-        return [f"{what} returns {lines!r}{allowed}"]
-    return list(lines)
+        return [problem.with_parts(fault=f"{problem.fault} returns {lines!r}")]
+    return list(map(Problem.plain, lines))
 
 
 @contextlib.contextmanager
-def told(what: str, ending: str) -> Iterator[None]:
-    """Converts an exception of a user's code in the block to a UserError line: `what`, the exception, `ending`."""
+def told(problem: Problem, call: str = "") -> Iterator[None]:
+    """Converts an exception of a user's code in the block to UserError: `problem`, the exception, then `call`."""
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # any exception
-        raise UserError(f"{what} raises {_raised(error)}{ending}") from error
+        fault = f"{problem.fault} raises {_raised(error)}{call}"
+        raise UserError(problem.with_parts(fault=fault)) from error
 
 
 def _raised(error: BaseException) -> str:
@@ -425,12 +453,20 @@ def _imported(key: str, name: str, module_name: str, allowed: str, near: str) ->
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise UserError(
-                f"{key}: got '{name}', and there is no module '{missing}' in {here} or on Python's path; allowed: "
-                f"{allowed}; nearest: {near}"
+                Problem(
+                    key,
+                    got=f"'{name}', and there is no module '{missing}' in {here} or on Python's path",
+                    allowed=allowed,
+                    nearest=near,
+                )
             ) from error
         raise UserError(
-            f"{key}: got '{name}', and {module_name} cannot be imported: {_raised(error)}; allowed: a module that "
-            f"Python can import; nearest: python -c 'import {module_name}'"
+            Problem(
+                key,
+                got=f"'{name}', and {module_name} cannot be imported: {_raised(error)}",
+                allowed="a module that Python can import",
+                nearest=f"python -c 'import {module_name}'",
+            )
         ) from error
 
 
@@ -440,14 +476,18 @@ def function_name(given: Imported) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def flag_problems(flag: str, value: str) -> list[str]:
+def flag_problems(flag: str, value: str) -> list[Problem]:
     """Returns an error line if a flag in `FLAGS` has a value and its optional package is not installed."""
     package = ".".join(FLAGS[flag].split(".")[:2])
     if not value or importlib.util.find_spec(package):
         return []
     return [
-        f"{flag}: got '{value}', and {package.replace('.', '/')} is not here; allowed: flags of folders that are; "
-        "nearest: leave it out"
+        Problem(
+            flag,
+            got=f"'{value}', and {package.replace('.', '/')} is not here",
+            allowed="flags of folders that are",
+            nearest="leave it out",
+        )
     ]
 
 
@@ -486,12 +526,12 @@ def imported_modules(*names: str) -> list[ModuleType]:
     return result
 
 
-def _refusal(error: Exception) -> str:
-    """Returns the error line about a variable or package that prevents imports; empty for our own bugs."""
+def _refusal(error: Exception) -> Problem | None:
+    """Returns a problem for a variable or package that prevents imports; None for our own bugs."""
     named = [name for name in os.environ if name.startswith("JAX_") and name.lower() in str(error).lower()]
     if named:
         name = max(named, key=len)
-        return f"{name}: got {os.environ[name]}; allowed: what JAX takes ({error}); nearest: leave {name} out"
+        return Problem(name, got=os.environ[name], allowed=f"what JAX takes ({error})", nearest=f"leave {name} out")
     loading = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
     # If a package lacks a name, the exception comes from the importing file, so determine the package.
     missing = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else getattr(error, "name", None)
@@ -499,6 +539,10 @@ def _refusal(error: Exception) -> str:
     file = getattr(sys.modules[package], "__file__", None) if package in sys.modules else None
     file = file or getattr(error, "filename", None) or [_PACKAGE, *loading][-1]
     if file.startswith(_PACKAGE):
-        return ""
-    what = f"packages: got {type(error).__name__}: {error}, from {file}; allowed: the packages that pip has installed"
-    return f"{what}; nearest: take that folder off PYTHONPATH, or install the package again"
+        return None
+    return Problem(
+        "packages",
+        got=f"{type(error).__name__}: {error}, from {file}",
+        allowed="the packages that pip has installed",
+        nearest="take that folder off PYTHONPATH, or install the package again",
+    )

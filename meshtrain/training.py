@@ -29,7 +29,7 @@ from meshtrain.config.config import Config, Given, resolve
 from meshtrain.config.tasks import MakeTask, abstract_task
 from meshtrain.data.loader import batches
 from meshtrain.data.own_source import Data, MakeData
-from meshtrain.errors import refuse, warn
+from meshtrain.errors import Problem, refuse, warn
 from meshtrain.files import expanded, url_problems
 from meshtrain.launch import cluster, distributed, peers
 from meshtrain.launch.endings import telling_errors
@@ -174,7 +174,7 @@ def _refuse_arguments(directory: object, make_task: object, make_data: object, r
         ("rules", rules, isinstance(rules, Rules), "sharding.rules.Rules", rules_fix),
     )
     problems = [
-        f"{name}: got {type(given).__name__}; allowed: {wanted}; nearest: {fix}"
+        Problem(name, got=type(given).__name__, allowed=wanted, nearest=fix)
         for name, given, is_right, wanted, fix in arguments
         if not is_right and (given is not None or name == "directory")
     ]

@@ -37,7 +37,7 @@ from meshtrain.checkpoint import integrity, retention
 from meshtrain.checkpoint.manager import EXTRA, STATE, manager, renamed, start_save
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.cli.tables import format_bytes
-from meshtrain.errors import FolderLost, SaveFailed, UserError, nearest, warn
+from meshtrain.errors import FolderLost, Problem, SaveFailed, UserError, nearest, warn
 from meshtrain.files import JsonObject
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays, Leaf, Shaped, Tree, leaves_with_paths
@@ -212,8 +212,12 @@ class Checkpoints:
             if newest is None and any(integrity.is_sealed(self.directory / str(step)) for step in damaged):
                 raise UserError(
                     *damaged.values(),
-                    f"{self.directory}: got no checkpoint that is whole; allowed: at least one; nearest: another "
-                    "--workdir",
+                    Problem(
+                        self.directory,
+                        got="no checkpoint that is whole",
+                        allowed="at least one",
+                        nearest="another --workdir",
+                    ),
                 )
             if self._options is not None and damaged:
                 for step in damaged if peers.is_main_process() else ():
@@ -231,7 +235,8 @@ class Checkpoints:
         self.refuse_unknown(step)
         if line := self._damage(step):
             others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
-            raise UserError(f"{line}; allowed: one that is whole; nearest: step {others}")
+            problem = Problem.plain(line).with_parts(allowed="one that is whole", nearest=f"step {others}")
+            raise UserError(problem)
 
     def _damage(self, step: int) -> str:
         """Returns an error line about the first problem of a checkpoint, "" without problems; all processes call it."""
@@ -291,8 +296,12 @@ class Checkpoints:
         in_place = {path: f"{AVERAGES}/{path}" for path in weights if f"{AVERAGES}/{path}" in stored}
         if averaged and not in_place:
             raise UserError(
-                f"--weights: got average, and step {step} in {self.directory} has no averages; allowed: those of a run "
-                "with optimizer.average; nearest: --weights=last"
+                Problem(
+                    "--weights",
+                    got=f"average, and step {step} in {self.directory} has no averages",
+                    allowed="those of a run with optimizer.average",
+                    nearest="--weights=last",
+                )
             )
         wanted = {in_place[path] if path in in_place else f"{_PARAMS}/{path}": leaf for path, leaf in weights.items()}
         return self._read(step, wanted, abstract_params)
@@ -397,7 +406,12 @@ class Checkpoints:
         with reached(self.directory):
             if lines := integrity.unreadable(directory := self.directory / str(step)):
                 raise UserError(
-                    f"checkpoint {directory}: {lines[0]}; allowed: one that is whole; nearest: another step"
+                    Problem(
+                        f"checkpoint {directory}",
+                        fault=lines[0],
+                        allowed="one that is whole",
+                        nearest="another step",
+                    )
                 )
             return leaves_by_path(self._manager.item_metadata(step)[STATE].tree)
 
@@ -419,8 +433,12 @@ class Checkpoints:
         if step not in steps:
             fix = min(steps, key=lambda one: abs(one - step), default="another --workdir")
             raise UserError(
-                f"{self.directory}: got step {step}; allowed: {', '.join(map(str, steps)) or 'none, it is empty'}; "
-                f"nearest: {fix}"
+                Problem(
+                    self.directory,
+                    got=f"step {step}",
+                    allowed=", ".join(map(str, steps)) or "none, it is empty",
+                    nearest=fix,
+                )
             )
 
 
@@ -460,19 +478,21 @@ def _refuse_mismatches(
     Raises:
       UserError: an array is missing, superfluous, or has another shape or dtype; the first five are named.
     """
-    lines = []
+    problems = []
     for path, leaf in wanted.items():
         if path not in stored:
-            lines.append(f"{path}: not in the checkpoint{nearest(path, stored.keys() - wanted.keys())}")
+            fix = nearest(path, stored.keys() - wanted.keys())
+            problems.append(Problem(path, fault="not in the checkpoint", fix=fix))
             continue
         got, allowed = _signature(stored[path]), _signature(leaf)
         if got != allowed and not (path in rounded and tuple(stored[path].shape) == tuple(leaf.shape)):
-            lines.append(f"{path}: got {got}; allowed: {allowed}")
-    lines += [f"{path}: in the checkpoint, not in this run" for path in stored if path not in wanted]
-    if lines:
-        more = len(lines) - _MAX_MISMATCHES
+            problems.append(Problem(path, got=got, allowed=allowed))
+    unread = [path for path in stored if path not in wanted]
+    problems += [Problem(path, fault="in the checkpoint, not in this run") for path in unread]
+    if problems:
+        more = len(problems) - _MAX_MISMATCHES
         raise UserError(
-            *(f"checkpoint {directory}: {line}" for line in lines[:_MAX_MISMATCHES]),
+            *(problem.at(f"checkpoint {directory}") for problem in problems[:_MAX_MISMATCHES]),
             *([f"checkpoint {directory}: {more} more arrays differ"] if more > 0 else []),
             "nearest: the model and optimizer options the checkpoint was written with, or another workdir",
         )

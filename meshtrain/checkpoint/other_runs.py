@@ -12,7 +12,7 @@ from meshtrain.checkpoint.integrity import MANIFEST, is_sealed
 from meshtrain.checkpoint.manager import EXTRA, STATE
 from meshtrain.checkpoint.retention import saved_steps
 from meshtrain.cli import foreign
-from meshtrain.errors import UserError, warn
+from meshtrain.errors import Problem, UserError, warn
 from meshtrain.files import Json, JsonObject, download_command, expanded, is_url, read_json, snapshot_of, what_is_at
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays
@@ -127,8 +127,12 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
     given = expanded(directory).absolute()
     if not is_url(str(directory)) and (what := what_is_at(given)) != "a folder":
         raise UserError(
-            f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}', or a Hugging "
-            f"Face folder; nearest: {download_command(str(directory)) or 'the --workdir of a run that has saved'}"
+            Problem(
+                directory,
+                got=what,
+                allowed=f"a workdir of meshtrain, or its directory '{CHECKPOINTS}', or a Hugging Face folder",
+                nearest=download_command(str(directory)) or "the --workdir of a run that has saved",
+            )
         )
     inner = buckets.place(directory) if is_place else place_of(directory)
     try:
@@ -136,24 +140,32 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
             os.scandir(inner).close()
     except OSError as error:
         raise UserError(
-            f"{inner}: got a folder that cannot be read ({error.strerror}); allowed: a workdir of "
-            f"meshtrain; nearest: chmod -R a+rX '{inner}'"
+            Problem(
+                inner,
+                got=f"a folder that cannot be read ({error.strerror})",
+                allowed="a workdir of meshtrain",
+                nearest=f"chmod -R a+rX '{inner}'",
+            )
         ) from error
     checkpoints = Checkpoints(inner, None)
     if checkpoints.latest_step() is None:
         checkpoints.close()
         names = sorted(entry.name for entry in inner.iterdir()) if inner.is_dir() else []
         listing = f"only {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "an empty directory"
+        snapshot = snapshot_of(given)
+        other = ", or a Hugging Face folder" if snapshot else ""
         raise UserError(
-            f"{checkpoints.directory}: got {listing}; allowed: a workdir with at least one complete checkpoint"
-            f"{_nearest_workdir(given)}"
+            Problem(
+                checkpoints.directory,
+                got=listing,
+                allowed=f"a workdir with at least one complete checkpoint{other}",
+                nearest=snapshot or _nearest_workdir(given),
+            )
         )
     return checkpoints
 
 
 def _nearest_workdir(given: Path) -> str:
-    """Returns `; nearest: DIR` for an error: the parent if the directory of a step was given."""
-    if snapshot := snapshot_of(given):
-        return f", or a Hugging Face folder; nearest: {snapshot}"
+    """Returns the nearest workdir for an error: the parent if the directory of a step was given."""
     is_step = given.name.isdecimal() and (given / STATE).is_dir()
-    return f"; nearest: {given.parent if is_step else 'the --workdir of a run that has saved'}"
+    return str(given.parent) if is_step else "the --workdir of a run that has saved"

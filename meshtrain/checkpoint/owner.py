@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from meshtrain.errors import EXIT_LOST_PEER, is_finite, leave_at_once, refusals, refuse, warn
+from meshtrain.errors import EXIT_LOST_PEER, Problem, is_finite, leave_at_once, refusals, refuse, warn
 from meshtrain.files import JsonObject, open_folder, read_json
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
@@ -49,7 +49,7 @@ def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iter
     Raises:
       UserError: another run owns it (the error names its process and time), or it cannot be written.
     """
-    place, problems = buckets.place(directory), list[str]()
+    place, problems = buckets.place(directory), list[Problem]()
     if not peers.is_main_process():
         refuse(peers.share_problems("owner", problems))
         yield lambda: ""
@@ -68,7 +68,12 @@ def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iter
     with undone(release):
         if not (problems := refusals(buckets.make, place)):
             with contextlib.suppress(FileExistsError):
-                line = f"checkpoint.directory: got {place}, where another run begins; allowed: one; nearest: another"
+                line = Problem(
+                    "checkpoint.directory",
+                    got=f"{place}, where another run begins",
+                    allowed="one",
+                    nearest="another",
+                )
                 problems = [line]
                 problems = _problems(place, run)
         refuse(peers.share_problems("owner", problems))
@@ -77,7 +82,7 @@ def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iter
     release()
 
 
-def _problems(place: Place, run: str) -> list[str]:
+def _problems(place: Place, run: str) -> list[Problem]:
     """Makes this run the owner, or returns an error line. Raises FileExistsError if another run becomes it first."""
     try:
         with reached(place), _alone(place):
@@ -91,25 +96,29 @@ def _problems(place: Place, run: str) -> list[str]:
     except FileExistsError:
         raise
     except OSError as error:
-        return [f"{place}: got {error.strerror or error}; allowed: a directory that can be written; nearest: another"]
+        return [
+            Problem(place, got=error.strerror or error, allowed="a directory that can be written", nearest="another")
+        ]
     return []
 
 
-def _in_use(place: Place, was: JsonObject, run: str) -> str:
-    """Returns an error line if another run still uses the place, else ''; warns if this run takes it over."""
+def _in_use(place: Place, was: JsonObject, run: str) -> Problem | None:
+    """Returns a problem if another run still uses the place, else None; warns if this run takes it over."""
     seconds = abs(time.time() - was["seconds"])  # abs: a heartbeat in the future means that the clock was set back
     is_alive = _is_alive(was)
     is_silent = seconds >= _STALE_SECONDS or was["run"] == run
     again = f"the same in {_STALE_SECONDS - seconds:.0f} s" if is_alive is None else "the same after its end"
     if (is_alive or (is_alive is None and not is_silent)) and not _is_own(was, run):
-        return (
-            f"checkpoint.directory: got {place}, used by {was['host']} {seconds:.0f} s ago; allowed: one run in each; "
-            f"nearest: another, or {again}"
+        return Problem(
+            "checkpoint.directory",
+            got=f"{place}, used by {was['host']} {seconds:.0f} s ago",
+            allowed="one run in each",
+            nearest=f"another, or {again}",
         )
     if was["run"] not in ("", run):
         why = "which has ended" if is_alive is False else f"silent for {seconds / 60:.0f} minutes"
         warn(f"{place}: taken over from {was['host']}, {why}")
-    return ""
+    return None
 
 
 def _is_alive(was: JsonObject) -> bool | None:
@@ -185,9 +194,8 @@ def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
         _leave_to(now, place, run)
         return ""
     if not may_vanish:
-        what = f"a folder without {OWNER}" if place.is_dir() else "no folder"
-        allowed = "allowed: the run's own folder until the end"
-        return f"checkpoint.directory: got {what} at {place} in place of this run's; {allowed}"
+        got = f"{f'a folder without {OWNER}' if place.is_dir() else 'no folder'} at {place} in place of this run's"
+        return Problem("checkpoint.directory", got=got, allowed="the run's own folder until the end")
     if place.is_dir():
         with contextlib.suppress(OSError):  # a full disk: the save reports it
             buckets.write(place / OWNER, _text(run))

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshtrain.cli import words
-from meshtrain.errors import MOST_LINES, UserError, first_line, fold, is_finite, nearest, refuse, unknown
+from meshtrain.errors import MOST_LINES, Problem, UserError, first_line, fold, is_finite, nearest, refuse, unknown
 from meshtrain.files import expanded, is_url, is_utf8, url_problems, what_is_at, write_whole
 from meshtrain.options import MOST, Imported, Options, Value, Values
 
@@ -40,7 +40,7 @@ Any field of the configuration can be set on the command line: --config.mesh.ten
 `{} config` lists the fields with their types, defaults and meanings.
 """
 PICTURES = (".png", ".svg", ".pdf")  # formats that `write_picture` supports
-NEAR_EXAMPLE = "; nearest: --config=3d"  # the end of an error line: a configuration that runs from any folder
+EXAMPLE = "--config=3d"  # a configuration that runs from any folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Parser(argparse.ArgumentParser):
         if action is not None and action.nargs != 0:
             example = [*(action.choices or ()), 1 if action.type else action.metavar or action.dest.upper()][0]
             fix = f"{action.option_strings[-1]}={action.default or example}"
-        text = f"{named[1]}: {named[2]}" if named else f"arguments: {message}"
-        raise UserError(text if "allowed: " in text else f"{text}; allowed: {', '.join(words)}; nearest: {fix}")
+        key, fault = (named[1], named[2]) if named else ("arguments", message)
+        raise UserError(Problem(key, fault=fault, allowed=", ".join(words), nearest=fix))
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Returns the parsed arguments.
@@ -89,9 +89,9 @@ class Parser(argparse.ArgumentParser):
         refuse([*unknown_arguments(rest, known), *self.without_urls(parsed)])
         return parsed
 
-    def without_urls(self, parsed: argparse.Namespace) -> list[str]:
-        """Replaces each path that is a URL by its default, in place; returns one error line for each."""
-        problems, command = [], self.prog.split()[-1]
+    def without_urls(self, parsed: argparse.Namespace) -> list[Problem]:
+        """Replaces each path that is a URL by its default, in place; returns a problem for each."""
+        problems, command = list[Problem](), self.prog.split()[-1]
         for action in [action for action in self._actions if str(action.metavar).startswith(_PATHS)]:
             key, given = [action.metavar, *action.option_strings][-1], getattr(parsed, action.dest) or []
             paths = [given] if isinstance(given, str) else given
@@ -136,7 +136,9 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
     problems += [*unknown_arguments(unknown_words, allowed), *parser.without_urls(namespace)]
     default = default_workdir(namespace.config)
     if namespace.workdir == "" or not is_utf8(namespace.workdir or ""):
-        problems.append(f"--workdir: got '{namespace.workdir}'; allowed: a folder's path in UTF-8; nearest: {default}")
+        problems.append(
+            Problem("--workdir", got=f"'{namespace.workdir}'", allowed="a folder's path in UTF-8", nearest=default)
+        )
     namespace.workdir = given if is_url(given := namespace.workdir or "") else expanded(given or default)
     namespace.overrides, namespace.problems = overrides, problems
     namespace.command = [sys.orig_argv[0], *extra.prog.split()[1:], *argv] if extra else []
@@ -148,11 +150,11 @@ def default_workdir(config: str | None) -> pathlib.Path:
     return pathlib.Path("runs") / (pathlib.Path(config).stem if config else "default")
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[Problem]]:
     """Returns (the words that are not overrides, dotted key -> text of the overrides, problems)."""
     rest: list[str] = []
     overrides: dict[str, str] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     words = list(argv)
     while words:
         word = words.pop(0)
@@ -165,24 +167,25 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
         if equals:
             overrides[key] = text
         else:
-            problems.append(f"{key}: got no value; allowed: --config.{key}=VALUE; nearest: leave it out")
+            problems.append(Problem(key, got="no value", allowed=f"--config.{key}=VALUE", nearest="leave it out"))
     return rest, overrides, problems
 
 
-def unknown_arguments(arguments: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Returns an error line for each unknown flag, or for each argument if there is no flag."""
-    lines = []
+def unknown_arguments(arguments: Sequence[str], allowed: Sequence[str]) -> list[Problem]:
+    """Returns a problem for each unknown flag, or for each argument if there is no flag."""
+    problems = []
     for argument in [argument for argument in arguments if argument.startswith("-")] or arguments:
         name = argument.partition("=")[0]
         if "--config" in allowed and _is_configuration(argument):
             flag = f"--config={argument}"
-            lines.append(f"--config: got '{argument}' without the flag; allowed: --config=FILE; nearest: {flag}")
+            got = f"'{argument}' without the flag"
+            problems.append(Problem("--config", got=got, allowed="--config=FILE", nearest=flag))
             continue
         fix = _nearest_argument(argument, allowed)
         shown = argument if "." in name else name
-        line = f"arguments: got '{shown}'; allowed: {', '.join(allowed)}; {fix}"
-        lines.append(line if fix else unknown("arguments", name, allowed, "--help"))
-    return lines
+        problem = Problem("arguments", got=f"'{shown}'", allowed=", ".join(allowed), fix=fix)
+        problems.append(problem if fix else unknown("arguments", name, allowed, "--help"))
+    return problems
 
 
 def _nearest_argument(argument: str, allowed: Sequence[str]) -> str:
@@ -190,16 +193,16 @@ def _nearest_argument(argument: str, allowed: Sequence[str]) -> str:
     name, equals, value = argument.partition("=")
     if len(name) == 2 and name[0] == "-":  # -c
         flags = [flag for flag in allowed if flag.startswith(f"-{name}")]
-        return f"did you mean '{flags[0]}'?" if flags else ""
+        return f"; did you mean '{flags[0]}'?" if flags else ""
     if "--config" not in allowed:
         return ""
     if name.startswith("--") and "." in name:
-        return f"did you mean '--config.{argument[2:]}'?"
+        return f"; did you mean '--config.{argument[2:]}'?"
     if name.startswith("--") and fold(name) in words.OPTIONS:
         ours = words.OPTIONS[fold(name)]
         if " " in ours:
-            return f"nearest: {ours}"
-        return f"nearest: --config.{ours if '=' in ours else ours + equals + value}"
+            return f"; nearest: {ours}"
+        return f"; nearest: --config.{ours if '=' in ours else ours + equals + value}"
     return ""
 
 
@@ -238,8 +241,15 @@ def load(path: str, keys: Sequence[str]) -> Imported:
     try:
         exec(compile(pathlib.Path(path).read_bytes(), path, "exec"), module)
         if "get_config" not in module:
-            fix = nearest("get_config", [name for name in module if callable(module[name])]) or NEAR_EXAMPLE
-            raise UserError(f"--config: '{path}' has no get_config(); allowed: a function of that name{fix}")
+            raise UserError(
+                Problem(
+                    "--config",
+                    fault=f"'{path}' has no get_config()",
+                    allowed="a function of that name",
+                    fix=nearest("get_config", [name for name in module if callable(module[name])]),
+                    nearest=EXAMPLE,
+                )
+            )
         given = module["get_config"]()
         if inspect.iscoroutine(given):
             given.close()  # an unawaited coroutine prints a warning
@@ -248,13 +258,13 @@ def load(path: str, keys: Sequence[str]) -> Imported:
         raise
     except SyntaxError as error:
         line = f":{error.lineno}" if error.lineno else ""
-        reason = f"{path}{line}: {type(error).__name__}: {error.msg}"
-        raise UserError(f"{reason}; allowed: Python in UTF-8{NEAR_EXAMPLE}") from error
+        where = f"{path}{line}: {type(error).__name__}"
+        raise UserError(Problem(where, fault=error.msg, allowed="Python in UTF-8", nearest=EXAMPLE)) from error
     except BaseException as error:  # also SystemExit: a configuration file must not end the program
         raise UserError(_raised_inside(path, error, keys)) from error
 
 
-def _no_file(path: str, what: str, own: Sequence[str]) -> str:
+def _no_file(path: str, what: str, own: Sequence[str]) -> Problem:
     folder = pathlib.Path(path).parent
     others = []
     if what_is_at(folder) == "a folder":
@@ -262,12 +272,17 @@ def _no_file(path: str, what: str, own: Sequence[str]) -> str:
     listed = f"; in that folder: {', '.join(others[:_MOST_LISTED])}" if others else ""
     states = {"nothing there": "does not exist", "a folder": "is not a file but a folder"}
     got = states[what] if what in states else f"cannot be read: {what}"
-    fix = nearest(path, others) or nearest(pathlib.Path(path).stem, own) or NEAR_EXAMPLE
-    return f"--config: '{path}' {got}; allowed: a Python file with get_config(), or {', '.join(own)}{listed}{fix}"
+    return Problem(
+        "--config",
+        fault=f"'{path}' {got}",
+        allowed=f"a Python file with get_config(), or {', '.join(own)}{listed}",
+        fix=nearest(path, others) or nearest(pathlib.Path(path).stem, own),
+        nearest=EXAMPLE,
+    )
 
 
-def _raised_inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
-    """Returns the error line for an exception that a configuration file raised."""
+def _raised_inside(path: str, error: BaseException, keys: Sequence[str]) -> Problem:
+    """Returns the problem that states the exception of a configuration file."""
     names = {name for key in keys for name in key.split(".")}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"{path}:{frames[-1].lineno}" if frames else path
@@ -276,9 +291,16 @@ def _raised_inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
     word = re.match(r'\W*(?:Key ")?(\w+)', reason)
     last_frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, (AttributeError, KeyError)) and word and "ml_collections" in last_frame.filename:
-        fix = nearest(word[1], names) or NEAR_EXAMPLE
-        return f"{where}: unknown key '{word[1]}'; allowed: what `{program()} config` lists{fix}"
-    return f"{where}: {type(error).__name__}: {reason}; allowed: a get_config() that returns{NEAR_EXAMPLE}"
+        return Problem(
+            where,
+            fault=f"unknown key '{word[1]}'",
+            allowed=f"what `{program()} config` lists",
+            fix=nearest(word[1], names),
+            nearest=EXAMPLE,
+        )
+    return Problem(
+        f"{where}: {type(error).__name__}", fault=reason, allowed="a get_config() that returns", nearest=EXAMPLE
+    )
 
 
 def schema(options: Options, prefix: str = "") -> dict[str, Entry]:
@@ -315,7 +337,7 @@ def flatten(values: Mapping[str, Value] | Options, prefix: str = "") -> Values:
 
 def collect(
     entries: Mapping[str, Entry], given: Mapping[str, Value], texts: Mapping[str, str]
-) -> tuple[Values, list[str]]:
+) -> tuple[Values, list[Problem]]:
     """Converts values to the types of their fields.
 
     Args:
@@ -324,7 +346,7 @@ def collect(
       texts: dotted key -> text from the command line; takes precedence over `given`.
 
     Returns:
-      dotted key -> value for every entry, and one line for each unknown key and each value of a wrong type. A wrong
+      dotted key -> value for every entry, and a problem for each unknown key and each value of a wrong type. A wrong
       text is replaced by the value in `given`, and a wrong value by the default.
     """
     values = {key: entry.default for key, entry in entries.items()}
@@ -335,13 +357,15 @@ def collect(
             continue
         if isinstance(value, str) and (key, fold(value)) in words.VALUES and value not in entries[key].choices:
             ours = words.VALUES[key, fold(value)]
-            problems.append(f"{key}: got '{value}'; allowed: {', '.join(entries[key].choices)}; did you mean '{ours}'?")
+            choices = ", ".join(entries[key].choices)
+            problems.append(Problem(key, got=f"'{value}'", allowed=choices, fix=f"; did you mean '{ours}'?"))
             continue
         try:
             values[key] = typed(value, entries[key].kind, is_text=key in texts, bounds=entries[key].bounds)
-        except ValueError as error:
-            fix = "" if "nearest: " in str(error) else f"; nearest: {json.dumps(entries[key].default)}, the default"
-            problems.append(f"{key}: {error}{fix}")
+        except UserError as error:
+            problem = error.problems[0].at(key)
+            default = f"{json.dumps(entries[key].default)}, the default"
+            problems.append(problem if problem.nearest else problem.with_parts(nearest=default))
             if key in texts and key in given:
                 with contextlib.suppress(ValueError):
                     values[key] = typed(given[key], entries[key].kind)
@@ -361,25 +385,26 @@ def typed(value: Value, kind: type, *, is_text: bool = False, bounds: tuple[floa
       bounds: the range of the whole number that is suggested instead of a fraction.
 
     Raises:
-      ValueError: `got ...; allowed: ...`: the value cannot be converted to this type.
+      UserError: the value cannot be converted to this type; the problem has no key.
     """
     if kind is str and isinstance(value, str):
         if is_utf8(value) and "\0" not in value:
             return str(value)
-        raise ValueError(f"got {value!r}; allowed: a text that UTF-8 can write, without zero bytes")
+        raise UserError(Problem(None, got=f"{value!r}", allowed="a text that UTF-8 can write, without zero bytes"))
     if kind is bool and is_text and value.strip().lower() in _BOOLS:
         return _BOOLS[value.strip().lower()]
     if kind is bool and isinstance(value, bool):
         return value
-    fix, number = "", typing.cast(Value, _number(value) if is_text else value)
+    allowed, closest = f"{_WORDS[kind.__name__]} ({kind.__name__})", ""
+    number = typing.cast(Value, _number(value) if is_text else value)
     if kind in (int, float) and is_finite(number):
         if kind is float or number == int(number):
             return kind(number)
-        fix = f"; nearest: {min(max(round(number), bounds[0]), bounds[1])}"
+        closest = f"{min(max(round(number), bounds[0]), bounds[1])}"
     elif kind in (int, float) and isinstance(number, int) and not isinstance(number, bool):
-        fix = f" of at most {sys.float_info.max_10_exp} digits"
+        allowed += f" of at most {sys.float_info.max_10_exp} digits"
     got = f"'{value}'" if is_text else f"{_shown(value)} ({type(value).__name__})"
-    raise ValueError(f"got {got}; allowed: {_WORDS[kind.__name__]} ({kind.__name__}){fix}")
+    raise UserError(Problem(None, got=got, allowed=allowed, nearest=closest))
 
 
 def _shown(value: Value) -> str:
@@ -400,14 +425,16 @@ def _number(text: str) -> int | float | None:
     return None
 
 
-def _unknown_keys(given: Mapping[str, Value], entries: Mapping[str, Entry]) -> list[str]:
+def _unknown_keys(given: Mapping[str, Value], entries: Mapping[str, Entry]) -> list[Problem]:
     # More unknown keys than fields are not typing errors, and a search for fields similar to each would take minutes.
     listed = list(given)[: None if len(given) <= len(entries) else MOST_LINES]
-    more = [f"... and {len(given) - len(listed)} more keys like these"] if len(listed) < len(given) else []
-    return [_unknown_key(key, given[key], entries) for key in listed] + more
+    problems = [_unknown_key(key, given[key], entries) for key in listed]
+    if len(listed) < len(given):
+        problems.append(Problem.plain(f"... and {len(given) - len(listed)} more keys like these"))
+    return problems
 
 
-def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> str:
+def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> Problem:
     groups = {name.partition(".")[0] for name in entries if "." in name}
     top, _, last = key.rpartition(".")
     other_names = [key, *(part for part in (last, key.partition(".")[0]) if part not in groups)]
@@ -417,19 +444,29 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> str:
     fix = _assignment(ours[0], value, entries) if ours else ""
     if key in groups:
         fields = [name for name in entries if name.startswith(f"{key}.")]
-        fix = fix or f"; nearest: {fields[0]}={entries[fields[0]].default}"
-        return f"{key}: got {_shown(value)}; allowed: a value for one of its fields: {', '.join(fields)}{fix}"
+        return Problem(
+            key,
+            got=_shown(value),
+            allowed=f"a value for one of its fields: {', '.join(fields)}",
+            fix=fix,
+            nearest=f"{fields[0]}={entries[fields[0]].default}",
+        )
     if top in entries:
-        return f"{key}: unknown key; allowed: '{top}', which is a value and has no fields; did you mean '{top}'?"
+        return Problem(
+            key,
+            fault="unknown key",
+            allowed=f"'{top}', which is a value and has no fields",
+            fix=f"; did you mean '{top}'?",
+        )
     same_name = [name for name in entries if name.rpartition(".")[2] == last]
     if not fix and len(same_name) == 1:
         fix = f"; did you mean '{same_name[0]}'?"
-    fix = fix or nearest(key, [*entries, *groups]) or "; nearest: leave it out"
+    fix = fix or nearest(key, [*entries, *groups])
     if top in groups:
         allowed = ", ".join(name for name in entries if name.startswith(f"{top}."))
     else:
         allowed = f"what `{program()} config` lists"
-    return f"{key}: unknown key; allowed: {allowed}{fix}"
+    return Problem(key, fault="unknown key", allowed=allowed, fix=fix, nearest="leave it out")
 
 
 def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
@@ -469,20 +506,31 @@ def construct(default: Options, values: Mapping[str, Value], prefix: str = "") -
     return dataclasses.replace(default, **fields)
 
 
-def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[str]:
+def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[Problem]:
     """Returns an error line if a folder cannot be created or written, else an empty list; leaves no file.
 
     The line starts with `flag` and suggests `example`.
     """
-    existing, fix = folder.absolute(), f"nearest: {example}"
+    existing = folder.absolute()
     if folder.parts[:1] and folder.parts[0].startswith("~"):
-        return [f"{flag}: got '{folder}', a home directory that is missing; allowed: a writable folder; {fix}"]
+        return [
+            Problem(
+                flag,
+                got=f"'{folder}', a home directory that is missing",
+                allowed="a writable folder",
+                nearest=example,
+            )
+        ]
     while (what := what_is_at(existing)) == "nothing there" and existing != existing.parent:
         existing = existing.parent
     if what != "a folder":
         return [
-            f"{flag}: got '{folder}': '{existing}' is not a folder but {what}; allowed: a folder that can be "
-            f"written; {fix}"
+            Problem(
+                flag,
+                got=f"'{folder}': '{existing}' is not a folder but {what}",
+                allowed="a folder that can be written",
+                nearest=example,
+            )
         ]
     try:
         # Tries to write: permission bits are not sufficient for root or for a read-only file system.
@@ -490,8 +538,12 @@ def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "ru
             return []
     except OSError as error:
         return [
-            f"{flag}: got '{folder}', which is not writable ({error.strerror}); allowed: a folder that can be "
-            f"written; {fix}"
+            Problem(
+                flag,
+                got=f"'{folder}', which is not writable ({error.strerror})",
+                allowed="a folder that can be written",
+                nearest=example,
+            )
         ]
 
 
@@ -502,8 +554,12 @@ def writing(flag: str, path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{flag}: got '{path}', which cannot be written ({error.strerror}); allowed: a path on a disk with room; "
-            "nearest: another folder"
+            Problem(
+                flag,
+                got=f"'{path}', which cannot be written ({error.strerror})",
+                allowed="a path on a disk with room",
+                nearest="another folder",
+            )
         ) from error
 
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from meshtrain.cli import flags
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.files import Json, JsonObject, expanded, is_url, real
 
 FUNCTION, PATH = "function", "path"
@@ -108,7 +108,7 @@ def refuse(found: Mapping[str, str], file: str | Path, command: str, fields: Map
     if found:
         got = ", ".join(f"{key}: got '{value}'" for key, value in found.items())
         allowed = ", ".join(_ALLOWED[kind] for kind in dict.fromkeys(fields[key].kind for key in found))
-        raise UserError(f"{file}: {got}; allowed: {allowed}; nearest: {command}")
+        raise UserError(Problem(file, fault=got, allowed=allowed, nearest=command))
 
 
 def _paths(value: str) -> set[str]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from meshtrain.cli import flags
 from meshtrain.cli.tables import aligned
 from meshtrain.config.config import Config, defaults_of, parse
-from meshtrain.errors import UserError, refuse, run, unknown
+from meshtrain.errors import Problem, UserError, refuse, run, unknown
 
 WIDTH = 120  # characters in a line if the terminal's width is unknown
 LEAST_TEXT = 30  # minimum characters for the meanings
@@ -55,7 +55,9 @@ def copy(name: str) -> pathlib.Path:
     if name not in own:
         raise UserError(unknown("--copy", name, list(own), "3d"))
     if file.exists():
-        raise UserError(f"--copy: got '{name}', and {file} is here; allowed: a new file; nearest: another folder")
+        raise UserError(
+            Problem("--copy", got=f"'{name}', and {file} is here", allowed="a new file", nearest="another folder")
+        )
     refuse(flags.unwritable(pathlib.Path(), "--copy", "another folder"))
     flags.write("--copy", str(file), own[name].read_bytes())
     return file

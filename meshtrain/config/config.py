@@ -30,7 +30,7 @@ from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.sources import DataOptions, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
-from meshtrain.errors import UserError, first_line, nearest_multiple, refuse
+from meshtrain.errors import Problem, UserError, first_line, nearest_multiple, refuse
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries, stack_problems
 from meshtrain.observe import profiler
@@ -113,13 +113,13 @@ def resolve(
       UserError: unknown keys, wrong types, values outside their bounds, and what `check` finds; all of them.
     """
     config, found = built(given, overrides or {}, make_task)
-    read_elsewhere = ("data.path: ", "data.validation_path: ") if is_own(config.data) else ()  # URLs too
-    found += [line for line in problems(config, "") if not line.startswith(read_elsewhere)]
+    read_elsewhere = ("data.path", "data.validation_path") if is_own(config.data) else ()  # URLs too
+    found += [problem for problem in problems(config, "") if problem.key not in read_elsewhere]
     schema = flags.schema(start := defaults_of(config))
-    # Unknown keys do not count: `mesh.dat` is a part of `mesh.data`, and would drop every line about that.
-    faulty = {line.partition(":")[0] for line in found}
-    faulty = {key for key in faulty if any(f"{known}.".startswith(f"{key}.") for known in schema)}
-    # The checks across fields need legal values: a wrong one is replaced by its default, lines about it are dropped.
+    faulty = {problem.key for problem in found}
+    faulty |= {key for key in schema for group in faulty if key.startswith(f"{group}.")}  # of a value that is no group
+    # The checks across fields need legal values: a wrong one is replaced by its default, problems that depend on it are
+    # dropped.
     defaults = {key: entry.default for key, entry in schema.items() if key in faulty}
     mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
     mended, no_vocabulary = _with_vocabulary(mended, reads_data=reads_data)
@@ -139,12 +139,12 @@ def resolve(
     sizes = dataclasses.asdict(mended.mesh)
     is_open = -1 in sizes.values() and not (found or across or also)  # all problems come at once
     across += _on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function, rules, is_open=is_open)
-    found += [line for line in across if not any(key in line for key in faulty)]
+    found += [problem for problem in across if not faulty & {problem.key, *problem.depends_on}]
     refuse([*also, *found])
     return mended
 
 
-def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[str]]:
+def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[Problem]]:
     """Returns the configuration with `model.vocab_size=0` filled in, and a line for each reason why it is unknown.
 
     It means as many tokens as the data's tokenizer has. If that is unknown, the size for bytes is filled in, so that
@@ -156,15 +156,20 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
     """
     if getattr(config.model, "vocab_size", None) != 0:
         return config, []
-    size, problems = NUM_BYTES + 1, list[str]()
+    size, problems = NUM_BYTES + 1, list[Problem]()
     try:
         size = data_sources.vocabulary_of(config.data)
     except UserError as error:
-        why = error.problems[0].partition("; allowed")[0]
+        why = f"{error.problems[0].key}: {error.problems[0].fault}"
         if not reads_data:
             problems = [
-                f"model.vocab_size: got 0, as many tokens as the data have, which are not known here ({why}); "
-                "allowed: a number, or data that are here; nearest: 50257"
+                Problem(
+                    "model.vocab_size",
+                    got=f"0, as many tokens as the data have, which are not known here ({why})",
+                    allowed="a number, or data that are here",
+                    nearest=50257,
+                    depends_on=[error.problems[0].key],
+                )
             ]
         elif not data_sources.check(config.data):
             problems = list(error.problems)
@@ -172,26 +177,41 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
     return dataclasses.replace(config, model=model), problems
 
 
-def _length_problems(config: Config) -> list[str]:
+def _length_problems(config: Config) -> list[Problem]:
     """Returns one line for each contradiction in how long a run is; the default of `num_steps` is no choice."""
     found = learning_rate.check(config.learning_rate) + early_stop.check(config.early_stop, config.eval_every)
     if not config.num_epochs or config.num_steps == Config.num_steps:
         return found
-    return [*found, f"num_epochs: got {config.num_epochs:g} with num_steps={config.num_steps}; allowed: one of both; "
-            f"nearest: num_epochs=0, or num_steps={Config.num_steps}, the default"]  # fmt: skip
+    return [
+        *found,
+        Problem(
+            "num_epochs",
+            got=f"{config.num_epochs:g} with num_steps={config.num_steps}",
+            allowed="one of both",
+            nearest=f"num_epochs=0, or num_steps={Config.num_steps}, the default",
+            depends_on=["num_steps"],
+        ),
+    ]
 
 
-def _base_problems(config: Config) -> list[str]:
+def _base_problems(config: Config) -> list[Problem]:
     """Returns one line if `init_base` would not be read, because nothing is loaded."""
     if config.init_from or not config.init_base:
         return []
-    return [f"init_base: got '{config.init_base}' without init_from; allowed: '', or the folder of the model that the "
-            "adapters of init_from belong to; nearest: ''"]  # fmt: skip
+    return [
+        Problem(
+            "init_base",
+            got=f"'{config.init_base}' without init_from",
+            allowed="'', or the folder of the model that the adapters of init_from belong to",
+            nearest="''",
+            depends_on=["init_from"],
+        )
+    ]
 
 
 def check(
     config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
-) -> list[str]:
+) -> list[Problem]:
     """Returns one line for each reason why a resolved configuration does not fit a mesh of these sizes.
 
     For the task function and the rules see `resolve`.
@@ -201,7 +221,7 @@ def check(
 
 def check_filled(
     config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
-) -> list[str]:
+) -> list[Problem]:
     """Returns the lines of `check` for a mesh with an axis of -1, now filled in; none if `resolve` has checked."""
     is_open = -1 in dataclasses.astuple(config.mesh)
     return check(config, mesh_shape, make_task, rules) if is_open else []
@@ -214,7 +234,7 @@ def _on_mesh(
     rules: Rules | None,
     *,
     is_open: bool = False,
-) -> list[str]:
+) -> list[Problem]:
     """Returns the lines of `check`; without a task function only those that do not depend on the task.
 
     Those of the weights' placement are left out for an open mesh that has no other problem: `check_filled` has them.
@@ -258,11 +278,19 @@ def _on_mesh(
     return problems + weight_problems(config, mesh_shape, params, axes, rules)
 
 
-def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has_option: bool) -> list[str]:
+def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has_option: bool) -> list[Problem]:
     """Returns one line for each reason why a pipeline of this size cannot run the task."""
     size = mesh_shape["pipeline"]
     if task.stages is None:
-        return [f"mesh.pipeline: got {size}, and this task has no stages; allowed: 1; nearest: mesh.pipeline=1"]
+        return [
+            Problem(
+                "mesh.pipeline",
+                got=f"{size}, and this task has no stages",
+                allowed=1,
+                nearest="mesh.pipeline=1",
+                depends_on=["task"],
+            )
+        ]
     return pipeline_check.check(
         config.pipeline,
         num_stages=size,
@@ -272,40 +300,51 @@ def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has
     )
 
 
-def _rounding_problems(config: Config, stack: Stack) -> list[str]:
+def _rounding_problems(config: Config, stack: Stack) -> list[Problem]:
     """Returns one line for each array that is rounded at random, if layers are spread over the stages.
 
     Random bits depend on the place in memory, which is then another one than on one device.
     """
     if stack.places_of_layers is None:
         return []
-    given = f"with {stack.num_layers} layers spread over {stack.num_stages} stages x {stack.num_chunks} chunks, whose "
-    given += "random rounding would be another one than on one device"
+    spread = f"with {stack.num_layers} layers spread over {stack.num_stages} stages x {stack.num_chunks} chunks, whose "
+    spread += "random rounding would be another one than on one device"
     values = {
         "optimizer.moments": (config.optimizer.moments, "float32"),
         "precision.param_dtype": (config.precision.param_dtype.replace("auto", "float32"), "float32"),
     }
     return [
-        f"{key}: got {value} {given}; allowed: {fix}, or stages that divide the layers; nearest: {key}={fix}"
+        Problem(
+            key,
+            got=f"{value} {spread}",
+            allowed=f"{fix}, or stages that divide the layers",
+            nearest=f"{key}={fix}",
+            depends_on=["mesh.pipeline", "pipeline.num_chunks", "model.num_layers"],
+        )
         for key, (value, fix) in values.items()
         if value != fix
     ]
 
 
-def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns one line if `context`, larger than 1, should split sequences, and the task's batch has none."""
     split = {name for name, axes in rules.activations.items() if CONTEXT in axes}
     if any(split & set(entry.axes) for entry in entries(task, config.batch_size).values()):
         return []
     return [
-        f"mesh.{CONTEXT}: got {mesh_shape[CONTEXT]}, and no entry of this task's batch has a dim 'sequence'; allowed: "
-        f"1; nearest: mesh.{CONTEXT}=1"
+        Problem(
+            f"mesh.{CONTEXT}",
+            got=f"{mesh_shape[CONTEXT]}, and no entry of this task's batch has a dim 'sequence'",
+            allowed=1,
+            nearest=f"mesh.{CONTEXT}=1",
+            depends_on=["task"],
+        )
     ]
 
 
 def batch_problems(
     batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_microbatches: int, num_groups: int = 0
-) -> list[str]:
+) -> list[Problem]:
     """Returns one line where the global batch does not divide by its shards (data x fsdp) x microbatches.
 
     Args:
@@ -323,8 +362,13 @@ def batch_problems(
         return []
     factors = " x ".join([*(f"{name} {size}" for name, size in sizes.items()), f"{num_microbatches} microbatches"])
     return [
-        f"batch_size: got {batch_size}; allowed: a multiple of {divisor} = {factors}; "
-        f"nearest: {nearest_multiple(batch_size, divisor)}"
+        Problem(
+            "batch_size",
+            got=batch_size,
+            allowed=f"a multiple of {divisor} = {factors}",
+            nearest=nearest_multiple(batch_size, divisor),
+            depends_on=[*sizes, "accumulation_steps", "pipeline.num_microbatches"],
+        )
     ]
 
 
@@ -337,7 +381,7 @@ def batch_shards(rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
 
 def sequence_problems(
     sequence_length: int, rules: Rules, mesh_shape: Mapping[str, int], name: str = "sequence_length"
-) -> list[str]:
+) -> list[Problem]:
     """Returns one line where a rule splits the sequence of an activation into unequal shards.
 
     Args:
@@ -352,15 +396,20 @@ def sequence_problems(
         if sequence_length % parts:
             over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes if mesh_shape[axis] > 1)
             return [
-                f"{name}: got {sequence_length}; allowed: a multiple of {parts}, as rule '{rule}' splits it "
-                f"over {over}; nearest: {nearest_multiple(sequence_length, parts)}"
+                Problem(
+                    name,
+                    got=sequence_length,
+                    allowed=f"a multiple of {parts}, as rule '{rule}' splits it over {over}",
+                    nearest=nearest_multiple(sequence_length, parts),
+                    depends_on=[f"mesh.{axis}" for axis in axes],
+                )
             ]
     return []
 
 
 def weight_problems(
     config: Config, mesh_shape: Mapping[str, int], params: Arrays, axes: NamesTree, rules: Rules
-) -> list[str]:
+) -> list[Problem]:
     """Returns one line for each reason why a task's weights cannot be stored on a mesh of these sizes.
 
     The dim `layers` is left out: what stacks layers outside of a pipeline's stages is the task's own.
@@ -372,7 +421,7 @@ def weight_problems(
       axes: their logical axes.
       rules: the table, with the storage axes of the ZeRO level.
     """
-    mask, problems, chosen = None, list[str](), config.optimizer
+    mask, problems, chosen = None, list[Problem](), config.optimizer
     if not trainable.check(chosen.trainable):  # which `optimizers.check` reports
         try:
             mask = trainable.trained_mask(chosen.trainable, params, has_adapters=config.lora.rank > 0)
@@ -408,25 +457,29 @@ def units_on_device(config: Config, task: Task, rules: Rules, mesh_shape: Mappin
     return task.num_units / num_parts(split, mesh_shape)
 
 
-def built(given: Given, overrides: Mapping[str, str], make_task: MakeTask | None = None) -> tuple[Config, list[str]]:
+def built(
+    given: Given, overrides: Mapping[str, str], make_task: MakeTask | None = None
+) -> tuple[Config, list[Problem]]:
     """Returns a configuration of the right types, and one line for each key or value that was left out.
 
     The task is read first, because the fields of `model` are those of its options, and likewise the reduction.
     """
-    right = "allowed: what meshtrain.config.default() returns, a value in each place; nearest: return config"
+    right = Problem(
+        "--config", allowed="what meshtrain.config.default() returns, a value in each place", nearest="return config"
+    )
     try:
         options = type(given.model) if isinstance(given, Config) else type(Config().model)
         given = given.to_dict() if isinstance(given, ml_collections.ConfigDict) else given
         given = dataclasses.asdict(given) if isinstance(given, Config) else given
         values = flags.flatten(meanings.without_version(given)) if isinstance(given, Mapping) else None
     except ml_collections.config_dict.RequiredValueError as error:
-        raise UserError(f"--config: got no value where one is required ({error}); {right}") from error
+        raise UserError(right.with_parts(got=f"no value where one is required ({error})")) from error
     except Exception as error:  # whatever a mapping of the user's raises
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"--config: got a mapping that cannot be read ({reason}); {right}") from error
+        raise UserError(right.with_parts(got=f"a mapping that cannot be read ({reason})")) from error
     if values is None:
-        raise UserError(f"--config: got {type(given).__name__} from get_config(); {right}")
-    texts, problems = dict(overrides), list[str]()
+        raise UserError(right.with_parts(got=f"{type(given).__name__} from get_config()"))
+    texts, problems = dict(overrides), list[Problem]()
     given_data = [key.removeprefix("data.") for key in (*values, *texts) if key.startswith("data.")]
     source = _named("data.source", values, texts, DataOptions.source)
     data = data_sources.options_of(source, given_data)()
@@ -473,13 +526,13 @@ def _options_of(make_task: MakeTask, name: str, options: type) -> type:
     return options if name == tasks.name_of(make_task) else tasks.find(name).options
 
 
-def _with_own_options(start: Config, values: Values, texts: dict[str, str]) -> tuple[Config, list[str]]:
+def _with_own_options(start: Config, values: Values, texts: dict[str, str]) -> tuple[Config, list[Problem]]:
     """Returns defaults in which the options of each user's function stand beside the one that names it.
 
     Takes out of `values`, in place, the options of a function in whose place `texts` names another. Where a function is
     wrong, its options are not known: they are taken out of both, and a line says what is wrong.
     """
-    problems = list[str]()
+    problems = list[Problem]()
     for name, options in groups(start).items():
         if not naming(options):
             continue
@@ -507,7 +560,7 @@ def groups(config: Config) -> dict[str, Options]:
     return {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
 
 
-def _drop_other_defaults(start: Config, values: Values, texts: Mapping[str, str]) -> list[str]:
+def _drop_other_defaults(start: Config, values: Values, texts: Mapping[str, str]) -> list[Problem]:
     """Takes another task's defaults out of `values`, in place; returns one line where that is ambiguous.
 
     A file that begins with `default()` and then names another task holds the whole `model` of the decoder. A value that
@@ -528,11 +581,16 @@ def _drop_other_defaults(start: Config, values: Values, texts: Mapping[str, str]
         unclear = [key for key in same if key in own and own[key] != others[key] and key not in texts]
         for key in same:
             del values[key]
+        begins = f"'{start.task}' in a configuration that begins with the options of '{name}'"
         return [
-            f"task: got '{start.task}' in a configuration that begins with the options of '{name}', and {key} = "
-            f"{others[key]} is a default of both or a choice; allowed: default(task='{start.task}'), whose model is "
-            f"this task's; nearest: that" for key in unclear[:1]
-        ]  # fmt: skip
+            Problem(
+                "task",
+                got=f"{begins}, and {key} = {others[key]} is a default of both or a choice",
+                allowed=f"default(task='{start.task}'), whose model is this task's",
+                nearest="that",
+            )
+            for key in unclear[:1]
+        ]
     return []
 
 

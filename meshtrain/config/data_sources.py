@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from meshtrain.data.corpus import SOURCES
 from meshtrain.data.sources import DataOptions, Source, fraction_problems, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
-from meshtrain.errors import UserError, nearest
+from meshtrain.errors import Problem, UserError, nearest
 from meshtrain.options import FORM, OptionsClass, Value, function_problems, imported_function, side_names
 
 SEAM = "data.source"
@@ -50,7 +50,7 @@ def _with_others(own: OptionsClass) -> type[DataOptions]:
     return dataclasses.make_dataclass(own.__name__, more.values(), bases=(own,), frozen=True) if more else own
 
 
-def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
+def check(options: DataOptions, *, reads_data: bool = True) -> list[Problem]:
     """Returns an error line for each problem that is visible without reading the data: paths, sizes, descriptions.
 
     A user's data function gets the complete configuration, and may read any input.
@@ -64,8 +64,15 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
         return fraction_problems(options) + own
     if options.source in names():
         return find(options.source).check(options, reads_data)
-    fix = nearest(options.source, names()) or "; nearest: 'python', the default"
-    return [f"{SEAM}: got '{options.source}'; allowed: {', '.join(names())}, {FORM}{fix}"]
+    return [
+        Problem(
+            SEAM,
+            got=f"'{options.source}'",
+            allowed=f"{', '.join(names())}, {FORM}",
+            fix=nearest(options.source, names()),
+            nearest="'python', the default",
+        )
+    ]
 
 
 def vocabulary_of(options: DataOptions) -> int:
@@ -77,7 +84,12 @@ def vocabulary_of(options: DataOptions) -> int:
     """
     if is_own(options):
         raise UserError(
-            f"model.vocab_size: got 0 with data.source={options.source}, which brings no tokenizer; allowed: a number "
-            "above each token id; nearest: model.vocab_size=257"
+            Problem(
+                "model.vocab_size",
+                got=f"0 with data.source={options.source}, which brings no tokenizer",
+                allowed="a number above each token id",
+                nearest="model.vocab_size=257",
+                depends_on=["data.source"],
+            )
         )
     return find(options.source).vocab_size(options) if options.source in names() else NUM_BYTES + 1

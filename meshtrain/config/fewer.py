@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from meshtrain.config.config import Config, batch_shards, num_microbatches
-from meshtrain.errors import TooFew, UserError
+from meshtrain.errors import Problem, TooFew, UserError
 from meshtrain.sharding.rules import DATA, Rules, default_rules
 
 
-def check(config: Config) -> list[str]:
+def check(config: Config) -> list[Problem]:
     """Returns an error line if a job that may start with fewer processes has a mesh of fixed size."""
     if config.mesh.data == -1:
         return []
-    got = f"mesh.{DATA}: got {config.mesh.data}, in a job that may go on with fewer processes"
-    return [f"{got}; allowed: -1, what is left; nearest: mesh.{DATA}=-1"]
+    got = f"{config.mesh.data}, in a job that may go on with fewer processes"
+    return [Problem(f"mesh.{DATA}", got=got, allowed="-1, what is left", nearest=f"mesh.{DATA}=-1")]
 
 
 @contextmanager
@@ -29,8 +29,9 @@ def refusing(num_processes: int, full: int) -> Iterator[None]:
     except UserError as error:
         if num_processes == full or isinstance(error, TooFew):
             raise
-        where = f"processes: got {num_processes} of {full}, with the problems above"
-        raise TooFew(*error.problems, f"{where}; allowed: a number without; nearest: one less, or {full}") from error
+        got = f"{num_processes} of {full}, with the problems above"
+        problem = Problem("processes", got=got, allowed="a number without", nearest=f"one less, or {full}")
+        raise TooFew(*error.problems, problem) from error
 
 
 def spread(
@@ -67,10 +68,9 @@ def spread(
     if left:
         allowed = [n for n in range(1, full + 1) if shards(n) and config.batch_size % shards(n) == 0]
         below = max((n for n in allowed if n < num_processes), default=full)
-        raise TooFew(
-            f"processes: got {num_processes} of {full}, {num_devices} devices, whose shards do not divide batch_size = "
-            f"{config.batch_size}; allowed: {', '.join(map(str, allowed))}; nearest: {below}"
-        )
+        got = f"{num_processes} of {full}, {num_devices} devices"
+        got += f", whose shards do not divide batch_size = {config.batch_size}"
+        raise TooFew(Problem("processes", got=got, allowed=", ".join(map(str, allowed)), nearest=below))
     least = next(
         steps
         for steps in range(1, sequences + 1)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 
 from meshtrain.cli import flags
-from meshtrain.errors import unknown
+from meshtrain.errors import Problem, UserError, unknown
 from meshtrain.options import Value, Values
 
 
@@ -60,7 +60,7 @@ IN_FORMER_RUNS: Mapping[str, Value] = {"data.begin_token": "none"}
 GROUPS = ("compression",)  # of former keys, which are no groups today
 
 
-def rename(values: Values, texts: dict[str, str], defaults: Mapping[str, Value]) -> dict[str, str]:
+def rename(values: Values, texts: dict[str, str], defaults: Mapping[str, Value]) -> dict[str, Problem]:
     """Puts values of renamed keys under today's keys and takes those of gone keys out, both in place.
 
     Args:
@@ -69,40 +69,42 @@ def rename(values: Values, texts: dict[str, str], defaults: Mapping[str, Value])
       defaults: dotted key -> default, of every key of today.
 
     Returns:
-      Former key -> a line, for each value that nothing stands for today.
+      Former key -> a problem, for each value that nothing stands for today.
     """
-    renamed = {}
+    renamed = dict[str, Problem]()
     for key, now in FORMER.items():
         if key in defaults:
             continue  # the task's own option
         found = [(given.pop(key), given) for given in (values, texts) if key in given]
         for value, given in found[-1:] if isinstance(now, Gone) else found:
-            is_text, line = given is texts, ""
+            is_text, problem = given is texts, None
             if isinstance(now, Gone):
-                line = _refused(key, value, now, is_text=is_text)
+                problem = _refused(key, value, now, is_text=is_text)
             elif isinstance(now, Choice):
-                line = _chosen(key, now, str(value), given, values if is_text else {})
+                problem = _chosen(key, now, str(value), given, values if is_text else {})
             elif not now.startswith("reduction.") or (texts.get(_NAME) or values.get(_NAME)) in _PACKED:
-                line = _moved(key, now, value, given, None if is_text else defaults.get(now))
-            if line:
-                renamed[key] = line
+                problem = _moved(key, now, value, given, None if is_text else defaults.get(now))
+            if problem:
+                renamed[key] = problem
                 break
     return renamed
 
 
-def _refused(key: str, value: Value, gone: Gone, *, is_text: bool) -> str:
-    """Returns a line for a value of a key that is gone; '' for the default that it had."""
+def _refused(key: str, value: Value, gone: Gone, *, is_text: bool) -> Problem | None:
+    """Returns a problem for a value of a key that is gone; None for the default that it had."""
     default = json.dumps(gone.default)
     try:
         read = flags.typed(value, type(gone.default), is_text=is_text)
-        got = "" if read == gone.default else f"got {json.dumps(read)}"
-    except ValueError as error:
-        got = str(error).partition("; allowed: ")[0]
-    return got and f"{key}: {got}; allowed: {default}, the only value now, {gone.why}; nearest: {key}={default}"
+        if read == gone.default:
+            return None
+        got = json.dumps(read)
+    except UserError as error:
+        got = error.problems[0].got
+    return Problem(key, got=got, allowed=f"{default}, the only value now, {gone.why}", nearest=f"{key}={default}")
 
 
-def _chosen(key: str, row: Choice, value: str, among: Values, before: Mapping[str, Value]) -> str:
-    """Puts what a value chooses under today's key; returns a line for other values, or where that is chosen otherwise.
+def _chosen(key: str, row: Choice, value: str, among: Values, before: Mapping[str, Value]) -> Problem | None:
+    """Puts what a value chooses under today's key; returns a problem for other values, or if that is chosen otherwise.
 
     The default takes back what this key itself could have chosen in the values `before`, and nothing else.
     """
@@ -112,23 +114,27 @@ def _chosen(key: str, row: Choice, value: str, among: Values, before: Mapping[st
     default = next(iter(row.values.values()))
     name, taken = row.values[value], among.get(row.now)
     if name == default and (taken or before.get(row.now) not in row.values.values()):
-        return ""
+        return None
     if taken not in (None, name, default):
-        got = f"{key}: got {value}, and {row.now} is {taken}"
-        return f"{got}; allowed: {row.now} alone, its name today; nearest: leave {key} out"
+        return _chosen_twice(key, value, row.now, taken)
     among[row.now] = name
-    return ""
+    return None
 
 
-def _moved(key: str, now: str, value: Value, among: Values, unchosen: Value) -> str:
-    """Puts a value under today's key; returns a line where that has been chosen with another value.
+def _moved(key: str, now: str, value: Value, among: Values, unchosen: Value) -> Problem | None:
+    """Puts a value under today's key; returns a problem if that has been chosen with another value.
 
     What a file has under today's key may be `unchosen`, the default that it began with.
     """
     # A comparison with an array, or with an object of the user's, may raise.
     are_plain = now in among and all(isinstance(each, int | float | str) for each in (value, among[now]))
     if are_plain and among[now] not in (value, unchosen):
-        got = f"{key}: got {json.dumps(value)}, and {now} is {json.dumps(among[now])}"
-        return f"{got}; allowed: {now} alone, its name today; nearest: leave {key} out"
+        return _chosen_twice(key, json.dumps(value), now, json.dumps(among[now]))
     among[now] = value
-    return ""
+    return None
+
+
+def _chosen_twice(key: str, value: str, now: str, taken: Value) -> Problem:
+    """Returns the problem of a former key beside today's key, which has another value."""
+    got = f"{value}, and {now} is {taken}"
+    return Problem(key, got=got, allowed=f"{now} alone, its name today", nearest=f"leave {key} out")

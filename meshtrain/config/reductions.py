@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshtrain.config.fields import Config
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.options import Imported, called, imported_function, own_check, side_names
 from meshtrain.sharding.reduction import KEY as KEY
 from meshtrain.sharding.reduction import MAX_LEVEL, NAMES, SUM, Reduction
@@ -32,17 +32,22 @@ def of(config: Config) -> Reduction | None:
         NAMES,
         [config.reduction, reduce_dtype(config.precision)],
         takes="options and a dtype",
-        gives=f"; allowed: a function (options, dtype) -> Reduction; nearest: mend it there, or {KEY}={SUM}",
+        gives="a function (options, dtype) -> Reduction",
+        fix=f"mend it there, or {KEY}={SUM}",
     )
     if not isinstance(made, Reduction):
         raise UserError(
-            f"{KEY}: got '{name}', which returns {type(made).__name__}; allowed: a Reduction; nearest: return "
-            "Reduction(reduce, sent_bytes)"
+            Problem(
+                KEY,
+                got=f"'{name}', which returns {type(made).__name__}",
+                allowed="a Reduction",
+                nearest="return Reduction(reduce, sent_bytes)",
+            )
         )
     return dataclasses.replace(made, name=name)
 
 
-def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns one line for each reason why gradients cannot be reduced, or groups train apart, as a configuration says.
 
     Args:
@@ -61,8 +66,13 @@ def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     level = config.zero.effective_level
     if level > MAX_LEVEL and mesh_shape[DATA] > 1:
         lines.append(
-            f"{KEY}: got {reduction.name} with zero.level={level}, which reduces the gradients of each "
-            f"microbatch; allowed: zero.level 0 or {MAX_LEVEL}; nearest: zero.level={MAX_LEVEL}"
+            Problem(
+                KEY,
+                got=f"{reduction.name} with zero.level={level}, which reduces the gradients of each microbatch",
+                allowed=f"zero.level 0 or {MAX_LEVEL}",
+                nearest=f"zero.level={MAX_LEVEL}",
+                depends_on=["zero.level"],
+            )
         )
     return lines
 
@@ -75,5 +85,5 @@ def apart(config: Config) -> Imported:
     """
     period = config.local_steps.period
     if period and not side_names(PERIOD):
-        raise UserError(f"{PERIOD}: got {period}; allowed: 0, as meshtrain/lab is not here; nearest: 0")
+        raise UserError(Problem(PERIOD, got=period, allowed="0, as meshtrain/lab is not here", nearest=0))
     return imported_function(PERIOD, "apart", ()) if period else None

@@ -7,7 +7,7 @@ from meshtrain.cli import flags, foreign
 from meshtrain.config import former, meanings, tasks
 from meshtrain.config.config import CONFIG_FILE, Config, built, defaults_of
 from meshtrain.config.effects import without_effect
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.files import Json, read_json
 from meshtrain.options import Value, Values
 from meshtrain.sharding.rules import AXES, DATA
@@ -65,17 +65,19 @@ def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
     try:
         given = read_json(text)
     except ValueError as error:
-        raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run wrote; nearest: --config") from error
+        raise UserError(
+            Problem(CONFIG_FILE, fault=f"not JSON ({error})", allowed="what a run wrote", nearest="--config")
+        ) from error
     given = meanings.today(given)[0] if isinstance(given, dict) else given
     absent = former.IN_FORMER_RUNS.keys() - flags.flatten(given).keys() if isinstance(given, dict) else set()
     texts = {key: str(former.IN_FORMER_RUNS[key]) for key in absent}
     config, problems = built(given, texts | dict(overrides or {}))
-    refuse(f"{CONFIG_FILE}: {line}" for line in problems)
+    refuse(problem.at(CONFIG_FILE) for problem in problems)
     return config
 
 
-def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[str]:
-    """Returns `key: was X, now Y` for each option that differs although it may not change when a run resumes.
+def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[Problem]:
+    """Returns a problem `key: was X, now Y` for each option that differs although it may not change when a run resumes.
 
     Options without effect (such as options of another optimizer) are not compared.
 
@@ -96,14 +98,14 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[str]:
     idle = _idle(new) | (_idle(then) if is_built else set())
     if not alike["reduction.name"]:  # the name already reports it: reductions have different options
         idle |= {key for key in before | after if key.startswith("reduction.") and key != "reduction.name"}
-    result = [line for key, line in renamed if not is_free(key) and key not in idle]
+    result = [problem for key, problem in renamed if not is_free(key) and key not in idle]
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
         # The table names the decoder's options. A user's option of the same name is a different option, and may not
         # change.
         is_own = key.startswith("model.") and after["task"] not in tasks.names()
         if was != now and key not in idle and (is_own or not is_free(key)):
-            result.append(f"{key}: was {was}, now {now}")
+            result.append(Problem(key, fault=f"was {was}, now {now}"))
     return result
 
 
@@ -125,7 +127,7 @@ def _defaults(values: Mapping[str, Value]) -> Values:
     """
     config, problems = built(values, {})
     defaults = flags.flatten(defaults_of(config))
-    has_task = not any(line.startswith("task: ") for line in problems)
+    has_task = not any(problem.key == "task" for problem in problems)
     return {key: value for key, value in defaults.items() if has_task or not key.startswith("model.")}
 
 

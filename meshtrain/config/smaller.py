@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from meshtrain.cli.flags import construct, flatten
 from meshtrain.config.config import Config, check, num_microbatches
-from meshtrain.errors import UserError, divisors
+from meshtrain.errors import Problem, UserError, divisors
 from meshtrain.options import Values
 from meshtrain.sharding.rules import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes
 from meshtrain.sharding.stored import MAX_LEVEL, num_parts
@@ -22,7 +22,7 @@ def with_change(config: Config, change: Change) -> Config:
     return changed
 
 
-def problems_of(config: Config, shape: Mapping[str, int]) -> list[str]:
+def problems_of(config: Config, shape: Mapping[str, int]) -> list[Problem]:
     """Returns the reasons why a configuration cannot run on a mesh; [] if it can."""
     try:
         return check(config, shape)

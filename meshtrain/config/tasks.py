@@ -18,7 +18,7 @@ from meshtrain.config.data_sources import names as source_names
 from meshtrain.config.fields import Config
 from meshtrain.data.sources import TOKENS, DataOptions, reads_documents
 from meshtrain.data.tokenizer import NUM_BYTES
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.models import lora, problems, remat
 from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.remat import RematOptions
@@ -34,7 +34,7 @@ from meshtrain.sharding.trees import Arrays, NamesTree
 from meshtrain.step.precision import compute_dtype, compute_name, in_fp8, output_dtype
 
 MakeTask = Callable[[Config, Placement], Task]
-Check = Callable[[Config, Mapping[str, int]], list[str]]
+Check = Callable[[Config, Mapping[str, int]], list[Problem]]
 SEAM = "task"
 
 
@@ -106,7 +106,7 @@ def _decoder(config: Config, placement: Placement) -> Task:
     return with_adapters(task, config.lora, config.model.share_of_experts)
 
 
-def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each contradiction of a decoder's options with each other, the data or the mesh.
 
     Args:
@@ -116,7 +116,7 @@ def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     return source_problems(config, TOKENS, "packed tokens") + model_problems(config, mesh_shape)
 
 
-def model_problems(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+def model_problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns the error lines of a decoder's check that do not depend on the data source."""
     size, num_layers = mesh_shape["pipeline"], config.model.num_repeated
     in_chunk = layers_in_chunk(num_layers, size, config.pipeline.num_chunks) if size > 1 else 0
@@ -128,7 +128,7 @@ def model_problems(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     ]
 
 
-def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[str]:
+def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[Problem]:
     """Returns an error line if a built-in source does not provide the examples of a built-in task.
 
     Args:
@@ -140,12 +140,16 @@ def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[s
     if source in allowed or source not in source_names():
         return []
     return [
-        f"data.source: got {source} with task={config.task}, which takes {what}; allowed: {', '.join(allowed)}, or "
-        f"package.module:function; nearest: data.source={allowed[0]}"
+        Problem(
+            "data.source",
+            got=f"{source} with task={config.task}, which takes {what}",
+            allowed=f"{', '.join(allowed)}, or package.module:function",
+            nearest=f"data.source={allowed[0]}",
+        )
     ]
 
 
-def _vocabulary_problems(model: Options, data: DataOptions) -> list[str]:
+def _vocabulary_problems(model: Options, data: DataOptions) -> list[Problem]:
     """Returns an error line if the byte tokenizer has more tokens than the model.
 
     Other tokenizers are checked when the data are opened.
@@ -153,8 +157,14 @@ def _vocabulary_problems(model: Options, data: DataOptions) -> list[str]:
     if not reads_documents(data) or data.tokenizer != "bytes" or model.vocab_size > NUM_BYTES:
         return []
     return [
-        f"model.vocab_size: got {model.vocab_size}; allowed with data.tokenizer = bytes: at least {NUM_BYTES + 1}, "
-        f"the bytes and the end of a document; nearest: {NUM_BYTES + 1}"
+        Problem(
+            "model.vocab_size",
+            got=model.vocab_size,
+            condition="with data.tokenizer = bytes",
+            allowed=f"at least {NUM_BYTES + 1}, the bytes and the end of a document",
+            nearest=NUM_BYTES + 1,
+            depends_on=["data.tokenizer"],
+        )
     ]
 
 
@@ -187,8 +197,12 @@ def refuse_options(name: str, function: Imported) -> None:
     """
     if not hasattr(function, "options"):
         raise UserError(
-            f"task: got '{name}', which has no attribute 'options'; allowed: a frozen dataclass whose fields are "
-            f"option(default, text); nearest: {getattr(function, '__name__', 'function')}.options = MyOptions"
+            Problem(
+                "task",
+                got=f"'{name}', which has no attribute 'options'",
+                allowed="a frozen dataclass whose fields are option(default, text)",
+                nearest=f"{getattr(function, '__name__', 'function')}.options = MyOptions",
+            )
         )
     if line := options.options_problem(SEAM, name, function.options):
         raise UserError(line)
@@ -216,8 +230,12 @@ def made(config: Config, placement: Placement, make_task: MakeTask | None = None
         return task
     if not isinstance(task, Task):
         raise UserError(
-            f"task: got '{name_of(function)}', which returns {getattr(task, '__name__', type(task).__name__)}; "
-            "allowed: a Task; nearest: return Task(init, loss, batch)"
+            Problem(
+                "task",
+                got=f"'{name_of(function)}', which returns {getattr(task, '__name__', type(task).__name__)}",
+                allowed="a Task",
+                nearest="return Task(init, loss, batch)",
+            )
         )
     refuse(kind_problems(task))
     # JAX caches traces by function, but values that a notebook's `init` reads may have changed.
@@ -262,7 +280,7 @@ def abstract_weights(
     return _built_in_weights(alone, make_task)
 
 
-def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
+def lora_problems(config: Config, make_task: MakeTask) -> list[Problem]:
     """Returns an error line for each reason why a configuration's adapters fit no weight of its task.
 
     Uses no device.
@@ -272,20 +290,28 @@ def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
     if not (isinstance(make_task, BuiltIn) and make_task.takes_adapters):
         able = " and ".join(name for name in names() if getattr(find(name), "takes_adapters", False))
         return [
-            f"lora.rank: got {config.lora.rank} with task={name_of(make_task)}; allowed: 0, or the tasks {able}, whose "
-            "layers apply adapters; nearest: lora.rank=0"
+            Problem(
+                "lora.rank",
+                got=f"{config.lora.rank} with task={name_of(make_task)}",
+                allowed=f"0, or the tasks {able}, whose layers apply adapters",
+                nearest="lora.rank=0",
+            )
         ]
     _, params, axes = abstract_weights(dataclasses.replace(config, lora=LoraOptions()), make_task)
     return lora.problems(config.lora, params, axes)
 
 
-def watch_problems(config: Config, make_task: MakeTask) -> list[str]:
+def watch_problems(config: Config, make_task: MakeTask) -> list[Problem]:
     """Returns an error line if activations are to be watched in a task that does not support it."""
     if config.observe.layers != ACTIVATIONS or make_task is decoder:
         return []
     return [
-        f"observe.layers: got {ACTIVATIONS} with task={name_of(make_task)}; allowed: off, norms, or the task "
-        f"{decoder.name}; nearest: observe.layers=norms"
+        Problem(
+            "observe.layers",
+            got=f"{ACTIVATIONS} with task={name_of(make_task)}",
+            allowed=f"off, norms, or the task {decoder.name}",
+            nearest="observe.layers=norms",
+        )
     ]
 
 

@@ -23,7 +23,7 @@ from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
 from meshtrain.data.sources import LAST_ANSWER, Asked, DataOptions, checked_files, tokenizer_of
 from meshtrain.data.text import read_rows, split
 from meshtrain.data.tokenizer import Tokenizer, vocabulary_problems
-from meshtrain.errors import Problems, UserError, refuse, warn
+from meshtrain.errors import Problem, Problems, UserError, refuse, warn
 from meshtrain.launch import peers
 from meshtrain.store.buckets import Place
 
@@ -63,12 +63,12 @@ def read_lines(path: Place, problems: Problems) -> list[Line]:
                     continue
             try:
                 result.append(line_of(row, where))
-            except ValueError as error:
-                problems.add_at(where, f"data.path: {{where}}: {error}")
+            except UserError as error:
+                problems.add_at(where, error.problems[0].at("data.path: {where}"))
                 if problems.is_enough():
                     break
     except UserError as error:
-        problems.add(str(error))
+        problems.add(*error.problems)
     if num_marks and peers.is_main_process():
         warn(f"{path}: got {num_marks} byte order mark(s), which are left out")
     return result
@@ -112,8 +112,8 @@ def written(
                 if last_only:
                     answers = answers[-1:] if last_answer_counts(line) else ()
                 result.append(Written(text, answers, ends=False))
-            except ValueError as error:
-                problems.add_at(line.where, f"data.path: {{where}}: {error}")
+            except UserError as error:
+                problems.add_at(line.where, error.problems[0].at("data.path: {where}"))
     return result
 
 
@@ -172,8 +172,12 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
     """
     if "weights" not in asked.batch:
         raise UserError(
-            "data.source: got chat, whose answers alone count, with a task whose batch has no 'weights'; allowed: a "
-            "task whose loss is weighted by them; nearest: task=decoder"
+            Problem(
+                "data.source",
+                got="chat, whose answers alone count, with a task whose batch has no 'weights'",
+                allowed="a task whose loss is weighted by them",
+                nearest="task=decoder",
+            )
         )
     files, sequence_length = checked_files(options), asked.sequence_length
     tokenizer = tokenizer_of(options)
@@ -183,9 +187,15 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
     fitted = [as_examples(part, sequence_length, tokenizer) for part in tokens]
     names = ("training", "validation") if options.validation_fraction else ("training",)
     empty = [
-        f"data.path: got {len(part)} lines for {name}, {one.num_dropped} of them without a token of an answer within "
-        f"sequence_length = {sequence_length}; allowed: at least one line with an answer; nearest: more lines, or "
-        "another validation_fraction"
+        Problem(
+            "data.path",
+            got=(
+                f"{len(part)} lines for {name}, {one.num_dropped} of them without a token of an answer within "
+                f"sequence_length = {sequence_length}"
+            ),
+            allowed="at least one line with an answer",
+            nearest="more lines, or another validation_fraction",
+        )
         for name, part, one in zip(names, splits, fitted, strict=False)
         if not one.num_lines
     ]
@@ -213,8 +223,12 @@ def open_whole(
         examples[str(path)] = one.examples
         if not one.num_lines:
             empty.add(
-                f"data.path: '{path}' has no line with a token of an answer; allowed: files with an answer; nearest: "
-                "leave it out"
+                Problem(
+                    "data.path",
+                    fault=f"'{path}' has no line with a token of an answer",
+                    allowed="files with an answer",
+                    nearest="leave it out",
+                )
             )
         elif (one.num_truncated or one.num_dropped) and peers.is_main_process():
             warn(f"{path}: {losses([one])}")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from meshtrain.data.chat_template import ASSISTANT, BEGIN, END
 from meshtrain.data.encoding.special_tokens import Message
-from meshtrain.errors import nearest, shown
+from meshtrain.errors import Problem, UserError, nearest, shown
 from meshtrain.files import Json, JsonObject, is_utf8, read_json
 
 PAIR = ("prompt", "completion")
@@ -43,7 +43,7 @@ _ROW_SWITCHES: Mapping[str, tuple[int, ...]] = {
 _BESIDE = ("tools", "functions", "documents", "images", "videos", "audios", "image", "video", "audio", "history")
 _INSIDE = ("tool_calls", "function_call", "images", "videos", "audios", "image", "video", "audio")
 
-ALLOWED = "allowed: a JSON object with 'prompt' and 'completion', or with 'messages', or as Alpaca or ShareGPT have it"
+ALLOWED = "a JSON object with 'prompt' and 'completion', or with 'messages', or as Alpaca or ShareGPT have it"
 _A_MESSAGE = '{"role": "user", "content": "..."}'
 _A_PART = '{"type": "text", "text": "..."}'
 
@@ -68,14 +68,14 @@ def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
     """Returns the fields of a line or row.
 
     Raises:
-      ValueError: the row is not a JSON object; the message ends with `allowed`.
+      UserError: the row is not a JSON object; the problem has no key.
     """
     try:
         fields = read_json(row) if isinstance(row, bytes) else row
     except ValueError as error:
-        raise ValueError(f"got no JSON in UTF-8 ({error}); allowed: one JSON object a line") from error
+        raise UserError(Problem(None, got=f"no JSON in UTF-8 ({error})", allowed="one JSON object a line")) from error
     if not isinstance(fields, dict):
-        raise ValueError(f"got {type(fields).__name__}; {allowed}")
+        raise UserError(Problem(None, got=type(fields).__name__, allowed=allowed))
     return fields
 
 
@@ -83,7 +83,7 @@ def line_of(row: bytes | JsonObject, where: str) -> Line:
     """Returns the content of a line or row.
 
     Raises:
-      ValueError: the row has no known form; the message states the value and the allowed values.
+      UserError: the row has no known form; the problem has no key.
     """
     fields = fields_of(row, ALLOWED)
     _refuse_ratings(fields)
@@ -93,15 +93,18 @@ def line_of(row: bytes | JsonObject, where: str) -> Line:
         messages, learned = messages_of(given)
         learned = [one and number >= num_before for number, one in enumerate(learned)]
         if num_before and not any(message["role"] == ASSISTANT for message in messages[num_before:]):
-            raise ValueError(f"got no message of the {ASSISTANT} for 'completion'; {ALLOWED}")
+            raise UserError(Problem(None, got=f"no message of the {ASSISTANT} for 'completion'", allowed=ALLOWED))
         return Line(where, None, messages, learned)
     for name in PAIR:
         if not isinstance(fields[name], str) or not is_utf8(fields[name]):
             other = fields[PAIR[1 - PAIR.index(name)]]
             both = ", as the other field has" if isinstance(fields[name], list) and isinstance(other, str) else ""
-            raise ValueError(f"got {shown(fields[name])} for '{name}'; allowed: a text in whole characters{both}")
+            got = f"{shown(fields[name])} for '{name}'"
+            raise UserError(Problem(None, got=got, allowed=f"a text in whole characters{both}"))
     if fields.get("system"):
-        raise ValueError("got 'system' beside a prompt, which is a text; allowed: the system's text in 'prompt'")
+        raise UserError(
+            Problem(None, got="'system' beside a prompt, which is a text", allowed="the system's text in 'prompt'")
+        )
     return Line(where, (fields["prompt"], fields["completion"]))
 
 
@@ -109,14 +112,14 @@ def _turns(fields: JsonObject) -> tuple[Json, int]:
     """Returns the messages of a row, unchecked, and how many of them form the prompt; None and 0 for a pair of texts.
 
     Raises:
-      ValueError: the row has no known form.
+      UserError: the row has no known form; the problem has no key.
     """
     if set(PAIR) <= fields.keys() and MESSAGES not in fields:
         prompt, completion = (fields[name] for name in PAIR)
         if not isinstance(prompt, list) or not isinstance(completion, list):
             return None, 0
         if not prompt:
-            raise ValueError("got [] for 'prompt'; allowed: at least one message")
+            raise UserError(Problem(None, got="[] for 'prompt'", allowed="at least one message"))
         return _behind_system(fields, [*prompt, *completion]), len(prompt) + bool(fields.get("system"))
     if MESSAGES in fields and not fields.keys() & set(PAIR):
         return _behind_system(fields, fields[MESSAGES]), 0
@@ -130,7 +133,7 @@ def _turns(fields: JsonObject) -> tuple[Json, int]:
         return [*_system(fields), *map(_of_sharegpt, given)] if isinstance(given, list) else given, 0
     known = (*PAIR, MESSAGES, SHAREGPT, *ALPACA)
     fix = next(filter(None, (nearest(name, known) for name in fields if name not in PAIR)), "")
-    raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {ALLOWED}{fix}")
+    raise UserError(Problem(None, got=f"the fields {', '.join(fields) or '(none)'}", allowed=ALLOWED, fix=fix))
 
 
 def _system(fields: JsonObject) -> list[Json]:
@@ -145,7 +148,7 @@ def _behind_system(fields: JsonObject, given: Json) -> Json:
         and isinstance(given, list)
         and any(isinstance(one, dict) and one.get("role") == "system" for one in given)
     ):
-        raise ValueError("got 'system' beside messages that have a system message; allowed: one of them")
+        raise UserError(Problem(None, got="'system' beside messages that have a system message", allowed="one of them"))
     return [*system, *given] if system and isinstance(given, list) else given
 
 
@@ -154,29 +157,39 @@ def _of_sharegpt(turn: Json) -> Json:
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
     if (role := ROLES.get(str(turn["from"]))) is None:
-        raise ValueError(f"got {shown(turn['from'])} for 'from'; allowed: {', '.join(ROLES)}")
+        raise UserError(Problem(None, got=f"{shown(turn['from'])} for 'from'", allowed=", ".join(ROLES)))
     read = (*SWITCHES, *INVERSE_SWITCHES, *_OTHER_SWITCHES, *_INSIDE)
     kept = {name: turn[name] for name in read if name in turn}
     return {"role": role, "content": turn.get("value"), **kept}
 
 
 def refuse_ignored(fields: JsonObject) -> None:
-    """Raises ValueError for a field of a row that is ignored here although it affects training elsewhere."""
+    """Raises UserError for a field of a row that is ignored here although it affects training elsewhere."""
     for name, values in _ROW_SWITCHES.items():
         value = fields.get(name)
         if value is not None and value not in ("", [], {}) and not _is_in(value, values):
             allowed = f"{values[0]}, or 'weight' in a message" if values else "'weight' in a message, 0 or 1"
-            raise ValueError(f"got {shown(value)} for '{name}', which has no effect here; allowed: {allowed}")
+            raise UserError(
+                Problem(None, got=f"{shown(value)} for '{name}', which has no effect here", allowed=allowed)
+            )
     if beside := [name for name in _BESIDE if fields.get(name)]:
-        raise ValueError(f"got '{beside[0]}' beside the messages; allowed: conversations without")
+        raise UserError(Problem(None, got=f"'{beside[0]}' beside the messages", allowed="conversations without"))
 
 
 def _refuse_ratings(fields: JsonObject) -> None:
     for name, kind in _RATINGS.items():
         if fields.get(name) is not None and isinstance(fields[name], kind):
-            raise ValueError(
-                f"got '{name}', which rates answers; allowed here: answers that are all trained; nearest: the good "
-                f"answers without '{name}', or data.source=preferences for pairs of 'chosen' and 'rejected'"
+            raise UserError(
+                Problem(
+                    None,
+                    got=f"'{name}', which rates answers",
+                    condition="here",
+                    allowed="answers that are all trained",
+                    nearest=(
+                        f"the good answers without '{name}', or data.source=preferences for pairs of 'chosen' and "
+                        "'rejected'"
+                    ),
+                )
             )
 
 
@@ -191,17 +204,16 @@ def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
     evaluated here and not passed to the template.
 
     Raises:
-      ValueError: `given` is no list of messages, or a field would have no effect; the message states the allowed
-        values.
+      UserError: `given` is no list of messages, or a field would have no effect; the problem has no key.
     """
     if not isinstance(given, list) or not given:
-        raise ValueError(f"got {shown(given)} for 'messages'; allowed: a list like [{_A_MESSAGE}]")
+        raise UserError(Problem(None, got=f"{shown(given)} for 'messages'", allowed=f"a list like [{_A_MESSAGE}]"))
     messages, learned = list[Message](), list[bool]()
     for number, message in enumerate(given, start=1):
         if not isinstance(message, dict):
-            raise ValueError(f"got {shown(message)} as message {number}; allowed: {_A_MESSAGE}")
+            raise UserError(Problem(None, got=f"{shown(message)} as message {number}", allowed=_A_MESSAGE))
         if inside := [name for name in _INSIDE if message.get(name)]:
-            raise ValueError(f"got '{inside[0]}' in a message; allowed: messages of text alone")
+            raise UserError(Problem(None, got=f"'{inside[0]}' in a message", allowed="messages of text alone"))
         is_off = _is_switched_off(message, number)
         message = {name: value for name, value in message.items() if name not in (*SWITCHES, *INVERSE_SWITCHES)}
         if isinstance(message.get("content"), list):
@@ -210,7 +222,9 @@ def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
             value = message[name] if name in message else None
             if not isinstance(value, str) or not is_utf8(value) or BEGIN in value or END in value:
                 fix = nearest(name, message) if name not in message else ""
-                raise ValueError(f"got {shown(value)} for '{name}' of message {number}; allowed: a text{fix}")
+                raise UserError(
+                    Problem(None, got=f"{shown(value)} for '{name}' of message {number}", allowed="a text", fix=fix)
+                )
         messages.append(message)
         learned.append(message["role"] == ASSISTANT and not is_off)
     return messages, learned
@@ -220,17 +234,26 @@ def _is_switched_off(message: JsonObject, number: int) -> bool:
     """Returns whether a field of a message excludes the message from training.
 
     Raises:
-      ValueError: a switch is not 0 or 1, or requests training on a message that is no answer.
+      UserError: a switch is not 0 or 1, or requests training on a message that is no answer.
     """
     if other := [name for name in _OTHER_SWITCHES if message.get(name) is not None]:
-        raise ValueError(f"got '{other[0]}' in message {number}; allowed: 'weight', 0 or 1, for a complete message")
+        raise UserError(
+            Problem(None, got=f"'{other[0]}' in message {number}", allowed="'weight', 0 or 1, for a complete message")
+        )
     given = {name: message[name] for name in (*SWITCHES, *INVERSE_SWITCHES) if message.get(name) is not None}
     for name, value in given.items():
         if not _is_in(value, (0, 1)):
-            raise ValueError(f"got {shown(value)} for '{name}' of message {number}; allowed: 0 or 1, true or false")
+            raise UserError(
+                Problem(None, got=f"{shown(value)} for '{name}' of message {number}", allowed="0 or 1, true or false")
+            )
         if message.get("role") != ASSISTANT and bool(value) != (name in INVERSE_SWITCHES):
-            raise ValueError(f"got {shown(value)} for '{name}' of message {number}, of the {message.get('role')}; "
-                             f"allowed: messages of the {ASSISTANT} alone are trained")  # fmt: skip
+            raise UserError(
+                Problem(
+                    None,
+                    got=f"{shown(value)} for '{name}' of message {number}, of the {message.get('role')}",
+                    allowed=f"messages of the {ASSISTANT} alone are trained",
+                )
+            )
     return any(bool(value) == (name in INVERSE_SWITCHES) for name, value in given.items())
 
 
@@ -242,10 +265,10 @@ def _text_of_part(part: Json) -> str:
     """
     kind = part.get("type") if isinstance(part, dict) else part
     if not isinstance(part, dict) or kind != "text":
-        raise ValueError(f"got a part of type {shown(kind)} in a message; allowed: parts of type text")
+        raise UserError(Problem(None, got=f"a part of type {shown(kind)} in a message", allowed="parts of type text"))
     if isinstance(text := part.get("text"), str):
         return text
     got = f"{shown(text)} for 'text'" if "text" in part else "no 'text'"
     others = [name for name in part if name != "type"]
     beside = f" but '{others[0]}'" if others and "text" not in part else ""
-    raise ValueError(f"got {got}{beside} in a part of type text in a message; allowed: {_A_PART}")
+    raise UserError(Problem(None, got=f"{got}{beside} in a part of type text in a message", allowed=_A_PART))

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from meshtrain.data.encoding.special_tokens import Message, Spans
 from meshtrain.data.tokenizer import SETTINGS, TEMPLATE, settings, special_tokens
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.files import Json, JsonObject, is_utf8, what_is_at
 
 ASSISTANT = "assistant"
@@ -64,9 +64,15 @@ class ChatTemplate:
             return text, spans
         if self.marks_answers:
             if len(spans) != len(counts):
-                raise ValueError(
-                    f"got an answer that is not trained, and {self.name} marks {len(spans)} spans in {len(counts)} "
-                    "answers; allowed: one {% generation %} for each answer"
+                raise UserError(
+                    Problem(
+                        None,
+                        got=(
+                            f"an answer that is not trained, and {self.name} marks {len(spans)} spans in {len(counts)} "
+                            "answers"
+                        ),
+                        allowed="one {% generation %} for each answer",
+                    )
                 )
             return text, tuple(span for span, is_learned in zip(spans, counts, strict=True) if is_learned)
         found = []
@@ -74,9 +80,15 @@ class ChatTemplate:
             if message["role"] == ASSISTANT and (learned is None or learned[index]):
                 before, after = self.render(messages[:index], True), self.render(messages[: index + 1], False)
                 if not (text.startswith(after) and after.startswith(before)):
-                    raise ValueError(
-                        f"got an answer in message {index + 1} that {self.name} does not write at the end of the "
-                        "messages before it; allowed: a template whose text only grows, or with {% generation %}"
+                    raise UserError(
+                        Problem(
+                            None,
+                            got=(
+                                f"an answer in message {index + 1} that {self.name} does not write at the end of the "
+                                "messages before it"
+                            ),
+                            allowed="a template whose text only grows, or with {% generation %}",
+                        )
                     )
                 found.append((len(before), len(after)))
         return text, tuple(found)
@@ -100,9 +112,12 @@ def open_template(tokenizer: str, file: str) -> ChatTemplate:
         source, name = _of_settings(content), str(Path(tokenizer, SETTINGS))
     if not source:
         raise UserError(
-            f"data.chat_template: got '' and data.tokenizer={tokenizer}, which brings no chat template; allowed: a "
-            f"tokenizer's folder with {TEMPLATE}, or a template's file; nearest: "
-            "data.chat_template=FILE"
+            Problem(
+                "data.chat_template",
+                got=f"'' and data.tokenizer={tokenizer}, which brings no chat template",
+                allowed=f"a tokenizer's folder with {TEMPLATE}, or a template's file",
+                nearest="data.chat_template=FILE",
+            )
         )
     return compiled(source, name, special_tokens(content))
 
@@ -117,8 +132,12 @@ def template_text(file: str | Path) -> str:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"data.chat_template: '{file}' cannot be read ({error}); allowed: a template in UTF-8; nearest: another "
-            "file"
+            Problem(
+                "data.chat_template",
+                fault=f"'{file}' cannot be read ({error})",
+                allowed="a template in UTF-8",
+                nearest="another file",
+            )
         ) from error
 
 
@@ -134,15 +153,19 @@ def _of_settings(content: JsonObject) -> str:
     return given if isinstance(given, str) else ""
 
 
-def file_problems(path: str) -> list[str]:
+def file_problems(path: str) -> list[Problem]:
     """Returns an error line if `data.chat_template` names no file, otherwise []."""
     what = what_is_at(path)
     if not path or what == "a file":
         return []
     state = "which does not exist" if what == "nothing there" else what
     return [
-        f"data.chat_template: got '{path}', {state}; allowed: a template's file, or ''; nearest: '', the template of "
-        "the tokenizer's folder"
+        Problem(
+            "data.chat_template",
+            got=f"'{path}', {state}",
+            allowed="a template's file, or ''",
+            nearest="'', the template of the tokenizer's folder",
+        )
     ]
 
 
@@ -183,8 +206,12 @@ def compiled(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
         template = environment.from_string(source)
     except Exception as error:  # Python may reject the code that Jinja generates
         raise UserError(
-            f"data.chat_template: '{name}' is no template ({error}); allowed: Jinja, as in {TEMPLATE};"
-            " nearest: data.chat_template=FILE"
+            Problem(
+                "data.chat_template",
+                fault=f"'{name}' is no template ({error})",
+                allowed=f"Jinja, as in {TEMPLATE}",
+                nearest="data.chat_template=FILE",
+            )
         ) from error
 
     def render(messages: Sequence[Message], wants_answer: bool) -> str:
@@ -192,9 +219,10 @@ def compiled(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
         try:
             text = template.render(given, add_generation_prompt=wants_answer)
         except Exception as error:  # untrusted code may raise any exception
-            raise ValueError(f"got messages that {name} does not take ({type(error).__name__}: {error})") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(Problem(None, got=f"messages that {name} does not take ({reason})")) from error
         if not is_utf8(text):
-            raise ValueError(f"got half of a surrogate pair from {name}; allowed: whole characters")
+            raise UserError(Problem(None, got=f"half of a surrogate pair from {name}", allowed="whole characters"))
         return text
 
     return ChatTemplate(name, _MARKS_ANSWERS.search(source) is not None, render)
@@ -225,7 +253,7 @@ def _cut(marked: str) -> tuple[str, Spans]:
                 spans.append((begin, length))
             begin = length if piece == BEGIN else -1
         else:
-            raise ValueError("got an answer inside an answer; allowed: one {% generation %} around each")
+            raise UserError(Problem(None, got="an answer inside an answer", allowed="one {% generation %} around each"))
     if begin >= 0:
-        raise ValueError("got an answer without an end; allowed: {% endgeneration %} after each")
+        raise UserError(Problem(None, got="an answer without an end", allowed="{% endgeneration %} after each"))
     return "".join(pieces), tuple(spans)

@@ -39,7 +39,7 @@ from meshtrain.data.token_files import (
 )
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, vocabulary_problems
 from meshtrain.data.weighted_paths import PATH, Part, named_parts
-from meshtrain.errors import Problems, UserError, refuse
+from meshtrain.errors import Problem, Problems, UserError, refuse
 from meshtrain.store.buckets import Place
 
 # Of synthetic data.
@@ -78,8 +78,13 @@ def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
         return number_tokenizer(vocab_size)
     if is_own(options):
         raise UserError(
-            f"data.source: got '{options.source}', which brings no tokenizer; allowed here: python, text, tokens, "
-            "synthetic; nearest: --config.data.source=python, whose tokens are bytes"
+            Problem(
+                "data.source",
+                got=f"'{options.source}', which brings no tokenizer",
+                condition="here",
+                allowed="python, text, tokens, synthetic",
+                nearest="--config.data.source=python, whose tokens are bytes",
+            )
         )
     if options.source == "tokens":
         first = _first_file(options)
@@ -202,9 +207,12 @@ def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
     names = ("training", "validation") if options.validation_fraction else ("training",)
     splits = [pack(stream, asked.sequence_length, options.packing) for stream in streams]
     problems = [
-        f"data: {len(stream)} tokens are left for {name}; allowed: at least one sequence, sequence_length + 1 = "
-        f"{asked.sequence_length + 1} tokens; nearest: a smaller sequence_length, more data, or another "
-        "validation_fraction"
+        Problem(
+            "data",
+            fault=f"{len(stream)} tokens are left for {name}",
+            allowed=f"at least one sequence, sequence_length + 1 = {asked.sequence_length + 1} tokens",
+            nearest="a smaller sequence_length, more data, or another validation_fraction",
+        )
         for name, stream, examples in zip(names, streams, splits, strict=False)
         if not len(examples)
     ]
@@ -243,20 +251,24 @@ def open_parts(open_one: Callable[[DataOptions, Asked], Data], options: DataOpti
         try:
             opened.append(open_one(its_options, asked))
         except UserError as error:
-            problems += [line.replace(PATH, part.key, 1) for line in error.problems]
+            problems += [one.with_parts(key=one.key.replace(PATH, part.key, 1)) for one in error.problems]
     if not problems and options.source == "tokens":
         problems = _other_tokenizers(parts)
     refuse(Problems(dict.fromkeys(problems)).lines())
     return _joined(parts, opened)
 
 
-def _other_tokenizers(parts: Sequence[Part]) -> list[str]:
+def _other_tokenizers(parts: Sequence[Part]) -> list[Problem]:
     """Returns an error line for each part whose token files have another tokenizer than the first part's files."""
     files = [read_sidecar(part.files[0]) for part in parts]
     written = [tuple(getattr(file, name) for name in TOKENIZER_FIELDS) for file in files]
     return [
-        f"{part.key}: got '{part.paths}' of another tokenizer than '{parts[0].paths}'; allowed: files prepared with "
-        "one tokenizer; nearest: prepare them again"
+        Problem(
+            part.key,
+            got=f"'{part.paths}' of another tokenizer than '{parts[0].paths}'",
+            allowed="files prepared with one tokenizer",
+            nearest="prepare them again",
+        )
         for part, one in zip(parts, written, strict=True)
         if one != written[0]
     ]
@@ -292,11 +304,23 @@ def _joined(parts: Sequence[Part], opened: Sequence[Data]) -> Data:
 def _synthetic(asked: Asked) -> Corpus:
     if not asked.vocab_size:
         raise UserError(
-            "data.source: got synthetic, and this task states no vocabulary (Task.vocab_size = 0); allowed: a task "
-            "with a vocabulary, or other data; nearest: data.source=python"
+            Problem(
+                "data.source",
+                got="synthetic, and this task states no vocabulary (Task.vocab_size = 0)",
+                allowed="a task with a vocabulary, or other data",
+                nearest="data.source=python",
+            )
         )
     if asked.vocab_size < 2:
-        raise UserError(f"model.vocab_size: got {asked.vocab_size}; allowed for synthetic data: at least 2; nearest: 2")
+        raise UserError(
+            Problem(
+                "model.vocab_size",
+                got=asked.vocab_size,
+                condition="for synthetic data",
+                allowed="at least 2",
+                nearest=2,
+            )
+        )
     made = (asked.sequence_length, asked.vocab_size, asked.seed)
     return Corpus(
         train=SyntheticExamples(NUM_TRAIN_EXAMPLES, *made, split=0),
@@ -336,8 +360,12 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
     packed = [pack(stream, asked.sequence_length, "first_fit") for stream in streams]
     no_text = {path for path, one in zip(files, texts, strict=False) if one and not any(one)}
     empty = [
-        f"data.path: '{path}' has no document of two tokens{', all of them are empty' if path in no_text else ''}; "
-        "allowed: files with a token to predict; nearest: leave it out"
+        Problem(
+            "data.path",
+            fault=f"'{path}' has no document of two tokens{', all of them are empty' if path in no_text else ''}",
+            allowed="files with a token to predict",
+            nearest="leave it out",
+        )
         for path, examples in zip(files, packed, strict=True)
         if not len(examples)
     ]

@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from meshtrain.data.packing import Parts
-from meshtrain.errors import nearest, refuse
+from meshtrain.errors import Problem, nearest, refuse
 
 _NUM_HASHED_SAMPLES, _LEAST_HASHED_SAMPLES = 1024, 64
 FromUser: TypeAlias = Any  # the unchecked result of a user's function, or a part of the result
@@ -160,7 +160,7 @@ def _hashed(entry: tuple[str, np.ndarray]) -> tuple[str, str, str]:
 
 def example_problems(
     example: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], where: str
-) -> list[str]:
+) -> list[Problem]:
     """Returns an error line for each batch entry that is missing in an example or has a wrong shape, dtype or range.
 
     Args:
@@ -171,29 +171,42 @@ def example_problems(
     """
     if not isinstance(example, Mapping):
         entries = ", ".join(f"'{name}': array" for name in batch)
-        return [f"{where}: got {type(example).__name__}; allowed: a dict of arrays; nearest: {{{entries}}}"]
+        return [Problem(where, got=type(example).__name__, allowed="a dict of arrays", nearest=f"{{{entries}}}")]
     problems = []
     for name, entry in batch.items():
         shape, dtype = tuple(entry.shape[1:]), np.dtype(entry.dtype)
         wanted = f"{list(shape)} {dtype.name}"
         if name not in example:
             problems.append(
-                f"{where}: got no entry '{name}'; allowed: {', '.join(batch)}, here {wanted}"
-                f"{nearest(name, example.keys() - batch.keys()) or f'; nearest: add {name!r}'}"
+                Problem(
+                    where,
+                    got=f"no entry '{name}'",
+                    allowed=f"{', '.join(batch)}, here {wanted}",
+                    fix=nearest(name, example.keys() - batch.keys()),
+                    nearest=f"add {name!r}",
+                )
             )
             continue
         got = np.asarray(example[name])
         if (got.shape, got.dtype) != (shape, dtype):
             fix = f"{name}.astype(np.{dtype.name})" if got.shape == shape else f"an array {wanted}"
             problems.append(
-                f"{where}: got {list(got.shape)} {got.dtype.name} for '{name}'; allowed: {wanted}, as Task.batch says; "
-                f"nearest: {fix}"
+                Problem(
+                    where,
+                    got=f"{list(got.shape)} {got.dtype.name} for '{name}'",
+                    allowed=f"{wanted}, as Task.batch says",
+                    nearest=fix,
+                )
             )
         elif name in limits and got.size and not 0 <= (wrong := _furthest(got)) < limits[name]:
             near = 0 if wrong < 0 else limits[name] - 1
             problems.append(
-                f"{where}: got {wrong} in '{name}'; allowed: 0 to {limits[name] - 1}, as Task.batch says; "
-                f"nearest: {near}"
+                Problem(
+                    where,
+                    got=f"{wrong} in '{name}'",
+                    allowed=f"0 to {limits[name] - 1}, as Task.batch says",
+                    nearest=near,
+                )
             )
     return problems
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshtrain.data import adjacent
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.files import Json, JsonObject
 
 if TYPE_CHECKING:
@@ -96,8 +96,15 @@ class Cuts:
             start = place + (self._skips[text[place - 1 : place + 1]] or 0)
         if len(text) - start > MOST_CHARACTERS:
             raise UserError(
-                f"data.tokenizer: got '{name}' and a document with {len(text) - start:,} characters in which no place "
-                f"is known where it can be cut; allowed: at most {MOST_CHARACTERS:,}; nearest: shorter documents"
+                Problem(
+                    "data.tokenizer",
+                    got=(
+                        f"'{name}' and a document with {len(text) - start:,} characters in which no place is known "
+                        "where it can be cut"
+                    ),
+                    allowed=f"at most {MOST_CHARACTERS:,}",
+                    nearest="shorter documents",
+                )
             )
         return [*pieces, (start, len(text))]
 

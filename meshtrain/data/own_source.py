@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from meshtrain.data.loader import Examples, FromUser, Shaped, example_problems
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import Problems, nearest, refuse
+from meshtrain.errors import Problem, Problems, nearest, refuse
 
 Configuration: TypeAlias = Any  # `config.fields.Config`; the package config imports this package
 MakeData = Callable[[Configuration], FromUser]
@@ -59,21 +59,29 @@ def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, in
     for name, wanted in (("train", "examples by number"), ("fingerprint", "a text that is not empty")):
         value = getattr(given, name, None)
         if value is None or (name == "fingerprint" and not (isinstance(value, str) and value)):
-            fix = nearest(name, vars(given) if hasattr(given, "__dict__") else ()) or "; nearest: Data(train, ...)"
-            got = "nothing" if value is None else repr(value)
-            problems.append(f"data: got {got} for '{name}' of {type(given).__name__}; allowed: {wanted}{fix}")
+            got = f"{'nothing' if value is None else repr(value)} for '{name}' of {type(given).__name__}"
+            fix = nearest(name, vars(given) if hasattr(given, "__dict__") else ())
+            problems.append(Problem("data", got=got, allowed=wanted, fix=fix, nearest="Data(train, ...)"))
     refuse(problems)
     validation, text = getattr(given, "validation", None), getattr(given, "text", None)
     if text is not None and not isinstance(text, Tokenizer):
         problems.append(
-            f"data: got {type(text).__name__} for 'text' of {type(given).__name__}; allowed: a Tokenizer or None; "
-            "nearest: data.tokenizer.open_tokenizer(path)"
+            Problem(
+                "data",
+                got=f"{type(text).__name__} for 'text' of {type(given).__name__}",
+                allowed="a Tokenizer or None",
+                nearest="data.tokenizer.open_tokenizer(path)",
+            )
         )
     prompts = getattr(given, "prompts", ())
     if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) and prompt for prompt in prompts):
         problems.append(
-            f"data: got {prompts!r} for 'prompts' of {type(given).__name__}; allowed: a list of texts that are not "
-            "empty; nearest: []"
+            Problem(
+                "data",
+                got=f"{prompts!r} for 'prompts' of {type(given).__name__}",
+                allowed="a list of texts that are not empty",
+                nearest="[]",
+            )
         )
     data = Data(
         given.train,
@@ -94,14 +102,18 @@ def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, in
 
 def _split_problems(
     split: str, examples: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int]
-) -> list[str]:
+) -> list[Problem]:
     if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
         return [
-            f"data.{split}: got {type(examples).__name__}; allowed: examples by number, with len() and [i]; nearest: "
-            "a list, or a grain.MapDataset"
+            Problem(
+                f"data.{split}",
+                got=type(examples).__name__,
+                allowed="examples by number, with len() and [i]",
+                nearest="a list, or a grain.MapDataset",
+            )
         ]
     if not len(examples):
-        problem = f"data.{split}: got no example; allowed: at least one; nearest: one example"
+        problem = Problem(f"data.{split}", got="no example", allowed="at least one", nearest="one example")
         return [problem] if split == "train" else []
     # Reading a complete dataset may take hours; a list is already in memory.
     number = len(examples) if isinstance(examples, list | tuple) else 1
@@ -113,7 +125,7 @@ def _split_problems(
     return problems.lines()
 
 
-def _uneven_evaluation(num_examples: int, batch: Mapping[str, Shaped], num_eval_batches: int) -> list[str]:
+def _uneven_evaluation(num_examples: int, batch: Mapping[str, Shaped], num_eval_batches: int) -> list[Problem]:
     """Returns an error line if an evaluation would count the padding of its last batch as examples.
 
     The last batch is padded with zeros in every entry. If the batch has an entry `weights`, padding has weight 0.
@@ -125,7 +137,10 @@ def _uneven_evaluation(num_examples: int, batch: Mapping[str, Shaped], num_eval_
         return []
     fix = num_examples - rest
     return [
-        f"data.validation: got {num_examples} examples and batches of {batch_size}, so that the last is filled up with "
-        f"zeros; allowed: a multiple of {batch_size}, or an entry 'weights' in Task.batch that is 1 for an example; "
-        f"nearest: {fix or batch_size} examples"
+        Problem(
+            "data.validation",
+            got=f"{num_examples} examples and batches of {batch_size}, so that the last is filled up with zeros",
+            allowed=f"a multiple of {batch_size}, or an entry 'weights' in Task.batch that is 1 for an example",
+            nearest=f"{fix or batch_size} examples",
+        )
     ]

@@ -40,7 +40,7 @@ from meshtrain.data.tokenizer import (
     open_tokenizer,
     tokenizer_file,
 )
-from meshtrain.errors import Problems, UserError, refuse, run
+from meshtrain.errors import Problem, Problems, UserError, refuse, run
 from meshtrain.files import expanded, identities, replacing, what_is_at, write_whole
 from meshtrain.store.buckets import Place, version
 
@@ -49,6 +49,9 @@ _GROUP_BYTES = 1 << 20
 _NUM_GROUPS_AHEAD = 2
 # Fields of a description that are known only after all tokens are written.
 _COUNTED = ("num_tokens", "num_documents", "sha256", "num_special", "inner_ends")
+_KEYS = re.compile(
+    r"\bdata\.(?:(path|text_field|tokenizer|end_token|begin_token|special_tokens)\b|source=tokens)"
+)  # options that this command sets by flags, and the option that reads its files
 _QUIET_SECONDS = 60.0  # between two lines of progress if standard error is no terminal
 
 
@@ -122,8 +125,12 @@ def _write_tokens(
         if len(ends) > MOST_INNER_ENDS:
             fix = f"begin_token={NO_TOKEN}" if tokenizer.end_id in tokenizer.begin else f"special_tokens={TEXT}"
             raise UserError(
-                f"data.path: got more than {MOST_INNER_ENDS:,} end tokens inside the documents of a token file; "
-                f"allowed: fewer, as its description lists them; nearest: data.{fix}"
+                Problem(
+                    "data.path",
+                    got=f"more than {MOST_INNER_ENDS:,} end tokens inside the documents of a token file",
+                    allowed="fewer, as its description lists them",
+                    nearest=f"data.{fix}",
+                )
             )
         bar.update(num_bytes)
     return dataclasses.replace(
@@ -146,7 +153,7 @@ def _progress(file_bytes: Iterable[int], what: str = "prepare") -> tqdm:
     return tqdm(total=sum(file_bytes), desc=what, **options)
 
 
-def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool) -> list[str]:
+def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool) -> list[Problem]:
     """Returns an error line for each reason not to write `targets`; the first target is the token file.
 
     Args:
@@ -161,34 +168,53 @@ def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool
         if what != "a file" or os.path.islink(target):
             got = "a link" if os.path.islink(target) else what
             fix = Path("tokens.bin") if target == out_path else f"--output={out_path}.new.bin"
-            problems.append(f"--output: got '{target}', {got}; allowed: a new name, or a file; nearest: {fix}")
+            problems.append(Problem("--output", got=f"'{target}', {got}", allowed="a new name, or a file", nearest=fix))
     if stands and not overwrite and not problems:
-        problems.append(f"--output: '{next(iter(stands))}' is there already; allowed: a new name; nearest: --overwrite")
+        problems.append(
+            Problem(
+                "--output",
+                fault=f"'{next(iter(stands))}' is there already",
+                allowed="a new name",
+                nearest="--overwrite",
+            )
+        )
     if what_is_at(out_path.parent) != "a folder":
         problems.append(
-            f"--output: got '{out_path}', but the folder '{out_path.parent}' does not exist; nearest: create it; "
-            "allowed: a file in a folder that does"
+            Problem(
+                "--output",
+                got=f"'{out_path}', but the folder '{out_path.parent}' does not exist",
+                allowed="a file in a folder that does",
+                nearest="create it",
+            )
         )
     problems += [
-        f"--output: '{target}' is also read as text; allowed: another name; nearest: {out_path}.bin"
+        Problem(
+            "--output",
+            fault=f"'{target}' is also read as text",
+            allowed="another name",
+            nearest=f"{out_path}.bin",
+        )
         for target in stands
         if read & identities(target)
     ]
     return problems
 
 
-def _folder_problems(output: str, folder: Path, overwrite: bool) -> list[str]:
+def _folder_problems(output: str, folder: Path, overwrite: bool) -> list[Problem]:
     """Returns an error line for each reason not to write token files into a folder; the folder may be missing."""
     if (what := what_is_at(folder)) == "nothing there":
         return _output_problems([folder], set(), overwrite)
-    allowed = "allowed: a folder, or a new name; nearest: tokens/"
-    return [] if what == "a folder" else [f"--output: got '{output}', {what}; {allowed}"]
+    if what == "a folder":
+        return []
+    return [Problem("--output", got=f"'{output}', {what}", allowed="a folder, or a new name", nearest="tokens/")]
 
 
 def _named(output: str) -> Path:
     out_path = expanded(output)
     if not out_path.name or out_path.name == "..":
-        raise UserError(f"--output: got '{output}', no file's name; allowed: the file to write; nearest: tokens.bin")
+        raise UserError(
+            Problem("--output", got=f"'{output}', no file's name", allowed="the file to write", nearest="tokens.bin")
+        )
     return out_path
 
 
@@ -251,7 +277,9 @@ def prepare(
             return write(files, out_path, bar, described=described)
     except OSError as error:
         why = f"cannot be written ({error.strerror or error})"
-        raise UserError(f"--output: '{output}' {why}; allowed: a file that can; nearest: tokens.bin") from error
+        raise UserError(
+            Problem("--output", fault=f"'{output}' {why}", allowed="a file that can", nearest="tokens.bin")
+        ) from error
 
 
 def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str) -> TokenFile:
@@ -324,8 +352,14 @@ def _write_each(
     """Writes a token file for each file of text, except for token files that are complete; see `prepare`."""
     parts = {folder / f"{path.name}.bin": path for path in files}
     if len(parts) < len(files):
-        raise UserError(f"--path: got {len(files) - len(parts)} files of a name that another has; allowed: a name once "
-                        "where --output is a folder; nearest: one folder after another")  # fmt: skip
+        raise UserError(
+            Problem(
+                "--path",
+                got=f"{len(files) - len(parts)} files of a name that another has",
+                allowed="a name once where --output is a folder",
+                nearest="one folder after another",
+            )
+        )
     wanted = {part: _with_source(described, path, files[path], text_field) for part, path in parts.items()}
     whole, again, problems = _complete({} if overwrite else wanted)
     left, read = [part for part in parts if part not in whole], set[object]().union(*map(identities, files))
@@ -372,7 +406,7 @@ def _complete(wanted: Mapping[Path, TokenFile]) -> tuple[dict[Path, TokenFile], 
                 old, new = read_description(part), wanted[part]
                 problem, change = _difference(part, old, new)
             except UserError as error:
-                problems.add(*(f"{line}, or --overwrite" for line in error.problems))
+                problems.add(*(one.with_parts(fix=f"{one.fix}, or --overwrite") for one in error.problems))
                 continue
             if problem:
                 problems.add(problem)
@@ -383,10 +417,10 @@ def _complete(wanted: Mapping[Path, TokenFile]) -> tuple[dict[Path, TokenFile], 
     return whole, again, problems
 
 
-def _difference(part: Path, old: TokenFile, new: TokenFile) -> tuple[str, str]:
+def _difference(part: Path, old: TokenFile, new: TokenFile) -> tuple[Problem | None, str]:
     """Returns the problem of a token file prepared with other options, and the reason to write a token file again.
 
-    Both are empty for a complete file. Tokens of another text or with other options are not replaced without
+    They are None and empty for a complete file. Tokens of another text or with other options are not replaced without
     `--overwrite`.
     """
     found = {
@@ -394,22 +428,30 @@ def _difference(part: Path, old: TokenFile, new: TokenFile) -> tuple[str, str]:
     }
     differing = [name for name, (was, now) in found.items() if name not in _COUNTED and was != now]
     options = [name for name in differing if name not in ("source_bytes", "source_version")]
-    allowed = "allowed: a folder for each way to prepare; nearest: another --output, or --overwrite"
+    fault = ""
     if not old.source:
-        return f"--output: '{part}' is of an earlier version, which recorded no source of it; {allowed}", ""
-    if options:
+        fault = f"'{part}' is of an earlier version, which recorded no source of it"
+    elif options:
         was, now = found[options[0]]
-        return f"--output: '{part}' was prepared with {options[0]} {was!r}, here it is {now!r}; {allowed}", ""
+        fault = f"'{part}' was prepared with {options[0]} {was!r}, here it is {now!r}"
+    if fault:
+        fix = "another --output, or --overwrite"
+        return Problem("--output", fault=fault, allowed="a folder for each way to prepare", nearest=fix), ""
     if differing:
-        return "", f"'{new.source}' has changed since"
-    return "", "" if is_intact(part, old) else "it is damaged, its ids are not those that were written"
+        return None, f"'{new.source}' has changed since"
+    return None, "" if is_intact(part, old) else "it is damaged, its ids are not those that were written"
 
 
-def _as_flags(problem: str) -> str:
-    """Replaces the configuration's keys in an error line by the flags of this command."""
-    problem = problem.replace("data.source=tokens", "train on it with data.source=tokens")
-    problem = problem.replace("nearest: data.source=python", "nearest: --path='*.txt'")
-    return re.sub(r"\bdata\.(path|text_field|tokenizer|end_token|begin_token|special_tokens)\b", r"--\1", problem)
+def _as_flags(problem: Problem) -> Problem:
+    """Replaces the configuration's keys in a problem by the flags of this command."""
+    if problem.nearest == "data.source=python":
+        problem = problem.with_parts(nearest="--path='*.txt'")
+    parts = {name: getattr(problem, name) for name in ("key", "fault", "allowed", "condition", "fix")}
+    return problem.with_parts(**{name: _KEYS.sub(_as_flag, text) for name, text in parts.items()})
+
+
+def _as_flag(key: re.Match[str]) -> str:
+    return f"--{key[1]}" if key[1] else f"train on it with {key[0]}"
 
 
 def main(arguments: Sequence[str]) -> None:

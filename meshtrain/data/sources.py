@@ -12,7 +12,7 @@ from meshtrain.data.text import TABLES, is_table, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems, open_tokenizer
 from meshtrain.data.weighted_paths import PATH, named_parts, shared_files
-from meshtrain.errors import Problems, UserError, refusals, refuse
+from meshtrain.errors import Problem, Problems, UserError, refusals, refuse
 from meshtrain.files import url_problems
 from meshtrain.options import Options, idle, option
 from meshtrain.options import problems as option_problems
@@ -143,7 +143,7 @@ class Source:
     """
 
     open: Callable[[Options, Asked], Data]
-    check: Callable[[Options, bool], list[str]]
+    check: Callable[[Options, bool], list[Problem]]
     tokenizer: Callable[[Options, int], Tokenizer]
     vocab_size: Callable[[Options], int]
     options: type[DataOptions] = DataOptions
@@ -174,7 +174,7 @@ def source_of(path: str) -> str:
     return "tokens" if path.endswith(".bin") else "text"
 
 
-def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[str], str] = source_of) -> list[str]:
+def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[str], str] = source_of) -> list[Problem]:
     """Returns an error line for each input that the user has set but the source would not read.
 
     Args:
@@ -185,42 +185,59 @@ def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[st
     problems, got = [], f"with data.source={options.source}"
     if "path" not in inputs and options.path:
         problems.append(
-            f"data.path: got '{options.path}' {got}, which reads no files; allowed: ''; "
-            f"nearest: data.source={source_of(options.path)}"
+            Problem(
+                "data.path",
+                got=f"'{options.path}' {got}, which reads no files",
+                allowed="''",
+                nearest=f"data.source={source_of(options.path)}",
+            )
         )
     if "validation_path" not in inputs and options.validation_path:
         problems.append(
-            f"data.validation_path: got '{options.validation_path}' {got}, which takes its "
-            "validation data from data.path or brings them; allowed: ''; nearest: leave it out"
+            Problem(
+                "data.validation_path",
+                got=f"'{options.validation_path}' {got}, which takes its validation data from data.path or brings them",
+                allowed="''",
+                nearest="leave it out",
+                depends_on=["data.path"],
+            )
         )
     if "tokenizer" not in inputs and options.tokenizer != "bytes":
         why = "its token files bring their own" if options.source == "tokens" else "it reads no text"
         problems.append(
-            f"data.tokenizer: got '{options.tokenizer}' {got}: {why}; allowed: bytes, the default; nearest: leave it "
-            "out"
+            Problem(
+                "data.tokenizer",
+                got=f"'{options.tokenizer}' {got}: {why}",
+                allowed="bytes, the default",
+                nearest="leave it out",
+            )
         )
     if "chat_template" not in inputs and options.chat_template:
         problems.append(
-            f"data.chat_template: got '{options.chat_template}' {got}, whose models answer no messages; allowed: ''; "
-            "nearest: data.source=chat"
+            Problem(
+                "data.chat_template",
+                got=f"'{options.chat_template}' {got}, whose models answer no messages",
+                allowed="''",
+                nearest="data.source=chat",
+            )
         )
     return problems
 
 
-def unmounted(options: DataOptions) -> list[str]:
+def unmounted(options: DataOptions) -> list[Problem]:
     """Returns an error line for each URL, for a source that can only read local files."""
     paths = {"data.path": options.path, "data.validation_path": options.validation_path}
     return [line for key, path in paths.items() for line in url_problems(key, path, f"data.source={options.source}")]
 
 
-def fraction_problems(options: DataOptions) -> list[str]:
+def fraction_problems(options: DataOptions) -> list[Problem]:
     """Returns an error line if `data.validation_fraction` leaves no training data."""
     if options.validation_fraction < 1:
         return []
-    return [f"data.validation_fraction: got {options.validation_fraction}; allowed: 0 to below 1; nearest: 0.5"]
+    return [Problem("data.validation_fraction", got=options.validation_fraction, allowed="0 to below 1", nearest="0.5")]
 
 
-def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list[str]:
+def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list[Problem]:
     """Returns an error line for each problem that is visible without reading tokens: paths, sizes, descriptions.
 
     Args:
@@ -243,10 +260,14 @@ def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list
         problems += Problems(found).lines()
         if not found:
             kind = _KINDS[like]
-            lines = [line.replace(PATH, part.key, 1) for part in parts for line in kind(part.files)]
-            if like == "tokens" and not lines:
-                lines = shared_files(parts, _text_of, "whose text {} has too")
-            problems += Problems(lines).lines()
+            found = [
+                problem.with_parts(key=problem.key.replace(PATH, part.key, 1))
+                for part in parts
+                for problem in kind(part.files)
+            ]
+            if like == "tokens" and not found:
+                found = shared_files(parts, _text_of, "whose text {} has too")
+            problems += Problems(found).lines()
     return problems
 
 
@@ -260,8 +281,12 @@ def checked_files(options: DataOptions, like: str = "") -> list[Place]:
     first, *others = named_parts(options.path, "")[0]
     if others:
         raise UserError(
-            f"{PATH}: got weights in '{options.path}', where each file is scored by itself; allowed: files or globs; "
-            f"nearest: {','.join(part.paths for part in (first, *others))}"
+            Problem(
+                PATH,
+                got=f"weights in '{options.path}', where each file is scored by itself",
+                allowed="files or globs",
+                nearest=",".join(part.paths for part in (first, *others)),
+            )
         )
     return list(first.files)
 
@@ -273,23 +298,27 @@ def _text_of(path: Path) -> list[tuple[str | int, ...]]:
     return [text] if described.source else []
 
 
-def _sidecar_problems(files: Iterable[Path]) -> list[str]:
+def _sidecar_problems(files: Iterable[Path]) -> list[Problem]:
     return [line for path in files for line in refusals(read_sidecar, path)]
 
 
-def _no_lines(files: Iterable[Place]) -> list[str]:
+def _no_lines(files: Iterable[Place]) -> list[Problem]:
     """Returns an error line for each file that, according to its name, contains no lines or rows."""
     lines = "jq -c '.[]' FILE.json > FILE.jsonl, for a file with one list"
     return [
-        f"data.path: got '{path}', which has no lines; allowed: files that end in {', '.join(TABLES)}; nearest: "
-        f"{lines if path.suffix == '.json' else f'data.source={source_of(str(path))}'}"
+        Problem(
+            "data.path",
+            got=f"'{path}', which has no lines",
+            allowed=f"files that end in {', '.join(TABLES)}",
+            nearest=lines if path.suffix == ".json" else f"data.source={source_of(str(path))}",
+        )
         for path in files
         if not is_table(path)
     ]
 
 
 # For each source that reads `path`: a check that returns an error line for each file of another kind.
-_KINDS: Mapping[str, Callable[[Iterable[Place]], list[str]]] = {
+_KINDS: Mapping[str, Callable[[Iterable[Place]], list[Problem]]] = {
     "text": tokens_as_text,
     "tokens": _sidecar_problems,
     "chat": _no_lines,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from meshtrain.errors import Problems, UserError, nearest
+from meshtrain.errors import Problem, Problems, UserError, nearest
 from meshtrain.files import Json, JsonObject, expanded, is_url, is_utf8, url_problems, what_is_at
 from meshtrain.store.buckets import Place, objects, reached
 
@@ -55,8 +55,12 @@ def standard_library() -> list[tuple[str, str]]:
                 continue
     if not documents:
         raise UserError(
-            f"data.source: got 'python', but {root} holds no readable .py files; allowed: a Python with its "
-            "library's source, or data.source=text with data.path"
+            Problem(
+                "data.source",
+                got=f"'python', but {root} holds no readable .py files",
+                allowed="a Python with its library's source, or data.source=text with data.path",
+                depends_on=["data.path"],
+            )
         )
     return sorted(documents)
 
@@ -93,12 +97,12 @@ def _beside(path: Path) -> str:
         names = sorted(name for name in os.listdir(folder) if what_is_at(folder / name) == "a file")
     except OSError:  # the folder is not readable
         names = []
-    fix = nearest(path.name, names) if folder == path.parent else f"; the folder '{path.parent}' does not exist"
-    every = folder / "*"
-    return fix if "did you mean" in fix else f"{fix}; nearest: '{every}'"
+    if folder != path.parent:
+        return f"; the folder '{path.parent}' does not exist; nearest: '{folder / '*'}'"
+    return nearest(path.name, names) or f"; nearest: '{folder / '*'}'"
 
 
-def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
+def find_files(paths: str) -> tuple[dict[Place, int], list[Problem]]:
     """Returns the files of `data.path` without reading them.
 
     Args:
@@ -113,7 +117,9 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
     given = [item.strip() for item in paths.split(",") if item.strip()]
     items = [item if is_url(item) else str(expanded(item)) for item in given]
     if not items:
-        problems.append("data.path: got ''; allowed: files or globs, comma separated; nearest: data.source=python")
+        problems.append(
+            Problem("data.path", got="''", allowed="files or globs, comma separated", nearest="data.source=python")
+        )
     for item in items:
         path, what = Path(item), what_is_at(item)
         if is_url(item):
@@ -124,11 +130,17 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
             files[path] = path.stat().st_size
             if not files[path]:
                 problems.append(
-                    f"data.path: got '{item}', which is empty; allowed: files with at least one sequence; "
-                    f"nearest: '{path.parent}/*'"
+                    Problem(
+                        "data.path",
+                        got=f"'{item}', which is empty",
+                        allowed="files with at least one sequence",
+                        nearest=f"'{path.parent}/*'",
+                    )
                 )
         elif what == "a folder":
-            problems.append(f"data.path: got '{item}', a folder; allowed: files or globs; nearest: '{path}/*'")
+            problems.append(
+                Problem("data.path", got=f"'{item}', a folder", allowed="files or globs", nearest=f"'{path}/*'")
+            )
         elif what == "nothing there" and glob.has_magic(item):
             names = [Path(name) for name in sorted(glob.glob(item, recursive=True))]
             full = {one: size for one in names if what_is_at(one) == "a file" and (size := one.stat().st_size)}
@@ -136,13 +148,25 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[str]]:
             if not full:
                 said = f"only folders or empty files ({len(names)})" if names else "nothing"
                 problems.append(
-                    f"data.path: got '{item}', which matches {said}; allowed: a glob that matches files{_beside(path)}"
+                    Problem(
+                        "data.path",
+                        got=f"'{item}', which matches {said}",
+                        allowed="a glob that matches files",
+                        fix=_beside(path),
+                    )
                 )
         else:
             said = "which does not exist" if what == "nothing there" else what
-            problems.append(f"data.path: got '{item}', {said}; allowed: existing files or globs{_beside(path)}")
+            problems.append(
+                Problem("data.path", got=f"'{item}', {said}", allowed="existing files or globs", fix=_beside(path))
+            )
     problems += [
-        f"data.path: got '{path}', which this user may not read; allowed: readable files; nearest: chmod a+r '{path}'"
+        Problem(
+            "data.path",
+            got=f"'{path}', which this user may not read",
+            allowed="readable files",
+            nearest=f"chmod a+r '{path}'",
+        )
         for path in files
         if isinstance(path, Path) and not _can_read(path)
     ]
@@ -164,7 +188,7 @@ def _each_once(files: Mapping[Place, int]) -> dict[Place, int]:
     return {path: files[path] for path in first.values()}
 
 
-def _find_objects(pattern: str) -> tuple[dict[Place, int], list[str]]:
+def _find_objects(pattern: str) -> tuple[dict[Place, int], list[Problem]]:
     """Returns the objects that a URL or its glob matches, with their bytes, and error lines.
 
     It is the counterpart of `find_files` for buckets.
@@ -182,8 +206,14 @@ def _find_objects(pattern: str) -> tuple[dict[Place, int], list[str]]:
     except UserError as error:
         return {}, list(error.problems)
     said = f"only empty objects ({len(found)})" if found else "no object"
-    fix = nearest(name, beside) or f"; nearest: '{pattern if below else folder}/*'"
-    return {}, [f"{_KEY}: got '{pattern}', which matches {said}; allowed: objects of a bucket, or globs{fix}"]
+    problem = Problem(
+        _KEY,
+        got=f"'{pattern}', which matches {said}",
+        allowed="objects of a bucket, or globs",
+        fix=nearest(name, beside),
+        nearest=f"'{pattern if below else folder}/*'",
+    )
+    return {}, [problem]
 
 
 def _can_read(path: Path) -> bool:
@@ -195,7 +225,7 @@ def _can_read(path: Path) -> bool:
     return True
 
 
-def tokens_as_text(files: Iterable[Place]) -> list[str]:
+def tokens_as_text(files: Iterable[Place]) -> list[Problem]:
     """Returns an error line for each file of prepared tokens, for a caller that expects text.
 
     A token file has a description next to it, or contains zero bytes. It must be rejected here: the bytes of small ids
@@ -210,7 +240,9 @@ def tokens_as_text(files: Iterable[Place]) -> list[str]:
             got = "which has zero bytes, as token files have and text has not"
         else:
             continue
-        problems.append(f"data.path: got '{path}', {got}; allowed: text in UTF-8; nearest: data.source=tokens")
+        problems.append(
+            Problem("data.path", got=f"'{path}', {got}", allowed="text in UTF-8", nearest="data.source=tokens")
+        )
     return problems
 
 
@@ -250,14 +282,22 @@ def opened(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             raise
         except ImportError as error:
             raise UserError(
-                f"data.path: got '{path}', which takes the package pyarrow ({error}); allowed: files that take none; "
-                "nearest: pip install 'meshtrain[data]'"
+                Problem(
+                    "data.path",
+                    got=f"'{path}', which takes the package pyarrow ({error})",
+                    allowed="files that take none",
+                    nearest="pip install 'meshtrain[data]'",
+                )
             ) from error
         except _BROKEN as error:
             why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
             raise UserError(
-                f"data.path: '{path}' cannot be read ({why}); allowed: whole files that this user may read; nearest: "
-                "leave it out, or fetch it again"
+                Problem(
+                    "data.path",
+                    fault=f"'{path}' cannot be read ({why})",
+                    allowed="whole files that this user may read",
+                    nearest="leave it out, or fetch it again",
+                )
             ) from error
 
 
@@ -300,9 +340,17 @@ def _parquet_rows(path: Place, file: BinaryIO, column: str) -> Iterator[tuple[st
     texts = [one.name for one in table.schema_arrow if "string" in str(one.type)]
     if column and column not in texts:
         raise UserError(
-            f"data.text_field: got '{column}', which is no column of text of '{path}', with the columns "
-            f"{', '.join(table.schema_arrow.names) or '(none)'}; allowed there: {', '.join(texts) or 'nothing'}"
-            f"{nearest(column, texts) or f'; nearest: data.text_field={texts[0] if texts else column}'}"
+            Problem(
+                "data.text_field",
+                got=(
+                    f"'{column}', which is no column of text of '{path}', with the columns "
+                    f"{', '.join(table.schema_arrow.names) or '(none)'}"
+                ),
+                condition="there",
+                allowed=", ".join(texts) or "nothing",
+                fix=nearest(column, texts),
+                nearest=f"data.text_field={texts[0] if texts else column}",
+            )
         )
     row_bytes = file.seek(0, os.SEEK_END) // max(table.metadata.num_rows, 1)
     batches = table.iter_batches(_ROWS, columns=[column] if column else None, use_threads=False)
@@ -322,34 +370,43 @@ def _row_text(row: bytes | JsonObject, text_field: str) -> str:
     """Returns the document of a line or row.
 
     Raises:
-      ValueError: the row has no text in this field; the message is a line for `Problems.add_at`.
+      UserError: the row has no text in this field; the problem is one for `Problems.add_at`.
     """
     try:
         fields = json.loads(row) if isinstance(row, bytes) else row
     # JSONDecodeError and UnicodeDecodeError are both ValueErrors; brackets may be nested deeper than Python can follow.
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"data.path: {{where}} is no JSON in UTF-8 ({error}); allowed: one JSON object a line"
+        raise UserError(
+            Problem("data.path", fault=f"{{where}} is no JSON in UTF-8 ({error})", allowed="one JSON object a line")
         ) from error
     if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
         texts = [name for name, value in fields.items() if isinstance(value, str)] if isinstance(fields, dict) else []
-        fix = f"; nearest: data.text_field={texts[0]}" if texts else '; nearest: lines like {"text": "..."}'
-        raise ValueError(
-            f"data.text_field: got '{text_field}', which holds no text in {{where}}; "
-            f"allowed there: {', '.join(texts) or 'nothing'}{nearest(text_field, texts) or fix}"
+        raise UserError(
+            Problem(
+                "data.text_field",
+                got=f"'{text_field}', which holds no text in {{where}}",
+                condition="there",
+                allowed=", ".join(texts) or "nothing",
+                fix=nearest(text_field, texts),
+                nearest=f"data.text_field={texts[0]}" if texts else 'lines like {"text": "..."}',
+            )
         )
     text = str(fields[text_field])
     # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
     if not text.isascii() and not is_utf8(text):
-        raise ValueError("data.path: {where} escapes half of a surrogate pair; allowed: whole characters")
+        raise UserError(
+            Problem("data.path", fault="{where} escapes half of a surrogate pair", allowed="whole characters")
+        )
     return text
 
 
-def only_empty(num_documents: int) -> str:
-    """Returns the error line for data with only empty documents."""
-    return (
-        f"data.path: got {num_documents:,} empty documents, and no others; allowed: at least one with text; nearest: "
-        "data.text_field=FIELD, the field with the text, or other files"
+def only_empty(num_documents: int) -> Problem:
+    """Returns the problem of data with only empty documents."""
+    return Problem(
+        "data.path",
+        got=f"{num_documents:,} empty documents, and no others",
+        allowed="at least one with text",
+        nearest="data.text_field=FIELD, the field with the text, or other files",
     )
 
 
@@ -370,9 +427,9 @@ def read_documents(path: Place, text_field: str, problems: Problems) -> Iterator
             for where, row, num_bytes in read_rows(path, text_field):
                 try:
                     text = _row_text(row, text_field)
-                except ValueError as error:
-                    line = str(error)
-                    problems.add_at(where, line, None if line.startswith("data.text_field") else "")
+                except UserError as error:
+                    [problem] = error.problems
+                    problems.add_at(where, problem, None if problem.fix else "")
                     if problems.is_enough():
                         return
                     continue
@@ -381,15 +438,19 @@ def read_documents(path: Place, text_field: str, problems: Problems) -> Iterator
         with opened(path) as (file, stored):
             content, num_bytes = file.read(), stored.tell()
     except UserError as error:
-        problems.add(str(error))
+        problems.add(*error.problems)
         return
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         fix = "data.source=tokens" if path.suffix == ".bin" else f"iconv -t UTF-8 '{path}'"
         problems.add(
-            f"data.path: '{path}' is not UTF-8 text (byte {error.start} is {content[error.start]:#04x}); "
-            f"allowed: text in UTF-8; nearest: {fix}"
+            Problem(
+                "data.path",
+                fault=f"'{path}' is not UTF-8 text (byte {error.start} is {content[error.start]:#04x})",
+                allowed="text in UTF-8",
+                nearest=fix,
+            )
         )
         return
     yield text, num_bytes

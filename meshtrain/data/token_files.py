@@ -20,7 +20,7 @@ import numpy as np
 from meshtrain.data.encoding.special_tokens import ENCODE, MODES
 from meshtrain.data.text import only_empty
 from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, file_tokenizer
-from meshtrain.errors import Problems, UserError, refuse, unknown
+from meshtrain.errors import Problem, Problems, UserError, refuse, unknown
 from meshtrain.files import Json, read_json, what_is_at, write_whole
 
 DTYPES = ("uint16", "uint32")
@@ -28,7 +28,8 @@ DTYPES = ("uint16", "uint32")
 TOKENIZER_FIELDS = ("vocab_size", "end_id", "tokenizer_sha256", "begin", "special_tokens")
 MOST_INNER_ENDS = 1_000_000  # maximum per file, because its description lists them
 
-_WRITTEN = "allowed: what python -m meshtrain prepare writes; nearest: prepare it again"
+_WRITTEN = "what python -m meshtrain prepare writes"
+_AGAIN = "prepare it again"
 _CHUNK_BYTES = 1 << 24
 _WHOLE_UP_TO_BYTES = 1 << 32
 _NUM_SAMPLED_CHUNKS = 64
@@ -97,10 +98,17 @@ def read_sidecar(path: Path) -> TokenFile:
     num_bytes, expected_bytes = path.stat().st_size, described.num_tokens * np.dtype(described.dtype).itemsize
     if num_bytes != expected_bytes:
         raise UserError(
-            f"data.path: '{path}' has {num_bytes} bytes; its description says {described.num_tokens} tokens in "
-            f"{expected_bytes} bytes; {_WRITTEN}"
+            _malformed(
+                f"'{path}' has {num_bytes} bytes; its description says {described.num_tokens} tokens in "
+                f"{expected_bytes} bytes"
+            )
         )
     return described
+
+
+def _malformed(fault: str) -> Problem:
+    """Returns the problem of a token file, or of a file beside it, that `prepare` did not write in this form."""
+    return Problem("data.path", fault=fault, allowed=_WRITTEN, nearest=_AGAIN)
 
 
 def is_intact(path: Path, described: TokenFile) -> bool:
@@ -126,17 +134,22 @@ def read_description(path: Path) -> TokenFile:
         content = read_json(sidecar.read_bytes())
     except OSError as error:
         raise UserError(
-            f"data.path: '{path}' has no readable '{sidecar.name}' beside it ({error.strerror}); allowed: files "
-            "written by python -m meshtrain prepare; nearest: data.source=text if it is text"
+            Problem(
+                "data.path",
+                fault=f"'{path}' has no readable '{sidecar.name}' beside it ({error.strerror})",
+                allowed="files written by python -m meshtrain prepare",
+                nearest="data.source=text if it is text",
+            )
         ) from error
     except ValueError as error:
-        raise UserError(f"data.path: '{sidecar}' is no JSON ({error}); {_WRITTEN}") from error
+        raise UserError(_malformed(f"'{sidecar}' is no JSON ({error})")) from error
     content = later | content if isinstance(content, dict) else content
     if not isinstance(content, dict) or any(type(content.get(name)) is not kind for name, kind in wanted.items()):
-        raise UserError(f"data.path: '{sidecar}' must be an object with {', '.join(wanted)}; {_WRITTEN}")
+        raise UserError(_malformed(f"'{sidecar}' must be an object with {', '.join(wanted)}"))
     described = TokenFile(**{name: content[name] for name in wanted})
     if described.dtype not in DTYPES:
-        raise UserError(unknown(f"dtype in '{sidecar}'", described.dtype, DTYPES) + "; nearest: prepare it again")
+        problem = unknown(f"dtype in '{sidecar}'", described.dtype, DTYPES)
+        raise UserError(problem.with_parts(fix=f"{problem.fix}; nearest: {_AGAIN}"))
     bounds = {"vocab_size": 1, "num_tokens": 0, "num_documents": 0, "end_id": -1, "source_bytes": 0, "num_special": 0}
     wrong = [name for name, least in bounds.items() if getattr(described, name) < least]
     if described.end_id >= described.vocab_size:
@@ -159,7 +172,7 @@ def read_description(path: Path) -> TokenFile:
     ):
         values = (f"{name} {str(getattr(described, name))[:40]}" for name in wrong)
         got = ", ".join(values) or f"tokenizer '{described.tokenizer}'"
-        raise UserError(f"data.path: '{sidecar}' says {got}; {_WRITTEN}")
+        raise UserError(_malformed(f"'{sidecar}' says {got}"))
     return described
 
 
@@ -264,8 +277,8 @@ def make_index(path: Path, described: TokenFile, *, whole: bool = False) -> Inde
     return dataclasses.replace(index, largest_id=largest_id, is_whole=True, lengths=lengths)
 
 
-def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
-    """Returns the digest of a token file, and an error line for its first id outside the vocabulary.
+def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, Problem | None]:
+    """Returns the digest of a token file, and a problem for its first id outside the vocabulary.
 
     Uses the index if there is one. Otherwise the file is read, and the index is written if its ids are valid. Files
     above 4 GiB are then only sampled: a change or an invalid id between the samples goes unnoticed.
@@ -276,20 +289,23 @@ def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
       vocab_size: the model's vocabulary size; every id must be below it.
 
     Returns:
-      Hexadecimal sha256 over size and chunks, and an error line or ``.
+      Hexadecimal sha256 over size and chunks, and a problem or None.
     """
     found = read_index(path)
     index = found or make_index(path, described)
-    needed, problem = max(index.largest_id + 1, described.vocab_size), ""
+    needed, problem = max(index.largest_id + 1, described.vocab_size), None
     if needed > vocab_size:
-        problem = f"'{path}' was written with a vocabulary of {needed} ids"
+        fault = f"'{path}' was written with a vocabulary of {needed} ids"
         for start, ids in _chunks(path, described.dtype) if index.largest_id >= vocab_size else ():
             if (is_outside := ids >= vocab_size).any():
                 position = int(np.argmax(is_outside))
-                problem = f"'{path}' holds id {ids[position]} at token {start + position}"
+                fault = f"'{path}' holds id {ids[position]} at token {start + position}"
                 break
-        problem = (
-            f"data.path: {problem}; allowed: ids below model.vocab_size, {vocab_size}; nearest: set it to {needed}"
+        problem = Problem(
+            "data.path",
+            fault=fault,
+            allowed=f"ids below model.vocab_size, {vocab_size}",
+            nearest=f"set it to {needed}",
         )
     elif not found:
         write_index(path, index)
@@ -336,7 +352,7 @@ def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
     beside = path.with_name(described.tokenizer)
     tokenizer = file_tokenizer(str(beside), described.end_token, tuple(described.begin), described.special_tokens)
     if hashlib.sha256(beside.read_bytes()).hexdigest() != described.tokenizer_sha256:
-        raise UserError(f"data.path: '{beside}' is not the tokenizer that wrote '{path}'; {_WRITTEN}")
+        raise UserError(_malformed(f"'{beside}' is not the tokenizer that wrote '{path}'"))
     return tokenizer
 
 
@@ -376,8 +392,15 @@ class OpenFile:
         before = self._opened
         if place < stop * size or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise UserError(
-                f"data.path: '{self.path}' has changed while it is read ({before.st_size} bytes at first, now "
-                f"{now.st_size}); allowed: a file that stays as it is; nearest: write other data to another file"
+                Problem(
+                    "data.path",
+                    fault=(
+                        f"'{self.path}' has changed while it is read ({before.st_size} bytes at first, now "
+                        f"{now.st_size})"
+                    ),
+                    allowed="a file that stays as it is",
+                    nearest="write other data to another file",
+                )
             )
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), self.dtype)
 
@@ -423,16 +446,20 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[FileI
     Raises:
       UserError: the files differ in tokenizer, ids do not fit, or a description is missing or wrong.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     described: list[TokenFile] = []
     digest = hashlib.sha256()
     for path in files:
         described.append(one := read_sidecar(path))
         differing = [name for name in TOKENIZER_FIELDS if getattr(one, name) != getattr(described[0], name)]
         problems += [
-            f"data.path: '{path}' has {name} {getattr(one, name)!r}, but the first file has "
-            f"{getattr(described[0], name)!r}; allowed: files prepared with one tokenizer; nearest: prepare them again"
-            for name in differing
+            Problem(
+                "data.path",
+                fault=f"'{path}' has {name} {getattr(one, name)!r}, but the first file has {first!r}",
+                allowed="files prepared with one tokenizer",
+                nearest="prepare them again",
+            )
+            for name, first in ((name, getattr(described[0], name)) for name in differing)
         ]
         file_digest, problem = scan(path, one, vocab_size)
         digest.update(file_digest.encode())

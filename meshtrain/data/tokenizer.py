@@ -18,7 +18,7 @@ from meshtrain.data.encoding.special_tokens import ENCODE, TEXT, SpecialTokens, 
 from meshtrain.data.encoding.text_bytes import blank_in_bytes, bytes_of_ids, num_added_blanks
 from meshtrain.data.long_texts import batches, cuts_of
 from meshtrain.data.packing import Example, Examples, inner_end_targets
-from meshtrain.errors import UserError, nearest, refuse, unknown
+from meshtrain.errors import Problem, UserError, nearest, refuse, unknown
 from meshtrain.files import JsonObject, download_command, pointer_problem, read_json, snapshot_of, what_is_at
 
 if TYPE_CHECKING:
@@ -123,8 +123,13 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
         for word in itertools.chain(*words):
             if not word.isdecimal() or int(word) >= vocab_size:
                 raise UserError(
-                    f"got '{word}'; allowed without a tokenizer: token ids, numbers from 0 to {vocab_size - 1}; "
-                    "nearest: 0"
+                    Problem(
+                        None,
+                        got=f"'{word}'",
+                        condition="without a tokenizer",
+                        allowed=f"token ids, numbers from 0 to {vocab_size - 1}",
+                        nearest=0,
+                    )
                 )
         return [np.asarray([int(word) for word in document], np.uint32) for document in words]
 
@@ -134,7 +139,7 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
     return Tokenizer("numbers", vocab_size, -1, encode_documents, decode)
 
 
-def file_problems(path: str) -> list[str]:
+def file_problems(path: str) -> list[Problem]:
     """Returns an error line if the path is neither a tokenizer file nor a folder with one.
 
     Opens nothing: a pipe would block.
@@ -148,9 +153,14 @@ def file_problems(path: str) -> list[str]:
     else:
         state = "which does not exist" if what == "nothing there" else what
     download = download_command(path) or snapshot_of(path)
-    fix = f"; nearest: {download}" if download else nearest(path, ["bytes"]) or "; nearest: bytes"
     return [
-        f"data.tokenizer: got '{path}', {state}; allowed: bytes, or the path of a tokenizer.json or of its folder{fix}"
+        Problem(
+            "data.tokenizer",
+            got=f"'{path}', {state}",
+            allowed="bytes, or the path of a tokenizer.json or of its folder",
+            fix="" if download else nearest(path, ["bytes"]),
+            nearest=download or "bytes",
+        )
     ]
 
 
@@ -167,8 +177,12 @@ def _loaded(path: str) -> "tokenizers.Tokenizer":
         text = tokenizer_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"data.tokenizer: got '{path}', which cannot be read ({error}); allowed: bytes, or the path of a "
-            "tokenizer.json; nearest: bytes"
+            Problem(
+                "data.tokenizer",
+                got=f"'{path}', which cannot be read ({error})",
+                allowed="bytes, or the path of a tokenizer.json",
+                nearest="bytes",
+            )
         ) from error
     try:
         loaded = tokenizers.Tokenizer.from_str(text)
@@ -176,8 +190,12 @@ def _loaded(path: str) -> "tokenizers.Tokenizer":
         if line := pointer_problem(tokenizer_file(path)):
             raise UserError(f"data.tokenizer: {line}") from error
         raise UserError(
-            f"data.tokenizer: got '{path}', which is no tokenizer.json ({error}); allowed: what Tokenizer.save writes; "
-            "nearest: bytes"
+            Problem(
+                "data.tokenizer",
+                got=f"'{path}', which is no tokenizer.json ({error})",
+                allowed="what Tokenizer.save writes",
+                nearest="bytes",
+            )
         ) from error
     # Documents are never truncated or padded, even if the file requests it.
     loaded.no_truncation()
@@ -197,8 +215,12 @@ def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
     well_known = [token for token in _END_TOKENS if token in vocab]
     if of_folder and of_folder not in vocab:
         raise UserError(
-            f"data.tokenizer: '{path}' names '{of_folder}' as its eos_token, which its {TOKENIZER} "
-            "lacks; allowed: one of its tokens; nearest: data.end_token=TOKEN"
+            Problem(
+                "data.tokenizer",
+                fault=f"'{path}' names '{of_folder}' as its eos_token, which its {TOKENIZER} lacks",
+                allowed="one of its tokens",
+                nearest="data.end_token=TOKEN",
+            )
         )
     if end_token and end_token not in vocab:
         raise UserError(unknown(f"data.end_token for {path}", end_token, well_known, "'', which adds one id"))
@@ -217,8 +239,12 @@ def _encodings(
         return encode_batch(list(texts), add_special_tokens=add_special_tokens)
     except Exception as error:  # as in `_loaded`; for example, a tokenizer without a token for unknown text
         raise UserError(
-            f"data.tokenizer: got '{path}', which cannot encode the data ({error}); allowed: one that has a token "
-            "for every text; nearest: bytes"
+            Problem(
+                "data.tokenizer",
+                got=f"'{path}', which cannot encode the data ({error})",
+                allowed="one that has a token for every text",
+                nearest="bytes",
+            )
         ) from error
 
 
@@ -251,8 +277,15 @@ def _begin_ids(
     shown = " ".join(str(loaded.id_to_token(index)) for index in behind)
     fix = loaded.id_to_token(before[0]) if len(before) == 1 else NO_TOKEN
     raise UserError(
-        f"data.begin_token: got '' with '{path}', whose post-processor puts {shown} behind a text, as models that read "
-        f"whole texts have it; allowed: {NO_TOKEN}, or a token; nearest: data.begin_token={fix}"
+        Problem(
+            "data.begin_token",
+            got=(
+                f"'' with '{path}', whose post-processor puts {shown} behind a text, as models that read whole texts "
+                "have it"
+            ),
+            allowed=f"{NO_TOKEN}, or a token",
+            nearest=f"data.begin_token={fix}",
+        )
     )
 
 
@@ -319,7 +352,12 @@ def _read_object(file: Path, fix: str) -> JsonObject:
             raise ValueError(f"it holds {type(content).__name__}")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"data.tokenizer: '{file}' cannot be read ({error}); allowed: a JSON object in UTF-8; nearest: {fix}"
+            Problem(
+                "data.tokenizer",
+                fault=f"'{file}' cannot be read ({error})",
+                allowed="a JSON object in UTF-8",
+                nearest=fix,
+            )
         ) from error
     return content
 
@@ -346,8 +384,12 @@ def _as_text(
     for text, index in special.ids.items():
         if index in ids_of[np.asarray(_ids(marked, text), np.int64)] and index not in unknown:
             raise UserError(
-                f"data.special_tokens: got {TEXT} with '{path}', which has no other tokens for the text '{text}'; "
-                f"allowed: {ENCODE}, or a tokenizer that writes every text; nearest: data.special_tokens={ENCODE}"
+                Problem(
+                    "data.special_tokens",
+                    got=f"{TEXT} with '{path}', which has no other tokens for the text '{text}'",
+                    allowed=f"{ENCODE}, or a tokenizer that writes every text",
+                    nearest=f"data.special_tokens={ENCODE}",
+                )
             )
     return marked, ids_of
 
@@ -458,19 +500,28 @@ def open_tokenizer(name: str, end_token: str = "", begin_token: str = "", specia
         return file_tokenizer(name, end_token, begin_token, special_tokens)
     if begin_token not in ("", NO_TOKEN):
         raise UserError(
-            f"data.begin_token: got '{begin_token}' with data.tokenizer=bytes, which has no such token; allowed: '', "
-            f"{NO_TOKEN}; nearest: data.begin_token={NO_TOKEN}"
+            Problem(
+                "data.begin_token",
+                got=f"'{begin_token}' with data.tokenizer=bytes, which has no such token",
+                allowed=f"'', {NO_TOKEN}",
+                nearest=f"data.begin_token={NO_TOKEN}",
+            )
         )
     return byte_tokenizer()
 
 
-def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[Problem]:
     """Returns an error line if the tokenizer, including its end token, has ids outside the model's vocabulary."""
     if tokenizer.vocab_size <= vocab_size:
         return []
     return [
-        f"model.vocab_size: got {vocab_size}; allowed for tokenizer '{tokenizer.name}' with its end of document: at "
-        f"least {tokenizer.vocab_size}; nearest: {tokenizer.vocab_size}"
+        Problem(
+            "model.vocab_size",
+            got=vocab_size,
+            condition=f"for tokenizer '{tokenizer.name}' with its end of document",
+            allowed=f"at least {tokenizer.vocab_size}",
+            nearest=tokenizer.vocab_size,
+        )
     ]
 
 
@@ -570,7 +621,13 @@ def end_ids(path: str) -> tuple[int, ...]:
         if (given := settings(path, name).get("eos_token_id")) is not None:
             listed = given if isinstance(given, list) else [given]
             if not all(type(one) is int and 0 <= one < 1 << 31 for one in listed):
-                raise UserError(f"{Path(path, name)}: eos_token_id: got {str(given)[:200]}; allowed: an id, or a list; "
-                                "nearest: the file that was published with the model")  # fmt: skip
+                raise UserError(
+                    Problem(
+                        f"{Path(path, name)}: eos_token_id",
+                        got=str(given)[:200],
+                        allowed="an id, or a list",
+                        nearest="the file that was published with the model",
+                    )
+                )
             return tuple(listed)
     return ()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshtrain.data.text import find_files
-from meshtrain.errors import short_number
+from meshtrain.errors import Problem, short_number
 from meshtrain.files import identities
 from meshtrain.store.buckets import Place
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     weight: int = 1
 
 
-def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[str]]:
+def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[Problem]]:
     """Returns the parts that the two options name, sources first, and an error line for each problem; reads no file."""
     items = [_weighted(text) for text in _texts(path)]
     if any(weight is not None for _, weight in items):
@@ -58,7 +58,7 @@ def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[str]]
 
 def shared_files(
     parts: Sequence[Part], identities_of: Callable[[Place], Iterable[Hashable]], why: str = "which {} names too"
-) -> list[str]:
+) -> list[Problem]:
     """Returns an error line for each file of a source or validation set that an earlier source or set also has.
 
     Args:
@@ -68,7 +68,7 @@ def shared_files(
     """
     if len(parts) == 1:
         return []
-    problems, owners = list[str](), dict[Hashable, tuple[Part, Place]]()
+    problems, owners = list[Problem](), dict[Hashable, tuple[Part, Place]]()
     for part in parts:
         for file in part.files:
             known = set(identities_of(file))
@@ -80,7 +80,7 @@ def shared_files(
             alias = "" if str(path) == str(file) else f" as '{path}'"
             allowed = "files that are not trained on" if owner.key != part.key else "each file once"
             problems.append(
-                f"{part.key}: got '{file}', {why.format(other)}{alias}; allowed: {allowed}; nearest: leave it out"
+                Problem(part.key, got=f"'{file}', {why.format(other)}{alias}", allowed=allowed, nearest="leave it out")
             )
     return problems
 
@@ -95,9 +95,9 @@ def _weighted(text: str) -> tuple[str, str | None]:
     return (text, None) if not paths or "/" in weight or find_files(text)[0] else (paths, weight)
 
 
-def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[str]]:
+def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[Problem]]:
     """Returns the part for each item, and an error line for each item that has no files or repeats a name."""
-    parts, problems = list[Part](), list[str]()
+    parts, problems = list[Part](), list[Problem]()
     for item in items:
         name, _, paths = item.rpartition("=")
         if not name or "/" in name or find_files(item)[0]:
@@ -105,16 +105,21 @@ def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[str]]:
             plain = [place for place in Path(item).parts if not glob.has_magic(place)]
             name, paths = Path(*plain).stem or item, item
         files, found = find_files(paths)
-        problems += [line.replace(PATH, key, 1) for line in found]
+        problems += [problem.with_parts(key=problem.key.replace(PATH, key, 1)) for problem in found]
         if name in (part.name for part in parts):
             problems.append(
-                f"{key}: got '{name}' twice as a name; allowed: one each; nearest: {name}{len(parts) + 1}={paths}"
+                Problem(
+                    key,
+                    got=f"'{name}' twice as a name",
+                    allowed="one each",
+                    nearest=f"{name}{len(parts) + 1}={paths}",
+                )
             )
         parts.append(Part(name, paths, list(files), key))
     return parts, problems
 
 
-def _whole_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], list[str]]:
+def _whole_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], list[Problem]]:
     """Returns the smallest integers with the ratios of the weights, or an error line for each invalid weight.
 
     >>> _whole_weights([("a", "0.7"), ("b", "0.25"), ("c", "0.05")])
@@ -123,8 +128,12 @@ def _whole_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], 
     weights = [_positive(weight) for _, weight in items]
     if not all(weights):
         return [], [
-            f"{PATH}: got weight '{weight or ''}' of '{paths}'; allowed: a number above 0 for each source; nearest: "
-            f"{paths}:1"
+            Problem(
+                PATH,
+                got=f"weight '{weight or ''}' of '{paths}'",
+                allowed="a number above 0 for each source",
+                nearest=f"{paths}:1",
+            )
             for (paths, weight), number in zip(items, weights, strict=True)
             if not number
         ]
@@ -134,8 +143,12 @@ def _whole_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], 
     rounded = [max(round(float(share), 4), 1e-4) for share in shares]
     fix = ", ".join(f"{paths}:{share:g}" for (paths, _), share in zip(items, rounded, strict=True))
     return [], [
-        f"{PATH}: got weights whose shares are whole after {short_number(period)} samples; allowed: after at most "
-        f"{MOST_PERIOD:,}, as shares of four digits are; nearest: {fix}"
+        Problem(
+            PATH,
+            got=f"weights whose shares are whole after {short_number(period)} samples",
+            allowed=f"after at most {MOST_PERIOD:,}, as shares of four digits are",
+            nearest=fix,
+        )
     ]
 
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import BuiltIn, source_problems
-from meshtrain.errors import nearest_divisor
+from meshtrain.errors import Problem, nearest_divisor
 from meshtrain.models.layers import Initializer, dropout
 from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
 from meshtrain.models.vocabulary import cross_entropy
@@ -200,7 +200,7 @@ def _make(config: Config, placement: Placement) -> Task:
     return convnet(config.model, batch_size=config.batch_size, dtype=dtype, placement=placement)
 
 
-def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each conflict between a convnet's options, or between options and data.
 
     Args:
@@ -210,21 +210,35 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     options, problems = config.model, source_problems(config, IMAGES, "images")
     if in_fp8(config.precision):
         problems.append(
-            "precision.policy: got fp8 with task=convnet, whose convolutions have no 8-bit form; allowed: float32, "
-            "bfloat16, float16; nearest: precision.policy=bfloat16"
+            Problem(
+                "precision.policy",
+                got="fp8 with task=convnet, whose convolutions have no 8-bit form",
+                allowed="float32, bfloat16, float16",
+                nearest="precision.policy=bfloat16",
+            )
         )
     if options.filters % options.num_groups:
         problems.append(
-            f"model.num_groups: got {options.num_groups}; allowed: a divisor of model.filters = {options.filters}; "
-            f"nearest: {nearest_divisor(options.filters, options.num_groups)}"
+            Problem(
+                "model.num_groups",
+                got=options.num_groups,
+                allowed=f"a divisor of model.filters = {options.filters}",
+                nearest=nearest_divisor(options.filters, options.num_groups),
+                depends_on=["model.filters"],
+            )
         )
     if options.dropout_rate >= 1:
-        problems.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
+        problems.append(Problem("model.dropout_rate", got=options.dropout_rate, allowed="0 to below 1", nearest="0.9"))
     most = min(options.height, options.width) - 1
     if options.max_shift > most:
         problems.append(
-            f"model.max_shift: got {options.max_shift}; allowed: 0 to {most}, below model.height and model.width; "
-            f"nearest: {most}"
+            Problem(
+                "model.max_shift",
+                got=options.max_shift,
+                allowed=f"0 to {most}, below model.height and model.width",
+                nearest=most,
+                depends_on=["model.height", "model.width"],
+            )
         )
     return problems
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from meshtrain.data.text import find_files
-from meshtrain.errors import Problems, UserError, refuse
+from meshtrain.errors import Problem, Problems, UserError, refuse
 from meshtrain.files import what_is_at
 
 IMAGES, LABELS = 0x00000803, 0x00000801
@@ -35,7 +35,7 @@ def labels_of(images: Path) -> Path:
     return images.with_name(images.name.replace("images", "labels").replace("idx3", "idx1"))
 
 
-def find_images(paths: str, key: str) -> tuple[list[Path], list[str]]:
+def find_images(paths: str, key: str) -> tuple[list[Path], list[Problem]]:
     """Returns the image files that an option names, and an error line for each problem in their headers.
 
     The labels of each image file are in the same folder, in the file `labels_of`.
@@ -46,13 +46,19 @@ def find_images(paths: str, key: str) -> tuple[list[Path], list[str]]:
     """
     if not paths.strip():
         return [], [
-            f"{key}: got ''; allowed with data.source=idx: files of images, or globs, comma separated; nearest: "
-            "data.source=digits"
+            Problem(
+                key,
+                got="''",
+                condition="with data.source=idx",
+                allowed="files of images, or globs, comma separated",
+                nearest="data.source=digits",
+                depends_on=["data.source"],
+            )
         ]
     sizes_of, found = find_files(paths)
     files = list(sizes_of)
     if found:
-        return files, [line.replace("data.path", key, 1) for line in found]
+        return files, [problem.with_parts(key=problem.key.replace("data.path", key, 1)) for problem in found]
     problems, sizes = Problems(), dict[tuple[int, ...], Path]()
     for path in files:
         try:
@@ -60,17 +66,26 @@ def find_images(paths: str, key: str) -> tuple[list[Path], list[str]]:
             sizes.setdefault(tuple(size), path)
             num_labels = header(labels_of(path), LABELS, key)[0]
         except UserError as error:
-            problems.add(str(error))
+            problems.add(*error.problems)
             continue
         if num_labels != num_images:
             problems.add(
-                f"{key}: got '{path}' with {num_images} images and '{labels_of(path).name}' with {num_labels} labels; "
-                "allowed: as many labels as images; nearest: both files of one download"
+                Problem(
+                    key,
+                    got=f"'{path}' with {num_images} images and '{labels_of(path).name}' with {num_labels} labels",
+                    allowed="as many labels as images",
+                    nearest="both files of one download",
+                )
             )
     if len(sizes) > 1:
         sizes_text = ", ".join(f"'{path}' of {height} x {width}" for (height, width), path in sizes.items())
         problems.add(
-            f"{key}: got images of different sizes ({sizes_text}); allowed: one size; nearest: one of the files"
+            Problem(
+                key,
+                got=f"images of different sizes ({sizes_text})",
+                allowed="one size",
+                nearest="one of the files",
+            )
         )
     return files, problems.lines()
 
@@ -96,7 +111,9 @@ def header(path: Path, magic: int, key: str) -> tuple[int, ...]:
         raise UserError(_cut(path, f"ends within its header, after {len(first)} bytes", key))
     dims = struct.unpack(f">{num_dims}I", first[4:])
     if 0 in dims:
-        raise UserError(f"{key}: got '{path}', whose header says {_said(dims)}; allowed: sizes above 0; nearest: 1")
+        raise UserError(
+            Problem(key, got=f"'{path}', whose header says {_said(dims)}", allowed="sizes above 0", nearest=1)
+        )
     own, stored = 4 + 4 * num_dims, path.stat().st_size
     expected = own + math.prod(dims)
     if expected > _MOST_GROWTH * stored if _is_compressed(path) else expected != stored:
@@ -134,7 +151,7 @@ def read_pairs(files: Sequence[Path], key: str) -> tuple[np.ndarray, np.ndarray]
             try:
                 arrays[magic].append(read(one, magic, key))
             except UserError as error:
-                problems.add(str(error))
+                problems.add(*error.problems)
     refuse(problems.lines())
     return np.concatenate(arrays[IMAGES]), np.concatenate(arrays[LABELS])
 
@@ -145,7 +162,12 @@ def _opened(path: Path, magic: int, key: str) -> BinaryIO:
         state = "which does not exist" if what == "nothing there" else what
         beside = "" if magic == IMAGES else ", beside the images"
         raise UserError(
-            f"{key}: got '{path}', {state}; allowed: a file of {_NAMES[magic]}{beside}; nearest: '{path.parent}/*'"
+            Problem(
+                key,
+                got=f"'{path}', {state}",
+                allowed=f"a file of {_NAMES[magic]}{beside}",
+                nearest=f"'{path.parent}/*'",
+            )
         )
     try:
         return gzip.open(path) if _is_compressed(path) else path.open("rb")  # type: ignore[return-value]
@@ -184,8 +206,10 @@ def _wrong_beginning(path: Path, first: bytes, magic: int, key: str) -> str:
     if len(first) >= 4 and got in _NAMES:
         is_swapped = magic == LABELS or _images_of(path) == os.fspath(path)  # the two files have exchanged names
         fix = "the other file of the two" if is_swapped else f"'{_images_of(path)}'"
-        return f"{key}: got '{path}', a file of {_NAMES[got]}; allowed: {wanted}; nearest: {fix}"
-    return f"{key}: got '{path}', which begins with 0x{first[:4].hex()}; allowed: {wanted}; nearest: a file of MNIST"
+        return Problem(key, got=f"'{path}', a file of {_NAMES[got]}", allowed=wanted, nearest=fix)
+    return Problem(
+        key, got=f"'{path}', which begins with 0x{first[:4].hex()}", allowed=wanted, nearest="a file of MNIST"
+    )
 
 
 def _images_of(labels: Path) -> str:
@@ -197,9 +221,11 @@ def _said(dims: Sequence[int]) -> str:
 
 
 def _cut(path: Path, said: str, key: str) -> str:
-    return f"{key}: got '{path}', which {said}; allowed: whole IDX files; nearest: copy or download it again"
+    return Problem(key, got=f"'{path}', which {said}", allowed="whole IDX files", nearest="copy or download it again")
 
 
 def _unreadable(path: Path, error: OSError, key: str) -> str:
     why = error.strerror or error
-    return f"{key}: '{path}' cannot be read ({why}); allowed: readable files; nearest: chmod a+r '{path}'"
+    return Problem(
+        key, fault=f"'{path}' cannot be read ({why})", allowed="readable files", nearest=f"chmod a+r '{path}'"
+    )

@@ -17,7 +17,7 @@ from meshtrain.data.corpus import tokenizer_for, vocabulary_of
 from meshtrain.data.own_source import Data, opened
 from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unmounted, unread
 from meshtrain.data.weighted_paths import PATH, VALIDATION_PATH, Part, shared_files
-from meshtrain.errors import refuse
+from meshtrain.errors import Problem, refuse
 from meshtrain.examples.idx import find_images, read_pairs
 from meshtrain.files import identities
 from meshtrain.options import option
@@ -114,7 +114,7 @@ def _files(paths: str, key: str) -> list[Path]:
     return files
 
 
-def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> list[str]:
+def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> list[Problem]:
     """Returns an error line if the images do not have the task's size, and one if labels exceed the task's classes."""
     pixels, labels = pair
     height, width = pixels.shape[1:]
@@ -126,14 +126,23 @@ def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> li
         colours = "" if size[2:] == (1,) else f" with model.channels = {size[-1]}"
         fix = f"model.height={height}, model.width={width}, model.channels=1"
         problems.append(
-            f"{key}: got grey images of {height} x {width} pixels; allowed for this task: {wanted}{colours}, as "
-            f"Task.batch says; nearest: {fix}"
+            Problem(
+                key,
+                got=f"grey images of {height} x {width} pixels",
+                condition="for this task",
+                allowed=f"{wanted}{colours}, as Task.batch says",
+                nearest=fix,
+            )
         )
     if num_classes and labels.max() >= num_classes:
         first = int(np.argmax(labels >= num_classes))
         problems.append(
-            f"{key}: got label {labels[first]} of image {first}; allowed: 0 to {num_classes - 1}, below the task's "
-            f"number of classes; nearest: model.num_classes={labels.max() + 1}, or the labels of these images"
+            Problem(
+                key,
+                got=f"label {labels[first]} of image {first}",
+                allowed=f"0 to {num_classes - 1}, below the task's number of classes",
+                nearest=f"model.num_classes={labels.max() + 1}, or the labels of these images",
+            )
         )
     return problems
 
@@ -148,7 +157,7 @@ def _split(
     return (pixels[~is_held], labels[~is_held]), (pixels[is_held], labels[is_held])
 
 
-def check(options: ImageOptions, reads_data: bool) -> list[str]:
+def check(options: ImageOptions, reads_data: bool) -> list[Problem]:
     """Returns an error line for each problem of the options and of the files' headers."""
     inputs = ("path", "validation_path") if options.source == "idx" else ()
     urls = unmounted(options) if inputs else []

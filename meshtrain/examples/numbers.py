@@ -13,7 +13,7 @@ import numpy as np
 from meshtrain.data.own_source import Data
 from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unread
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import UserError, nearest, refuse
+from meshtrain.errors import Problem, UserError, nearest, refuse
 from meshtrain.examples.pairs import packed
 from meshtrain.options import option
 
@@ -116,8 +116,15 @@ def tokenizer(spelling: str) -> Tokenizer:
             if word == SPECIAL or parts[0] not in ids:
                 known = (*DIGITS, *WORDS[spelling])
                 raise UserError(
-                    f"got '{word}'; allowed with data.source=numbers: digits 0 to 9, or words from "
-                    f"{UNITS[0]} to {known[-1]}{nearest(word, known) or '; nearest: 407'}"
+                    Problem(
+                        None,
+                        got=f"'{word}'",
+                        condition="with data.source=numbers",
+                        allowed=f"digits 0 to 9, or words from {UNITS[0]} to {known[-1]}",
+                        fix=nearest(word, known),
+                        nearest=407,
+                        depends_on=["data.source"],
+                    )
                 )
             result += [ids[part] for part in parts]
         return np.asarray(result, np.uint16)
@@ -167,8 +174,12 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
     """
     if missing := [name for name in SIDES if name not in asked.batch]:
         raise UserError(
-            f"data.source: got {options.source}, pairs of a source and a target, with a task whose batch has no "
-            f"'{missing[0]}'; allowed: a task whose batch has {' and '.join(SIDES)}; nearest: task=seq2seq"
+            Problem(
+                "data.source",
+                got=f"{options.source}, pairs of a source and a target, with a task whose batch has no '{missing[0]}'",
+                allowed=f"a task whose batch has {' and '.join(SIDES)}",
+                nearest="task=seq2seq",
+            )
         )
     source_length, target_length = (asked.batch[name].shape[1] for name in SIDES)
     text, (train, validation) = tokenizer(options.spelling), split(options)
@@ -176,8 +187,13 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
     lengths = [pairs.lengths() for pairs in splits]
     most_source, most_target = np.concatenate(lengths).max(axis=0)
     problems = [
-        f"{key}: got {got}; allowed for numbers below {options.numbers_below:,} in {options.spelling}: at least "
-        f"{least}, {what}; nearest: {least}"
+        Problem(
+            key,
+            got=got,
+            condition=f"for numbers below {options.numbers_below:,} in {options.spelling}",
+            allowed=f"at least {least}, {what}",
+            nearest=least,
+        )
         for key, got, least, what in (
             ("model.source_length", source_length, most_source, "the digits of the longest and an end"),
             ("sequence_length", target_length, most_target, "the words of the longest and an end"),
@@ -202,13 +218,18 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
     )
 
 
-def check(options: NumberOptions, reads_data: bool) -> list[str]:
+def check(options: NumberOptions, reads_data: bool) -> list[Problem]:
     """Returns an error line for each problem of the options; numbers are generated, so no file is read."""
     problems = unread(options, ()) + fraction_problems(options)
     if options.num_held_out >= options.numbers_below:
         problems.append(
-            f"data.num_held_out: got {options.num_held_out}; allowed: below data.numbers_below = "
-            f"{options.numbers_below}; nearest: {options.numbers_below // 10}"
+            Problem(
+                "data.num_held_out",
+                got=options.num_held_out,
+                allowed=f"below data.numbers_below = {options.numbers_below}",
+                nearest=options.numbers_below // 10,
+                depends_on=["data.numbers_below"],
+            )
         )
     return problems
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from meshtrain.errors import Problems, refuse
+from meshtrain.errors import Problem, Problems, refuse
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of the source and of the target, without begin and end tokens
 Example = dict[str, np.ndarray]
@@ -114,14 +114,20 @@ def packed(
     return PairExamples(pairs, row_starts, source_length, target_length, begin_id, end_id)
 
 
-def _too_long(lengths: np.ndarray, capacities: tuple[int, int]) -> list[str]:
+def _too_long(lengths: np.ndarray, capacities: tuple[int, int]) -> list[Problem]:
     problems = Problems()
     for number in np.flatnonzero(np.any(lengths > capacities, axis=1)):
         source, target = lengths[number].tolist()
         problems.add(
-            f"data: pair {number} has {source} tokens of source and {target} of target, with their ends; allowed: at "
-            f"most {capacities[0]} and {capacities[1]}; nearest: sequence_length={max(target, capacities[1])}, "
-            f"model.source_length={max(source, capacities[0])}, or a shorter pair"
+            Problem(
+                "data",
+                fault=f"pair {number} has {source} tokens of source and {target} of target, with their ends",
+                allowed=f"at most {capacities[0]} and {capacities[1]}",
+                nearest=(
+                    f"sequence_length={max(target, capacities[1])}, model.source_length={max(source, capacities[0])}, "
+                    "or a shorter pair"
+                ),
+            )
         )
         if problems.is_enough():
             break

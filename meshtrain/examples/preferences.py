@@ -36,13 +36,13 @@ from meshtrain.data.sources import (
 )
 from meshtrain.data.text import read_rows, split
 from meshtrain.data.tokenizer import Tokenizer, vocabulary_problems
-from meshtrain.errors import Problems, nearest, refuse, shown
+from meshtrain.errors import Problem, Problems, UserError, nearest, refuse, shown
 from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.options import option
 from meshtrain.store.buckets import Place
 
 ANSWERS = ("chosen", "rejected")
-ALLOWED = "allowed: a JSON object with 'prompt', 'chosen' and 'rejected', texts or lists of messages"
+ALLOWED = "a JSON object with 'prompt', 'chosen' and 'rejected', texts or lists of messages"
 NUM_MADE = 4000
 
 
@@ -76,10 +76,10 @@ class Pair(NamedTuple):
 
 
 def _pair(fields: JsonObject, where: str) -> Pair:
-    """Parses a line. Raises ValueError with the faulty value and the allowed values."""
+    """Parses a line. Raises UserError for a line of another form; the problem has no key."""
     if missing := [name for name in ANSWERS if name not in fields]:
         fix = nearest(missing[0], fields)
-        raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {ALLOWED}{fix}")
+        raise UserError(Problem(None, got=f"the fields {', '.join(fields) or '(none)'}", allowed=ALLOWED, fix=fix))
     refuse_ignored(fields)
     values: list[Json] = [fields[name] if name in fields else None for name in ("prompt", *ANSWERS)]
     prompt, *answers = values
@@ -88,13 +88,13 @@ def _pair(fields: JsonObject, where: str) -> Pair:
         texts = [Line(where, None, *messages_of(before + answer)) for answer in answers]
         for name, answer, text in zip(ANSWERS, answers, texts, strict=True):
             if all(message["role"] != ASSISTANT for message in answer):
-                raise ValueError(f"got no message of the {ASSISTANT} for '{name}'; {ALLOWED}")
+                raise UserError(Problem(None, got=f"no message of the {ASSISTANT} for '{name}'", allowed=ALLOWED))
             if not chat.last_answer_counts(text):
-                raise ValueError(f"got an answer that is not trained for '{name}'; {ALLOWED}")
+                raise UserError(Problem(None, got=f"an answer that is not trained for '{name}'", allowed=ALLOWED))
         return Pair(where, str(texts[0].messages[:-1]), (texts[0], texts[1]))
     for name, text in zip(("prompt", *ANSWERS), (prompt, *answers), strict=True):
         if not isinstance(text, str) or not is_utf8(text) or (not text and name in ANSWERS):
-            raise ValueError(f"got {shown(text)} for '{name}'; {ALLOWED}")
+            raise UserError(Problem(None, got=f"{shown(text)} for '{name}'", allowed=ALLOWED))
     return Pair(where, prompt, (Line(where, (prompt, answers[0])), Line(where, (prompt, answers[1]))))
 
 
@@ -115,8 +115,8 @@ def read_pairs(files: Iterable[Place], problems: Problems) -> Iterator[Pair]:
     for where, row, _ in itertools.chain.from_iterable(map(read_rows, files)):
         try:
             yield _pair(fields_of(row, ALLOWED), where)
-        except ValueError as error:
-            problems.add_at(where, f"data.path: {{where}}: {error}")
+        except UserError as error:
+            problems.add_at(where, error.problems[0].at("data.path: {where}"))
         if problems.is_enough():
             return
 
@@ -141,12 +141,13 @@ def open_pairs(options: DataOptions, asked: Asked) -> Data:
     lengths, most = [len(one.ids) + len(other.ids) - 2 for one, other in both], asked.sequence_length
     for pair, texts in zip(pairs, both, strict=True):
         if np.array_equal(texts[0].ids, texts[1].ids):
-            problems.add_at(pair.where, "data.path: {where}: got equal answers; allowed: two")
+            problems.add_at(pair.where, Problem("data.path: {where}", got="equal answers", allowed="two"))
     long = [pair.where for pair, length in zip(pairs, lengths, strict=True) if length > most]
     for where in long:
         up_to, fix = "up to " if len(long) > 1 else "", f"sequence_length={max(lengths)}, or leave out that line"
-        got = f"data.path: {{where}}: got {up_to}{max(lengths)} tokens of both answers with their prompt"
-        problems.add_at(where, f"{got}; allowed: at most sequence_length={most}", fix=fix)
+        got = f"{up_to}{max(lengths)} tokens of both answers with their prompt"
+        problem = Problem("data.path: {where}", got=got, allowed=f"at most sequence_length={most}")
+        problems.add_at(where, problem, fix=fix)
     refuse(problems.lines())
     splits = split(both, [pair.prompt for pair in pairs], options.validation_fraction)
     train, validation = ([text for texts in part for text in texts] for part in splits)
@@ -177,7 +178,7 @@ def _examples(texts: Sequence[Tokens], sequence_length: int, tokenizer: Tokenize
     return FirstFitExamples(TokenStream((ids,), tokenizer.end_id), sequence_length, starts, lengths - 1, rows, counted)
 
 
-def _check(options: DataOptions, reads_data: bool) -> list[str]:
+def _check(options: DataOptions, reads_data: bool) -> list[Problem]:
     if options.path:
         return check(options, reads_data, like="chat")
     return unread(options, ("tokenizer", "chat_template")) + fraction_problems(options)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from meshtrain.config import tasks
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import BuiltIn, source_problems
+from meshtrain.errors import Problem
 from meshtrain.hf import adapters
 from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.lora import LoraOptions
@@ -152,18 +153,41 @@ def _make(config: Config, placement: Placement) -> Task:
     )
 
 
-def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each conflict between the options, or of the options with the data or the mesh."""
     found = source_problems(config, ("preferences",), "pairs of answers") + tasks.model_problems(config, mesh_shape)
     if not config.model.within_documents:
-        what = "allowed with task=preferences, whose rows hold two texts: True"
-        found.append(f"model.within_documents: got False; {what}; nearest: model.within_documents=true")
+        found.append(
+            Problem(
+                "model.within_documents",
+                got=False,
+                condition="with task=preferences, whose rows hold two texts",
+                allowed=True,
+                nearest="model.within_documents=true",
+            )
+        )
     if config.lora.rank and config.optimizer.trainable:
-        what = "allowed with task=preferences and adapters, beneath which is the reference: ''"
-        found.append(f"optimizer.trainable: got '{config.optimizer.trainable}'; {what}; nearest: leave it out")
+        found.append(
+            Problem(
+                "optimizer.trainable",
+                got=f"'{config.optimizer.trainable}'",
+                condition="with task=preferences and adapters, beneath which is the reference",
+                allowed="''",
+                nearest="leave it out",
+                depends_on=["lora.rank"],
+            )
+        )
     if config.init_from and not config.lora.rank and adapters.is_folder(config.init_from):
         fix = "lora.rank=R of the folder, or `hf export` of a run with lora.rank=0 that merges them"
-        found.append(f"init_from: got adapters to be merged; allowed with task=preferences: weights; nearest: {fix}")
+        found.append(
+            Problem(
+                "init_from",
+                got="adapters to be merged",
+                condition="with task=preferences",
+                allowed="weights",
+                nearest=fix,
+            )
+        )
     return found
 
 

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from meshtrain.config.config import sequence_problems
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import BuiltIn, of_text, source_problems
-from meshtrain.errors import nearest_multiple
+from meshtrain.errors import Problem, nearest_multiple
 from meshtrain.examples.numbers import BEGIN_ID
 from meshtrain.examples.seq2seq import (
     SOURCE,
@@ -409,7 +409,7 @@ def _make(config: Config, placement: Placement) -> Task:
     return with_adapters(seq2seq(config.model, **of_text(config, placement)), config.lora)
 
 
-def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each conflict between an encoder-decoder's options, or with the data or the mesh.
 
     Args:
@@ -428,18 +428,33 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     if options.positions == "sinusoidal" and options.embed_dim % 2:
         step = 2 if options.head_dim else math.lcm(2, options.num_heads)
         found.append(
-            f"model.embed_dim: got {options.embed_dim}; allowed: an even number with sinusoidal positions; nearest: "
-            f"{nearest_multiple(options.embed_dim, step)}"
+            Problem(
+                "model.embed_dim",
+                got=options.embed_dim,
+                allowed="an even number with sinusoidal positions",
+                nearest=nearest_multiple(options.embed_dim, step),
+            )
         )
     if config.data.source in PAIRS and options.begin_id != BEGIN_ID:
         found.append(
-            f"model.begin_id: got {options.begin_id}; allowed with data.source={config.data.source}: {BEGIN_ID}, with "
-            f"which its targets begin; nearest: {BEGIN_ID}"
+            Problem(
+                "model.begin_id",
+                got=options.begin_id,
+                condition=f"with data.source={config.data.source}",
+                allowed=f"{BEGIN_ID}, with which its targets begin",
+                nearest=BEGIN_ID,
+                depends_on=["data.source"],
+            )
         )
     elif options.begin_id >= options.vocab_size:
         found.append(
-            f"model.begin_id: got {options.begin_id}; allowed: a token, below model.vocab_size = {options.vocab_size}; "
-            f"nearest: {options.vocab_size - 1}"
+            Problem(
+                "model.begin_id",
+                got=options.begin_id,
+                allowed=f"a token, below model.vocab_size = {options.vocab_size}",
+                nearest=options.vocab_size - 1,
+                depends_on=["model.vocab_size"],
+            )
         )
     return found
 

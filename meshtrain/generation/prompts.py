@@ -7,7 +7,7 @@ from meshtrain.data.chat_lines import messages_of
 from meshtrain.data.chat_template import ChatTemplate
 from meshtrain.data.encoding.special_tokens import Message, SpecialTokens, unmarked
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import Problems, UserError, refuse, shown
+from meshtrain.errors import Problem, Problems, UserError, refuse, shown
 from meshtrain.files import expanded, is_utf8, read_json, what_is_at
 from meshtrain.generation.answers import room_left
 from meshtrain.models.task import Decode
@@ -36,7 +36,7 @@ def from_flags(texts: Sequence[str], problems: Problems) -> list[Prompt]:
     """Returns the prompts of `--prompt`; adds a line to `problems` for each empty or non-UTF-8 prompt."""
     for text in texts:
         if not text or not is_utf8(text):
-            problems.add(f"--prompt: got '{text}'; allowed: a text in UTF-8, not empty; nearest: 'def '")
+            problems.add(Problem("--prompt", got=f"'{text}'", allowed="a text in UTF-8, not empty", nearest="'def '"))
     return [Prompt(text, "--prompt") for text in texts]
 
 
@@ -51,7 +51,7 @@ def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "
     """
     name, near = expanded(path), "--prompt='def '" if key == "--prompts" else "prompts.jsonl"
     if (what := what_is_at(name)) != "a file":
-        problems.add(f"{key}: got '{path}', {what}; allowed: a file with lines like {_LINE}; nearest: {near}")
+        problems.add(Problem(key, got=f"'{path}', {what}", allowed=f"a file with lines like {_LINE}", nearest=near))
         return []
     prompts = []
     try:
@@ -61,35 +61,41 @@ def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "
                     continue
                 try:
                     prompts.append(_of_line(line, f"{path}, line {number}", chat))
-                except ValueError as error:
-                    problems.add_at(f"{path}, line {number}", f"{key}: {{where}}: {error}", _LINE)
+                except UserError as error:
+                    problems.add_at(f"{path}, line {number}", error.problems[0].at(f"{key}: {{where}}"), _LINE)
                 if problems.is_enough():
                     break
     except OSError as error:
-        problems.add(f"{key}: got '{path}', which cannot be read ({error.strerror}); allowed: a readable file; "
-                     f"nearest: chmod a+r '{path}'")  # fmt: skip
+        problems.add(
+            Problem(
+                key,
+                got=f"'{path}', which cannot be read ({error.strerror})",
+                allowed="a readable file",
+                nearest=f"chmod a+r '{path}'",
+            )
+        )
         return []
     if not prompts and not problems.count:
-        problems.add(f"{key}: got '{path}', which holds no prompt; allowed: at least one line; nearest: {_LINE}")
+        problems.add(Problem(key, got=f"'{path}', which holds no prompt", allowed="at least one line", nearest=_LINE))
     return prompts
 
 
 def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
-    """Returns the prompt of a line. Raises ValueError with the faulty value and the allowed values."""
-    wanted = "allowed: a JSON object with 'prompt', a text that is not empty"
+    """Returns the prompt of a line. Raises UserError: the line has another form; the problem has no key."""
+    wanted = "a JSON object with 'prompt', a text that is not empty"
     try:
         fields = read_json(line)
     except ValueError as error:
-        raise ValueError(f"got no JSON in UTF-8 ({error}); {wanted}") from error
+        raise UserError(Problem(None, got=f"no JSON in UTF-8 ({error})", allowed=wanted)) from error
     if chat and isinstance(fields, dict) and "messages" in fields and "prompt" not in fields:
         messages, _ = messages_of(fields["messages"])
         return Prompt(messages[-1]["content"], where, messages)
     if not isinstance(fields, dict) or "prompt" not in fields:
         got = ", ".join(fields) or "no field" if isinstance(fields, dict) else type(fields).__name__
-        raise ValueError(f"got {got}; {wanted}{', or with messages' if chat else ''}")
+        raise UserError(Problem(None, got=got, allowed=f"{wanted}{', or with messages' if chat else ''}"))
     text = fields["prompt"]
     if not isinstance(text, str) or not text or not is_utf8(text):
-        raise ValueError(f"got {shown(text)} for 'prompt'; {wanted}")
+        raise UserError(Problem(None, got=f"{shown(text)} for 'prompt'", allowed=wanted))
     return Prompt(text, where)
 
 
@@ -110,8 +116,8 @@ def in_chat(prompts: Sequence[Prompt], template: ChatTemplate, special: SpecialT
         try:
             text, _ = special.through_template(lambda given: (template.prompt(given), ()), messages)
             found.append(Prompt(text, prompt.where, is_templated=True))
-        except ValueError as error:
-            problems.add_at(prompt.where, f"{{where}}: {error}", "leave it out")
+        except UserError as error:
+            problems.add_at(prompt.where, error.problems[0].at("{where}"), "leave it out")
     refuse(problems.lines())
     return found
 
@@ -136,21 +142,31 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int, de
         try:
             ids = tokenizer.encode_templated(text) if is_templated else tokenizer.encode(text)
         except UserError as error:
-            problems.add(*(f"{where}: {line}" for line in error.problems))
+            problems.add(*(problem.at(where) for problem in error.problems))
             continue
         tokens.append(ids)
         if not ids:
-            problems.add(f"{where}: got '{shown}', which has no tokens; allowed: at least one; nearest: 'def '")
+            problems.add(
+                Problem(where, got=f"'{shown}', which has no tokens", allowed="at least one", nearest="'def '")
+            )
         elif vocab_size and max(ids) >= vocab_size:
             problems.add(
-                f"{where}: got '{shown}', which has the token {max(ids)}; allowed: below model.vocab_size = "
-                f"{vocab_size}; nearest: the data.tokenizer of the run"
+                Problem(
+                    where,
+                    got=f"'{shown}', which has the token {max(ids)}",
+                    allowed=f"below model.vocab_size = {vocab_size}",
+                    nearest="the data.tokenizer of the run",
+                )
             )
         elif room_left(decode, len(ids)) == 0:
             most = decode.max_prompt or decode.max_positions - 1
             problems.add(
-                f"{where}: got '{shown}', {len(ids)} tokens; allowed: at most {most}, as the model has no more "
-                f"positions; nearest: its last {most} tokens"
+                Problem(
+                    where,
+                    got=f"'{shown}', {len(ids)} tokens",
+                    allowed=f"at most {most}, as the model has no more positions",
+                    nearest=f"its last {most} tokens",
+                )
             )
     refuse(problems.lines())
     return tokens

@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Sequence
 
-from meshtrain.errors import Problems, UserError, is_finite, refuse
+from meshtrain.errors import Problem, Problems, UserError, is_finite, refuse
 from meshtrain.files import Json, JsonObject, expanded, what_is_at
 from meshtrain.hardware.accelerators import find as find_accelerator
 
@@ -27,7 +27,7 @@ OPERATIONS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", RING
 )  # fmt: skip
 ALLOWED = "a file that `meshtrain bench-collectives --json=FILE` has written"
-_NEAREST = "nearest: measure again, or leave --links out"
+_NEAREST = "measure again, or leave --links out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +115,13 @@ def read(path: str) -> Links:
     """
     place = expanded(path)
     if (what := what_is_at(place)) != "a file":
-        raise UserError(f"--links: got '{path}', which is not a file but {what}; allowed: {ALLOWED}; {_NEAREST}")
+        raise UserError(
+            Problem("--links", got=f"'{path}', which is not a file but {what}", allowed=ALLOWED, nearest=_NEAREST)
+        )
     try:
         content = json.loads(place.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
-        text = f"--links: got '{path}', which is no JSON ({error}); allowed: {ALLOWED}; {_NEAREST}"
+        text = Problem("--links", got=f"'{path}', which is no JSON ({error})", allowed=ALLOWED, nearest=_NEAREST)
         raise UserError(text) from error
     problems = Problems()
     platform, listed = _top(path, content, problems)
@@ -133,7 +135,9 @@ def read(path: str) -> Links:
             break
     counts = collections.Counter((link.axis, link.operation, link.group_size, link.num_hosts) for link in links)
     for axis, operation, *_ in (key for key, count in counts.items() if count > 1):
-        problems.add(f"--links: '{path}' has {operation} on {axis} twice; allowed: once; {_NEAREST}")
+        problems.add(
+            Problem("--links", fault=f"'{path}' has {operation} on {axis} twice", allowed="once", nearest=_NEAREST)
+        )
     refuse(problems.lines())
     return Links(platform, tuple(links))
 
@@ -153,8 +157,12 @@ def refuse_other_platform(path: str, links: Links, device_kind: str) -> None:
     if links.platform == device_kind or (measured_on and measured_on is find_accelerator(device_kind)):
         return
     raise UserError(
-        f"--links: got '{path}', measured on '{links.platform}', for a plan on '{device_kind}'; allowed: links "
-        f"measured on '{device_kind}'; nearest: leave --links out"
+        Problem(
+            "--links",
+            got=f"'{path}', measured on '{links.platform}', for a plan on '{device_kind}'",
+            allowed=f"links measured on '{device_kind}'",
+            nearest="leave --links out",
+        )
     )
 
 
@@ -163,29 +171,41 @@ def _top(path: str, content: Json, problems: Problems) -> tuple[str, Sequence[Js
     keys = ("platform", "links")
     missing = [key for key in keys if not (isinstance(content, dict) and key in content)]
     if missing:
-        problems.add(f"--links: '{path}' has no {' and no '.join(missing)}; allowed: {ALLOWED}; {_NEAREST}")
+        problems.add(
+            Problem("--links", fault=f"'{path}' has no {' and no '.join(missing)}", allowed=ALLOWED, nearest=_NEAREST)
+        )
         return "", ()
     platform, listed = (content[key] for key in keys)
     if not (isinstance(platform, str) and platform):
         problems.add(
-            f"--links: '{path}', platform: got {platform!r}; allowed: a device kind as JAX names it; {_NEAREST}"
+            Problem(
+                f"--links: '{path}', platform",
+                got=f"{platform!r}",
+                allowed="a device kind as JAX names it",
+                nearest=_NEAREST,
+            )
         )
     if not isinstance(listed, list):
-        problems.add(f"--links: '{path}', links: got {listed!r}; allowed: a list; {_NEAREST}")
+        problems.add(Problem(f"--links: '{path}', links", got=f"{listed!r}", allowed="a list", nearest=_NEAREST))
         return "", ()
     if not listed:
         text = "no latency or bandwidth could be fitted, because the machine was busy"
         problems.add(
-            f"--links: '{path}' has no links: {text}; allowed: at least one; nearest: measure again while it is idle"
+            Problem(
+                "--links",
+                fault=f"'{path}' has no links: {text}",
+                allowed="at least one",
+                nearest="measure again while it is idle",
+            )
         )
     return str(platform), listed
 
 
-def _entry_problems(where: str, entry: Json) -> list[str]:
+def _entry_problems(where: str, entry: Json) -> list[Problem]:
     names = [field.name for field in dataclasses.fields(Link)]
     missing = [name for name in names if not (isinstance(entry, dict) and name in entry)]
     if missing:
-        return [f"{where} has no {', '.join(missing)}; allowed: {', '.join(names)}; {_NEAREST}"]
+        return [Problem(None, fault=f"{where} has no {', '.join(missing)}", allowed=", ".join(names), nearest=_NEAREST)]
     size = entry["group_size"]
     checks = {
         "axis": (isinstance(entry["axis"], str) and entry["axis"] != "", "the name of a mesh axis"),
@@ -199,7 +219,7 @@ def _entry_problems(where: str, entry: Json) -> list[str]:
         "bytes_per_second": (is_finite(entry["bytes_per_second"]) and entry["bytes_per_second"] > 0, "more than 0"),
     }
     return [
-        f"{where}.{name}: got {entry[name]!r}; allowed: {allowed}; {_NEAREST}"
+        Problem(f"{where}.{name}", got=f"{entry[name]!r}", allowed=allowed, nearest=_NEAREST)
         for name, (is_right, allowed) in checks.items()
         if not is_right
     ]

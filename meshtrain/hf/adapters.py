@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from meshtrain.cli import flags, foreign
-from meshtrain.errors import Problems, UserError, refuse
+from meshtrain.errors import Problem, Problems, UserError, refuse
 from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at, write_whole
 from meshtrain.hf import export, names, tensor_files
 from meshtrain.hf.config_export import family_of
@@ -46,8 +46,8 @@ _LEGAL: Mapping[str, tuple[Json, ...]] = {
     "peft_type": (None, "LORA"),
 }
 _LEAST_ALPHA = 1e-30  # far below every alpha in use; float32 still represents alpha / rank
-_WRITTEN = f"nearest: the {ADAPTERS_FILE} that peft wrote"
-_AGAIN = "nearest: peft's merge_and_unload(), then save_pretrained(DIR)"
+_WRITTEN = f"the {ADAPTERS_FILE} that peft wrote"
+_AGAIN = "peft's merge_and_unload(), then save_pretrained(DIR)"
 
 
 class Adapters(NamedTuple):
@@ -78,19 +78,25 @@ def opened(directory: str | Path) -> Adapters:
         if not isinstance(given, dict):
             raise ValueError(f"it holds {type(given).__name__}")
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: not read ({error}); allowed: a JSON object; {_WRITTEN}") from error
+        raise UserError(
+            Problem(file, fault=f"not read ({error})", allowed="a JSON object", nearest=_WRITTEN)
+        ) from error
     problems = Problems()
     options, base = _stated_options(given, problems), ""
     for key, legal in _LEGAL.items():
         if given.get(key) not in legal:
             allowed = ", ".join(map(str, legal))
-            problems.add(f"{key}: got {shown(given[key])}; allowed: {allowed}, which leave the base alone; {_AGAIN}")
+            problems.add(
+                Problem(key, got=shown(given[key]), allowed=f"{allowed}, which leave the base alone", nearest=_AGAIN)
+            )
     if given.get("base_model_name_or_path") is not None:
         base = _typed(given, "base_model_name_or_path", str, problems) or ""
     stored, of_files = tensor_files.tensors(at)
-    refuse([*(f"{file}: {line}" for line in problems.lines()), *(of_files or tensor_files.unreadable(stored))])
+    refuse([*(problem.at(file) for problem in problems.lines()), *(of_files or tensor_files.unreadable(stored))])
     if not stored:
-        raise UserError(f"{at / WEIGHTS_FILE}: got no tensors; allowed: lora_A and lora_B of matrices; {_AGAIN}")
+        raise UserError(
+            Problem(at / WEIGHTS_FILE, got="no tensors", allowed="lora_A and lora_B of matrices", nearest=_AGAIN)
+        )
     assert options is not None, "without problems there are options"
     return Adapters(at, options, base, stored)
 
@@ -106,7 +112,7 @@ def _stated_options(given: JsonObject, problems: Problems) -> LoraOptions | None
     for key, kind in (("rank_pattern", int), ("alpha_pattern", float)):
         values = given[key] if given.get(key) is not None else {}
         if not isinstance(values, dict):
-            problems.add(f"{key}: got {shown(values)}; allowed: an object, module -> number; {_WRITTEN}")
+            problems.add(Problem(key, got=shown(values), allowed="an object, module -> number", nearest=_WRITTEN))
             values = {}
         patterns.append({name: _number(values, name, kind, problems, f"{key}.") for name in values})
     if problems.lines():
@@ -117,8 +123,12 @@ def _stated_options(given: JsonObject, problems: Problems) -> LoraOptions | None
         own = dataclasses.replace(options, rank={name: rank, **ranks}[name], alpha={name: alpha, **alphas}[name])
         if not math.isclose(own.scale, options.scale):
             problems.add(
-                f"{name}: got the scale {own.scale:g} by its patterns, and {options.scale:g} by r and lora_alpha; "
-                f"allowed: several scales in no folder; {_AGAIN}"
+                Problem(
+                    name,
+                    got=f"the scale {own.scale:g} by its patterns, and {options.scale:g} by r and lora_alpha",
+                    allowed="several scales in no folder",
+                    nearest=_AGAIN,
+                )
             )
     return options
 
@@ -128,7 +138,7 @@ def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix:
     value, least = _typed(given, key, kind, problems, prefix), 1 if kind is int else _LEAST_ALPHA
     if value is not None and not least <= value <= MOST[kind]:
         allowed = f"{least:g} to {MOST[kind]:.10g}"
-        problems.add(f"{prefix}{key}: got {value:.10g}; allowed: {allowed}; {_WRITTEN}")
+        problems.add(Problem(f"{prefix}{key}", got=f"{value:.10g}", allowed=allowed, nearest=_WRITTEN))
         return None
     return value
 
@@ -136,12 +146,12 @@ def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix:
 def _typed(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
     """Returns the value of a key; adds a problem and returns None if it is missing or not of type `kind`."""
     if given.get(key) is None:
-        problems.add(f"{prefix}{key}: got nothing; allowed: {kind.__name__}; {_WRITTEN}")
+        problems.add(Problem(f"{prefix}{key}", got="nothing", allowed=kind.__name__, nearest=_WRITTEN))
         return None
     try:
         return flags.typed(given[key], kind)
-    except ValueError as error:
-        problems.add(f"{prefix}{key}: {str(error).partition('; nearest: ')[0]}; {_WRITTEN}")
+    except UserError as error:
+        problems.add(error.problems[0].with_parts(key=f"{prefix}{key}", nearest=_WRITTEN))
         return None
 
 
@@ -174,8 +184,15 @@ def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOp
             own = _apart(rows, widths if len(rows) > 1 else [outputs], pairs, rank)
             result, known = result | own, known | (wanted if own else set())
     strange = Problems(
-        f"{found.directory}: {name}: got {list(found.stored[name].shape)}; allowed: lora_A [{rank}, inputs] and "
-        f"lora_B [outputs, {rank}] of all layers, of a matrix of attention or mlp in a {family}; {_AGAIN}"
+        Problem(
+            f"{found.directory}: {name}",
+            got=list(found.stored[name].shape),
+            allowed=(
+                f"lora_A [{rank}, inputs] and lora_B [outputs, {rank}] of all layers, of a matrix of attention or mlp "
+                f"in a {family}"
+            ),
+            nearest=_AGAIN,
+        )
         for name in found.stored
         if name not in known
     )

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.files import Json, JsonObject
 from meshtrain.hf.config_json import CONFIG_FILE, QUANTIZED, TIED, differing, in_no_table, of_json
 from meshtrain.hf.families import COEFFICIENT, FAMILIES
@@ -43,8 +43,12 @@ def family_of(options: DecoderOptions) -> str:
         return family
     got, wanted = ([f"model.{name}={of[i]}" for name, of in options_of_none.items()] for i in (0, 1))
     raise UserError(
-        f"model: got {', '.join(got)}, beside which no model of Hugging Face has the other options; allowed: those of "
-        f"one of {', '.join(FAMILIES)}; nearest: {', '.join(wanted)} for {family}"
+        Problem(
+            "model",
+            got=f"{', '.join(got)}, beside which no model of Hugging Face has the other options",
+            allowed=f"those of one of {', '.join(FAMILIES)}",
+            nearest=f"{', '.join(wanted)} for {family}",
+        )
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from meshtrain import options
 from meshtrain.cli import flags
 from meshtrain.data.tokenizer import TOKENIZER
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.files import Json, JsonObject, expanded, pointer_problem, read_json, what_is_at
 from meshtrain.hf import names, positions, tensor_files
 from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, OF_IMAGES, ONLY, WITH_IMAGES, Family
@@ -177,10 +177,11 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
     if not isinstance(kind, str) or kind not in FAMILIES:
         # Programs write this key, so only case and punctuation may be mistyped; any other difference is another model.
         letters = re.sub(r"[\W_]", "", str(kind)).lower()
-        fix = next((f"did you mean '{name}'?" for name in FAMILIES if name.replace("_", "") == letters), NO_WAY)
-        alike = "" if fix != NO_WAY else f" ({_most_alike(given, str(kind))})"
+        fix = next((f"; did you mean '{name}'?" for name in FAMILIES if name.replace("_", "") == letters), "")
+        alike = "" if fix else f" ({_most_alike(given, str(kind))})"
         allowed = ", ".join((*FAMILIES, *WITH_IMAGES))
-        raise UserError(f"{path}: model_type: got {shown(str(kind))}; allowed: {allowed}{alike}; {fix}")
+        problem = Problem("model_type", got=shown(str(kind)), allowed=f"{allowed}{alike}", fix=fix, nearest=NO_WAY)
+        raise UserError(problem.at(path))
     given, found = _renamed(given, FAMILIES[kind])
     fields, problems = _fields(given, FAMILIES[kind])
     found += problems + _refused(given, kind) + ([] if ignore is None else _strange(given, ignore))
@@ -192,10 +193,12 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
     if not found:
         shape = DecoderOptions(**fields)
         keys = positions.KEYS | {name: key for key, name in FAMILIES[kind].fields.items()}
-        for name, _, text in (line.partition(":") for line in options.problems(shape, "")):
-            found.append(f"{keys.get(name) or name}:{text.partition('; nearest: ')[0]}; {PUBLISHED}")
+        found += [
+            problem.with_parts(key=keys.get(problem.key) or problem.key, nearest=PUBLISHED)
+            for problem in options.problems(shape, "")
+        ]
         found = found or _contradictions(shape, FAMILIES[kind])  # last, since it divides by sizes
-    refuse(f"{path}: {line}" for line in found)
+    refuse(problem.at(path) for problem in found)
     dtype = given.get("dtype") or given.get("torch_dtype") or ("bfloat16" if given.get(QUANTIZED) else None)
     return Described(kind, shape, length, dtype if isinstance(dtype, str) else "")
 
@@ -219,16 +222,15 @@ def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
     if given.keys() <= {"model_type", *OF_IMAGES}:
         return {}  # nothing to compare
     renamed, _ = _renamed(given, FAMILIES[kind])
-    lines = [*positions.rotary(renamed, kind)[1], *positions.windows(renamed, kind)[1], *_refused(renamed, kind)]
-    lines += [line for line in _fields(renamed, FAMILIES[kind])[1] if ": got nothing" in line]
-    keys = [
-        key for line in lines if (key := line.partition(":")[0].partition(".")[0]) not in ("architectures", "auto_map")
-    ]
+    problems = [*positions.rotary(renamed, kind)[1], *positions.windows(renamed, kind)[1], *_refused(renamed, kind)]
+    problems += [problem for problem in _fields(renamed, FAMILIES[kind])[1] if problem.got == "nothing"]
+    differing = [problem.key.partition(".")[0] for problem in problems]
+    keys = [key for key in differing if key not in ("architectures", "auto_map")]
     known = {key: DIFFERENT[key] if key in DIFFERENT else "attention" for key in keys}
     return known | dict.fromkeys(in_no_table(given), "unknown")
 
 
-def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[str]]:
+def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[Problem]]:
     """Returns the number of tokens stated by a key (0 if absent), and an error line if it is not a valid number."""
     if given.get(key) is None:
         return 0, []
@@ -239,7 +241,9 @@ def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[str]]:
     return 0, [refusal(key, given[key], f"a whole number, 1 to {options.MOST[int]}", PUBLISHED)]
 
 
-def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int, directory: str | Path) -> list[str]:
+def differences(
+    ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int, directory: str | Path
+) -> list[Problem]:
     """Returns an error line for each option of a run with which the weights of a folder would give other results.
 
     Args:
@@ -249,8 +253,12 @@ def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: i
       directory: the folder's name for the lines.
     """
     return [
-        f"model.{name}: got {own}, and the model in {directory} has {wanted}; allowed: {wanted}; "
-        f"nearest: model.{name}={wanted}, as `python -m meshtrain hf config {directory}` prints it"
+        Problem(
+            f"model.{name}",
+            got=f"{own}, and the model in {directory} has {wanted}",
+            allowed=wanted,
+            nearest=f"model.{name}={wanted}, as `python -m meshtrain hf config {directory}` prints it",
+        )
         for name, (own, wanted) in differing(ours, theirs, sequence_length).items()
     ]
 
@@ -286,10 +294,14 @@ def _loaded(path: Path) -> JsonObject:
     if (what := what_is_at(path)) != "a file":
         if what_is_at(path.with_name(ADAPTERS_FILE)) == "a file":
             raise UserError(
-                f"{path.parent}: got adapters of the package peft, without the model beneath them; allowed: a folder "
-                f"with {CONFIG_FILE}; nearest: --config.init_from={path.parent} of train"
+                Problem(
+                    path.parent,
+                    got="adapters of the package peft, without the model beneath them",
+                    allowed=f"a folder with {CONFIG_FILE}",
+                    nearest=f"--config.init_from={path.parent} of train",
+                )
             )
-        raise UserError(f"{path}: got {what}; allowed: a file; {PUBLISHED}")
+        raise UserError(Problem(path, got=what, allowed="a file", nearest=PUBLISHED))
     try:
         given = read_json(path.read_text(encoding="utf-8"))
         if isinstance(given, dict):
@@ -298,23 +310,31 @@ def _loaded(path: Path) -> JsonObject:
     except (OSError, ValueError) as error:
         if line := pointer_problem(path):
             raise UserError(line) from error
-        raise UserError(f"{path}: not read ({error}); allowed: a JSON object; {PUBLISHED}") from error
+        raise UserError(
+            Problem(path, fault=f"not read ({error})", allowed="a JSON object", nearest=PUBLISHED)
+        ) from error
 
 
-def _renamed(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, list[str]]:
+def _renamed(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, list[Problem]]:
     """Returns the object with one canonical name per key, and an error line for each key with two different values."""
-    renamed, problems = dict(given), list[str]()
+    renamed, problems = dict(given), list[Problem]()
     for key, other in family.same.items():
         value = renamed.pop(other, None)
         if value is not None and renamed.setdefault(key, value) != value:
-            problems.append(f"{other}: got {shown(value)}, and {key} says {shown(renamed[key])}; allowed: the same; "
-                         f"{PUBLISHED}")  # fmt: skip
+            problems.append(
+                Problem(
+                    other,
+                    got=f"{shown(value)}, and {key} says {shown(renamed[key])}",
+                    allowed="the same",
+                    nearest=PUBLISHED,
+                )
+            )
     return renamed, problems
 
 
-def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
+def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Problem]]:
     """Returns the decoder options, and an error line for each key that is missing or whose value has the wrong type."""
-    fields, problems = dict(family.fixed), list[str]()
+    fields, problems = dict(family.fixed), list[Problem]()
     for key, name in family.fields.items():
         value = given.get(key)
         if value is None and key in given and key in family.off:
@@ -331,7 +351,7 @@ def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str
     return fields, problems
 
 
-def _refused(given: Mapping[str, Json], kind: str) -> list[str]:
+def _refused(given: Mapping[str, Json], kind: str) -> list[Problem]:
     """Returns an error line for each key that changes the results and whose value the decoder does not support."""
     family = FAMILIES[kind]
     understood = {*family.fields, *family.idle, *positions.keys(kind)}
@@ -357,42 +377,76 @@ def in_no_table(given: Mapping[str, Json]) -> list[str]:
     return [key for key in given if given[key] is not None and not (key in known or key.startswith("unsloth_"))]
 
 
-def _strange(given: Mapping[str, Json], ignore: str) -> list[str]:
+def _strange(given: Mapping[str, Json], ignore: str) -> list[Problem]:
     """Returns an error line for each unknown key that is not ignored, and for each ignored key that is not unknown."""
     strange, ignored = in_no_table(given), [key.strip() for key in ignore.split(",") if key.strip()]
     why = "keys that meshtrain understands; nothing that it knows of would differ"
-    fix = f"nearest: --config.init_ignore={','.join(strange)}"
+    fix = f"--config.init_ignore={','.join(strange)}"
     problems = [refusal(key, given[key], why, fix) for key in strange if key not in ignored]
     for key in ignored:
         if key not in (*strange, TOKENIZER):
-            problems.append(f"init_ignore: got '{key}'; allowed: keys in no table of meshtrain, here "
-                         f"{', '.join(strange) or 'none'}, and {TOKENIZER}; nearest: leave it out")  # fmt: skip
+            problems.append(
+                Problem(
+                    "init_ignore",
+                    got=f"'{key}'",
+                    allowed=f"keys in no table of meshtrain, here {', '.join(strange) or 'none'}, and {TOKENIZER}",
+                    nearest="leave it out",
+                )
+            )
     return problems
 
 
-def _contradictions(shape: DecoderOptions, family: Family) -> list[str]:
+def _contradictions(shape: DecoderOptions, family: Family) -> list[Problem]:
     """Returns an error line for each required size that is 0, and for each impossible combination of values."""
     needed = {key: name for key, name in family.fields.items() if name in _NEEDED and not getattr(shape, name)}
-    found = [f"{key}: got 0; allowed: at least 1; {PUBLISHED}" for key in needed]
+    found = [Problem(key, got=0, allowed="at least 1", nearest=PUBLISHED) for key in needed]
     if shape.num_dense >= shape.num_layers:
-        found.append(f"first_k_dense_replace: got {shape.num_dense}; allowed: fewer than the {shape.num_layers} "
-                     f"layers; {PUBLISHED}")  # fmt: skip
+        found.append(
+            Problem(
+                "first_k_dense_replace",
+                got=shape.num_dense,
+                allowed=f"fewer than the {shape.num_layers} layers",
+                nearest=PUBLISHED,
+            )
+        )
     if shape.num_heads % shape.num_kv_heads:
         found.append(
-            f"num_key_value_heads: got {shape.num_kv_heads}; allowed: a divisor of the {shape.num_heads} heads; "
-            f"{PUBLISHED}"
+            Problem(
+                "num_key_value_heads",
+                got=shape.num_kv_heads,
+                allowed=f"a divisor of the {shape.num_heads} heads",
+                nearest=PUBLISHED,
+            )
         )
     if not shape.head_dim and shape.embed_dim % shape.num_heads:
-        found.append(f"head_dim: got nothing, and {shape.num_heads} heads do not divide a width of {shape.embed_dim}; "
-                     f"allowed: a whole number; {PUBLISHED}")  # fmt: skip
+        found.append(
+            Problem(
+                "head_dim",
+                got=f"nothing, and {shape.num_heads} heads do not divide a width of {shape.embed_dim}",
+                allowed="a whole number",
+                nearest=PUBLISHED,
+            )
+        )
     if shape.positions == "rotary" and shape.width_of_head % 2:
-        found.append(f"head_dim: got {shape.width_of_head}; allowed: an even number; {PUBLISHED}")
+        found.append(Problem("head_dim", got=shape.width_of_head, allowed="an even number", nearest=PUBLISHED))
     scaling = shape.scaling
     if scaling and scaling.kind != "linear" and not scaling.high > scaling.low > 0:
         low, high = (key for key, name in positions.SCALINGS[scaling.kind].items() if name in ("rope_low", "rope_high"))
-        found.append(f"rope_parameters.{high}: got {scaling.high}; allowed: above {low}={scaling.low}, which is above "
-                     f"0; {PUBLISHED}")  # fmt: skip
+        found.append(
+            Problem(
+                f"rope_parameters.{high}",
+                got=scaling.high,
+                allowed=f"above {low}={scaling.low}, which is above 0",
+                nearest=PUBLISHED,
+            )
+        )
     if shape.experts_per_token > shape.num_experts > 0:
-        found.append(f"num_experts_per_tok: got {shape.experts_per_token}; allowed: at most the {shape.num_experts} "
-                     f"experts; {PUBLISHED}")  # fmt: skip
+        found.append(
+            Problem(
+                "num_experts_per_tok",
+                got=shape.experts_per_token,
+                allowed=f"at most the {shape.num_experts} experts",
+                nearest=PUBLISHED,
+            )
+        )
     return found

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from meshtrain.errors import Problems, UserError, nearest, refuse
+from meshtrain.errors import Problem, Problems, UserError, nearest, refuse
 from meshtrain.files import expanded, what_is_at
 from meshtrain.hf import mxfp4, names, tensor_files
 from meshtrain.hf.config_json import Described, described
@@ -61,7 +61,7 @@ def opened(directory: str | Path, ignore: str | None = "") -> Folder:
     folder = expanded(directory).absolute()
     if (what := what_is_at(folder)) != "a folder":
         raise UserError(
-            f"{directory}: got {what}; allowed: a folder with config.json; nearest: download the model there"
+            Problem(directory, got=what, allowed="a folder with config.json", nearest="download the model there")
         )
     stored, problems = tensor_files.tensors(folder)
     try:
@@ -92,13 +92,19 @@ def refuse_differences(folder: Folder) -> None:
 
 def _mismatches(
     folder: Path, model: Described, table: Sequence[Weight], stored: Mapping[str, tensor_files.Stored]
-) -> list[str]:
+) -> list[Problem]:
     """Returns an error line for each tensor that is missing, superfluous, or has another shape or dtype."""
     size, problems = names.sizes(model.options), Problems()
     num_wanted = sum(math.prod(names.stack(rows[0], size)) for rows in names.by_tensor(table))
     if num_wanted > max(_MOST_LISTED, 2 * len(stored)):  # a corrupt layer count must not create a huge list
-        return [f"{folder}: got {len(stored)} tensors in the files; allowed: the {num_wanted} of the model in "
-                "config.json; nearest: the files that belong to it"]  # fmt: skip
+        return [
+            Problem(
+                folder,
+                got=f"{len(stored)} tensors in the files",
+                allowed=f"the {num_wanted} of the model in config.json",
+                nearest="the files that belong to it",
+            )
+        ]
     wanted, packed = dict[str, tuple[int, ...]](), set[str]()
     for weight in table:
         shapes = names.tensor_shapes(weight, size)
@@ -109,22 +115,35 @@ def _mismatches(
         if name not in stored:
             fix = nearest(name, left) if len(left) < 100 else ""
             problems.add(
-                f"{folder}: {name}: not in the files; allowed: all tensors of the model in config.json"
-                f"{fix or '; nearest: the files that belong to it'}"
+                Problem(
+                    f"{folder}: {name}",
+                    fault="not in the files",
+                    allowed="all tensors of the model in config.json",
+                    fix=fix,
+                    nearest="the files that belong to it",
+                )
             )
             continue
         got = stored[name]
         if got.shape != shape:
             problems.add(
-                f"{got.file}: {name}: got shape {list(got.shape)}; allowed: {list(shape)}, by config.json; nearest: "
-                "the files that belong to it"
+                Problem(
+                    f"{got.file}: {name}",
+                    got=f"shape {list(got.shape)}",
+                    allowed=f"{list(shape)}, by config.json",
+                    nearest="the files that belong to it",
+                )
             )
         readable = (mxfp4.DTYPE,) if name in packed else tuple(tensor_files.READABLE)
         problems.add(*tensor_files.unreadable({name: got}, readable))
     for name in left:
         problems.add(
-            f"{stored[name].file}: {name}: the model in config.json has no such tensor; allowed: its {len(wanted)} "
-            "tensors; nearest: the config.json that belongs to the files"
+            Problem(
+                f"{stored[name].file}: {name}",
+                fault="the model in config.json has no such tensor",
+                allowed=f"its {len(wanted)} tensors",
+                nearest="the config.json that belongs to the files",
+            )
         )
     return problems.lines()
 
@@ -177,8 +196,12 @@ def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tens
     other = {name for name in leaves.keys() & tensors if leaves[name] != tensors[name].shape}
     differ = {"no": leaves.keys() - tensors, "besides": tensors.keys() - leaves, "another shape of": other}
     problems = problems or [
-        f"{directory}: got {what} {', '.join(sorted(some)[:5])} ({len(some)} of {len(leaves)}); allowed: the names and "
-        "shapes of the task's weights; nearest: those"
+        Problem(
+            directory,
+            got=f"{what} {', '.join(sorted(some)[:5])} ({len(some)} of {len(leaves)})",
+            allowed="the names and shapes of the task's weights",
+            nearest="those",
+        )
         for what, some in differ.items()
         if some
     ]
@@ -208,12 +231,14 @@ def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
     for weight in folder.table:
         dims = [size[letter] for letter in weight.layout.split()]
         shapes[weight.path] = [*names.stack(weight, size), *dims]
-    given, problems = dict(leaves_with_paths(abstract_params)), list[str]()
-    fix = f"nearest: the options that `python -m meshtrain hf config {folder.directory}` prints"
+    given, problems = dict(leaves_with_paths(abstract_params)), list[Problem]()
+    fix = f"the options that `python -m meshtrain hf config {folder.directory}` prints"
     for path in shapes.keys() | given.keys():
         if path not in given or path not in shapes:
             where = "in the folder, not in this run" if path in shapes else "in this run, not in the folder"
-            problems.append(f"{folder.directory}: {path}: {where}; allowed: the same weights; {fix}")
+            problems.append(
+                Problem(f"{folder.directory}: {path}", fault=where, allowed="the same weights", nearest=fix)
+            )
             continue
         got, allowed = list(given[path].shape), shapes[path]
         # The run may pad the vocabulary, so its dim may be larger than the file's.
@@ -221,7 +246,7 @@ def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
             have != want and not (want == options.vocab_size and have > want)
             for have, want in zip(got, allowed, strict=True)
         ):
-            problems.append(f"{folder.directory}: {path}: got shape {got}; allowed: {allowed}; {fix}")
+            problems.append(Problem(f"{folder.directory}: {path}", got=f"shape {got}", allowed=allowed, nearest=fix))
     refuse(sorted(problems))
 
 

@@ -5,6 +5,7 @@ The rules follow the configuration classes of the package transformers (Wolf et 
 
 from collections.abc import Mapping
 
+from meshtrain.errors import Problem
 from meshtrain.files import Json, JsonObject
 from meshtrain.hf.families import FAMILIES, Family
 from meshtrain.hf.values import PUBLISHED, refusal, shown, take
@@ -65,7 +66,7 @@ def keys(kind: str) -> set[str]:
     return result | ({LOCAL_BASE} if kind == GEMMA3 else set()) | ({*UNROTATED} if kind == SMOLLM3 else set())
 
 
-def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
+def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]:
     """Returns the RoPE options, and an error line for each problem with them.
 
     In files of Gemma 3 and OLMo 3, `rope_parameters` contains one object for layers with a window and one for layers
@@ -89,22 +90,29 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     if not isinstance(halves, dict) or halves.keys() != {WINDOWED, FULL}:
         return {}, [refusal("rope_parameters", parameters, f"an object with {FULL} and {WINDOWED}")]
     fields, problems = _rope({**given, "rope_parameters": halves[FULL]}, family)
-    problems = [line.replace("rope_parameters.", f"rope_parameters.{FULL}.") for line in problems]
+    problems = [_in_half(FULL, problem) for problem in problems]
     local_key = LOCAL_BASE if kind == GEMMA3 else "rope_theta"
     base = given[local_key] if local_key in given else None
     local, wrong = _rope({"rope_parameters": halves[WINDOWED], "rope_theta": base}, family)
     if "rope_factor" in local:
         wrong.append(refusal("rope_parameters.rope_type", local["rope_scaling"], "default"))
-    for line in wrong:
-        inside = line.replace("rope_parameters.", f"rope_parameters.{WINDOWED}.")
-        inside = inside.replace("rope_theta or rope_scaling say", f"{local_key} says")
-        problems.append(f"{local_key}{line.removeprefix('rope_theta')}" if line.startswith("rope_theta") else inside)
+    for problem in wrong:
+        if problem.key == "rope_theta":
+            problems.append(problem.with_parts(key=local_key))
+        else:
+            fault = problem.fault.replace("rope_theta or rope_scaling say", f"{local_key} says")
+            problems.append(_in_half(WINDOWED, problem.with_parts(fault=fault)))
     return fields | ({"rope_local_base": local["rope_base"]} if "rope_base" in local else {}), problems
 
 
-def _of_latent(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
+def _in_half(kind: str, problem: Problem) -> Problem:
+    """Returns a problem of `rope_parameters` as one of its object for layers of this kind."""
+    return problem.with_parts(key=problem.key.replace("rope_parameters.", f"rope_parameters.{kind}."))
+
+
+def _of_latent(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Problem]]:
     """Returns the RoPE options of DeepSeek, whose YaRN has its own keys instead of `attention_factor`."""
-    plain, problems = dict(given), list[str]()
+    plain, problems = dict(given), list[Problem]()
     for key in ("rope_scaling", "rope_parameters"):
         inner = given.get(key)
         if isinstance(inner, dict) and "yarn" in (inner.get("rope_type"), inner.get("type")):
@@ -116,11 +124,11 @@ def _of_latent(given: Mapping[str, Json], family: Family) -> tuple[Values, list[
     return fields, problems + found
 
 
-def _unrotated(given: Mapping[str, Json]) -> tuple[Values, list[str]]:
+def _unrotated(given: Mapping[str, Json]) -> tuple[Values, list[Problem]]:
     """Returns `unrotated_every`, from the list of layers (1: with RoPE) or, if it is absent, from the interval."""
     layers, every = (given.get(key) for key in UNROTATED)
     if layers is None:
-        fields, problems = dict[str, Value](), list[str]()
+        fields, problems = dict[str, Value](), list[Problem]()
         take(fields, problems, "unrotated_every", UNROTATED[1], _UNROTATED_EVERY if every is None else every)
         return fields, problems
     every = layers.index(0) + 1 if isinstance(layers, list) and 0 in layers else 0
@@ -143,14 +151,14 @@ def rotated(num_layers: int, every: int) -> list[Json]:
     return [int(not every or layer % every != 0) for layer in range(1, num_layers + 1)]
 
 
-def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
+def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Problem]]:
     """Returns the RoPE options, and an error line for each problem with them.
 
     Newer files have `rope_parameters`, older files `rope_theta` and `rope_scaling`; some have both, with equal values.
     """
     if not family.is_rotary:
         return {}, []
-    problems, sides = list[str](), list[JsonObject]()
+    problems, sides = list[Problem](), list[JsonObject]()
     for key in ("rope_scaling", "rope_parameters"):
         inner = given[key] if key in given and given[key] is not None else {}
         if not isinstance(inner, dict):
@@ -164,8 +172,12 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]
     for name in older.keys() & newer.keys():
         if older[name] != newer[name]:
             problems.append(
-                f"rope_parameters.{name}: got {shown(newer[name])}, and rope_theta or rope_scaling say "
-                f"{shown(older[name])}; allowed: the same; {PUBLISHED}"
+                Problem(
+                    f"rope_parameters.{name}",
+                    got=f"{shown(newer[name])}, and rope_theta or rope_scaling say {shown(older[name])}",
+                    allowed="the same",
+                    nearest=PUBLISHED,
+                )
             )
     stated = {"rope_type": "default", **{key: family.absent[key] for key in _ROPE_KEYS if key in family.absent}}
     stated |= older | newer
@@ -190,7 +202,7 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]
     return fields, problems
 
 
-def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
+def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]:
     """Returns the window options, and an error line for each problem with them.
 
     Args:
@@ -217,7 +229,7 @@ def turns(num_layers: int, every: int) -> list[str]:
     return [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, num_layers + 1)]
 
 
-def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
+def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]:
     """Returns the options `window` and `global_every` of models that alternate windowed and full layers.
 
     The period `global_every` comes from `layer_types`, or, if it is absent, from the pattern's length.
@@ -238,17 +250,17 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     size = given.get("sliding_window_size") if "sliding_window_size" in WINDOW_KEYS[kind] else None
     if size is not None and size != window:
         return {}, [refusal("sliding_window_size", size, f"{window}, as sliding_window says")]
-    fields, problems = {"global_every": every}, list[str]()
+    fields, problems = {"global_every": every}, list[Problem]()
     take(fields, problems, "window", "sliding_window", window)
     return ({}, problems) if problems else (fields, [])
 
 
-def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
+def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]:
     """Returns the option `window` of models with equal layers, and an error line if only some layers have a window."""
     window, types, absent = given.get("sliding_window"), None, FAMILIES[kind].absent
     if "sliding_window" not in given and "sliding_window" in absent:
         window = absent["sliding_window"]
-    fields, problems, layers = dict[str, Value](), list[str](), {WINDOWED}
+    fields, problems, layers = dict[str, Value](), list[Problem](), {WINDOWED}
     if "use_sliding_window" in WINDOW_KEYS[kind]:
         is_used, types = given.get("use_sliding_window"), given.get("layer_types")
         if is_used not in (None, False, True):

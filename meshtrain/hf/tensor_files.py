@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from meshtrain.errors import Problems, warn
+from meshtrain.errors import Problem, Problems, warn
 from meshtrain.files import Json, JsonObject, is_utf8, pointer_problem, read_json, what_is_at
 from meshtrain.hf import mxfp4
 
@@ -30,7 +30,7 @@ READABLE: Mapping[str, np.dtype] = {
 }  # fmt: skip
 _VIEWED = {**READABLE, mxfp4.DTYPE: np.dtype(np.uint8)}  # decoded by `mxfp4`
 _PICKLES = re.compile(r".*\.(bin|pth|pt|ckpt)")
-_AGAIN = "nearest: download it again"
+_AGAIN = "download it again"
 _LENGTH_BYTES = 8
 _HASHED_BYTES = 4096  # of each tensor, to compare the copies of a folder on several hosts
 _COMPARED_ROWS = 4096  # rows of two tensors that are compared at a time
@@ -56,7 +56,7 @@ class Stored(NamedTuple):
     begin: int
 
 
-def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
+def tensors(folder: Path) -> tuple[dict[str, Stored], list[Problem]]:
     """Returns name -> tensor for all tensors of a folder, and an error line for each problem of its files.
 
     Reads `model.safetensors` if it exists, otherwise the files of the index, otherwise all safetensors files.
@@ -80,15 +80,33 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
         for name, stored in _header(folder / file, problems).items():
             if name in found and name not in placed:
                 problems.add(
-                    f"{folder / file}: {name}: it is in {found[name].file.name}, too; allowed: each tensor once; "
-                    "nearest: remove one of the files"
+                    Problem(
+                        f"{folder / file}: {name}",
+                        fault=f"it is in {found[name].file.name}, too",
+                        allowed="each tensor once",
+                        nearest="remove one of the files",
+                    )
                 )
             if name not in placed or placed[name] == file:
                 found[name] = stored
     for name in {name for name, file in placed.items() if file} - found.keys():
-        problems.add(f"{folder / INDEX_FILE}: {name}: not in {placed[name]}; allowed: a tensor of that file; {_AGAIN}")
+        problems.add(
+            Problem(
+                f"{folder / INDEX_FILE}: {name}",
+                fault=f"not in {placed[name]}",
+                allowed="a tensor of that file",
+                nearest=_AGAIN,
+            )
+        )
     for name in found.keys() - placed.keys() if placed else ():
-        problems.add(f"{found[name].file}: {name}: not in {INDEX_FILE}; allowed: the names of the index; {_AGAIN}")
+        problems.add(
+            Problem(
+                f"{found[name].file}: {name}",
+                fault=f"not in {INDEX_FILE}",
+                allowed="the names of the index",
+                nearest=_AGAIN,
+            )
+        )
     return found, problems.lines()
 
 
@@ -156,25 +174,29 @@ def content_hash(stored: Mapping[str, Stored]) -> str:
     return digest.hexdigest()
 
 
-def unreadable(stored: Mapping[str, Stored], readable: Collection[str] = READABLE) -> list[str]:
+def unreadable(stored: Mapping[str, Stored], readable: Collection[str] = READABLE) -> list[Problem]:
     """Returns an error line for each tensor whose dtype is not readable."""
     return [
-        f"{one.file}: {name}: got dtype {one.dtype}; allowed: {', '.join(readable)}; nearest: the model before it was "
-        "quantized"
+        Problem(
+            f"{one.file}: {name}",
+            got=f"dtype {one.dtype}",
+            allowed=", ".join(readable),
+            nearest="the model before it was quantized",
+        )
         for name, one in stored.items()
         if one.dtype not in readable
     ]
 
 
-def _no_files(folder: Path) -> str:
+def _no_files(folder: Path) -> Problem:
     names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in names if _PICKLES.fullmatch(name)]
     got = f"{pickles[0]}, a pickle, which may run code" if pickles else "no safetensors file"
     fix = "save_pretrained(DIR) of a newer transformers" if pickles else "download model.safetensors, too"
-    return f"{folder}: got {got}; allowed: safetensors; nearest: {fix}"
+    return Problem(folder, got=got, allowed="safetensors", nearest=fix)
 
 
-def _missing_shards(folder: Path, files: Collection[str]) -> list[str]:
+def _missing_shards(folder: Path, files: Collection[str]) -> list[Problem]:
     """Returns an error line if files are missing, judged by names such as model-00001-of-00002.safetensors."""
     parts = [match for match in map(_SHARD.fullmatch, files) if match]
     if not parts or not int(parts[0][2]) <= int(parts[0][3]) <= _MOST_SHARDS:
@@ -186,7 +208,9 @@ def _missing_shards(folder: Path, files: Collection[str]) -> list[str]:
         return []
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
     fix = f"download {', '.join(missing[:_NAMED])}{more}"
-    return [f"{folder}: got {len(named) - len(missing)} of {len(named)} files; allowed: all of them; nearest: {fix}"]
+    return [
+        Problem(folder, got=f"{len(named) - len(missing)} of {len(named)} files", allowed="all of them", nearest=fix)
+    ]
 
 
 def _index(folder: Path, problems: Problems) -> dict[str, str]:
@@ -202,18 +226,31 @@ def _index(folder: Path, problems: Problems) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         pointer = pointer_problem(path)
         problems.add(
-            pointer or f"{path}: not an index ({error}); allowed: a JSON object with weight_map, name -> file; {_AGAIN}"
+            pointer
+            or Problem(
+                path,
+                fault=f"not an index ({error})",
+                allowed="a JSON object with weight_map, name -> file",
+                nearest=_AGAIN,
+            )
         )
         return {}
     placed, missing = dict.fromkeys(listed, ""), set[str]()
     for name, file in listed.items():
         if not isinstance(file, str) or not _is_plain(file):
-            problems.add(f"{path}: {name}: got {str(file)[:200]!r}; allowed: a file's name in this folder; {_AGAIN}")
+            problems.add(
+                Problem(
+                    f"{path}: {name}",
+                    got=f"{str(file)[:200]!r}",
+                    allowed="a file's name in this folder",
+                    nearest=_AGAIN,
+                )
+            )
         elif file in missing:
             continue
         elif (what := what_is_at(folder / file)) != "a file":
             missing.add(file)
-            problems.add(f"{path}: {file}: got {what}; allowed: a file; {_AGAIN}")
+            problems.add(Problem(f"{path}: {file}", got=what, allowed="a file", nearest=_AGAIN))
         else:
             placed[name] = file
     return placed
@@ -238,10 +275,13 @@ def _header(path: Path, problems: Problems) -> dict[str, Stored]:
             begin = _LENGTH_BYTES + length + one["data_offsets"][0]
             result[name] = Stored(path, one["dtype"], tuple(one["shape"]), begin)
     except OSError as error:
-        problems.add(f"{path}: got {error.strerror or error}; allowed: a file that can be read; nearest: chmod a+r")
+        problems.add(Problem(path, got=error.strerror or error, allowed="a file that can be read", nearest="chmod a+r"))
     except SafetensorError as error:
         pointer = pointer_problem(path)
-        problems.add(pointer or f"{path}: not safetensors ({error}); allowed: a whole file of that format; {_AGAIN}")
+        problems.add(
+            pointer
+            or Problem(path, fault=f"not safetensors ({error})", allowed="a whole file of that format", nearest=_AGAIN)
+        )
     return result
 
 

@@ -3,30 +3,32 @@
 import typing
 
 from meshtrain.cli import flags
+from meshtrain.errors import Problem, UserError
 from meshtrain.files import Json
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.options import Values
 
-NO_WAY = "nearest: none, this model cannot be imported"
-PUBLISHED = "nearest: the config.json that was published with the weights"
-UNQUANTIZED = "nearest: the copy of this model that is not quantized, in bfloat16 or float32"
+NO_WAY = "none, this model cannot be imported"
+PUBLISHED = "the config.json that was published with the weights"
+UNQUANTIZED = "the copy of this model that is not quantized, in bfloat16 or float32"
 
 
-def take(fields: Values, problems: list[str], name: str, key: str, value: Json) -> None:
+def take(fields: Values, problems: list[Problem], name: str, key: str, value: Json) -> None:
     """Adds an option of the decoder to `fields`; if the value has the wrong type, adds an error line to `problems`."""
     kind = typing.get_type_hints(DecoderOptions)[name]
     if value is None:
-        problems.append(f"{key}: got nothing; allowed: {kind.__name__}; {PUBLISHED}")
+        problems.append(Problem(key, got="nothing", allowed=kind.__name__, nearest=PUBLISHED))
         return
     try:
         fields[name] = flags.typed(value, kind)
-    except ValueError as error:
-        problems.append(f"{key}: {error}" if "nearest: " in str(error) else f"{key}: {error}; {PUBLISHED}")
+    except UserError as error:
+        problem = error.problems[0].at(key)
+        problems.append(problem if problem.nearest else problem.with_parts(nearest=PUBLISHED))
 
 
-def refusal(key: str, value: Json, allowed: str, near: str = NO_WAY) -> str:
+def refusal(key: str, value: Json, allowed: str, near: str = NO_WAY) -> Problem:
     """Returns the error line about a key whose value the decoder does not support."""
-    return f"{key}: got {shown(value)}; allowed: {allowed}; {near}"
+    return Problem(key, got=shown(value), allowed=allowed, nearest=near)
 
 
 def shown(value: Json) -> str:

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
+from meshtrain.errors import Problem
 from meshtrain.options import WITH_OPTIONS, AllBut, Options, option
 from meshtrain.sharding.reduction import NAMES, SUM, Dims, Reduction, ReductionOptions, nothing
 from meshtrain.sharding.ring import wire_share
@@ -88,13 +89,19 @@ def topk(options: CompressionOptions, dtype: DTypeLike) -> Reduction:
     return dataclasses.replace(_reduction(options, sent_bytes), advice=larger_than_int8)
 
 
-def check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns one line where top-k is to keep more elements than a block has."""
     options: Options = config.reduction
     if options.kept <= options.block:
         return []
     return [
-        f"reduction.kept: got {options.kept}; allowed: 1 to reduction.block = {options.block}; nearest: {options.block}"
+        Problem(
+            "reduction.kept",
+            got=options.kept,
+            allowed=f"1 to reduction.block = {options.block}",
+            nearest=options.block,
+            depends_on=["reduction.block"],
+        )
     ]
 
 

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.config.config import Config
 from meshtrain.config.fields import LocalStepsOptions
-from meshtrain.errors import UserError, nearest_multiple
+from meshtrain.errors import Problem, UserError, nearest_multiple
 from meshtrain.models.metrics import Metrics, all_logged
 from meshtrain.models.task import Batch, Params, Sums
 from meshtrain.optim.moments import ANCHOR_SEED, round_weights
@@ -76,9 +76,16 @@ def apart(
     num_groups, mask = config.local_steps.groups, replicas.trained
     if replicas.mesh.shape[DATA] > 1 and not replicas.is_manual:
         raise UserError(
-            f"local_steps.groups: got {num_groups} on mesh.data = {replicas.mesh.shape[DATA]} with fsdp or an axis "
-            "after it and a task without `takes_manual_axes`, or with weights split over data; allowed: a task with "
-            "it, or one device along data; nearest: mesh.data=1"
+            Problem(
+                "local_steps.groups",
+                got=(
+                    f"{num_groups} on mesh.data = {replicas.mesh.shape[DATA]} with fsdp or an axis after it and a task "
+                    "without `takes_manual_axes`, or with weights split over data"
+                ),
+                allowed="a task with it, or one device along data",
+                nearest="mesh.data=1",
+                depends_on=["mesh.data"],
+            )
         )
     fields = {field.name: getattr(replicas, field.name) for field in dataclasses.fields(replicas)}
     groups = Groups(**fields, num_groups=num_groups, placement=placement, axes_of_batch=axes_of_batch)
@@ -92,41 +99,72 @@ def apart(
     )
 
 
-def check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns one line for each reason why groups cannot train apart on a mesh of these sizes."""
-    options, data, problems = config.local_steps, mesh_shape[DATA], list[str]()
+    options, data, problems = config.local_steps, mesh_shape[DATA], list[Problem]()
     num_groups, given = options.groups, f"local_steps.period = {options.period}"
     if num_groups == 0 or num_groups % data:
         fix = nearest_multiple(num_groups, data) if num_groups else max(data, 2)
         problems.append(
-            f"local_steps.groups: got {num_groups} with {given}; allowed: a multiple of mesh.data = {data} (fsdp, "
-            f"tensor and pipeline split a group); nearest: {fix}"
+            Problem(
+                "local_steps.groups",
+                got=f"{num_groups} with {given}",
+                allowed=f"a multiple of mesh.data = {data} (fsdp, tensor and pipeline split a group)",
+                nearest=fix,
+                depends_on=["mesh.data"],
+            )
         )
     if config.num_steps % options.period:
         problems.append(
-            f"num_steps: got {config.num_steps}; allowed: a multiple of {given}, as weights that are evaluated come "
-            f"from its last step; nearest: {nearest_multiple(config.num_steps, options.period)}"
+            Problem(
+                "num_steps",
+                got=config.num_steps,
+                allowed=f"a multiple of {given}, as weights that are evaluated come from its last step",
+                nearest=nearest_multiple(config.num_steps, options.period),
+            )
         )
     if config.zero.effective_level and data > 1:
         problems.append(
-            f"zero.level: got {config.zero.effective_level} with {given}, where each group along data has weights of "
-            "its own; allowed: 0, and fsdp to split them; nearest: zero.level=0"
+            Problem(
+                "zero.level",
+                got=f"{config.zero.effective_level} with {given}, where each group along data has weights of its own",
+                allowed="0, and fsdp to split them",
+                nearest="zero.level=0",
+            )
         )
     if in_fp8(config.precision):
         problems.append(
-            f"precision.policy: got fp8 with {given}, where a tensor's maximum would be that of all groups; allowed: "
-            "float32, bfloat16, float16; nearest: precision.policy=bfloat16"
+            Problem(
+                "precision.policy",
+                got=f"fp8 with {given}, where a tensor's maximum would be that of all groups",
+                allowed="float32, bfloat16, float16",
+                nearest="precision.policy=bfloat16",
+            )
         )
     if config.offload.moments:
-        problems.append(f"offload.moments: got True with {given}; allowed: False; nearest: offload.moments=False")
+        problems.append(
+            Problem("offload.moments", got=f"True with {given}", allowed="False", nearest="offload.moments=False")
+        )
     if config.optimizer.average:
         problems.append(
-            f"optimizer.average: got {config.optimizer.average} with {given}, where each group would average weights "
-            "that its outer step replaces; allowed: 0; nearest: optimizer.average=0"
+            Problem(
+                "optimizer.average",
+                got=(
+                    f"{config.optimizer.average} with {given}, where each group would average weights that its outer "
+                    "step replaces"
+                ),
+                allowed=0,
+                nearest="optimizer.average=0",
+            )
         )
     if options.outer_momentum >= 1:
         problems.append(
-            f"local_steps.outer_momentum: got {options.outer_momentum}; allowed: at least 0 and below 1; nearest: 0.9"
+            Problem(
+                "local_steps.outer_momentum",
+                got=options.outer_momentum,
+                allowed="at least 0 and below 1",
+                nearest="0.9",
+            )
         )
     return problems
 

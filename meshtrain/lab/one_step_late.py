@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
+from meshtrain.errors import Problem
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Sums
 from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions, summed
@@ -42,18 +43,33 @@ def one_step_late(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
     return Reduction(reduce, sent_bytes, residual=lambda shapes: shapes, update=late_update)
 
 
-def check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns one line for each option that does not go with gradients that are applied one step late."""
     lines = []
     if config.local_steps.period:
         lines.append(
-            f"reduction.name: got one_step_late with local_steps.period = {config.local_steps.period}, whose steps "
-            "send no gradient; allowed: one of the two; nearest: reduction.name=sum"
+            Problem(
+                "reduction.name",
+                got=(
+                    f"one_step_late with local_steps.period = {config.local_steps.period}, whose steps send no gradient"
+                ),
+                allowed="one of the two",
+                nearest="reduction.name=sum",
+                depends_on=["local_steps.period"],
+            )
         )
     if config.guard.spike_factor:
         lines.append(
-            f"guard.spike_factor: got {config.guard.spike_factor} with reduction.name = one_step_late, where a skipped "
-            "gradient would come again; allowed: 0; nearest: guard.spike_factor=0"
+            Problem(
+                "guard.spike_factor",
+                got=(
+                    f"{config.guard.spike_factor} with reduction.name = one_step_late, where a skipped gradient would "
+                    "come again"
+                ),
+                allowed=0,
+                nearest="guard.spike_factor=0",
+                depends_on=["reduction.name"],
+            )
         )
     return lines
 

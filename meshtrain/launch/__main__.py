@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.cli.flags import program
-from meshtrain.errors import UserError, nearest, refuse, run
+from meshtrain.errors import Problem, UserError, nearest, refuse, run
 from meshtrain.launch import local_processes
 
 
@@ -55,7 +55,12 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
         arguments, unknown = parser().parse_known_args(own)
     except argparse.ArgumentError as error:
         raise UserError(
-            f"{error.argument_name}: {error.message}; allowed: a whole number; nearest: {error.argument_name}=2"
+            Problem(
+                error.argument_name,
+                fault=error.message,
+                allowed="a whole number",
+                nearest=f"{error.argument_name}=2",
+            )
         ) from None
     on_gpus = bool(gpus) and arguments.devices is None  # --devices asks for simulated CPU devices
     num_processes: int = len(gpus) if arguments.processes is None else arguments.processes
@@ -68,25 +73,39 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
     }
     names = [_flag(name) for name in limits]
     problems = [
-        f"{word}: unknown; allowed: {', '.join(names)}, then -- and the program"
-        f"{nearest(word.partition('=')[0], names) or '; nearest: -- before the program'}"
+        Problem(
+            word,
+            fault="unknown",
+            allowed=f"{', '.join(names)}, then -- and the program",
+            fix=nearest(word.partition("=")[0], names),
+            nearest="-- before the program",
+        )
         for word in unknown
     ]
     if not command:
         problems.append(
-            "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train --config=3d"
+            Problem(
+                "program",
+                got="nothing after --",
+                allowed="words for python",
+                nearest="-- -m meshtrain train --config=3d",
+            )
         )
     for name, (least, most) in limits.items():
         value = getattr(arguments, name)
         if value is not None and not least <= value <= most:
             allowed, fix = ("at least", least) if value < least else ("at most", most)
-            problems.append(f"{_flag(name)}: got {value}; allowed: {allowed} {fix}; nearest: {fix}")
+            problems.append(Problem(_flag(name), got=value, allowed=f"{allowed} {fix}", nearest=fix))
     if not num_processes and arguments.processes is None:
-        problems.append("--processes: got nothing; allowed: at least 1; nearest: --processes=2")
+        problems.append(Problem("--processes", got="nothing", allowed="at least 1", nearest="--processes=2"))
     elif on_gpus and num_processes > len(gpus):
         problems.append(
-            f"--processes: got {num_processes}; allowed: at most the {len(gpus)} GPUs of this machine, one for each; "
-            f"nearest: {len(gpus)}, or --devices=N for simulated CPU devices"
+            Problem(
+                "--processes",
+                got=num_processes,
+                allowed=f"at most the {len(gpus)} GPUs of this machine, one for each",
+                nearest=f"{len(gpus)}, or --devices=N for simulated CPU devices",
+            )
         )
     refuse(problems)
     wanted = local_processes.Job(

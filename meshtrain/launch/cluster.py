@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
-from meshtrain.errors import UserError, unknown
+from meshtrain.errors import Problem, UserError, unknown
 
 PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 _OWN_PLUGINS = ("xla_cuda", "xla_rocm")  # prefixes of the entry points of JAX's own packages
@@ -31,7 +31,7 @@ _RANGES = re.compile(r"|\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")  # the text i
 _MOST = 2**32  # limit of the schedulers' numbers
 
 
-def platform_problems(environ: Mapping[str, str]) -> list[str]:
+def platform_problems(environ: Mapping[str, str]) -> list[Problem]:
     """Returns an error line for each unknown name in JAX_PLATFORMS; none if a package adds platforms to JAX.
 
     Args:
@@ -66,7 +66,7 @@ class Meeting:
         """Raises UserError if the address is not host:port."""
         if not _is_address(self.address):
             allowed = "host:port, from 1 to 65535, in JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_BIND_ADDRESS"
-            raise UserError(f"processes: got {self.address}; allowed: {allowed}; nearest: localhost:9901")
+            raise UserError(Problem("processes", got=self.address, allowed=allowed, nearest="localhost:9901"))
 
     @property
     def host(self) -> str:
@@ -134,7 +134,7 @@ def full_size(environ: Mapping[str, str], num_processes: int) -> int:
     [full] = _numbers(environ, **{FULL: _MOST})
     if full < num_processes:
         raise UserError(
-            f"{FULL}: got {full}; allowed: at least the {num_processes} processes; nearest: {num_processes}"
+            Problem(FULL, got=full, allowed=f"at least the {num_processes} processes", nearest=num_processes)
         )
     return full
 
@@ -168,7 +168,9 @@ def meeting(
     if method == "k8s" and num_processes:
         return _in_kubernetes(environ, address, num_processes, full_name())
     wanted = "--processes=N" if method == "k8s" else _BY_HAND
-    raise UserError(f"processes: got {method}, where only JAX knows the others; allowed: {wanted}; nearest: that")
+    raise UserError(
+        Problem("processes", got=f"{method}, where only JAX knows the others", allowed=wanted, nearest="that")
+    )
 
 
 def hosts_of(text: str) -> list[str]:
@@ -183,7 +185,9 @@ def hosts_of(text: str) -> list[str]:
     result = []
     for prefix, inside, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
         if not _RANGES.fullmatch(inside):
-            raise UserError(f"SLURM_STEP_NODELIST: got {text}; allowed: names such as node[1-4,7]; nearest: {_BY_HAND}")
+            raise UserError(
+                Problem("SLURM_STEP_NODELIST", got=text, allowed="names such as node[1-4,7]", nearest=_BY_HAND)
+            )
         for part in inside.split(","):
             first, _, last = part.partition("-")
             last = last or first
@@ -226,7 +230,9 @@ def _address_of_open_mpi(environ: Mapping[str, str]) -> str:
     uri = environ["OMPI_MCA_orte_hnp_uri"]
     match = re.match(r"(\d{1,12})\..*?(?:tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]])", uri)
     if match is None:
-        raise UserError(f"OMPI_MCA_orte_hnp_uri: got {uri}; allowed: NUMBER.0;tcp://ADDRESS:PORT; nearest: {_BY_HAND}")
+        raise UserError(
+            Problem("OMPI_MCA_orte_hnp_uri", got=uri, allowed="NUMBER.0;tcp://ADDRESS:PORT", nearest=_BY_HAND)
+        )
     return f"{match[2] or match[3]}:{_FIRST_PORT + int(match[1]) // _NUM_PORTS % _NUM_PORTS}"
 
 
@@ -243,8 +249,8 @@ def _numbers(environ: Mapping[str, str], **below: int) -> list[int]:
     texts = {name: environ.get(name) or "nothing" for name in below}
     wrong = [name for name, value in texts.items() if not (_is_whole(value) and int(value) < below[name])]
     if wrong:
-        lines = (f"{name}: got {texts[name]}; allowed: a number below {below[name]}" for name in wrong)
-        raise UserError(*(f"{line}, as the scheduler sets it; nearest: {_BY_HAND}" for line in lines))
+        allowed = {name: f"a number below {below[name]}, as the scheduler sets it" for name in wrong}
+        raise UserError(*(Problem(name, got=texts[name], allowed=allowed[name], nearest=_BY_HAND) for name in wrong))
     return [int(value) for value in texts.values()]
 
 
@@ -264,8 +270,12 @@ def _explicit(environ: Mapping[str, str]) -> Arguments | None:
     if not (_is_address(address) and _is_whole(count) and _is_whole(index) and int(index) < int(count)):
         got = ", ".join(f"{name}={environ.get(name) or '(not set)'}" for name in EXPLICIT)
         raise UserError(
-            f"processes: got {got}; allowed: host:port with a port from 1 to 65535, a number, and a number from 0 to "
-            "one less; nearest: localhost:9901, 2 and 0"
+            Problem(
+                "processes",
+                got=got,
+                allowed="host:port with a port from 1 to 65535, a number, and a number from 0 to one less",
+                nearest="localhost:9901, 2 and 0",
+            )
         )
     return {
         "coordinator_address": address,
@@ -291,8 +301,11 @@ def _open_mpi(environ: Mapping[str, str]) -> str:
     if _installed("mpi4py"):  # from version 5 on, Open MPI's environment contains no address
         return "mpi4py"
     raise UserError(
-        f"processes: got {environ['OMPI_COMM_WORLD_SIZE']} from Open MPI without an address to meet at; "
-        f"allowed: pip install mpi4py, or {_BY_HAND}"
+        Problem(
+            "processes",
+            got=f"{environ['OMPI_COMM_WORLD_SIZE']} from Open MPI without an address to meet at",
+            allowed=f"pip install mpi4py, or {_BY_HAND}",
+        )
     )
 
 

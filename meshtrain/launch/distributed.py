@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.files import is_url
 from meshtrain.hardware.accelerators import FRACTION_VARIABLE, FRACTION_VARIABLES, POOL_FRACTION, find
 from meshtrain.hardware.compiler_options import CACHE, captured
@@ -92,7 +92,7 @@ def simulate(num_devices: int) -> None:
     """
     if not 1 <= num_devices <= MAX_SIMULATED:
         fix = min(max(num_devices, 1), MAX_SIMULATED)
-        raise UserError(f"simulate: got {num_devices}; allowed: 1 to {MAX_SIMULATED} devices; nearest: {fix}")
+        raise UserError(Problem("simulate", got=num_devices, allowed=f"1 to {MAX_SIMULATED} devices", nearest=fix))
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
         jax.config.update("jax_platforms", "cpu")
@@ -101,8 +101,12 @@ def simulate(num_devices: int) -> None:
         if (len(devices), devices[0].platform) == (num_devices, "cpu"):
             return
         raise UserError(
-            f"simulate: got {num_devices} devices, and JAX has started with {len(devices)} x {devices[0].platform}; "
-            f"allowed: before anything uses JAX; nearest: restart Python, and call simulate({num_devices}) first"
+            Problem(
+                "simulate",
+                got=f"{num_devices} devices, and JAX has started with {len(devices)} x {devices[0].platform}",
+                allowed="before anything uses JAX",
+                nearest=f"restart Python, and call simulate({num_devices}) first",
+            )
         ) from None
 
 
@@ -123,8 +127,12 @@ def devices_each(num_devices_needed: int | None, num_processes: int, is_open: bo
     if left or not each:
         multiple = max(1, round(num_devices_needed / num_processes)) * num_processes
         raise UserError(
-            f"mesh: got {num_devices_needed} devices; allowed: a multiple of the {num_processes} processes; "
-            f"nearest: {multiple}"
+            Problem(
+                "mesh",
+                got=f"{num_devices_needed} devices",
+                allowed=f"a multiple of the {num_processes} processes",
+                nearest=multiple,
+            )
         )
     return each
 
@@ -147,16 +155,24 @@ def choose(
     what = f"{found[0].device_kind} {found[0].platform.upper()}" if found[0].platform != "cpu" else "CPU"
     if num_processes > 1:
         raise UserError(
-            f"mesh: got {num_devices_needed} devices; allowed: exactly the {len(found)} {what} devices of the "
-            f"{num_processes} processes; nearest: axes whose product is {len(found)}, or one axis of -1"
+            Problem(
+                "mesh",
+                got=f"{num_devices_needed} devices",
+                allowed=f"exactly the {len(found)} {what} devices of the {num_processes} processes",
+                nearest=f"axes whose product is {len(found)}, or one axis of -1",
+            )
         )
     if num_devices_needed > len(found):
         fix = f"one axis of -1, or JAX_PLATFORMS=cpu, which simulates {num_devices_needed}"
         if found[0].platform == "cpu":  # JAX was used before, so it is too late to simulate more
             fix = f"restart Python, and before anything uses JAX call meshtrain.simulate({num_devices_needed})"
         raise UserError(
-            f"mesh: got {num_devices_needed} devices; allowed: at most the {len(found)} {what} devices there are; "
-            f"nearest: {fix}"
+            Problem(
+                "mesh",
+                got=f"{num_devices_needed} devices",
+                allowed=f"at most the {len(found)} {what} devices there are",
+                nearest=fix,
+            )
         )
     return list(found[:num_devices_needed]), [f"the mesh takes the first {num_devices_needed} of {len(found)} devices"]
 
@@ -172,7 +188,7 @@ def _devices() -> list[jax.Device]:
             return jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX raises AssertionError if the only platform has no device
         what = f"JAX cannot start on '{_setting('jax_platforms')}': {str(error) or 'it has no device'}"
-        raise UserError(f"devices: {what}; nearest: JAX_PLATFORMS=cpu") from error
+        raise UserError(Problem("devices", fault=what, nearest="JAX_PLATFORMS=cpu")) from error
 
 
 def _choose_platform() -> None:
@@ -230,7 +246,9 @@ def _refuse_flags(flags: str) -> None:
     asks = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
     answer = subprocess.run(asks, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
     if match := re.search(r"^[EF]\d{4} .*?\] (.*)", answer.stderr, re.MULTILINE):
-        raise UserError(f"XLA_FLAGS: got {flags}; allowed: what XLA takes ({match[1]}); nearest: leave that out")
+        raise UserError(
+            Problem("XLA_FLAGS", got=flags, allowed=f"what XLA takes ({match[1]})", nearest="leave that out")
+        )
 
 
 def _meet(how: cluster.Arguments) -> None:
@@ -247,8 +265,11 @@ def _meet(how: cluster.Arguments) -> None:
         jax.distributed.initialize(**how)
     except (RuntimeError, ValueError) as error:
         raise UserError(
-            f"processes: cannot meet: {error}; "
-            f"allowed: start them before anything uses JAX, each with its {', '.join(cluster.EXPLICIT)}"
+            Problem(
+                "processes",
+                fault=f"cannot meet: {error}",
+                allowed=f"start them before anything uses JAX, each with its {', '.join(cluster.EXPLICIT)}",
+            )
         ) from error
     endings.end_together()
 
@@ -262,7 +283,9 @@ def _simulate(num_devices: int) -> None:
     if _setting("jax_num_cpu_devices") >= num_devices:
         return
     if _setting("jax_platforms") == "cpu" and num_devices > MAX_SIMULATED:
-        raise UserError(f"mesh: got {num_devices} simulated devices; allowed: at most {MAX_SIMULATED}; nearest: that")
+        raise UserError(
+            Problem("mesh", got=f"{num_devices} simulated devices", allowed=f"at most {MAX_SIMULATED}", nearest="that")
+        )
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:

@@ -27,6 +27,7 @@ from meshtrain.errors import (
     EXIT_STOPPED_ITSELF,
     EXIT_TOO_FEW,
     EXIT_USER_ERROR,
+    Problem,
 )
 from meshtrain.launch.cluster import FULL
 from meshtrain.launch.signals import STOPPING, drop_output, heeded, on_terminal
@@ -236,8 +237,14 @@ class Left:
         may = self._most >= self.job.min_processes > 0
         if self.job.min_processes and not may:
             least = self.job.min_processes
-            _say(f"--min-processes: got {least}, and neither {tried} processes nor more of those that are left fit "
-                 "this run; allowed: what the line above has; nearest: that")  # fmt: skip
+            _say(
+                Problem(
+                    "--min-processes",
+                    got=f"{least}, and neither {tried} processes nor more of those that are left fit this run",
+                    allowed="what the line above has",
+                    nearest="that",
+                )
+            )
         return may
 
 

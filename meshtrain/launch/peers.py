@@ -18,7 +18,7 @@ import jax
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from meshtrain.errors import Interrupted, LostPeer, TrainingStopped, refuse
+from meshtrain.errors import Interrupted, LostPeer, Problem, TrainingStopped, refuse
 from meshtrain.files import Json
 
 _PATIENCE_SECONDS = 600  # patience for the slowest process, which may be reading a large file
@@ -112,7 +112,7 @@ def refuse_differences(what: str, facts: Mapping[str, Json], fix: str = SAME_STA
     refuse(differences(what, gathered(what, dict(facts)), fix))
 
 
-def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_START) -> list[str]:
+def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_START) -> list[Problem]:
     """Returns an error line for each fact in which a process differs from process 0.
 
     Args:
@@ -126,13 +126,17 @@ def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_
             here, there = (repr(side[name]) if name in side else "nothing" for side in (own, facts[0]))
             if here != there:
                 problems.append(
-                    f"processes: {what} differs: {name} is {here} in process {process} and {there} in process 0; "
-                    f"allowed: the same in all; nearest: {fix}"
+                    Problem(
+                        "processes",
+                        fault=f"{what} differs: {name} is {here} in process {process} and {there} in process 0",
+                        allowed="the same in all",
+                        nearest=fix,
+                    )
                 )
     return problems
 
 
-def share_problems(name: str, problems: Sequence[str]) -> list[str]:
+def share_problems(name: str, problems: Sequence[str]) -> list[Problem]:
     """Returns the problems of all processes, without duplicates, so that all processes stop together.
 
     Args:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self, TypeVar
 
-from meshtrain.errors import LostPeer, UserError
+from meshtrain.errors import LostPeer, Problem, UserError
 from meshtrain.files import Json, read_json
 from meshtrain.launch.cluster import Meeting
 
@@ -57,21 +57,23 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
       UserError: the address does not resolve, process 0 cannot listen there, or two processes have the same number.
       LostPeer: a process has not registered, or has ended meanwhile.
     """
-    got, number = f"{next(filter(environ.get, _ADDRESSES))}: got {meeting.address}", next(filter(environ.get, _NUMBERS))
+    key, number = next(filter(environ.get, _ADDRESSES)), next(filter(environ.get, _NUMBERS))
     try:
         if "KUBERNETES_SERVICE_HOST" not in environ:  # there a name resolves only after its pod has started
             tried(lambda: socket.getaddrinfo(meeting.host, meeting.port), TRY_SECONDS)
     except OSError as failure:
-        fix = "allowed: host:port of process 0; nearest: its IP address, or mend DNS"
-        raise UserError(f"{got}, which does not resolve ({failure.strerror}); {fix}") from failure
+        got = f"{meeting.address}, which does not resolve ({failure.strerror})"
+        fix = "its IP address, or mend DNS"
+        raise UserError(Problem(key, got=got, allowed="host:port of process 0", nearest=fix)) from failure
     try:
         return _answers(*roll_call(meeting, environ, None, MEET_SECONDS, needs_all=True))
     except Occupied as why:
-        fix = f"allowed: a port that is free; nearest: another port, or {number}=1 if process 0 is there already"
-        raise UserError(f"{got}, where process 0 cannot listen ({why}); {fix}") from None
+        got = f"{meeting.address}, where process 0 cannot listen ({why})"
+        fix = f"another port, or {number}=1 if process 0 is there already"
+        raise UserError(Problem(key, got=got, allowed="a port that is free", nearest=fix)) from None
     except Refused as why:
         fix = f"start each process once, with its own {number}"
-        raise UserError(f"processes: {why}; allowed: each number once; nearest: {fix}") from None
+        raise UserError(Problem("processes", fault=why, allowed="each number once", nearest=fix)) from None
     except Unreachable as reason:
         raise LostPeer(f"{reason}, before all processes had met") from None
 

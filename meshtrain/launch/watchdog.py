@@ -20,7 +20,7 @@ from typing import Self
 
 import jax
 
-from meshtrain.errors import EXIT_LOST_PEER, Interrupted, TrainingStopped, UserError, leave_at_once
+from meshtrain.errors import EXIT_LOST_PEER, Interrupted, Problem, TrainingStopped, UserError, leave_at_once
 from meshtrain.launch import peers
 
 LOST_SECONDS = "MESHTRAIN_LOST_SECONDS"  # a variable of the environment: longest time without a heartbeat, in seconds
@@ -198,6 +198,11 @@ def _lost_seconds_of_environment() -> float:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise UserError(
-            f"{LOST_SECONDS}: got '{text}'; allowed: a number of seconds above 0; nearest: {_DEFAULT_LOST_SECONDS:g}"
+            Problem(
+                LOST_SECONDS,
+                got=f"'{text}'",
+                allowed="a number of seconds above 0",
+                nearest=f"{_DEFAULT_LOST_SECONDS:g}",
+            )
         )
     return seconds

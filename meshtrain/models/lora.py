@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
+from meshtrain.errors import Problem
 from meshtrain.models.layers import A, B, factor_axes
 from meshtrain.models.task import Params, Task
 from meshtrain.options import AllBut, option
@@ -193,7 +194,7 @@ def _product(a: jax.Array, b: jax.Array, like: jax.Array) -> jax.Array:
     )  # fmt: skip
 
 
-def problems(options: LoraOptions, params: Params, axes: NamesTree) -> list[str]:
+def problems(options: LoraOptions, params: Params, axes: NamesTree) -> list[Problem]:
     """Returns an error line for each reason why these options fit no weight of a task, or train nothing.
 
     Args:
@@ -204,26 +205,37 @@ def problems(options: LoraOptions, params: Params, axes: NamesTree) -> list[str]
     names = dict(leaves_with_paths(axes, is_leaf=is_names))
     targets = [path for path in names if is_hidden_matrix(names[path])]
     fix = trainable.nearest_path(options.targets, targets)
-    allowed = f"allowed: a regular expression found in paths of {', '.join(targets)}, '' for all; nearest: '{fix}'"
+    problem = Problem(
+        TARGETS,
+        got=f"'{options.targets}'",
+        allowed=f"a regular expression found in paths of {', '.join(targets)}, '' for all",
+        nearest=f"'{fix}'",
+    )
     if errors := trainable.pattern_errors(options.targets):
-        return [f"{TARGETS}: got '{options.targets}' ({errors[0]}); {allowed}"]
+        return [problem.with_parts(got=f"'{options.targets}' ({errors[0]})")]
     matched = [path for path in names if re.search(options.targets, path)]
     tables = [path for path in matched if matrix_dims(names[path]) is not None and path not in targets]
     if options.targets and tables:
-        return [f"{TARGETS}: got '{options.targets}', which matches {tables[0]}, no matrix of a layer; {allowed}"]
+        return [problem.with_parts(got=f"'{options.targets}', which matches {tables[0]}, no matrix of a layer")]
     chosen = [path for path in targets if path in matched]
     if not chosen:
-        return [f"{TARGETS}: got '{options.targets}', which matches no matrix of a layer; {allowed}"]
-    shapes, problems = {path: leaf.shape for path, leaf in leaves_with_paths(params)}, list[str]()
+        return [problem.with_parts(got=f"'{options.targets}', which matches no matrix of a layer")]
+    shapes, problems = {path: leaf.shape for path, leaf in leaves_with_paths(params)}, list[Problem]()
     both = [
         [math.prod(shapes[path][dim] for dim in part) for part in matrix_dims(names[path]) or ()] for path in chosen
     ]
     largest = max(map(min, both))
     if options.rank > largest:
         problems.append(
-            f"lora.rank: got {options.rank}; allowed: at most {largest}, the rank that a matrix with an adapter can "
-            f"have; nearest: {largest}"
+            Problem(
+                "lora.rank",
+                got=options.rank,
+                allowed=f"at most {largest}, the rank that a matrix with an adapter can have",
+                nearest=largest,
+            )
         )
     if not options.alpha:
-        problems.append("lora.alpha: got 0.0, with which adapters add nothing; allowed: above 0; nearest: 16.0")
+        problems.append(
+            Problem("lora.alpha", got="0.0, with which adapters add nothing", allowed="above 0", nearest="16.0")
+        )
     return problems

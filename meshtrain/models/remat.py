@@ -9,7 +9,7 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from meshtrain.errors import nearest_divisor
+from meshtrain.errors import Problem, nearest_divisor
 from meshtrain.options import AllBut, option
 from meshtrain.sharding.placement import Placement
 
@@ -149,7 +149,7 @@ def _is_named(primitive: Primitive, params: Mapping[str, Param], names: Collecti
 
 def check(
     options: RematOptions, num_layers: int, num_stages: int, name: str = "model.num_layers", in_chunk: int = 0
-) -> list[str]:
+) -> list[Problem]:
     """Returns an error line for each reason why the options do not fit the model or the mesh.
 
     Args:
@@ -159,11 +159,16 @@ def check(
       name: the option that sets the number of layers.
       in_chunk: places for layers in a chunk of the pipeline, including padding; 0 without a pipeline.
     """
-    problems = list[str]()
+    problems = list[Problem]()
     if options.policy == "offload" and num_stages > 1:
         problems.append(
-            f"remat.policy: got offload with mesh.pipeline = {num_stages}, whose rows pass residuals on in device "
-            "memory; allowed: none, full, save_attention, selective, dots; nearest: full"
+            Problem(
+                "remat.policy",
+                got=f"offload with mesh.pipeline = {num_stages}, whose rows pass residuals on in device memory",
+                allowed="none, full, save_attention, selective, dots",
+                nearest="full",
+                depends_on=["mesh.pipeline"],
+            )
         )
     together = math.gcd(in_chunk, num_layers)
     if options.every > 1 and together % options.every:
@@ -171,5 +176,5 @@ def check(
         of = f"{name} = {num_layers}"
         if in_chunk:
             of = f"the {in_chunk} layers of a chunk" + (f" and of {of}" if together < in_chunk else "")
-        problems.append(f"remat.every: got {options.every}; allowed: a divisor of {of}; nearest: {fix}")
+        problems.append(Problem("remat.every", got=options.every, allowed=f"a divisor of {of}", nearest=fix))
     return problems

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.models.cost import MakeCost, unknown
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
 from meshtrain.models.metrics import Ratio as Ratio
@@ -253,7 +253,7 @@ _WORDS = {
 }  # fmt: skip
 
 
-def kind_problems(task: Task) -> list[str]:
+def kind_problems(task: Task) -> list[Problem]:
     """Returns an error line for each attribute of a wrong type, such as a text in place of a number."""
     lines = []
     for field in dataclasses.fields(task):
@@ -262,7 +262,7 @@ def kind_problems(task: Task) -> list[str]:
             continue
         words = " or ".join(dict.fromkeys(_WORDS[kind] if kind in _WORDS else kind.__name__ for kind in kinds))
         fix = "Task(init, loss, batch)" if field.default is dataclasses.MISSING else "leave it out"
-        lines.append(f"Task.{field.name}: got {type(value).__name__}; allowed: {words}; nearest: {fix}")
+        lines.append(Problem(f"Task.{field.name}", got=type(value).__name__, allowed=words, nearest=fix))
     return lines
 
 
@@ -296,15 +296,25 @@ def checked_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss")
         if not is_loss or not all(jnp.result_type(leaf) in _SUMMED for leaf in jax.tree.leaves(returned)):
             got = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", returned)
             raise UserError(
-                f"{where}: got {got} returned; allowed: a tuple of the sum over targets, its weight and a dict of "
-                "metrics, each a scalar of float32 or int32, or a kind such as Ratio(sum, weight); nearest: return "
-                "loss.astype(jnp.float32).sum(), weights.sum(), {}"
+                Problem(
+                    where,
+                    got=f"{got} returned",
+                    allowed=(
+                        "a tuple of the sum over targets, its weight and a dict of metrics, each a scalar of float32 "
+                        "or int32, or a kind such as Ratio(sum, weight)"
+                    ),
+                    nearest="return loss.astype(jnp.float32).sum(), weights.sum(), {}",
+                )
             )
         result: Loss = returned
         if taken := [name for name in result[2] if not isinstance(name, str) or name in own or name[:5] == "eval_"]:
             raise UserError(
-                f"{where}: got the metric {taken[0]!r}; allowed: texts other than eval_... and the columns that each "
-                f"row has, such as loss or step_seconds; nearest: own_{taken[0]}"
+                Problem(
+                    where,
+                    got=f"the metric {taken[0]!r}",
+                    allowed="texts other than eval_... and the columns that each row has, such as loss or step_seconds",
+                    nearest=f"own_{taken[0]}",
+                )
             )
         return result
 
@@ -319,7 +329,7 @@ def checked(task: Task) -> Task:
     return dataclasses.replace(task, loss=checked_loss(task.loss, task.unit), stages=stages)
 
 
-def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[str]:
+def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[Problem]:
     """Returns an error line for each weight below `layers` that does not stack all layers, as a pipeline requires.
 
     Args:
@@ -329,14 +339,23 @@ def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[str
     """
     if LAYERS not in params:
         keys = ", ".join(map(str, params))
-        return [f"Task.stages: got parameters with the keys {keys}; allowed: the layers' below '{LAYERS}'; nearest: "
-                f"{{'{LAYERS}': ..., ...}}"]  # fmt: skip
+        return [
+            Problem(
+                "Task.stages",
+                got=f"parameters with the keys {keys}",
+                allowed=f"the layers' below '{LAYERS}'",
+                nearest=f"{{'{LAYERS}': ..., ...}}",
+            )
+        ]
     leaves = leaves_with_paths(params[LAYERS])
     names = {path: (LAYERS,) for path, _ in leaves} | dict(leaves_with_paths(axes[LAYERS], is_leaf=is_names))
     return [
-        f"Task.stages: got {LAYERS}/{path} of shape {leaf.shape} with axes {names[path]}, and num_layers = "
-        f"{num_layers}; allowed: {num_layers} as the first dim and '{LAYERS}' as its axis; nearest: "
-        f"{(num_layers, *leaf.shape[1:])} with axes {(LAYERS, *names[path][1:])}"
+        Problem(
+            "Task.stages",
+            got=f"{LAYERS}/{path} of shape {leaf.shape} with axes {names[path]}, and num_layers = {num_layers}",
+            allowed=f"{num_layers} as the first dim and '{LAYERS}' as its axis",
+            nearest=f"{(num_layers, *leaf.shape[1:])} with axes {(LAYERS, *names[path][1:])}",
+        )
         for path, leaf in leaves
         if (*leaf.shape[:1], *names[path][:1]) != (num_layers, LAYERS)
     ]
@@ -353,20 +372,39 @@ def refuse_weights(params: Params, trained: Params) -> None:
       UserError: one line for each weight without elements, for two weights with the same name, and for a trained weight
         of integers.
     """
-    problems, taken = list[str](), dict[str, str]()
+    problems, taken = list[Problem](), dict[str, str]()
     for path, leaf in leaves_with_paths(params):
         name = path.replace("/", ".")  # the name of the array in Orbax
         if other := taken.get(name):
-            problems.append(f"parameters: got {other} and {path}, one name in a checkpoint; allowed: keys that differ "
-                            "without '.' and '/'; nearest: '_' in their place")  # fmt: skip
+            problems.append(
+                Problem(
+                    "parameters",
+                    got=f"{other} and {path}, one name in a checkpoint",
+                    allowed="keys that differ without '.' and '/'",
+                    nearest="'_' in their place",
+                )
+            )
         taken[name] = path
         if leaf.size == 0:
-            problems.append(f"parameters: got {path} of shape {leaf.shape}, without any number; allowed: dims of at "
-                            "least 1; nearest: leave it out")  # fmt: skip
+            problems.append(
+                Problem(
+                    "parameters",
+                    got=f"{path} of shape {leaf.shape}, without any number",
+                    allowed="dims of at least 1",
+                    nearest="leave it out",
+                )
+            )
     for path, leaf in leaves_with_paths(trained):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            problems.append(f"parameters: got {path} of {leaf.dtype}, which has no gradient; allowed: floats, or "
-                            "weights that optimizer.trainable leaves out; nearest: float32")  # fmt: skip
+            problems.append(
+                Problem(
+                    "parameters",
+                    got=f"{path} of {leaf.dtype}, which has no gradient",
+                    allowed="floats, or weights that optimizer.trainable leaves out",
+                    nearest="float32",
+                    depends_on=["optimizer.trainable"],
+                )
+            )
     refuse(problems)
 
 
@@ -384,8 +422,12 @@ def checked_after_update(after_update: AfterUpdate) -> AfterUpdate:
         path = next(path for path in wanted | got if path not in wanted or path not in got or wanted[path] != got[path])
         has, gets = (str(shapes[path]) if path in shapes else "nothing" for shapes in (got, wanted))
         raise UserError(
-            f"Task.after_update: got {has} for {path}; allowed: the parameters that it gets, with {gets} there; "
-            "nearest: return {**params, ...}"
+            Problem(
+                "Task.after_update",
+                got=f"{has} for {path}",
+                allowed=f"the parameters that it gets, with {gets} there",
+                nearest="return {**params, ...}",
+            )
         )
 
     return checked
@@ -461,13 +503,17 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
         examples, whose axes do not match its dims, or with the name that the step adds; a unit that is no identifier;
         an empty batch.
     """
-    result, problems = dict[str, Entry](), list[str]()
+    result, problems = dict[str, Entry](), list[Problem]()
     given: Tree = task.batch
     for name, leaf in given.items():
         if not (isinstance(name, str) and _is_shaped(leaf)):
             problems.append(
-                f"Task.batch: got {{{name!r}: {leaf!r}}}; allowed: texts as keys, and values with a shape and a dtype: "
-                f"Entry or jax.ShapeDtypeStruct; nearest: {{'x': Entry(({batch_size},), jnp.float32, ('batch',))}}"
+                Problem(
+                    "Task.batch",
+                    got=f"{{{name!r}: {leaf!r}}}",
+                    allowed="texts as keys, and values with a shape and a dtype: Entry or jax.ShapeDtypeStruct",
+                    nearest=f"{{'x': Entry(({batch_size},), jnp.float32, ('batch',))}}",
+                )
             )
             continue
         axes = leaf.axes if isinstance(leaf, Entry) else ("batch", *(None,) * (len(leaf.shape) - 1))
@@ -476,19 +522,34 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
         if entry.shape[:1] != (batch_size,) or entry.axes[:1] != ("batch",) or len(entry.axes) != len(entry.shape):
             others = (entry.axes[1:] + (None,) * len(entry.shape))[: max(len(entry.shape) - 1, 0)]
             problems.append(
-                f"Task.batch['{name}']: got shape {entry.shape}, axes {entry.axes}; allowed: batch_size = {batch_size} "
-                f"examples as the first dim, 'batch' as the first axis, and an axis or None for each dim; nearest: "
-                f"Entry({(batch_size, *entry.shape[1:])}, {jnp.dtype(entry.dtype).name}, {('batch', *others)})"
+                Problem(
+                    f"Task.batch['{name}']",
+                    got=f"shape {entry.shape}, axes {entry.axes}",
+                    allowed=(
+                        f"batch_size = {batch_size} examples as the first dim, 'batch' as the first axis, and an axis "
+                        "or None for each dim"
+                    ),
+                    nearest=(
+                        f"Entry({(batch_size, *entry.shape[1:])}, {jnp.dtype(entry.dtype).name}, {('batch', *others)})"
+                    ),
+                    depends_on=["batch_size"],
+                )
             )
         if name == SEQUENCE_INDEX:
             problems.append(
-                f"Task.batch['{name}']: got the name of the entry that the step adds; allowed: any other; nearest: "
-                f"'{name}s'"
+                Problem(
+                    f"Task.batch['{name}']",
+                    got="the name of the entry that the step adds",
+                    allowed="any other",
+                    nearest=f"'{name}s'",
+                )
             )
     if not task.unit.isidentifier():
-        problems.append(f"Task.unit: got '{task.unit}'; allowed: a word that names a value; nearest: images")
+        problems.append(
+            Problem("Task.unit", got=f"'{task.unit}'", allowed="a word that names a value", nearest="images")
+        )
     if not given:
-        problems.append("Task.batch: got no entry; allowed: at least one; nearest: token_batch(B, T)")
+        problems.append(Problem("Task.batch", got="no entry", allowed="at least one", nearest="token_batch(B, T)"))
     refuse(problems)
     return result
 

@@ -9,7 +9,7 @@ import sys
 
 import jax
 
-from meshtrain.errors import UserError, refusals
+from meshtrain.errors import Problem, UserError, refusals
 from meshtrain.options import option
 from meshtrain.sharding.trees import Arrays
 
@@ -21,7 +21,7 @@ class ProfileOptions:
     steps: str = option("", "first and last step to trace, as in 10,13 (or one step, as in 10); empty: no trace")
 
 
-def check(options: ProfileOptions) -> list[str]:
+def check(options: ProfileOptions) -> list[Problem]:
     """Returns an error line for each error in the options."""
     return refusals(first_and_last_step, options)
 
@@ -37,14 +37,14 @@ def first_and_last_step(options: ProfileOptions) -> tuple[int, int] | None:
         return None
     # Also accepts parentheses: a command line may pass 10,13 as the text of a tuple.
     match = re.fullmatch(r"\(?\s*(\d{1,10})\s*(?:,\s*(\d{1,10})\s*)?,?\s*\)?", text)
-    allowed = "allowed: FIRST,LAST with 1 <= FIRST <= LAST, or one step"
+    allowed = "FIRST,LAST with 1 <= FIRST <= LAST, or one step"
     if match is None:
-        raise UserError(f"profile.steps: got '{options.steps}'; {allowed}; nearest: 10,13")
+        raise UserError(Problem("profile.steps", got=f"'{options.steps}'", allowed=allowed, nearest="10,13"))
     first = int(match[1])
     last = int(match[2]) if match[2] else first
     if not 1 <= first <= last:
         low, high = sorted((max(first, 1), max(last, 1)))
-        raise UserError(f"profile.steps: got '{options.steps}'; {allowed}; nearest: {low},{high}")
+        raise UserError(Problem("profile.steps", got=f"'{options.steps}'", allowed=allowed, nearest=f"{low},{high}"))
     return first, last
 
 

@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from meshtrain.errors import UserError, warn
+from meshtrain.errors import Problem, UserError, warn
 from meshtrain.files import is_same, read_json, write_whole
 from meshtrain.observe.goodput import Done
 from meshtrain.observe.run_files import CONFIG_FILE, EVALUATED, has_goodput, passed_seconds, row_of
@@ -158,7 +158,11 @@ class MetricsFile:
         if self.lost or not is_same(self.path, self._file.fileno()):
             what = "another file" if self.path.exists() else "nothing"
             self.lost = self.lost or (
-                f"{self.path}: got {what} in place of the run's rows; allowed: the run's own file until the end"
+                Problem(
+                    self.path,
+                    got=f"{what} in place of the run's rows",
+                    allowed="the run's own file until the end",
+                )
             )
             return
         row = {"step": step} | {name: _json_number(value) for name, value in values.items() if name != "step"}
@@ -288,13 +292,18 @@ def _own(options: ObserveOptions, directory: pathlib.Path, resume_step: int) -> 
         NAMES,
         [options, directory, resume_step],
         takes="options, a folder and a step",
-        gives="; allowed: an object with write(step, values) and close(); nearest: mend it there, or none",
+        gives="an object with write(step, values) and close()",
+        fix="mend it there, or none",
     )
     missing = [name for name in ("write", "close") if not callable(getattr(given, name, None))]
     if missing:
         raise UserError(
-            f"{KEY}: got '{options.tracker}', which returns {type(given).__name__} without {' and '.join(missing)}; "
-            "allowed: an object with write(step, values) and close(); nearest: none"
+            Problem(
+                KEY,
+                got=f"'{options.tracker}', which returns {type(given).__name__} without {' and '.join(missing)}",
+                allowed="an object with write(step, values) and close()",
+                nearest="none",
+            )
         )
     return typing.cast(Tracker, given)
 
@@ -337,8 +346,12 @@ class WandB:
             self._run.define_metric("*", step_metric="step")
         except (wandb.Error, OSError, ValueError) as error:  # ValueError: a file of the run was modified
             raise UserError(
-                f"observe.tracker: got 'wandb', which cannot start: {error}; allowed: none, or wandb after `wandb "
-                "login`; nearest: WANDB_MODE=offline in the environment"
+                Problem(
+                    "observe.tracker",
+                    got=f"'wandb', which cannot start: {error}",
+                    allowed="none, or wandb after `wandb login`",
+                    nearest="WANDB_MODE=offline in the environment",
+                )
             ) from error
 
     @staticmethod
@@ -362,17 +375,21 @@ class WandB:
         self._run.finish()
 
 
-def missing(options: ObserveOptions) -> list[str]:
+def missing(options: ObserveOptions) -> list[Problem]:
     """Returns an error line if the package of the chosen tracker is not installed."""
     if options.tracker != "wandb" or importlib.util.find_spec("wandb"):
         return []
     return [
-        f"{KEY}: got 'wandb', whose package is not installed; allowed: none, or wandb with the extra 'wandb'; nearest: "
-        "pip install wandb"
+        Problem(
+            KEY,
+            got="'wandb', whose package is not installed",
+            allowed="none, or wandb with the extra 'wandb'",
+            nearest="pip install wandb",
+        )
     ]
 
 
-def check(directory: str | os.PathLike[str]) -> list[str]:
+def check(directory: str | os.PathLike[str]) -> list[Problem]:
     """Returns an error line if the start of a run's `metrics.jsonl` has lines but no row: opening would delete them.
 
     Reads the first MiB. A single incomplete row is accepted: a killed run leaves one, and the next start removes it.
@@ -385,7 +402,7 @@ def check(directory: str | os.PathLike[str]) -> list[str]:
     is_torn = len(lines) == 1 and b'{"step": '.startswith(lines[0][:9])
     if not lines or is_torn or any(row_of(line) for line in lines):
         return []
-    return [f"{path}: got no row of metrics; allowed: the file as the run wrote it; nearest: another --workdir"]
+    return [Problem(path, got="no row of metrics", allowed="the file as the run wrote it", nearest="another --workdir")]
 
 
 def evaluated(directory: str | os.PathLike[str], step: int) -> dict[str, float | None]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, option, problems, told
 
 KEY = "learning_rate.name"
@@ -61,23 +61,33 @@ class LearningRateOptions:
     )  # fmt: skip
 
 
-def check(options: LearningRateOptions) -> list[str]:
+def check(options: LearningRateOptions) -> list[Problem]:
     """Returns an error line for each problem that `options.problems` does not check, such as upper limits."""
     lines = [
-        f"learning_rate.{name}: got {getattr(options, name)}; allowed: 0 to 1, a share; nearest: 1.0"
+        Problem(f"learning_rate.{name}", got=getattr(options, name), allowed="0 to 1, a share", nearest="1.0")
         for name in ("final_fraction", "stable_fraction")
         if getattr(options, name) > 1
     ]
     if options.name in DECAYING and 0 < options.decay_steps <= options.warmup_steps:
         lines.append(
-            f"learning_rate.decay_steps: got {options.decay_steps}; allowed: 0 (num_steps), or more than "
-            f"learning_rate.warmup_steps = {options.warmup_steps}; nearest: {options.warmup_steps + 1}"
+            Problem(
+                "learning_rate.decay_steps",
+                got=options.decay_steps,
+                allowed=f"0 (num_steps), or more than learning_rate.warmup_steps = {options.warmup_steps}",
+                nearest=options.warmup_steps + 1,
+                depends_on=["num_steps", "learning_rate.warmup_steps"],
+            )
         )
     if options.batch_scaling != "none" and options.base_batch_size == 0:
         lines.append(
-            "learning_rate.base_batch_size: got 0; allowed with learning_rate.batch_scaling "
-            f"'{options.batch_scaling}': at least 1, the batch_size that the peak was tuned for; nearest: "
-            "learning_rate.batch_scaling 'none'"
+            Problem(
+                "learning_rate.base_batch_size",
+                got=0,
+                condition=f"with learning_rate.batch_scaling '{options.batch_scaling}'",
+                allowed="at least 1, the batch_size that the peak was tuned for",
+                nearest="learning_rate.batch_scaling 'none'",
+                depends_on=["learning_rate.batch_scaling", "batch_size"],
+            )
         )
     return lines
 
@@ -191,12 +201,12 @@ def _own(options: LearningRateOptions) -> Share:
 
     Raises UserError if the function is invalid.
     """
-    wanted = "allowed: a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
-    ending = f"; {wanted}; nearest: mend it there"
-    share = called(KEY, options.name, NAMES, [options], takes="options", gives=ending)
-    fix = "nearest: jnp.where, jnp.minimum and their like in place of `if`"
-    with told(f"{KEY}: got '{options.name}', whose result", f"; {wanted}; {fix}"):
+    wanted = "a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
+    share = called(KEY, options.name, NAMES, [options], takes="options", gives=wanted, fix="mend it there")
+    fix = "jnp.where, jnp.minimum and their like in place of `if`"
+    with told(Problem(KEY, got=f"'{options.name}', whose result", allowed=wanted, nearest=fix)):
         got = jax.eval_shape(lambda count: jnp.asarray(share(count)), jax.ShapeDtypeStruct((), jnp.int32))
     if got.shape:
-        raise UserError(f"{KEY}: got '{options.name}', which gives {list(got.shape)} numbers; {wanted}; nearest: one")
+        given = f"'{options.name}', which gives {list(got.shape)} numbers"
+        raise UserError(Problem(KEY, got=given, allowed=wanted, nearest="one"))
     return lambda count: jnp.asarray(share(count + options.warmup_steps), jnp.float32)

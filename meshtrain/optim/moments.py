@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
+from meshtrain.errors import Problem
 from meshtrain.optim.eight_bits import LARGEST_BLOCK, SMALLEST_BLOCK, decoded, encoded, extents, num_blocks
 from meshtrain.optim.states import owners
 from meshtrain.sharding.stored import Names, is_names, num_parts
@@ -40,13 +41,13 @@ class StoredMoments(NamedTuple):
     scales: Arrays
 
 
-def check_block(block: int) -> list[str]:
+def check_block(block: int) -> list[Problem]:
     """Returns an error line if the number of elements of a block is invalid: no power of two, or out of bounds."""
     if SMALLEST_BLOCK <= block <= LARGEST_BLOCK and block & (block - 1) == 0:
         return []
     fix = min(max(1 << max(block.bit_length() - 1, 0), SMALLEST_BLOCK), LARGEST_BLOCK)
     allowed = f"a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
-    return [f"optimizer.moment_block: got {block}; allowed: {allowed}; nearest: {fix}"]
+    return [Problem("optimizer.moment_block", got=block, allowed=allowed, nearest=fix)]
 
 
 def problems(
@@ -55,7 +56,7 @@ def problems(
     logical_axes: NamesTree,
     column: Mapping[str, tuple[str, ...]],
     mesh_shape: Mapping[str, int],
-) -> list[str]:
+) -> list[Problem]:
     """Returns an error line for each logical axis along which the mesh would split a weight within a block.
 
     Args:
@@ -65,7 +66,7 @@ def problems(
       column: logical axis -> mesh axes of stored weights.
       mesh_shape: the size of each mesh axis.
     """
-    axes, problems = dict(leaves_with_paths(logical_axes, is_leaf=is_names)), dict[str, str]()
+    axes, problems = dict(leaves_with_paths(logical_axes, is_leaf=is_names)), dict[str, Problem]()
     for path, leaf in leaves_with_paths(params):
         names, shape = axes[path], tuple(leaf.shape)
         parts = [num_parts(column[name], mesh_shape) if name in column else 1 for name in names]
@@ -74,12 +75,15 @@ def problems(
             smaller = next((size for size in below if not _between(shape, names, size, parts)), 0)
             allowed = f"at most {smaller}" if smaller else "none, as the matrix is too small"
             fix = f"optimizer.moment_block={smaller}" if smaller else "optimizer.moments=bfloat16"
-            line = (
-                f"optimizer.moment_block: got {block}, and the mesh splits '{names[dim]}' of {path}, shape {shape}, "
-                f"into {parts[dim]} parts, which is no divisor of its number of blocks; allowed: {allowed}; "
-                f"nearest: {fix}"
+            split = f"the mesh splits '{names[dim]}' of {path}, shape {shape}, into {parts[dim]} parts"
+            problem = Problem(
+                "optimizer.moment_block",
+                got=f"{block}, and {split}, which is no divisor of its number of blocks",
+                allowed=allowed,
+                nearest=fix,
+                depends_on=[f"mesh.{axis}" for axis in column.get(str(names[dim]), ())],
             )
-            problems.setdefault(str(names[dim]), line)
+            problems.setdefault(str(names[dim]), problem)
     return list(problems.values())
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.optim import moments
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.average import with_averages
@@ -183,10 +183,10 @@ class OptimizerOptions:
     )
 
 
-def check(options: OptimizerOptions) -> list[str]:
+def check(options: OptimizerOptions) -> list[Problem]:
     """Returns an error line for each problem that `options.problems` does not check: upper limits and the pattern."""
     above = [
-        f"optimizer.{name}: got {getattr(options, name)}; allowed: at least 0 and below 1; nearest: 0.999"
+        Problem(f"optimizer.{name}", got=getattr(options, name), allowed="at least 0 and below 1", nearest="0.999")
         for name in ("beta1", "beta2", "momentum", "average")
         if getattr(options, name) >= 1
     ]
@@ -250,12 +250,16 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
     Its `init` traces an update and raises UserError if the update is invalid.
     """
     takes, wanted = "options, learning rates and logical axes", "an optax.GradientTransformation"
-    mend = f"; allowed: {wanted}; nearest: mend it there"
-    given = called(KEY, options.name, NAMES, [options, rates, axes], takes=takes, gives=mend)
+    fix = "mend it there"
+    given = called(KEY, options.name, NAMES, [options, rates, axes], takes=takes, gives=wanted, fix=fix)
     if not isinstance(given, optax.GradientTransformation):
         raise UserError(
-            f"{KEY}: got '{options.name}', which returns {type(given).__name__}; allowed: {wanted}; nearest: "
-            "optax.chain(...)"
+            Problem(
+                KEY,
+                got=f"'{options.name}', which returns {type(given).__name__}",
+                allowed=wanted,
+                nearest="optax.chain(...)",
+            )
         )
 
     # Checkpoints and shardings support only arrays of numbers.
@@ -268,12 +272,16 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
         return params, state, updates, after
 
     def init(params: Arrays) -> Arrays:
-        with told(f"{KEY}: got '{options.name}', whose init or update", mend):
+        with told(Problem(KEY, got=f"'{options.name}', whose init or update", allowed=wanted, nearest=fix)):
             like, state, updates, after = jax.eval_shape(first_update, params)
         if wrong := _unlike(updates, like) or _unlike(after, state):
             raise UserError(
-                f"{KEY}: got '{options.name}', whose update returns {wrong}; allowed: updates like the weights and a "
-                "state like that of init, in shapes and dtypes; nearest: mend it there"
+                Problem(
+                    KEY,
+                    got=f"'{options.name}', whose update returns {wrong}",
+                    allowed="updates like the weights and a state like that of init, in shapes and dtypes",
+                    nearest="mend it there",
+                )
             )
         return as_data(given.init(params))
 
@@ -286,7 +294,7 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
     return optax.GradientTransformation(init, update)
 
 
-def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[int, ...]) -> list[str]:
+def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[int, ...]) -> list[Problem]:
     """Returns an error line if layers are not stored as [L, ...] and a user's optimizer is not known to be elementwise.
 
     Another shape would then change its updates.
@@ -303,10 +311,18 @@ def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[in
         return []
     mark = f"{options.name.partition(':')[2]}.elementwise = True"
     return [
-        f"{KEY}: got '{options.name}', and {num_layers} layers that this pipeline stores as {list(shape)}, in chunks "
-        f"or with empty places; allowed: layers that are stored as [{num_layers}], or an optimizer that changes each "
-        f"number of a weight by that number's own gradient and state, with {mark}; nearest: {mark} if it is one, else "
-        "pipeline.num_chunks=1 with stages that divide the layers"
+        Problem(
+            KEY,
+            got=(
+                f"'{options.name}', and {num_layers} layers that this pipeline stores as {list(shape)}, in chunks or "
+                "with empty places"
+            ),
+            allowed=(
+                f"layers that are stored as [{num_layers}], or an optimizer that changes each number of a weight by "
+                f"that number's own gradient and state, with {mark}"
+            ),
+            nearest=f"{mark} if it is one, else pipeline.num_chunks=1 with stages that divide the layers",
+        )
     ]
 
 

@@ -1,7 +1,6 @@
 """Prints and draws a schedule: `python -m meshtrain pipeline --schedule=1f1b --stages=4 --microbatches=8`."""
 
 import argparse
-import functools
 import json
 import math
 import sys
@@ -10,7 +9,7 @@ from fractions import Fraction
 
 from meshtrain import options
 from meshtrain.cli import flags
-from meshtrain.errors import UserError, refuse, run
+from meshtrain.errors import Problem, UserError, refuse, run
 from meshtrain.files import target_problems
 from meshtrain.pipeline.chart import as_text, figure
 from meshtrain.pipeline.check import Costs, bubbles, peak_in_flight, prove
@@ -26,21 +25,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stages", type=int, default=4, help="size of the mesh's pipeline axis (default 4)")
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches in a step's batch (default 8)")
     parser.add_argument("--chunks", type=int, default=1, help="chunks of layers on each stage (default 1)")
-    parser.add_argument(
-        "--forward", type=_time, default=Fraction(1), help="duration of one chunk's forward pass (default 1)"
-    )
+    parser.add_argument("--forward", default="1", help="duration of one chunk's forward pass (default 1)")
     parser.add_argument(
         "--backward",
-        type=_time,
-        default=Fraction(3),
+        default="3",
         help="duration of one chunk's backward pass (default 3: 1 to recompute forward, 2 for gradients)",
     )
-    parser.add_argument(
-        "--transfer",
-        type=functools.partial(_time, least=0),
-        default=Fraction(0),
-        help="duration of a transfer to the next stage (default 0)",
-    )
+    parser.add_argument("--transfer", default="0", help="duration of a transfer to the next stage (default 0)")
     parser.add_argument(
         "--in-step", action="store_true", help="draw stages that run in lock step, row by row, instead of freely"
     )
@@ -52,15 +43,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _time(text: str, least: float = 1e-9) -> Fraction:
-    """Parses a time as an exact fraction: 0.1 is one tenth."""
+def _time(flag: str, text: str, least: float = 1e-9) -> Fraction:
+    """Parses the time of a flag as an exact fraction: 0.1 is one tenth. Raises UserError for any other text."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not least <= value <= 1e9:
-        fix = 1e9 if value > 1e9 else 1
-        raise argparse.ArgumentTypeError(f"got '{text}'; allowed: a number from {least:g} to 1e9; nearest: {fix:g}")
+        allowed, fix = f"a number from {least:g} to 1e9", 1e9 if value > 1e9 else 1
+        raise UserError(Problem(flag, got=f"'{text}'", allowed=allowed, nearest=f"{fix:g}"))
     # Fraction would compute every digit of 1e-999999999, which is 0 as a float.
     return Fraction(text) if value else Fraction(0)
 
@@ -86,7 +77,9 @@ def main(argv: Sequence[str]) -> None:
     Raises:
       UserError: a flag or the schedule is invalid, or a file cannot be written.
     """
-    arguments, lines = _parser().parse_args(argv), list[str]()
+    arguments, problems = _parser().parse_args(argv), list[Problem]()
+    forward, backward = _time("--forward", arguments.forward), _time("--backward", arguments.backward)
+    costs = Costs(forward, backward, _time("--transfer", arguments.transfer, least=0))
     try:
         schedule = build(
             arguments.schedule,
@@ -96,13 +89,12 @@ def main(argv: Sequence[str]) -> None:
         )
         prove(schedule)
     except UserError as error:
-        lines += error.problems
+        problems += error.problems
     if arguments.columns < 20:
-        lines.append(f"--columns: got {arguments.columns}; allowed: at least 20; nearest: 20")
+        problems.append(Problem("--columns", got=arguments.columns, allowed="at least 20", nearest=20))
     if arguments.out is not None:
-        lines += target_problems("--out", arguments.out, "schedule.png", flags.PICTURES)
-    refuse(lines)
-    costs = Costs(arguments.forward, arguments.backward, arguments.transfer)
+        problems += target_problems("--out", arguments.out, "schedule.png", flags.PICTURES)
+    refuse(problems)
     if arguments.out is not None:
         drawn = figure(schedule, costs, in_step=arguments.in_step)
         flags.write_picture("--out", arguments.out, drawn, dpi=150, facecolor="white")

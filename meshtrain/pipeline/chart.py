@@ -7,7 +7,7 @@ import collections
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.pipeline.check import Costs, Span, bubbles, peak_in_flight, run_freely, run_in_step
 from meshtrain.pipeline.schedules import Schedule, build, describe
 
@@ -59,8 +59,16 @@ def as_text(schedule: Schedule, costs: Costs, *, in_step: bool = False, max_colu
     makespan = max(span.end for span in spans)
     if makespan * scale > MAX_TEXT_COLUMNS:
         raise UserError(
-            f"costs: got a chart of {float(makespan * scale):.3g} columns, because the shortest action lasts only "
-            f"{float(shortest):g}; allowed as text: {MAX_TEXT_COLUMNS} columns; nearest: --json, or closer costs"
+            Problem(
+                "costs",
+                got=(
+                    f"a chart of {float(makespan * scale):.3g} columns, because the shortest action lasts only "
+                    f"{float(shortest):g}"
+                ),
+                condition="as text",
+                allowed=f"{MAX_TEXT_COLUMNS} columns",
+                nearest="--json, or closer costs",
+            )
         )
     lines = [[" "] * round(makespan * scale) for _ in range(schedule.num_stages)]
     for span, label in zip(spans, labels, strict=True):

@@ -5,7 +5,7 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
-from meshtrain.errors import refusals, refuse
+from meshtrain.errors import Problem, refusals, refuse
 from meshtrain.pipeline.schedules import (
     KEY,
     Action,
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 def check(
     options: PipelineOptions, *, num_stages: int, num_layers: int, num_microbatches: int, key: str = "model.num_layers"
-) -> list[str]:
+) -> list[Problem]:
     """Returns an error line for each reason why the executor cannot run a configuration; empty if it can.
 
     These are checks across options. `options.problems` checks each option by itself.
@@ -64,15 +64,23 @@ def check(
     return lines + refusals(lambda: prove(chosen(options, num_stages=num_stages, num_microbatches=num_microbatches)))
 
 
-def _without_layers(key: str, num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
+def _without_layers(key: str, num_layers: int, num_stages: int, num_chunks: int) -> list[Problem]:
     """Returns an error line if a stage has no layers, or if the last chunk of every stage has none."""
     num_all = num_stages * num_chunks
     if num_layers >= num_all or not leaves_stage_empty(num_layers, num_stages, num_chunks):
         return []
     least = num_all - num_stages + 1 if num_chunks > 1 else num_all
     return [
-        f"{key}: got {num_layers}, with which a {'chunk' if num_chunks > 1 else 'stage'} of mesh.pipeline "
-        f"{num_stages} x pipeline.num_chunks {num_chunks} has no layer; allowed: at least {least}; nearest: {least}"
+        Problem(
+            key,
+            got=(
+                f"{num_layers}, with which a {'chunk' if num_chunks > 1 else 'stage'} of mesh.pipeline {num_stages} x "
+                f"pipeline.num_chunks {num_chunks} has no layer"
+            ),
+            allowed=f"at least {least}",
+            nearest=least,
+            depends_on=["mesh.pipeline", "pipeline.num_chunks"],
+        )
     ]
 
 
@@ -85,7 +93,7 @@ def prove(schedule: Schedule) -> None:
     refuse(_incomplete(schedule) or _violated(schedule) or _mixed(schedule))
 
 
-def _incomplete(schedule: Schedule) -> list[str]:
+def _incomplete(schedule: Schedule) -> list[Problem]:
     """Returns an error line if an action is missing, occurs twice, or has a microbatch or chunk out of range."""
     microbatches, chunks = schedule.num_microbatches, schedule.num_chunks
     for stage in range(schedule.num_stages):
@@ -97,18 +105,26 @@ def _incomplete(schedule: Schedule) -> list[str]:
                 what = describe(action, chunks)
                 often = f"stands {times} times" if times else "is missing"
                 return [
-                    f"{KEY}: got '{schedule.name}', where {what} {often} on stage {stage}; allowed: exactly once; "
-                    f"nearest: {'once' if times else 'a row with it'}"
+                    Problem(
+                        KEY,
+                        got=f"'{schedule.name}', where {what} {often} on stage {stage}",
+                        allowed="exactly once",
+                        nearest="once" if times else "a row with it",
+                    )
                 ]
         for extra in seen:
             return [
-                f"{KEY}: got '{schedule.name}', where {describe(extra, 2)} stands on stage {stage}; allowed: "
-                f"microbatches 0 to {microbatches - 1}, chunks 0 to {chunks - 1}; nearest: leave it out"
+                Problem(
+                    KEY,
+                    got=f"'{schedule.name}', where {describe(extra, 2)} stands on stage {stage}",
+                    allowed=f"microbatches 0 to {microbatches - 1}, chunks 0 to {chunks - 1}",
+                    nearest="leave it out",
+                )
             ]
     return []
 
 
-def _violated(schedule: Schedule) -> list[str]:
+def _violated(schedule: Schedule) -> list[Problem]:
     """Returns an error line for the first violated dependency, with the deadlock that it may cause.
 
     The deadlock is described for stages that do not wait for each other's rows.
@@ -121,24 +137,31 @@ def _violated(schedule: Schedule) -> list[str]:
         for stage, action in enumerate(cells):
             for needed in dependencies(action, stage, stages, chunks) if action else []:
                 if row_of[needed] >= row:
-                    line = (
-                        f"{KEY}: got '{schedule.name}', where {describe(action, chunks)} in row {row} on stage {stage} "
-                        f"needs {describe(needed[1], chunks)} of stage {needed[0]}, which stands in row "
-                        f"{row_of[needed]}; allowed: what is needed in an earlier row; nearest: a row after "
-                        f"{row_of[needed]}"
+                    where = f"{describe(action, chunks)} in row {row} on stage {stage}"
+                    source = f"{describe(needed[1], chunks)} of stage {needed[0]}, which stands in row {row_of[needed]}"
+                    problem = Problem(
+                        KEY,
+                        got=f"'{schedule.name}', where {where} needs {source}",
+                        allowed="what is needed in an earlier row",
+                        nearest=f"a row after {row_of[needed]}",
                     )
-                    return ["; ".join(filter(None, [line, _deadlock(schedule)]))]
+                    deadlock = _deadlock(schedule)
+                    return [problem.with_parts(fix=f"{problem.fix}; {deadlock}") if deadlock else problem]
     return []
 
 
-def _mixed(schedule: Schedule) -> list[str]:
+def _mixed(schedule: Schedule) -> list[Problem]:
     """Returns an error line for the first row with both forward and backward actions."""
     for index, row in enumerate(schedule.rows):
         cells = {a.kind: f"{describe(a, schedule.num_chunks)} on stage {s}" for s, a in enumerate(row) if a}
         if len(cells) > 1:
             return [
-                f"{KEY}: got '{schedule.name}', which mixes {' and '.join(cells.values())} in row {index}; allowed: "
-                "rows of one kind, as all stages move in step and would wait for the slower; nearest: a row for each"
+                Problem(
+                    KEY,
+                    got=f"'{schedule.name}', which mixes {' and '.join(cells.values())} in row {index}",
+                    allowed="rows of one kind, as all stages move in step and would wait for the slower",
+                    nearest="a row for each",
+                )
             ]
     return []
 

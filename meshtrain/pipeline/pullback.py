@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.models.task import Activations, LayerSums, Params
 from meshtrain.sharding.jaxprs import depends, results
 from meshtrain.sharding.trees import Arrays, Masks, merged, select
@@ -58,8 +58,12 @@ class SplitLayer:
         self._again = list(dict.fromkeys(again))
         if any(_aval(var).memory_space == jax.memory.Space.Host for var in self._kept):
             raise UserError(
-                "stages.repeated: got residuals in host memory in a pipeline; allowed: jax.checkpoint policies that "
-                "save on the device or not at all; nearest: nothing_saveable"
+                Problem(
+                    "stages.repeated",
+                    got="residuals in host memory in a pipeline",
+                    allowed="jax.checkpoint policies that save on the device or not at all",
+                    nearest="nothing_saveable",
+                )
             )
 
     def _differentiated(

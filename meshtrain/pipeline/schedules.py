@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.options import FORM, called, function_problems, option
 
 Kind = Literal["F", "B"]
@@ -155,7 +155,12 @@ def _one_chunk(name: str, num_chunks: int) -> None:
     """Raises UserError if there are several chunks, for a schedule that supports only one per stage."""
     if num_chunks > 1:
         raise UserError(
-            f"pipeline.num_chunks: got {num_chunks} with {KEY}={name}; allowed: 1; nearest: 1, or interleaved_1f1b"
+            Problem(
+                "pipeline.num_chunks",
+                got=f"{num_chunks} with {KEY}={name}",
+                allowed=1,
+                nearest="1, or interleaved_1f1b",
+            )
         )
 
 
@@ -183,8 +188,12 @@ def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -
     if num_microbatches % num_stages:
         legal = num_stages * max(1, round(num_microbatches / num_stages))
         raise UserError(
-            f"pipeline.num_microbatches: got {num_microbatches} with {KEY}=interleaved_1f1b; allowed: multiples of its "
-            f"{num_stages} stages; nearest: {legal}"
+            Problem(
+                "pipeline.num_microbatches",
+                got=f"{num_microbatches} with {KEY}=interleaved_1f1b",
+                allowed=f"multiples of its {num_stages} stages",
+                nearest=legal,
+            )
         )
     return _aligned(num_stages, num_microbatches, num_chunks)
 
@@ -274,16 +283,24 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
     lines = function_problems(KEY, name, NAMES)
     counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
     lines += [
-        f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1
+        Problem("pipeline", got=f"{count} {what}", allowed="at least 1", nearest=1)
+        for what, count in counts.items()
+        if count < 1
     ]
     if num_stages > MAX_STAGES:
-        lines.append(f"pipeline: got {num_stages} stages; allowed: at most {MAX_STAGES}; nearest: {MAX_STAGES}")
+        lines.append(
+            Problem("pipeline", got=f"{num_stages} stages", allowed=f"at most {MAX_STAGES}", nearest=MAX_STAGES)
+        )
     size = num_stages * num_microbatches * num_chunks
     if not lines and size > MAX_SIZE:
         fix = max(1, MAX_SIZE // (num_stages * num_chunks))
         lines.append(
-            f"pipeline: got {num_stages} stages x {num_microbatches} microbatches x {num_chunks} chunks = {size}; "
-            f"allowed: a table of at most {MAX_SIZE}; nearest: {fix} microbatches"
+            Problem(
+                "pipeline",
+                got=f"{num_stages} stages x {num_microbatches} microbatches x {num_chunks} chunks = {size}",
+                allowed=f"a table of at most {MAX_SIZE}",
+                nearest=f"{fix} microbatches",
+            )
         )
     refuse(lines)
     rows = BUILT_IN[name](*counts.values()) if name in BUILT_IN else _own_rows(name, *counts.values())
@@ -298,14 +315,21 @@ def _own_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int
         NAMES,
         [num_stages, num_microbatches, num_chunks],
         takes="three numbers",
-        gives=f" for {num_stages} stages, {num_microbatches} microbatches and {num_chunks} chunks; allowed: rows for "
-        "them; nearest: mend it there, or other numbers",
+        gives="rows for them",
+        fix="mend it there, or other numbers",
+        call=f" for {num_stages} stages, {num_microbatches} microbatches and {num_chunks} chunks",
     )
     if wrong := _no_rows(given, num_stages):
         raise UserError(
-            f"{KEY}: got '{name}', which returns {wrong}; allowed: a list of rows, each a list with a cell for each of "
-            f"the {num_stages} stages: None, ('F', microbatch, chunk) or ('B', microbatch, chunk); nearest: "
-            f"[('F', 0, 0)] + [None] * {num_stages - 1} as the first row"
+            Problem(
+                KEY,
+                got=f"'{name}', which returns {wrong}",
+                allowed=(
+                    f"a list of rows, each a list with a cell for each of the {num_stages} stages: None, ('F', "
+                    "microbatch, chunk) or ('B', microbatch, chunk)"
+                ),
+                nearest=f"[('F', 0, 0)] + [None] * {num_stages - 1} as the first row",
+            )
         )
     return [tuple(None if cell is None else Action(cell[0], *map(int, cell[1:])) for cell in row) for row in given]
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.errors import UserError, nearest_divisor
+from meshtrain.errors import Problem, UserError, nearest_divisor
 from meshtrain.models.metrics import are_metrics, is_scalar
 from meshtrain.models.task import LAYERS, Activations, Batch, LayerSums, Params, Stages
 from meshtrain.models.vocabulary import psum_of_one
@@ -85,8 +85,12 @@ def num_units(stages: Stages, num_stages: int, num_chunks: int) -> int:
     common = math.gcd(*map(len, layers_of_chunks(stages.num_layers, num_stages, num_chunks)))
     if common % together:
         raise UserError(
-            f"stages.num_together: got {together}; allowed: a divisor of the {in_chunk} layers of a chunk and of all "
-            f"{stages.num_layers}; nearest: {nearest_divisor(common, together)}"
+            Problem(
+                "stages.num_together",
+                got=together,
+                allowed=f"a divisor of the {in_chunk} layers of a chunk and of all {stages.num_layers}",
+                nearest=nearest_divisor(common, together),
+            )
         )
     return in_chunk // together
 
@@ -124,20 +128,30 @@ def run_layers(
     Raises:
       UserError: the result has another form, or its activations have another structure, shape or dtype than the input.
     """
-    allowed = "allowed: (activations, None) or (activations, (loss, metrics))"
+    allowed = "(activations, None) or (activations, (loss, metrics))"
     output = stages.repeated(layers, x, batch, rng, start, train)
     if not isinstance(output, tuple) or len(output) != 2:
-        raise UserError(f"stages.repeated: got {_text(output)}; {allowed}; nearest: return activations, None")
+        raise UserError(
+            Problem("stages.repeated", got=_text(output), allowed=allowed, nearest="return activations, None")
+        )
     y, sums = output
     if _text(y) != _text(x):
         raise UserError(
-            f"stages.repeated: got activations {_text(y)}; allowed: those of its input, {_text(x)}; nearest: the same "
-            "tree, shapes and dtypes"
+            Problem(
+                "stages.repeated",
+                got=f"activations {_text(y)}",
+                allowed=f"those of its input, {_text(x)}",
+                nearest="the same tree, shapes and dtypes",
+            )
         )
     if not (sums is None or _are_sums(sums)):
         raise UserError(
-            f"stages.repeated: got sums {_text(sums)}; {allowed}, a float32 scalar and a dict of float32 "
-            "metrics; nearest: (loss, {})"
+            Problem(
+                "stages.repeated",
+                got=f"sums {_text(sums)}",
+                allowed=f"{allowed}, a float32 scalar and a dict of float32 metrics",
+                nearest="(loss, {})",
+            )
         )
     return y, sums
 

@@ -3,7 +3,7 @@
 import argparse
 
 from meshtrain.config.config import built, file_content
-from meshtrain.errors import UserError, refusals
+from meshtrain.errors import Problem, UserError, refusals
 from meshtrain.files import target_problems
 from meshtrain.hardware.links import read
 from meshtrain.options import flag_module, flag_problems
@@ -44,23 +44,31 @@ def parser() -> argparse.ArgumentParser:
     return extra
 
 
-def problems(given: argparse.Namespace) -> list[str]:
+def problems(given: argparse.Namespace) -> list[Problem]:
     """Returns an error line for each problem of plan's own arguments that is visible without a compiler."""
     if given.cluster:
         problems = refusals(clusters.parse, given.cluster)
     else:
-        problems = [f"--cluster: got nothing; allowed: {clusters.ALLOWED}; nearest: --cluster=h100:8x8"]
+        problems = [Problem("--cluster", got="nothing", allowed=clusters.ALLOWED, nearest="--cluster=h100:8x8")]
     if given.links and given.cluster.startswith("cpu"):
         problems.append(
-            f"--links: got '{given.links}' for {given.cluster}, whose time is not modelled; allowed: a cluster of GPUs "
-            "or TPUs; nearest: leave it out"
+            Problem(
+                "--links",
+                got=f"'{given.links}' for {given.cluster}, whose time is not modelled",
+                allowed="a cluster of GPUs or TPUs",
+                nearest="leave it out",
+            )
         )
     elif given.links:
         problems += refusals(read, given.links)
     if given.search and given.calibrate:
         problems.append(
-            "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
-            "leave it out"
+            Problem(
+                "--calibrate",
+                got="it together with --search, which ranks by the bare model",
+                allowed="one of them",
+                nearest="leave it out",
+            )
         )
     problems += [*search_problems(given), *scaling_problems(given), *flag_problems("--html", given.html)]
     for name, example in (("json", "plan.json"), ("html", "plan.html"), ("chart", "scaling.png")):
@@ -88,11 +96,11 @@ def wrong_size(given: argparse.Namespace) -> list[str]:
     return problems
 
 
-def scaling_problems(given: argparse.Namespace) -> list[str]:
+def scaling_problems(given: argparse.Namespace) -> list[Problem]:
     """Returns an error line for each problem of `--scaling` and of the arguments that belong to it."""
     if not given.scaling:
         return [
-            f"--{name}: got '{value}' without --scaling; allowed: both; nearest: {SCALING_EXAMPLE}"
+            Problem(f"--{name}", got=f"'{value}' without --scaling", allowed="both", nearest=SCALING_EXAMPLE)
             for name in ("programs", "chart")
             if (value := getattr(given, name))
         ]
@@ -101,23 +109,29 @@ def scaling_problems(given: argparse.Namespace) -> list[str]:
     problems: list[str] = flag_module("--scaling").problems(given.scaling)
     for name in ("search", "calibrate"):
         if getattr(given, name):
-            problems.append(f"--{name}: got it together with --scaling; allowed: one of them; nearest: leave it out")
+            problems.append(
+                Problem(f"--{name}", got="it together with --scaling", allowed="one of them", nearest="leave it out")
+            )
     return problems + count_problems("--programs", given.programs, MOST_PROGRAMS)
 
 
-def search_problems(given: argparse.Namespace) -> list[str]:
+def search_problems(given: argparse.Namespace) -> list[Problem]:
     """Returns an error line if `--search-compiles` is invalid."""
     if given.search_compiles and not given.search:
         return [
-            f"--search-compiles: got '{given.search_compiles}' without --search; allowed: both; "
-            f"nearest: --search --search-compiles={ranking.COMPILED}"
+            Problem(
+                "--search-compiles",
+                got=f"'{given.search_compiles}' without --search",
+                allowed="both",
+                nearest=f"--search --search-compiles={ranking.COMPILED}",
+            )
         ]
     return count_problems("--search-compiles", given.search_compiles, ranking.MOST_COMPILED)
 
 
-def count_problems(name: str, text: str, most: int) -> list[str]:
+def count_problems(name: str, text: str, most: int) -> list[Problem]:
     """Returns an error line if a text is neither empty nor a number from 1 to `most`."""
     # The length is checked first: Python does not convert numbers with thousands of digits.
     if not text or (text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
         return []
-    return [f"{name}: got '{text}'; allowed: 1 to {most}; nearest: {most if text.strip('0').isdecimal() else 1}"]
+    return [Problem(name, got=f"'{text}'", allowed=f"1 to {most}", nearest=most if text.strip("0").isdecimal() else 1)]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.cli import flags
-from meshtrain.errors import refuse, run
+from meshtrain.errors import Problem, refuse, run
 from meshtrain.files import target_problems
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -57,24 +57,30 @@ def main(argv: Sequence[str]) -> int:
     return 0 if is_right else 1
 
 
-def _problems(given: argparse.Namespace) -> list[str]:
+def _problems(given: argparse.Namespace) -> list[Problem]:
     problems = []
-    allowed = "allowed: a number of bytes from 64 to 16G, such as 4096, 64K, 16M or 1G"
+    allowed = "a number of bytes from 64 to 16G, such as 4096, 64K, 16M or 1G"
     for name, fix in (("smallest", "1K"), ("largest", "1G")):
         text = getattr(given, name)
         if not LEAST_BYTES <= _num_bytes(text) <= MOST_BYTES:
-            problems.append(f"--{name}: got '{text}'; {allowed}; nearest: --{name}={fix}")
+            problems.append(Problem(f"--{name}", got=f"'{text}'", allowed=allowed, nearest=f"--{name}={fix}"))
     if not problems and _num_bytes(given.smallest) > _num_bytes(given.largest):
         problems.append(
-            f"--smallest: got {given.smallest} with --largest={given.largest}; allowed: at most that; nearest: "
-            f"--smallest={given.largest}"
+            Problem(
+                "--smallest",
+                got=f"{given.smallest} with --largest={given.largest}",
+                allowed="at most that",
+                nearest=f"--smallest={given.largest}",
+            )
         )
     try:
         limit = float(given.limit)
     except ValueError:
         limit = math.nan
     if not 0 < limit < math.inf:
-        problems.append(f"--limit: got '{given.limit}'; allowed: a number of seconds above 0; nearest: --limit=30")
+        problems.append(
+            Problem("--limit", got=f"'{given.limit}'", allowed="a number of seconds above 0", nearest="--limit=30")
+        )
     if given.json:
         problems += target_problems("--json", given.json, "links.json")
     if given.out:

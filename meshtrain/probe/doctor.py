@@ -18,7 +18,7 @@ from types import ModuleType
 
 from meshtrain import options
 from meshtrain.cli import flags
-from meshtrain.errors import UserError, leave_at_once, refuse, run
+from meshtrain.errors import Problem, UserError, leave_at_once, refuse, run
 from meshtrain.files import Json, JsonObject
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
@@ -70,11 +70,11 @@ def main(argv: Sequence[str]) -> int:
     for name in ("gpus", "processes", "limit"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
-            problems.append(f"--{name}: got {value}; allowed: a number above 0; nearest: leave it out")
+            problems.append(Problem(f"--{name}", got=value, allowed="a number above 0", nearest="leave it out"))
     refuse(problems)
     meeting = cluster.meeting(os.environ, arguments.processes)
     if arguments.processes and arguments.processes != (count := meeting.num_processes if meeting else 1):
-        raise UserError(f"--processes: got {arguments.processes}; allowed: the job's {count}; nearest: {count}")
+        raise UserError(Problem("--processes", got=arguments.processes, allowed=f"the job's {count}", nearest=count))
     before = threading.enumerate()
     code = diagnosed(arguments, meeting, os.environ)
     if meeting is None and not set(threading.enumerate()) - set(before):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from meshtrain.cli import flags
-from meshtrain.errors import UserError, refuse, run
+from meshtrain.errors import Problem, UserError, refuse, run
 from meshtrain.files import target_problems
 from meshtrain.observe.charts import svg
 from meshtrain.observe.mesh_picture import mesh_figure
@@ -22,8 +22,10 @@ from meshtrain.report.runs import Run, opened
 from meshtrain.sharding.rules import AXES, PIPELINE
 
 ENDINGS = (".html", ".htm")  # other than the endings of a run's files, so that no such file is overwritten
-NO_PLOTLY = "plotly: not installed; allowed: the extra 'report'; nearest: pip install 'meshtrain[report]'"
-NO_PAGE = "--html: got nothing; allowed: a file's name; nearest: --html=report.html"
+NO_PLOTLY = Problem(
+    "plotly", fault="not installed", allowed="the extra 'report'", nearest="pip install 'meshtrain[report]'"
+)
+NO_PAGE = Problem("--html", got="nothing", allowed="a file's name", nearest="--html=report.html")
 MOST_ACTIONS = 2000  # in a chart of a schedule: with more, cells are too small to read
 # Costs of all chunks of a stage, in all charts; backward is the recomputed forward, and twice its time for gradients.
 FORWARD, BACKWARD = Fraction(1), Fraction(3)

@@ -4,13 +4,13 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from meshtrain.errors import UserError, nearest
+from meshtrain.errors import Problem, UserError, nearest
 from meshtrain.files import Json, JsonObject, expanded, is_utf8, read_json, what_is_at
 from meshtrain.observe.run_files import CONFIG_FILE, DEVICE_FILE, PROMPTED_FILE, SAMPLES_FILE, row_of
 from meshtrain.observe.trackers import METRICS_FILE
 from meshtrain.report import logs
 
-_WORKDIR = "allowed: a workdir of meshtrain"
+_WORKDIR = "a workdir of meshtrain"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Run:
     texts: Sequence[Sequence[str]] = ()
 
 
-def opened(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
+def opened(paths: Sequence[str]) -> tuple[list[Run], list[Problem]]:
     """Returns the runs in the given folders, and an error line for each problem; without problems no run is missing.
 
     Args:
       paths: folders of runs, as the user wrote them.
     """
     if not paths:
-        return [], [f"RUN: got nothing; {_WORKDIR}, or several; nearest: runs/3d"]
-    found, problems = list[Run](), list[str]()
+        return [], [Problem("RUN", got="nothing", allowed=f"{_WORKDIR}, or several", nearest="runs/3d")]
+    found, problems = list[Run](), list[Problem]()
     names = _names(paths)
     seen = set[pathlib.Path]()
     for path, name in zip(paths, names, strict=True):
@@ -50,29 +50,32 @@ def opened(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
         try:
             _refuse_other_places(path, folder)
             if (real := folder.resolve()) in seen:
-                raise UserError(f"RUN: got '{path}' twice; allowed: each run once; nearest: leave one out")
+                raise UserError(Problem("RUN", got=f"'{path}' twice", allowed="each run once", nearest="leave one out"))
             seen.add(real)
             found.append(_run(path, name, folder))
         except UserError as error:
             problems += error.problems
         except OSError as error:
-            problems.append(f"RUN: got '{path}', and cannot read it: {error}; {_WORKDIR}; nearest: one of your own")
+            got = f"'{path}', and cannot read it: {error}"
+            problems.append(Problem("RUN", got=got, allowed=_WORKDIR, nearest="one of your own"))
     return found, problems
 
 
 def _refuse_other_places(path: str, folder: pathlib.Path) -> None:
     """Raises UserError unless the path is a folder with the files of a run."""
     if not path or not is_utf8(path):
-        raise UserError(f"RUN: got '{path}'; {_WORKDIR}, a path in UTF-8; nearest: runs/3d")
+        raise UserError(Problem("RUN", got=f"'{path}'", allowed=f"{_WORKDIR}, a path in UTF-8", nearest="runs/3d"))
     if (what := what_is_at(folder)) != "a folder":
         others = folder.parent.iterdir() if what_is_at(folder.parent) == "a folder" else ()
         runs = [str(one) for one in others if what_is_at(one / METRICS_FILE) == "a file"]
-        raise UserError(f"RUN: got '{path}', {what}; {_WORKDIR}{nearest(str(folder), runs) or '; nearest: runs/3d'}")
+        fix = nearest(str(folder), runs)
+        raise UserError(Problem("RUN", got=f"'{path}', {what}", allowed=_WORKDIR, fix=fix, nearest="runs/3d"))
     for name in (CONFIG_FILE, METRICS_FILE):
         if (what := what_is_at(folder / name)) != "a file":
             inside = [one.name for one in sorted(folder.iterdir()) if what_is_at(one / METRICS_FILE) == "a file"]
             fix = f"{path.rstrip('/')}/{inside[0]}" if inside else "runs/3d"
-            raise UserError(f"RUN: got '{path}' with {what} at {name}; {_WORKDIR}, whose run has begun; nearest: {fix}")
+            got = f"'{path}' with {what} at {name}"
+            raise UserError(Problem("RUN", got=got, allowed=f"{_WORKDIR}, whose run has begun", nearest=fix))
 
 
 def _run(path: str, name: str, folder: pathlib.Path) -> Run:
@@ -81,8 +84,12 @@ def _run(path: str, name: str, folder: pathlib.Path) -> Run:
     log = logs.read(folder / METRICS_FILE)
     if log is None or not log.curves:
         raise UserError(
-            f"RUN: got '{path}', whose {METRICS_FILE} has no row; {_WORKDIR} that has logged a step; nearest: wait for "
-            "its first step"
+            Problem(
+                "RUN",
+                got=f"'{path}', whose {METRICS_FILE} has no row",
+                allowed=f"{_WORKDIR} that has logged a step",
+                nearest="wait for its first step",
+            )
         )
     sample = ""
     if what_is_at(folder / SAMPLES_FILE) == "a file":
@@ -103,8 +110,12 @@ def _json(path: pathlib.Path) -> JsonObject:
         return result
     except ValueError as error:
         raise UserError(
-            f"{path}: got no JSON object ({error}); allowed: the file as the run wrote it; nearest: a report without "
-            "this run"
+            Problem(
+                path,
+                got=f"no JSON object ({error})",
+                allowed="the file as the run wrote it",
+                nearest="a report without this run",
+            )
         ) from None
 
 

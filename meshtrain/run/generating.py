@@ -17,7 +17,7 @@ from meshtrain.config.tasks import MakeTask
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.encoding.special_tokens import unmarked
 from meshtrain.data.own_source import Data
-from meshtrain.errors import Problems, UserError, divisors, refuse
+from meshtrain.errors import Problem, Problems, UserError, divisors, refuse
 from meshtrain.generation.answers import Wanted, answers, fitting
 from meshtrain.generation.prompts import encoded, from_file, in_chat
 from meshtrain.generation.sampling import Sampling
@@ -31,19 +31,31 @@ from meshtrain.sharding.stored import num_parts, rules_of_level
 from meshtrain.step.shardings import shardings
 
 
-def problems_of_task(assembly: Assembly) -> list[str]:
+def problems_of_task(assembly: Assembly) -> list[Problem]:
     """Returns one line if a task cannot generate text: it has no way to, or entries in its batch other than text's."""
     if assembly.task.decode is not None:
         return []
     if assembly.logits is None:
-        return ["task: got one without logits; allowed for generate: Task.logits, (params, batch) -> float32 "
-                " [B, T, vocabulary]; nearest: Task(init, loss, batch, logits)"]  # fmt: skip
+        return [
+            Problem(
+                "task",
+                got="one without logits",
+                condition="for generate",
+                allowed="Task.logits, (params, batch) -> float32  [B, T, vocabulary]",
+                nearest="Task(init, loss, batch, logits)",
+            )
+        ]
     filled = token_batch(1, 1)
     strange = [name for name in assembly.batch if name not in filled]
     if strange or "tokens" not in assembly.batch:
         return [
-            f"task: got a batch of {', '.join(assembly.batch)}; allowed for generate: 'tokens', and of the others "
-            f"{', '.join(filled)}; nearest: token_batch(B, T)"
+            Problem(
+                "task",
+                got=f"a batch of {', '.join(assembly.batch)}",
+                condition="for generate",
+                allowed=f"'tokens', and of the others {', '.join(filled)}",
+                nearest="token_batch(B, T)",
+            )
         ]
     return []
 
@@ -108,7 +120,7 @@ def continuations(
     if not config.eval_prompts:
         return lambda params: []
     if text is None:
-        raise UserError("eval_prompts: got it with data without text; allowed: ''; nearest: leave it out")
+        raise UserError(Problem("eval_prompts", got="it with data without text", allowed="''", nearest="leave it out"))
     given = from_file(config.eval_prompts, problems, chat=True, key="eval_prompts")
     refuse([*problems_of_task(assembly), *problems.lines()])
     if any(prompt.messages for prompt in given):
@@ -155,7 +167,7 @@ def without_pipeline(
         return config, dict(shape), ""
     table = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     outer, *_, inner = partitioned_axes()
-    problems: list[str] = []
+    problems: list[Problem] = []
     for factor in reversed(divisors(size)):
         folded = {**shape, PIPELINE: 1, inner: shape[inner] * factor, outer: shape[outer] * (size // factor)}
         changed = dataclasses.replace(
@@ -169,10 +181,9 @@ def without_pipeline(
             return changed, folded, _line(shape, folded)
         problems = problems or found
     nearest = " ".join(f"--config.mesh.{axis}=1" for axis in shape if shape[axis] > 1)
-    raise UserError(
-        f"mesh.pipeline: got {size}; allowed: a size that {inner} or {outer} can take over to generate text on the "
-        f"same {math.prod(shape.values())} devices ({problems[0].partition(';')[0]}); nearest: {nearest}"
-    )
+    allowed = f"a size that {inner} or {outer} can take over to generate text on the same {math.prod(shape.values())}"
+    allowed += f" devices ({problems[0].key}: {problems[0].fault})"
+    raise UserError(Problem("mesh.pipeline", got=size, allowed=allowed, nearest=nearest))
 
 
 def _line(before: Mapping[str, int], after: Mapping[str, int]) -> str:

@@ -38,7 +38,7 @@ from meshtrain.data.tokenizer import (
     special_tokens,
     with_begin_token,
 )
-from meshtrain.errors import UserError, refuse, run, warn
+from meshtrain.errors import Problem, UserError, refuse, run, warn
 from meshtrain.files import (
     JsonObject,
     download_command,
@@ -96,15 +96,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _problems(arguments: argparse.Namespace) -> list[str]:
+def _problems(arguments: argparse.Namespace) -> list[Problem]:
     """Returns one line for each wrong argument."""
-    problems, action, given = list[str](), arguments.action, arguments.directory
+    problems, action, given = list[Problem](), arguments.action, arguments.directory
     if action not in ACTIONS:
         got = "nothing" if action is None else f"'{action}'"
-        problems.append(f"hf: got {got}; allowed: {', '.join(ACTIONS)}; nearest: hf config DIR")
+        problems.append(Problem("hf", got=got, allowed=", ".join(ACTIONS), nearest="hf config DIR"))
     if action == "export" and given is not None:
         fix = f"--workdir={given}" if arguments.to else f"--to={given}"
-        problems.append(f"hf export: got '{given}'; allowed: --workdir=W --to=DIR; nearest: {fix}")
+        problems.append(Problem("hf export", got=f"'{given}'", allowed="--workdir=W --to=DIR", nearest=fix))
     if action not in ("export", None) and (given is None or not is_described(given)):
         what = "nothing" if given is None else what_is_at(expanded(given))
         got = "a folder without config.json of a model" if what == "a folder" else what
@@ -115,31 +115,36 @@ def _problems(arguments: argparse.Namespace) -> list[str]:
             else download_command(given or "") or snapshot_of(given or "")
         )
         fix = fix or "download one"
-        problems.append(f"{given or 'hf'}: got {got}; allowed: a Hugging Face folder; nearest: {fix}")
+        problems.append(Problem(given or "hf", got=got, allowed="a Hugging Face folder", nearest=fix))
     if action == "config" and arguments.to is not None:
         problems.append(
-            f"--to: got '{arguments.to}' with config, which prints; allowed: none; nearest: hf import DIR --to=W"
+            Problem(
+                "--to",
+                got=f"'{arguments.to}' with config, which prints",
+                allowed="none",
+                nearest="hf import DIR --to=W",
+            )
         )
     if action in ("import", "export"):
         problems += _target_problems(arguments.to, action, "runs/imported" if action == "import" else "models/exported")
     if arguments.dtype is not None and (action != "export" or arguments.dtype not in export.DTYPES):
         allowed = f"{', '.join(export.DTYPES)}, with export"
-        problems.append(f"--dtype: got '{arguments.dtype}'; allowed: {allowed}; nearest: leave it out")
+        problems.append(Problem("--dtype", got=f"'{arguments.dtype}'", allowed=allowed, nearest="leave it out"))
     if arguments.adapters and action != "export":
-        problems.append(f"--adapters: got hf {action}; allowed: with export; nearest: leave it out")
+        problems.append(Problem("--adapters", got=f"hf {action}", allowed="with export", nearest="leave it out"))
     if arguments.weights != weights.LAST and action != "export":
-        problems.append(f"--weights: got hf {action}; allowed: with export; nearest: leave it out")
+        problems.append(Problem("--weights", got=f"hf {action}", allowed="with export", nearest="leave it out"))
     return problems
 
 
-def _target_problems(to: str | None, action: str, near: str) -> list[str]:
+def _target_problems(to: str | None, action: str, near: str) -> list[Problem]:
     if not to:
-        return [f"--to: got nothing; allowed: a new folder; nearest: --to={near}"]
+        return [Problem("--to", got="nothing", allowed="a new folder", nearest=f"--to={near}")]
     target = expanded(to).absolute()
     what = what_is_at(target)
     if what == "a folder" and any(target.iterdir()):
         near = f"{to.rstrip('/')}-{action}ed"
-        return [f"--to: got '{to}', which is not empty; allowed: a new folder; nearest: --to={near}"]
+        return [Problem("--to", got=f"'{to}', which is not empty", allowed="a new folder", nearest=f"--to={near}")]
     return flags.unwritable(target, "--to", near)
 
 
@@ -203,7 +208,7 @@ def _export(arguments: argparse.Namespace) -> None:
     given = config_of_text(original) if original is not None else {}
     assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
     if peers.count() > 1:
-        raise UserError(f"hf export: got {peers.count()} processes; allowed: 1; nearest: start one of them")
+        raise UserError(Problem("hf export", got=f"{peers.count()} processes", allowed=1, nearest="start one of them"))
     like, averaged = assembly.kept_state.params, arguments.weights == weights.AVERAGE
     place = weights.checkpoints_of(config, arguments.workdir)
     params, _ = weights.restore_params(place, arguments.step, like, averaged=averaged)
@@ -244,24 +249,41 @@ def _whole(to: str) -> Iterator[Path]:
         raise
 
 
-def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[str]:
+def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[Problem]:
     """Returns one line for each reason why a run cannot be exported."""
     if not is_decoder(config.model):
-        return [f"task: got {config.task}; allowed for export: decoder; nearest: the workdir of a decoder"]
+        return [
+            Problem(
+                "task", got=config.task, condition="for export", allowed="decoder", nearest="the workdir of a decoder"
+            )
+        ]
     if not is_of_adapters:
         return []
     if not config.lora.rank:
-        return ["--adapters: got a run without adapters, lora.rank=0; allowed: one with; nearest: leave it out"]
+        return [
+            Problem("--adapters", got="a run without adapters, lora.rank=0", allowed="one with", nearest="leave it out")
+        ]
     if config.optimizer.trainable:
         return [
-            f"--adapters: got a run with optimizer.trainable={config.optimizer.trainable}, whose weights stand in no "
-            "adapter; allowed: adapters alone; nearest: leave it out"
+            Problem(
+                "--adapters",
+                got=f"a run with optimizer.trainable={config.optimizer.trainable}, whose weights stand in no adapter",
+                allowed="adapters alone",
+                nearest="leave it out",
+            )
         ]
     of_experts = [f"layers/experts/{name}" for name in MATRICES]
     if config.model.num_experts and any(re.search(config.lora.targets, path) for path in of_experts):
         return [
-            f"--adapters: got a run with adapters of experts, lora.targets='{config.lora.targets}', for which the "
-            "package peft has no modules; allowed: adapters of attention; nearest: leave it out, and they are merged"
+            Problem(
+                "--adapters",
+                got=(
+                    f"a run with adapters of experts, lora.targets='{config.lora.targets}', for which the package peft "
+                    "has no modules"
+                ),
+                allowed="adapters of attention",
+                nearest="leave it out, and they are merged",
+            )
         ]
     return []
 

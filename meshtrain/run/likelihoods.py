@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.assemble import Assembly
 from meshtrain.data.loader import batches
 from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
+from meshtrain.errors import Problem
 from meshtrain.models.task import Batch, Params, token_batch
 from meshtrain.step.step import with_sequence_index
 
@@ -49,17 +50,29 @@ class Window(NamedTuple):
     text: int
 
 
-def problems_of_task(assembly: Assembly) -> list[str]:
+def problems_of_task(assembly: Assembly) -> list[Problem]:
     """Returns one line if a task cannot score texts: it has no logits, or a batch other than that of packed tokens."""
     if assembly.task.logits is None:
-        return ["task: got one without logits; allowed for likelihoods: Task.logits, (params, batch) -> float32 "
-                "[B, T, vocabulary]; nearest: Task(init, loss, batch, logits)"]  # fmt: skip
+        return [
+            Problem(
+                "task",
+                got="one without logits",
+                condition="for likelihoods",
+                allowed="Task.logits, (params, batch) -> float32 [B, T, vocabulary]",
+                nearest="Task(init, loss, batch, logits)",
+            )
+        ]
     names, packed = set(assembly.batch), token_batch(1, 1)
     if names <= set(packed) and names >= set(_NEEDED):
         return []
     return [
-        f"task: got a batch of {', '.join(assembly.batch)}; allowed for likelihoods: {', '.join(_NEEDED)}, and of the "
-        f"others {', '.join(set(packed) - set(_NEEDED))}; nearest: token_batch(B, T)"
+        Problem(
+            "task",
+            got=f"a batch of {', '.join(assembly.batch)}",
+            condition="for likelihoods",
+            allowed=f"{', '.join(_NEEDED)}, and of the others {', '.join(set(packed) - set(_NEEDED))}",
+            nearest="token_batch(B, T)",
+        )
     ]
 
 

@@ -23,7 +23,7 @@ from meshtrain.config.smaller import (
     with_level,
 )
 from meshtrain.config.tasks import MakeTask
-from meshtrain.errors import UserError, first_line, is_out_of_memory, refuse, warn
+from meshtrain.errors import Problem, UserError, first_line, is_out_of_memory, refuse, warn
 from meshtrain.hardware.accelerators import ACCELERATORS, usable_bytes
 from meshtrain.launch import peers
 from meshtrain.launch.host_memory import most_bytes
@@ -100,8 +100,12 @@ def refuse_too_large(assembly: Assembly, make_task: MakeTask | None = None, rule
     if room is not None and (needed := needed_bytes(assembly, room)) > room.limit_bytes:
         num_devices = f" on {room.num_sharing} devices" if room.num_sharing > 1 else " on a device"
         problems = [
-            f"memory: got {format_bytes(needed)} of training state{num_devices}; allowed: at most "
-            f"{format_bytes(room.limit_bytes)}, {room.what}; nearest: {_state_fix(assembly, room, make_task, rules)}"
+            Problem(
+                "memory",
+                got=f"{format_bytes(needed)} of training state{num_devices}",
+                allowed=f"at most {format_bytes(room.limit_bytes)}, {room.what}",
+                nearest=_state_fix(assembly, room, make_task, rules),
+            )
         ]
     refuse(peers.share_problems("memory", problems))
 
@@ -119,8 +123,12 @@ def refuse_large_weights(assembly: Assembly) -> None:
         needed = whole if room.is_host else sum(map(shard_bytes, leaves))
         if needed > room.limit_bytes:
             problems = [
-                f"memory: got {format_bytes(needed)} of weights; allowed: at most {format_bytes(room.limit_bytes)}, "
-                f"{room.what}; nearest: more devices or a machine with more memory"
+                Problem(
+                    "memory",
+                    got=f"{format_bytes(needed)} of weights",
+                    allowed=f"at most {format_bytes(room.limit_bytes)}, {room.what}",
+                    nearest="more devices or a machine with more memory",
+                )
             ]
     refuse(peers.share_problems("memory", problems))
 
@@ -212,9 +220,11 @@ def exhausted(assembly: Assembly, step: jax.stages.Compiled | None, error: BaseE
     rows = sorted(array_rows(assembly), key=lambda row: -row.num_bytes_per_device)[:NUM_ARRAYS]
     largest = ", ".join(f"{row.path} {format_bytes(row.num_bytes_per_device)}" for row in rows)
     limit = f"{format_bytes(room.limit_bytes)}, {room.what}" if room else "the device's memory"
-    return (
-        f"memory: got '{first_line(error)}'; planned for a device: {', '.join(parts)}; largest arrays: {largest}; "
-        f"allowed: at most {limit}; nearest: {_step_fix(assembly, room, planned)}"
+    return Problem(
+        "memory",
+        got=f"'{first_line(error)}'; planned for a device: {', '.join(parts)}; largest arrays: {largest}",
+        allowed=f"at most {limit}",
+        nearest=_step_fix(assembly, room, planned),
     )
 
 

@@ -13,7 +13,7 @@ from meshtrain.data.own_source import Data, MakeData, opened
 from meshtrain.data.packing import Parts
 from meshtrain.data.sources import Asked, is_own
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import UserError, refuse, warn
+from meshtrain.errors import Problem, UserError, refuse, warn
 from meshtrain.files import Json
 from meshtrain.launch import peers
 from meshtrain.models.task import Task, entries, limits
@@ -96,8 +96,14 @@ def with_steps(config: Config, corpus: Data) -> tuple[Config, str]:
     num_epochs, num_examples = config.num_epochs, len(corpus.train)
     num_steps = max(math.ceil(num_epochs * num_examples / config.batch_size), 1)
     if isinstance(corpus.train, Parts) and corpus.train.weights:
-        raise UserError(f"num_epochs: got {num_epochs:g} with weights in data.path, where each source has its "
-                        f"own; allowed: num_steps; nearest: num_epochs=0 and num_steps={num_steps}")  # fmt: skip
+        raise UserError(
+            Problem(
+                "num_epochs",
+                got=f"{num_epochs:g} with weights in data.path, where each source has its own",
+                allowed="num_steps",
+                nearest=f"num_epochs=0 and num_steps={num_steps}",
+            )
+        )
     text = f"{num_steps:,} steps are {num_epochs:g} epochs of {num_examples:,} examples"
     return dataclasses.replace(config, num_steps=num_steps, num_epochs=0.0), text
 

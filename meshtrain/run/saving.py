@@ -22,7 +22,7 @@ from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.config.meanings import record
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own_source import Data
-from meshtrain.errors import FolderLost, Interrupted, SaveFailed, UserError, refuse, unknown, warn
+from meshtrain.errors import FolderLost, Interrupted, Problem, SaveFailed, UserError, refuse, unknown, warn
 from meshtrain.launch import peers
 from meshtrain.loop import Actions
 from meshtrain.observe.run_files import EVALUATED, LOSS_OF
@@ -242,8 +242,15 @@ def refuse_unknown_metric(assembly: Assembly, corpus: Data) -> None:
     if not len(corpus.validation):
         key = "checkpoint.keep_best" if best.keep_best else "early_stop.patience"
         raise UserError(
-            f"{key}: got {best.keep_best or early.patience}, and there are no validation examples to compare "
-            f"checkpoints by; allowed: 0, or data with a validation split; nearest: {key}=0"
+            Problem(
+                key,
+                got=(
+                    f"{best.keep_best or early.patience}, and there are no validation examples to compare checkpoints "
+                    "by"
+                ),
+                allowed="0, or data with a validation split",
+                nearest=f"{key}=0",
+            )
         )
     sums = jax.eval_shape(assembly.eval_step, assembly.state.params, assembly.batch)
     names = [EVALUATED + name for name in ("loss", *sorted(sums.keys() - {"loss", "weight"}))]

@@ -23,7 +23,7 @@ from meshtrain.checkpoint.other_runs import find, newest
 from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config
 from meshtrain.config.resume import from_json
-from meshtrain.errors import UserError, warn
+from meshtrain.errors import Problem, UserError, warn
 from meshtrain.files import hash_of_sources, is_url, read_json, what_is_at
 from meshtrain.hf import adapters
 from meshtrain.hf.folder import by_name, read_by_name
@@ -58,7 +58,7 @@ def saved_step(run: Path, directory: str = "") -> int:
         return 0
 
 
-def check(config: Config, run: Path, start_step: int) -> list[str]:
+def check(config: Config, run: Path, start_step: int) -> list[Problem]:
     """Returns one line for each reason why a run cannot begin or resume in its folder; reads no array, writes nothing.
 
     Args:
@@ -72,16 +72,24 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
     problems += trackers.missing(config.observe)
     if start_step > config.num_steps:
         problems.append(
-            f"num_steps: got {config.num_steps}, and the workdir's run is at step {start_step}; allowed: at least "
-            f"{start_step}; nearest: {start_step}"
+            Problem(
+                "num_steps",
+                got=f"{config.num_steps}, and the workdir's run is at step {start_step}",
+                allowed=f"at least {start_step}",
+                nearest=start_step,
+            )
         )
     if not start_step and _has_weights_alone(run):
         problems.append(
-            f"workdir: got {run}, which has imported weights and no state of training; allowed: a new workdir that "
-            f"begins with them; nearest: --config.init_from={run} with another --workdir"
+            Problem(
+                "workdir",
+                got=f"{run}, which has imported weights and no state of training",
+                allowed="a new workdir that begins with them",
+                nearest=f"--config.init_from={run} with another --workdir",
+            )
         )
     if config.init_from and not start_step:
-        problems += [f"init_from: {problem}" for problem in weights.weights_problems(config, config.init_from)]
+        problems += [problem.at("init_from") for problem in weights.weights_problems(config, config.init_from)]
     if (warmup := config.learning_rate.warmup_steps) > config.num_steps and peers.is_main_process():
         warn(f"learning_rate.warmup_steps: got {warmup}, and num_steps = {config.num_steps} end before the peak; "
              f"nearest: --config.learning_rate.warmup_steps={config.num_steps // 10}")  # fmt: skip
@@ -150,8 +158,14 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
     wanted = {key: value for key, value in wanted.items() if key != "targets" or own != factors.keys()}
     if config.lora.rank and wanted:
         fix = " ".join(shlex.quote(f"--config.lora.{key}={value}") for key, value in wanted.items())
-        raise UserError("init_from: got adapters unlike those of lora; allowed: equal ones, or lora.rank=0, which "
-                        f"merges them; nearest: {fix}")  # fmt: skip
+        raise UserError(
+            Problem(
+                "init_from",
+                got="adapters unlike those of lora",
+                allowed="equal ones, or lora.rank=0, which merges them",
+                nearest=fix,
+            )
+        )
     if config.lora.rank and peers.is_main_process():
         for paths in adapters.split_factors(factors):
             together = f"{', '.join(paths)} have one lora_A together"

@@ -10,7 +10,7 @@ from meshtrain.checkpoint.manager import renamed
 from meshtrain.checkpoint.other_runs import place_of
 from meshtrain.cli import flags
 from meshtrain.data.token_files import is_intact, read_sidecar
-from meshtrain.errors import UserError, run
+from meshtrain.errors import Problem, UserError, run
 from meshtrain.files import what_is_at
 
 
@@ -39,8 +39,12 @@ def main(argv: Sequence[str]) -> int:
     if not checkpoints:
         got = "no checkpoint in it" if what == "a folder" else what
         raise UserError(
-            f"{given}: got {got}; allowed: a workdir, its directory '{CHECKPOINTS}', or one of the steps; nearest: "
-            "runs/3d"
+            Problem(
+                given,
+                got=got,
+                allowed=f"a workdir, its directory '{CHECKPOINTS}', or one of the steps",
+                nearest="runs/3d",
+            )
         )
     is_damaged = False
     for directory in checkpoints:
@@ -55,8 +59,14 @@ def main(argv: Sequence[str]) -> int:
 def _token_file(path: Path) -> int:
     described = read_sidecar(path)
     if not described.sha256:
-        raise UserError(f"{path}: got no sha256 in its description; allowed: what python -m meshtrain prepare writes "
-                        "now; nearest: prepare it again")  # fmt: skip
+        raise UserError(
+            Problem(
+                path,
+                got="no sha256 in its description",
+                allowed="what python -m meshtrain prepare writes now",
+                nearest="prepare it again",
+            )
+        )
     is_whole = is_intact(path, described)
     print(f"{path}: {'whole' if is_whole else 'damaged: its ids are not those that were written'}")
     return int(not is_whole)

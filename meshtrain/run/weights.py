@@ -22,7 +22,7 @@ from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.config.resume import from_json
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
-from meshtrain.errors import UserError, warn
+from meshtrain.errors import Problem, UserError, warn
 from meshtrain.files import Json, JsonObject, download_command, expanded, is_url, read_json, what_is_at
 from meshtrain.hf import adapters, tensor_files
 from meshtrain.hf import config_json as hf_config
@@ -44,14 +44,18 @@ def add_weights_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", default=LAST, help=text)
 
 
-def choice_problems(which: str, directory: str | Path) -> list[str]:
+def choice_problems(which: str, directory: str | Path) -> list[Problem]:
     """Returns one line if `--weights` has no meaning in a directory, else none; reads no checkpoint."""
     if which not in WEIGHTS:
-        return [f"--weights: got '{which}'; allowed: {', '.join(WEIGHTS)}; nearest: --weights={LAST}"]
+        return [Problem("--weights", got=f"'{which}'", allowed=", ".join(WEIGHTS), nearest=f"--weights={LAST}")]
     if which == AVERAGE and hf_config.is_described(directory):
         return [
-            f"--weights: got {AVERAGE} with a Hugging Face folder, which has no averages; allowed: {LAST}; nearest: "
-            "leave it out"
+            Problem(
+                "--weights",
+                got=f"{AVERAGE} with a Hugging Face folder, which has no averages",
+                allowed=LAST,
+                nearest="leave it out",
+            )
         ]
     return []
 
@@ -84,7 +88,9 @@ def configuration(
     if is_url(str(arguments.workdir)):
         own, was = arguments.workdir, other_runs.recorded(arguments.workdir)
         if "config" not in was:
-            raise UserError(f"{own}: got no complete checkpoint; allowed: where a run has saved; nearest: another")
+            raise UserError(
+                Problem(own, got="no complete checkpoint", allowed="where a run has saved", nearest="another")
+            )
         return _changed(json.dumps(was["config"]), own, arguments, also, uses)
     own = arguments.workdir / CONFIG_FILE
     if what_is_at(own) != "a file":
@@ -94,7 +100,9 @@ def configuration(
     try:
         text = own.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{own}: not UTF-8 ({error}); allowed: what a run wrote; nearest: another --workdir") from error
+        raise UserError(
+            Problem(own, fault=f"not UTF-8 ({error})", allowed="what a run wrote", nearest="another --workdir")
+        ) from error
     return _changed(text, own, arguments, also, uses)
 
 
@@ -196,16 +204,26 @@ def beneath(config: Config) -> tuple[str, Adapters | None]:
     """
     found = adapters.opened(config.init_from) if adapters.is_folder(config.init_from) else None
     if found is None and config.init_base:
-        raise UserError(f"init_base: got '{config.init_base}' without adapters of peft; allowed: ''; nearest: ''")
+        raise UserError(
+            Problem("init_base", got=f"'{config.init_base}' without adapters of peft", allowed="''", nearest="''")
+        )
     base = config.init_from if found is None else config.init_base or found.base
     if found and not hf_config.is_decoder(config.model):
-        raise UserError(f"got adapters of peft with task={config.task}; allowed: decoder; nearest: task=decoder")
+        raise UserError(
+            Problem(None, got=f"adapters of peft with task={config.task}", allowed="decoder", nearest="task=decoder")
+        )
     if found and (is_url(base) or not base or what_is_at(expanded(base)) != "a folder"):
         download = download_command(base)
         place = "init_base" if config.init_base else str(found.directory / hf_config.ADAPTERS_FILE)
         fix = f"--config.init_base=DIR{f', after {download}' if download else ''}"
-        raise UserError(f"{place}: got adapters of '{base}', which is no folder here; allowed: the model beneath them, "
-                        f"or a run with it; nearest: {fix}")  # fmt: skip
+        raise UserError(
+            Problem(
+                place,
+                got=f"adapters of '{base}', which is no folder here",
+                allowed="the model beneath them, or a run with it",
+                nearest=fix,
+            )
+        )
     if found and not config.init_base:
         file = found.directory / hf_config.ADAPTERS_FILE
         named = foreign.outside(read_json(file.read_text(encoding="utf-8")), file, (foreign.WEIGHTS,))
@@ -226,7 +244,7 @@ def is_by_name(config: Config, base: str | Path) -> bool:
     return hf_config.is_described(base) and not hf_config.is_decoder(config.model)
 
 
-def weights_problems(config: Config, directory: str | Path, step: int | None = None) -> list[str]:
+def weights_problems(config: Config, directory: str | Path, step: int | None = None) -> list[Problem]:
     """Returns one line for each reason why a run cannot take its weights from a directory; reads no array.
 
     Args:
@@ -249,7 +267,12 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
         return list(error.problems)
     if step is not None:
         return [
-            f"--step: got {step} with a Hugging Face folder, which has no steps; allowed: none; nearest: leave it out"
+            Problem(
+                "--step",
+                got=f"{step} with a Hugging Face folder, which has no steps",
+                allowed="none",
+                nearest="leave it out",
+            )
         ]
     lines = hf_config.differences(config.model, opened.model.options, config.sequence_length, directory)
     lines += _other_tokenizer(config, opened.directory)
@@ -264,15 +287,21 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
     return lines
 
 
-def _other_tokenizer(config: Config, folder: Path) -> list[str]:
+def _other_tokenizer(config: Config, folder: Path) -> list[Problem]:
     """Returns one line if a run reads text with other tokens than the folder's tokenizer has; added ones may differ."""
     used, own = config.data.tokenizer, folder / TOKENIZER
     if not reads_documents(config.data) or TOKENIZER in config.init_ignore or what_is_at(own) != "a file":
         return []
     if has_same_vocabulary(used, own):
         return []
-    return [f"data.tokenizer: got '{used}', and the model has learned the tokens of {own}; allowed: these, or another "
-            f"with --config.init_ignore={TOKENIZER}; nearest: --config.data.tokenizer={folder}"]  # fmt: skip
+    return [
+        Problem(
+            "data.tokenizer",
+            got=f"'{used}', and the model has learned the tokens of {own}",
+            allowed=f"these, or another with --config.init_ignore={TOKENIZER}",
+            nearest=f"--config.data.tokenizer={folder}",
+        )
+    ]
 
 
 def has_same_vocabulary(used: str, file: Path) -> bool:

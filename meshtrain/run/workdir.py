@@ -29,7 +29,7 @@ from meshtrain.cli import flags, foreign
 from meshtrain.config import meanings
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.resume import difference
-from meshtrain.errors import UserError, is_finite, refuse, warn
+from meshtrain.errors import Problem, UserError, is_finite, refuse, warn
 from meshtrain.files import Json, JsonObject, is_same, open_folder, read_json, what_is_at, write_whole
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
@@ -46,7 +46,7 @@ _FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVIC
 _FOLDERS = (CHECKPOINTS, "tensorboard", WANDB_FOLDER)
 
 
-def check(run: Path, config: Config, *, is_saved: bool) -> list[str]:
+def check(run: Path, config: Config, *, is_saved: bool) -> list[Problem]:
     """Returns one line for each reason why a configuration cannot run here; writes nothing.
 
     It is compared with that of the folder, and with that of the newest checkpoint in `checkpoint.directory`.
@@ -68,22 +68,24 @@ def check(run: Path, config: Config, *, is_saved: bool) -> list[str]:
     if former := [where for where, was in before.items() if was and meanings.is_former(was)]:
         return [_former_run(former[0], before[former[0]], run, is_saved=is_saved)]
     changed = {where: difference(was, now) for where, was in before.items() if was}
-    lines = [f"{where} holds another run: {line}" for where, found in changed.items() for line in found]
-    end = [f"{where}: allowed: the run's own configuration; nearest: another --workdir"
-           for where, found in changed.items() if found]  # fmt: skip
-    return lines + end
+    problems = [one.at(f"{where} holds another run") for where, differing in changed.items() for one in differing]
+    ending = "allowed: the run's own configuration"  # of all options above
+    ends = [where for where, differing in changed.items() if differing]
+    return problems + [Problem(where, fault=ending, nearest="another --workdir") for where in ends]
 
 
-def _former_run(where: str, was: JsonObject, run: Path, *, is_saved: bool) -> str:
-    """Returns the line about a run of a former version, with its options whose meaning changed, converted."""
+def _former_run(where: str, was: JsonObject, run: Path, *, is_saved: bool) -> Problem:
+    """Returns the problem of a run of a former version, with its options whose meaning changed, converted."""
     converted = meanings.today(was)[1]
     words = [f"--config.{key}={str(value).lower()}" for key, value in converted.items()]
     fix = " ".join(["another --workdir", *(["with", f"--config.init_from={run}"] if is_saved else []), *words])
     changed = f", whose {', '.join(converted)} had another meaning" if converted else ""
-    return f"{where} holds a run of version 0.2 or earlier{changed}; allowed: runs since 0.3; nearest: {fix}"
+    return Problem(
+        None, fault=f"{where} holds a run of version 0.2 or earlier{changed}", allowed="runs since 0.3", nearest=fix
+    )
 
 
-def _out_of_place(run: Path) -> list[str]:
+def _out_of_place(run: Path) -> list[Problem]:
     """Returns one line for each name in a run's folder that is not the file or folder expected, or is not writable."""
     problems = []
     for name, wanted in {**dict.fromkeys(_FILES, "a file"), **dict.fromkeys(_FOLDERS, "a folder")}.items():
@@ -93,7 +95,12 @@ def _out_of_place(run: Path) -> list[str]:
             what = f"{wanted} that this user may not read and write"
         if what not in (wanted, "nothing there"):
             problems.append(
-                f"workdir {run}: got {what} at {name}; allowed: {wanted} of the run's; nearest: another --workdir"
+                Problem(
+                    f"workdir {run}",
+                    got=f"{what} at {name}",
+                    allowed=f"{wanted} of the run's",
+                    nearest="another --workdir",
+                )
             )
     return problems
 
@@ -123,7 +130,7 @@ def locked(run: Path) -> Iterator[Callable[[], str]]:
       UserError: another run has it (who, where, since when), or it cannot be written.
     """
     with contextlib.ExitStack() as held:
-        problems, folder = list[str](), None
+        problems, folder = list[Problem](), None
         if peers.is_main_process():
             try:
                 is_new = not (run / CONFIG_FILE).exists()
@@ -139,9 +146,22 @@ def locked(run: Path) -> Iterator[Callable[[], str]]:
                 os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
             except BlockingIOError:
                 owner = (run / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
-                problems = [f"workdir {run}: in use by {owner}; allowed: one run in each; nearest: another --workdir"]
+                problems = [
+                    Problem(
+                        f"workdir {run}",
+                        fault=f"in use by {owner}",
+                        allowed="one run in each",
+                        nearest="another --workdir",
+                    )
+                ]
             except OSError as error:
-                problems = [f"workdir {run}: cannot write ({error.strerror}); allowed: a folder that can be written"]
+                problems = [
+                    Problem(
+                        f"workdir {run}",
+                        fault=f"cannot write ({error.strerror})",
+                        allowed="a folder that can be written",
+                    )
+                ]
         refuse(peers.share_problems("lock", problems))
         yield functools.partial(_lost, run, folder)
 
@@ -153,7 +173,9 @@ def _lost(run: Path, folder: int | None) -> str:
     what = "another folder" if run.is_dir() else "no folder"
     if is_same(run, folder):  # it stays if a save wrote into it while it was being deleted
         what = "" if any((run / name).exists() for name in (LOCK_FILE, CONFIG_FILE)) else "a folder without its files"
-    return what and f"workdir {run}: got {what} in place of this run's; allowed: the run's own folder until the end"
+    return what and Problem(
+        f"workdir {run}", got=f"{what} in place of this run's", allowed="the run's own folder until the end"
+    )
 
 
 def _lock(path: Path, held: contextlib.ExitStack) -> TextIO:
@@ -234,7 +256,11 @@ def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
         kept(run, "fingerprint", lambda: fingerprint)
     except OSError as error:
         raise UserError(
-            f"--workdir: cannot write {run} ({error.strerror}); allowed: a folder that can be made and written"
+            Problem(
+                "--workdir",
+                fault=f"cannot write {run} ({error.strerror})",
+                allowed="a folder that can be made and written",
+            )
         ) from None
 
 
@@ -249,9 +275,15 @@ def refuse_other_corpus(run: Path, fingerprint: str, directory: str = "") -> Non
         facts = {"fingerprint": there["corpus"]}
     if "fingerprint" in facts and facts["fingerprint"] != fingerprint:
         raise UserError(
-            f"workdir {run}: its run learned from data with hash {facts['fingerprint'][:12]}, and these have "
-            f"{fingerprint[:12]} (another Python, other weights, or files that changed); allowed: the same data; "
-            f"nearest: another --workdir, with --config.init_from={run} to begin with its weights"
+            Problem(
+                f"workdir {run}",
+                fault=(
+                    f"its run learned from data with hash {facts['fingerprint'][:12]}, and these have "
+                    f"{fingerprint[:12]} (another Python, other weights, or files that changed)"
+                ),
+                allowed="the same data",
+                nearest=f"another --workdir, with --config.init_from={run} to begin with its weights",
+            )
         )
 
 
@@ -273,7 +305,7 @@ def record_saved(run: Path, step: int) -> None:
         kept(run, _SAVED, lambda: step)
 
 
-def vanished(run: Path, place: str) -> list[str]:
+def vanished(run: Path, place: str) -> list[Problem]:
     """Returns one line if a run has completed a save; call it if there is no complete checkpoint in its place.
 
     A run that ended before its first save begins again; this one would repeat its steps and replace its rows.
@@ -286,8 +318,12 @@ def vanished(run: Path, place: str) -> list[str]:
     if _SAVED not in facts or not (run / CONFIG_FILE).exists():
         return []
     return [
-        f"workdir {run}: its run has saved step {facts[_SAVED]}, and {place} has no complete checkpoint; allowed: its "
-        f"checkpoints there; nearest: mount or copy them there, another --workdir, or `rm -r {run}` to begin again"
+        Problem(
+            f"workdir {run}",
+            fault=f"its run has saved step {facts[_SAVED]}, and {place} has no complete checkpoint",
+            allowed="its checkpoints there",
+            nearest=f"mount or copy them there, another --workdir, or `rm -r {run}` to begin again",
+        )
     ]
 
 
@@ -298,8 +334,12 @@ def _facts(run: Path) -> JsonObject:
         is_none = value is None and name != "begun_seconds"  # as the loss of a bigram model of many ids
         if not (isinstance(value, str) if name in ("fingerprint", RUN_ID) else is_none or is_finite(value)):
             raise UserError(
-                f"{run / CORPUS_FILE}: got {value!r} for {name}; allowed: the file as the run wrote it; nearest: "
-                "another --workdir"
+                Problem(
+                    run / CORPUS_FILE,
+                    got=f"{value!r} for {name}",
+                    allowed="the file as the run wrote it",
+                    nearest="another --workdir",
+                )
             )
     return facts
 
@@ -315,7 +355,12 @@ def _read_json(path: Path) -> JsonObject:
         return {}
     except ValueError:
         raise UserError(
-            f"{path}: not a JSON object; allowed: the file as the run wrote it; nearest: another --workdir"
+            Problem(
+                path,
+                fault="not a JSON object",
+                allowed="the file as the run wrote it",
+                nearest="another --workdir",
+            )
         ) from None
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.sharding.jaxprs import Hook
 from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.reduction import Dims, Reduction, summed
@@ -167,8 +167,12 @@ class Replicas:
         for got, allowed in itertools.zip_longest(*arrays, fillvalue="nothing"):
             if got != allowed:
                 raise UserError(
-                    f"reduction.name: got '{self.reduction.name}', whose reduce returns {got}; allowed: {allowed}, in "
-                    "(gradients, residual); nearest: trees like those that it gets"
+                    Problem(
+                        "reduction.name",
+                        got=f"'{self.reduction.name}', whose reduce returns {got}",
+                        allowed=f"{allowed}, in (gradients, residual)",
+                        nearest="trees like those that it gets",
+                    )
                 )
         return given
 
@@ -187,8 +191,12 @@ class Replicas:
         kept = self.reduction.residual(shapes)
         if kept not in ((), shapes):
             raise UserError(
-                f"reduction.name: got '{self.reduction.name}', whose residual returns {kept}; allowed: the shapes that "
-                "it gets, or (); nearest: lambda shapes: shapes"
+                Problem(
+                    "reduction.name",
+                    got=f"'{self.reduction.name}', whose residual returns {kept}",
+                    allowed="the shapes that it gets, or ()",
+                    nearest="lambda shapes: shapes",
+                )
             )
         return jax.tree.map(lambda leaf: jnp.zeros((self.mesh.shape[DATA], *leaf.shape), leaf.dtype), kept)
 

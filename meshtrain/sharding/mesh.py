@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.options import option
 from meshtrain.sharding.rules import AXES, AXIS_RECORDS, DATA, PIPELINE, sizes_text, storage_axes
 
@@ -30,11 +30,11 @@ class MeshOptions(_Sizes):
     """The size of each axis of the mesh, in mesh order; 1 by default."""
 
 
-def check(options: MeshOptions) -> list[str]:
+def check(options: MeshOptions) -> list[Problem]:
     """Returns an error line for each problem that is independent of devices: two axes of -1, or a size below 1."""
     sizes = dataclasses.asdict(options)
     lines = [
-        f"mesh.{axis}: got {size}; allowed: at least 1, or -1 for what is left; nearest: {-1 if size < 0 else 1}"
+        Problem(f"mesh.{axis}", got=size, allowed="at least 1, or -1 for what is left", nearest=-1 if size < 0 else 1)
         for axis, size in sizes.items()
         if size < 1 and size != -1
     ]
@@ -42,7 +42,7 @@ def check(options: MeshOptions) -> list[str]:
     if len(open_axes) > 1:
         fix = ", ".join(f"mesh.{axis}=1" for axis in open_axes[1:])
         names = ", ".join(f"mesh.{axis}" for axis in open_axes)
-        lines.append(f"{names}: got -1 for {len(open_axes)} axes; allowed: -1 for one; nearest: {fix}")
+        lines.append(Problem(names, got=f"-1 for {len(open_axes)} axes", allowed="-1 for one", nearest=fix))
     return lines
 
 
@@ -76,13 +76,21 @@ def mesh_shape(
     refuse(_too_many(sizes, num_devices))
     if slice_size and num_used > slice_size and num_used % slice_size:
         raise UserError(
-            f"mesh: got {asked}, {num_used} devices; allowed: at most the {slice_size} of a slice, or whole slices; "
-            f"nearest: {_filled(sizes, num_used // slice_size * slice_size)}"
+            Problem(
+                "mesh",
+                got=f"{asked}, {num_used} devices",
+                allowed=f"at most the {slice_size} of a slice, or whole slices",
+                nearest=_filled(sizes, num_used // slice_size * slice_size),
+            )
         )
     if num_processes > 1 and num_used != num_devices:
         raise UserError(
-            f"mesh: got {asked}, {num_used} devices; allowed: exactly the {num_devices} of {num_processes} processes; "
-            f"nearest: {_filled(sizes, num_devices)}"
+            Problem(
+                "mesh",
+                got=f"{asked}, {num_used} devices",
+                allowed=f"exactly the {num_devices} of {num_processes} processes",
+                nearest=_filled(sizes, num_devices),
+            )
         )
     return sizes
 
@@ -102,13 +110,15 @@ def _uneven(open_axis: str, asked: str, closed: int, num_devices: int) -> str:
     below = num_devices // closed
     unused = num_devices - below * closed
     nearest = f"mesh.{open_axis}={below}, which leaves {unused} unused" if below else "smaller axes"
-    return (
-        f"mesh.{open_axis}: got -1 (what is left) in {asked}: {num_devices} devices do not divide by the other axes' "
-        f"{closed}; allowed: other axes whose product divides {num_devices}; nearest: {nearest}"
+    return Problem(
+        f"mesh.{open_axis}",
+        got=f"-1 (what is left) in {asked}: {num_devices} devices do not divide by the other axes' {closed}",
+        allowed=f"other axes whose product divides {num_devices}",
+        nearest=nearest,
     )
 
 
-def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[str]:
+def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[Problem]:
     """Returns an error line if the mesh needs more devices than are available.
 
     Its fix reduces the outermost axes first.
@@ -121,8 +131,12 @@ def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[str]:
         fitted[axis] = max(1, min(fitted[axis], num_devices // others))
     fix = " ".join(f"mesh.{axis}={fitted[axis]}" for axis in AXES if fitted[axis] != sizes[axis])
     return [
-        f"mesh: got {sizes_text(sizes)}, {num_used} devices; allowed: at most the {num_devices} there are; "
-        f"nearest: {fix}"
+        Problem(
+            "mesh",
+            got=f"{sizes_text(sizes)}, {num_used} devices",
+            allowed=f"at most the {num_devices} there are",
+            nearest=fix,
+        )
     ]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import NamedSharding
 
+from meshtrain.errors import Problem
 from meshtrain.options import option
 from meshtrain.sharding.trees import Arrays, Shardings
 
@@ -23,7 +24,7 @@ class OffloadOptions:
     moments: bool = option(False, "keep the optimizer's moments in host memory between steps")
 
 
-def problems(what: str, devices: Sequence[jax.Device]) -> list[str]:
+def problems(what: str, devices: Sequence[jax.Device]) -> list[Problem]:
     """Returns an error line if these devices cannot address host memory, else [].
 
     Args:
@@ -40,7 +41,7 @@ def problems(what: str, devices: Sequence[jax.Device]) -> list[str]:
     # Without a GPU, the GPU compiler silently ignores memory kinds.
     known = f"only {', '.join(kinds)}" if kinds else "none that a compiler without the device knows"
     there = f"{devices[0].platform} devices have no memory of kind {HOST} ({known})"
-    return [f"{name}: got {value}, and {there}; allowed: what stays on the device; nearest: leave it out"]
+    return [Problem(name, got=f"{value}, and {there}", allowed="what stays on the device", nearest="leave it out")]
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:

@@ -12,7 +12,7 @@ To add an axis, add a record and rules that name it here, and its traffic (`plan
 import dataclasses
 from collections.abc import Mapping
 
-from meshtrain.errors import refuse, unknown
+from meshtrain.errors import Problem, refuse, unknown
 from meshtrain.options import AllBut, option
 
 DATA = "data"
@@ -160,14 +160,20 @@ class Rules:
         seen: set[str] = set()
         for rule in self.entries:
             if rule.name in seen:
-                problems.append(f"rule '{rule.name}': stands twice; allowed: once; nearest: drop one of them")
+                problems.append(
+                    Problem(f"rule '{rule.name}'", fault="stands twice", allowed="once", nearest="drop one of them")
+                )
             seen.add(rule.name)
             for column in ("parameters", "activations"):
                 split = getattr(rule, column)
                 if isinstance(split, str):  # its letters would be read as axes
                     problems.append(
-                        f"rule '{rule.name}', {column}: got '{split}', a text; allowed: a tuple of mesh axes; nearest: "
-                        f"('{split}',)"
+                        Problem(
+                            f"rule '{rule.name}', {column}",
+                            got=f"'{split}', a text",
+                            allowed="a tuple of mesh axes",
+                            nearest=f"('{split}',)",
+                        )
                     )
                     continue
                 for axis in dict.fromkeys(split):
@@ -176,8 +182,12 @@ class Rules:
                     if split.count(axis) > 1:
                         once = tuple(dict.fromkeys(split))
                         problems.append(
-                            f"rule '{rule.name}', {column}: got mesh axis '{axis}' {split.count(axis)} times; "
-                            f"allowed: once; nearest: {once}"
+                            Problem(
+                                f"rule '{rule.name}', {column}",
+                                got=f"mesh axis '{axis}' {split.count(axis)} times",
+                                allowed="once",
+                                nearest=once,
+                            )
                         )
         problems += [unknown("storage axis", axis, AXES) for axis in self.storage_axes if axis not in AXES]
         refuse(problems)

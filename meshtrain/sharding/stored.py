@@ -29,7 +29,7 @@ from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
-from meshtrain.errors import nearest_divisor, nearest_multiple, refuse, unknown
+from meshtrain.errors import Problem, nearest_divisor, nearest_multiple, refuse, unknown
 from meshtrain.options import AllBut, option
 from meshtrain.sharding.rules import DATA, Rules
 from meshtrain.sharding.trees import Arrays, NamesTree, Tree, leaves_with_paths, path_text
@@ -78,7 +78,7 @@ class ZeroOptions:
         return self.strategy == "shard_grad_op"
 
 
-def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[str]:
+def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[Problem]:
     """Returns an error line for each value that is not allowed, or that contradicts the others.
 
     Args:
@@ -88,16 +88,28 @@ def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[s
     """
     lines = []
     if options.level > MAX_LEVEL:
-        lines.append(f"zero.level: got {options.level}; allowed: 0 to {MAX_LEVEL}; nearest: {MAX_LEVEL}")
+        lines.append(Problem("zero.level", got=options.level, allowed=f"0 to {MAX_LEVEL}", nearest=MAX_LEVEL))
     if options.strategy and options.level not in (0, options.effective_level):
         lines.append(
-            f"zero.level: got {options.level} with zero.strategy = {options.strategy}, which is level "
-            f"{options.effective_level}; allowed: one of the two; nearest: zero.level=0 (left to the strategy)"
+            Problem(
+                "zero.level",
+                got=(
+                    f"{options.level} with zero.strategy = {options.strategy}, which is level {options.effective_level}"
+                ),
+                allowed="one of the two",
+                nearest="zero.level=0 (left to the strategy)",
+                depends_on=["zero.strategy"],
+            )
         )
     if options.strategy == "hybrid_shard" and 1 in (num_replicas, fsdp):
         lines.append(
-            f"zero.strategy: got hybrid_shard with mesh.data = {num_replicas} and mesh.fsdp = {fsdp}; allowed: both "
-            "above 1 (weights split over fsdp, copied over data); nearest: zero.strategy=full_shard"
+            Problem(
+                "zero.strategy",
+                got=f"hybrid_shard with mesh.data = {num_replicas} and mesh.fsdp = {fsdp}",
+                allowed="both above 1 (weights split over fsdp, copied over data)",
+                nearest="zero.strategy=full_shard",
+                depends_on=["mesh.data", "mesh.fsdp"],
+            )
         )
     return lines
 
@@ -209,7 +221,7 @@ def named_params(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = F
     """
     boxed = jax.eval_shape(init, _abstract_key())
     is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
-    params, problems = meta.unbox(boxed), list[str]()
+    params, problems = meta.unbox(boxed), list[Problem]()
 
     def names(path: KeyPath, leaf: Any) -> Names | None:
         if not is_box(leaf):
@@ -218,8 +230,12 @@ def named_params(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = F
         if not is_names(axes):
             shape = tuple(meta.unbox(leaf).shape)
             problems.append(
-                f"{path_text(path)}: shape {shape}: got {leaf.names!r} as logical axes; allowed: a name or None for "
-                f"each dim; nearest: {(None,) * len(shape)}"
+                Problem(
+                    f"{path_text(path)}: shape {shape}",
+                    got=f"{leaf.names!r} as logical axes",
+                    allowed="a name or None for each dim",
+                    nearest=(None,) * len(shape),
+                )
             )
         return axes
 
@@ -317,7 +333,7 @@ def is_names(leaf: Tree) -> TypeGuard[Names]:
 
 def array_problems(
     path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
-) -> list[str]:
+) -> list[Problem]:
     """Returns an error line for each reason why an array cannot be split according to the rules; [] if it can.
 
     Args:
@@ -336,14 +352,18 @@ def array_problems(
 
 def name_problems(
     path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
-) -> list[str]:
+) -> list[Problem]:
     """Returns an error line for each problem of the names: unknown, too few, too many, or a mesh axis used twice."""
     where = f"{path}: shape {tuple(shape)}"
     if len(names) != len(shape):
         fitted = (tuple(names) + (None,) * len(shape))[: len(shape)]
         return [
-            f"{where}: got {len(names)} logical axes {tuple(names)} for {len(shape)} dims; "
-            f"allowed: one for each dim; nearest: {fitted}"
+            Problem(
+                where,
+                got=f"{len(names)} logical axes {tuple(names)} for {len(shape)} dims",
+                allowed="one for each dim",
+                nearest=fitted,
+            )
         ]
     lines = []
     taken: dict[str, int] = {}
@@ -358,9 +378,15 @@ def name_problems(
             if axis in shared[:1]:  # axes that split two dims together are one mistake
                 freed = tuple(None if i == dim else n for i, n in enumerate(names))
                 lines.append(
-                    f"{where}: mesh axis '{axis}' (size {mesh_shape[axis]}) would split both dim {taken[axis]} "
-                    f"'{names[taken[axis]]}' and dim {dim} '{name}'; allowed: one dim of an array for each mesh axis; "
-                    f"nearest: {freed}"
+                    Problem(
+                        where,
+                        fault=(
+                            f"mesh axis '{axis}' (size {mesh_shape[axis]}) would split both dim {taken[axis]} "
+                            f"'{names[taken[axis]]}' and dim {dim} '{name}'"
+                        ),
+                        allowed="one dim of an array for each mesh axis",
+                        nearest=freed,
+                    )
                 )
             taken.setdefault(axis, dim)
     return lines
@@ -386,7 +412,7 @@ def uneven_line(
     mesh_shape: Mapping[str, int],
     legal: Mapping[str, int] | None = None,
     options: SizeOptions | None = None,
-) -> str:
+) -> Problem:
     """Returns the error line for a dim that is not divisible by its mesh axes.
 
     `legal` is the result of `_legal_sizes`; None: only this array limits the sizes.
@@ -401,11 +427,15 @@ def uneven_line(
     if options and name in options and size % options[name][1] == 0:
         key, value = options[name]
         made = "" if value == size else f", which makes {size},"
-        return (
-            f"{key}: got {value}{made} for dim '{name}' of {path}; allowed: a multiple of {parts}, as it "
-            f"is split over {over}; nearest: {nearest_multiple(value, parts)}, or {change}"
+        return Problem(
+            key,
+            got=f"{value}{made} for dim '{name}' of {path}",
+            allowed=f"a multiple of {parts}, as it is split over {over}",
+            nearest=f"{nearest_multiple(value, parts)}, or {change}",
         )
-    return (
-        f"{path}: shape {tuple(shape)}: dim {dim} has size {size}, and rule '{name}' splits it over "
-        f"{over}; allowed: multiples of {parts}; nearest: {nearest_multiple(size, parts)}, or {change}"
+    return Problem(
+        path,
+        fault=f"shape {tuple(shape)}: dim {dim} has size {size}, and rule '{name}' splits it over {over}",
+        allowed=f"multiples of {parts}",
+        nearest=f"{nearest_multiple(size, parts)}, or {change}",
     )

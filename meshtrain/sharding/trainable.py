@@ -10,7 +10,7 @@ import re
 
 import jax
 
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.sharding.trees import Arrays, Masks, leaves_with_paths
 
 OPTION = "optimizer.trainable"
@@ -29,12 +29,16 @@ def is_frozen(path: str) -> bool:
     return FROZEN in path.split("/")
 
 
-def check(pattern: str) -> list[str]:
+def check(pattern: str) -> list[Problem]:
     """Returns an error line if the pattern is not a valid regular expression, else []."""
     fix = re.sub(r"[^\w/]+", ".*", pattern)
     return [
-        f"{OPTION}: got '{pattern}' ({error}); allowed: a regular expression as Python reads it, '' for all weights; "
-        f"nearest: '{fix}'"
+        Problem(
+            OPTION,
+            got=f"'{pattern}' ({error})",
+            allowed="a regular expression as Python reads it, '' for all weights",
+            nearest=f"'{fix}'",
+        )
         for error in pattern_errors(pattern)
     ]
 
@@ -70,8 +74,12 @@ def trained_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) ->
     matches = [re.search(pattern, path) is not None and not is_frozen(path) for path in paths]
     if paths and not any(matches):
         raise UserError(
-            f"{OPTION}: got '{pattern}', which matches none of {len(paths)} weights; allowed: a regular expression "
-            f"found in a weight's path, '' for all; nearest: '{nearest_path(pattern, paths)}'"
+            Problem(
+                OPTION,
+                got=f"'{pattern}', which matches none of {len(paths)} weights",
+                allowed="a regular expression found in a weight's path, '' for all",
+                nearest=f"'{nearest_path(pattern, paths)}'",
+            )
         )
     if has_adapters:
         matches = [is_adapter(path) or (pattern != "" and found) for path, found in zip(paths, matches, strict=True)]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from meshtrain.errors import divisors, nearest, nearest_multiple
+from meshtrain.errors import Problem, divisors, nearest, nearest_multiple
 from meshtrain.sharding.rules import DATA, Rules
 from meshtrain.sharding.stored import (
     PARAMETERS_LEVEL,
@@ -43,7 +43,7 @@ def tree_problems(
     options: SizeOptions | None = None,
     trained: Masks = None,
     elsewhere: Sequence[str] = (),
-) -> list[str]:
+) -> list[Problem]:
     """Returns an error line for each reason why a pytree of weights cannot be stored according to rules and level.
 
     Args:
@@ -84,7 +84,7 @@ def tree_problems(
     return lines
 
 
-def _unnamed(abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+def _unnamed(abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each problem of logical axes that is independent of sizes.
 
     The problems are: an array without logical axes, axes without an array, unknown names, a mesh axis that splits two
@@ -101,19 +101,32 @@ def _unnamed(abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: M
         text = "has no logical axes" if names is None else f"got logical axes {names!r}"
         replicated = (None,) * len(array.shape)
         lines.append(
-            f"{path}: shape {tuple(array.shape)}: {text}; allowed: a tuple with a name or None for each dim; "
-            f"nearest: {replicated} (replicated on each device)"
+            Problem(
+                path,
+                fault=f"shape {tuple(array.shape)}: {text}",
+                allowed="a tuple with a name or None for each dim",
+                nearest=f"{replicated} (replicated on each device)",
+            )
         )
     lines += [
-        f"{path}: got logical axes {names}, but there is no such array; allowed: paths of arrays{nearest(path, arrays)}"
+        Problem(
+            path,
+            got=f"logical axes {names}, but there is no such array",
+            allowed="paths of arrays",
+            fix=nearest(path, arrays),
+        )
         for path, names in axes.items()
         if path not in arrays and names != ()
     ]
     used = {name for names in axes.values() if is_names(names) for name in names if name is not None}
     # A user's rule that matches no weight is probably misspelt, and the intended weight would be replicated.
     lines += [
-        f"rule '{name}' -> {' x '.join(f'{axis} (size {mesh_shape[axis]})' for axis in rules.parameters[name])}: "
-        f"matches no array; allowed: {', '.join(sorted(used)) or 'none'}{nearest(name, used)}"
+        Problem(
+            f"rule '{name}' -> {' x '.join(f'{axis} (size {mesh_shape[axis]})' for axis in rules.parameters[name])}",
+            fault="matches no array",
+            allowed=", ".join(sorted(used)) or "none",
+            fix=nearest(name, used),
+        )
         for name in rules.own
         if rules.parameters[name] and name not in used
     ]
@@ -141,7 +154,7 @@ def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[s
     return common
 
 
-def _left_whole_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+def _left_whole_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each storage axis except data that leaves too many bytes unsharded (`MOST_WHOLE`).
 
     Norms and biases do not count. Weights with a dim that a user's rule names count as sharded, because the user chose
@@ -154,16 +167,22 @@ def _left_whole_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: 
             whole = [one for one in chosen if axis not in _axes_of(one, rules, mesh_shape, 0)]
             if _share(whole, matrices) > MOST_WHOLE:
                 lines.append(
-                    f"mesh.{axis}: got {mesh_shape[axis]}, and no rule splits {_listed(whole)} over {axis}: "
-                    f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device; "
-                    f"allowed: at most {MOST_WHOLE:.0%}; nearest: mesh.{axis}=1, or a dim with the logical axis 'embed'"
+                    Problem(
+                        f"mesh.{axis}",
+                        got=(
+                            f"{mesh_shape[axis]}, and no rule splits {_listed(whole)} over {axis}: "
+                            f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device"
+                        ),
+                        allowed=f"at most {MOST_WHOLE:.0%}",
+                        nearest=f"mesh.{axis}=1, or a dim with the logical axis 'embed'",
+                    )
                 )
     return lines
 
 
 def _left_whole_by_data(
     matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int], level: int
-) -> list[str]:
+) -> list[Problem]:
     """Returns an error line if data at this level leaves too many bytes unsharded (`MOST_WHOLE`)."""
 
     def whole_on(size: int) -> list[_Weight]:
@@ -187,9 +206,15 @@ def _left_whole_by_data(
     unit = size * array.shape[dim] // local[dim]
     mended = (*array.shape[:dim], nearest_multiple(array.shape[dim], unit), *array.shape[dim + 1 :])
     return [
-        f"mesh.data: got {size} at ZeRO level {level}, and {size} divides no dim of {_listed(whole)}: the {what} of "
-        f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device; "
-        f"allowed: at most {MOST_WHOLE:.0%}; nearest: mesh.data={legal}, or {path} of shape {mended}"
+        Problem(
+            "mesh.data",
+            got=(
+                f"{size} at ZeRO level {level}, and {size} divides no dim of {_listed(whole)}: the {what} of "
+                f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device"
+            ),
+            allowed=f"at most {MOST_WHOLE:.0%}",
+            nearest=f"mesh.data={legal}, or {path} of shape {mended}",
+        )
     ]
 
 

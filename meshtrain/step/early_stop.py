@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from meshtrain.errors import Problem
 from meshtrain.options import AllBut, option
 
 
@@ -21,12 +22,19 @@ class EarlyStopOptions:
     )
 
 
-def check(options: EarlyStopOptions, eval_every: int) -> list[str]:
+def check(options: EarlyStopOptions, eval_every: int) -> list[Problem]:
     """Returns one line if a run waits for evaluations that it does not make."""
     if not options.patience or eval_every:
         return []
-    return [f"early_stop.patience: got {options.patience} with eval_every=0; allowed: evaluations during the run; "
-            "nearest: eval_every=100"]  # fmt: skip
+    return [
+        Problem(
+            "early_stop.patience",
+            got=f"{options.patience} with eval_every=0",
+            allowed="evaluations during the run",
+            nearest="eval_every=100",
+            depends_on=["eval_every"],
+        )
+    ]
 
 
 def reason(

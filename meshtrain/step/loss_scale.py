@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from meshtrain.errors import Problem
 from meshtrain.options import option
 from meshtrain.sharding.trees import Arrays
 
@@ -70,19 +71,27 @@ class LossScale:
     tolerance: jax.Array
 
 
-def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[str]:
+def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[Problem]:
     """Returns one line for each problem that `options.problems` does not check: limits from above and across fields."""
     lines = []
     if (options.initial >= MINIMUM and math.frexp(options.initial)[0] != 0.5) or options.initial > MAXIMUM:
         fix = min(MAXIMUM, 2.0 ** round(math.log2(options.initial)))
         lines.append(
-            f"loss_scale.initial: got {options.initial:g}; allowed: a power of two, {MINIMUM:.0f} to {MAXIMUM:.0f}; "
-            f"nearest: {fix:.0f}"
+            Problem(
+                "loss_scale.initial",
+                got=f"{options.initial:g}",
+                allowed=f"a power of two, {MINIMUM:.0f} to {MAXIMUM:.0f}",
+                nearest=f"{fix:.0f}",
+            )
         )
     if options.mode == "none" and computes_in_float16:
         lines.append(
-            "loss_scale.mode: got none with float16, whose gradients would be lost below 6e-8; allowed: auto, dynamic; "
-            "nearest: loss_scale.mode=auto, or precision.policy=bfloat16"
+            Problem(
+                "loss_scale.mode",
+                got="none with float16, whose gradients would be lost below 6e-8",
+                allowed="auto, dynamic",
+                nearest="loss_scale.mode=auto, or precision.policy=bfloat16",
+            )
         )
     return lines
 

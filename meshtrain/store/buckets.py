@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import fsspec
 from etils import epath
 
-from meshtrain.errors import UserError, first_line, warn
+from meshtrain.errors import Problem, UserError, first_line, warn
 from meshtrain.files import expanded, is_url, write_whole
 from meshtrain.options import imported_modules
 
@@ -53,8 +53,8 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
     if not is_url(str(directory)):
         return expanded(directory).absolute()
     if not importlib.util.find_spec("gcsfs"):
-        line = f"{directory}: got a bucket; allowed: with the extra 'gcs'; nearest: pip install gcsfs"
-        raise UserError(_of(key, line))
+        problem = Problem(directory, got="a bucket", allowed="with the extra 'gcs'", nearest="pip install gcsfs")
+        raise UserError(_of(key, problem))
     # Without these settings a process would not see other processes' writes, and errors would be printed twice, the
     # second time with a stack trace.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
@@ -67,8 +67,8 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
             _client().find(f"{found}/{COMMITTED}")  # a missing object is not an error, a missing bucket is
     except FileNotFoundError as error:
         fix = f"gcloud storage buckets create gs://{str(found).split('/')[2]}"
-        line = f"{found}: got no such bucket; allowed: one that is there; nearest: {fix}"
-        raise Unreached(_of(key, line)) from error
+        problem = Problem(found, got="no such bucket", allowed="one that is there", nearest=fix)
+        raise Unreached(_of(key, problem)) from error
     return found
 
 
@@ -88,12 +88,13 @@ def reached(place: Place, key: str = "") -> Iterator[None]:
         said = first_line(error)
         what, fix = next(rest for words, *rest in _REASONS if any(word in said for word in words))
         rights, role = ("list and read", "objectViewer") if key else ("list, read and write", "objectAdmin")
-        allowed = f"allowed: a bucket that this user may {rights}; nearest: {fix.format(role)}"
-        raise Unreached(_of(key, f"{place}: got {what} ({said}); {allowed}")) from error
+        allowed = f"a bucket that this user may {rights}"
+        problem = Problem(place, got=f"{what} ({said})", allowed=allowed, nearest=fix.format(role))
+        raise Unreached(_of(key, problem)) from error
 
 
-def _of(key: str, line: str) -> str:
-    return f"{key}: {line}" if key else line
+def _of(key: str, problem: Problem) -> Problem:
+    return problem.at(key) if key else problem
 
 
 @functools.cache
@@ -175,8 +176,12 @@ def make(directory: Place) -> None:
             directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{directory}: got {error.strerror or error}; allowed: a directory that can be written; "
-            "nearest: another --workdir"
+            Problem(
+                directory,
+                got=error.strerror or error,
+                allowed="a directory that can be written",
+                nearest="another --workdir",
+            )
         ) from error
 
 

@@ -265,11 +265,11 @@ def test_meshtrain_s_own_configurations_have_names_in_any_folder(tmp_path, monke
     assert {*flags.named()} == {path.stem for path in CONFIGS.glob("*.py")}
     own = flags.load(str(CONFIGS / "3d.py"), [])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=rf"allowed: .*, or 3d, data, .*{flags.NEAR_EXAMPLE}$"):
+    with pytest.raises(UserError, match=rf"allowed: .*, or 3d, data, .*; nearest: {flags.EXAMPLE}$"):
         flags.load("zzz.py", [])
     with pytest.raises(UserError, match=r"did you mean '3d'\?$"):
         flags.load("configs/3d.py", [])
-    assert flags.NEAR_EXAMPLE.endswith("--config=3d")
+    assert flags.EXAMPLE == "--config=3d"
     assert flags.load("3d", []) == own
     (tmp_path / "tiny").write_text("def get_config():\n    return {'seed': 7}")
     assert flags.load("tiny", []) == {"seed": 7}, "a file of one's own comes first"

@@ -7,7 +7,7 @@ from meshtrain.data.corpus import open_corpus
 from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import Asked, DataOptions, check
 from meshtrain.data.text import read_documents
-from meshtrain.errors import Problems, UserError, refusals, refuse, unknown
+from meshtrain.errors import Problem, Problems, UserError, refusals, refuse, unknown
 
 
 def opened(path, **changes):
@@ -79,7 +79,7 @@ def test_a_list_of_nothing_says_so():
 def test_lines_become_an_error_and_an_error_its_lines():
     refuse([])
     with pytest.raises(UserError) as caught:
-        refuse(Problems(map(str, range(12))).lines())
+        refuse(Problems(Problem.plain(str(number)) for number in range(12)).lines())
     assert caught.value.problems == (*map(str, range(10)), "... and 2 more like these")
     assert refusals(refuse, ["a", "b"]) == ["a", "b"]
     assert refusals(refuse, []) == []

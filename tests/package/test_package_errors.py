@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from meshtrain.__main__ import COMMANDS
-from meshtrain.errors import Problems, one_line
+from meshtrain.errors import Problem, Problems, UserError, one_line
 
 pytestmark = pytest.mark.quick
 
@@ -121,10 +121,11 @@ def test_long_values_and_numbers_are_short_in_a_line():
 
 
 def test_equal_problems_of_lines_share_a_line():
-    problems = Problems(["first"])
+    problems = Problems([Problem.plain("first")])
     for number in range(30):
-        problems.add_at(f"line {number}", f"{{where}}: got {number % 2}; allowed: 2", "3" if number % 2 else "")
-    problems.add_at("line 99", "{where}: got {braces} {where}; allowed: x; nearest: y")
+        problem = Problem("{where}", got=number % 2, allowed=2)
+        problems.add_at(f"line {number}", problem, "3" if number % 2 else "")
+    problems.add_at("line 99", Problem("{where}", got="{braces} {where}", allowed="x", nearest="y"))
     assert problems.lines() == [
         "first",
         "line 0 and others: got 0; allowed: 2; nearest: leave them out, or rewrite them",
@@ -133,7 +134,7 @@ def test_equal_problems_of_lines_share_a_line():
     ]
     assert problems.count == 32
     for number in range(20):
-        problems.add_at(f"line {number}", f"{{where}}: other {number}", None)
+        problems.add_at(f"line {number}", Problem("{where}", fault=f"other {number}"), None)
     assert problems.lines()[4:] == [
         *(f"line {number}: other {number}" for number in range(6)),
         "... and 14 more like these",

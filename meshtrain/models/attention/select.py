@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.errors import nearest_divisor
+from meshtrain.errors import Problem, nearest_divisor
 from meshtrain.hardware.accelerators import GPU
 from meshtrain.models.attention import blockwise, splash, triton
 from meshtrain.models.attention.attention import Attention
@@ -99,7 +99,7 @@ def _refused(kernel: str, case: Case) -> list[str]:
     return refused
 
 
-def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, int]) -> list[str]:
+def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each reason why the requested implementation cannot compute this attention.
 
     Args:
@@ -107,17 +107,25 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
       computes_in: the dtype of attention.
       mesh_shape: the size of each mesh axis.
     """
-    problems, asked = list[str](), attention.asked
+    problems, asked = list[Problem](), attention.asked
     if asked == "cudnn" and computes_in == "float32":
         problems.append(
-            "model.attention: got cudnn computing in float32; allowed: cudnn with a 16-bit policy; nearest: "
-            "model.attention=xla, or precision.policy=bfloat16"
+            Problem(
+                "model.attention",
+                got="cudnn computing in float32",
+                allowed="cudnn with a 16-bit policy",
+                nearest="model.attention=xla, or precision.policy=bfloat16",
+            )
         )
     for field, (_, option) in (_CANNOT[asked] if asked in _CANNOT else {}).items():
         if value := getattr(attention, field):
             problems.append(
-                f"model.attention: got {asked} with model.{option} = {value}, which its kernel cannot do; allowed: "
-                "auto, xla, blockwise, splash; nearest: model.attention=auto"
+                Problem(
+                    "model.attention",
+                    got=f"{asked} with model.{option} = {value}, which its kernel cannot do",
+                    allowed="auto, xla, blockwise, splash",
+                    nearest="model.attention=auto",
+                )
             )
     if asked not in TAKE_PARTS and gathers_keys(attention, mesh_shape):
         num_shards, heads = of_sequence(mesh_shape), attention.num_heads
@@ -125,9 +133,16 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
         over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes)
         fits = nearest_divisor(heads // (num_shards // mesh_shape[CONTEXT]), mesh_shape[CONTEXT])
         problems.append(
-            f"model.attention: got {asked} with model.num_heads = {heads}, no multiple of {num_shards} = {over}, so "
-            f"that keys are gathered for parts of the queries; allowed: {', '.join(TAKE_PARTS)}; nearest: "
-            f"model.attention=auto, or mesh.{CONTEXT}={fits}"
+            Problem(
+                "model.attention",
+                got=(
+                    f"{asked} with model.num_heads = {heads}, no multiple of {num_shards} = {over}, so that keys are "
+                    "gathered for parts of the queries"
+                ),
+                allowed=", ".join(TAKE_PARTS),
+                nearest=f"model.attention=auto, or mesh.{CONTEXT}={fits}",
+                depends_on=["model.num_heads"],
+            )
         )
     return problems
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.models.attention import kernel
 from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
 
@@ -64,8 +64,12 @@ def attend(
     assert attention.window == attention.cap == 0, "refused with the configuration"
     if not is_there():
         raise UserError(
-            "model.attention: got triton, whose kernel this version of JAX does not have; allowed: auto, xla, "
-            "blockwise, cudnn; nearest: model.attention=auto"
+            Problem(
+                "model.attention",
+                got="triton, whose kernel this version of JAX does not have",
+                allowed="auto, xla, blockwise, cudnn",
+                nearest="model.attention=auto",
+            )
         )
     length = q.shape[1]
     whole = length + -length % GRANULE

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from meshtrain.config import reductions
 from meshtrain.config.config import Config, num_microbatches, units_on_device
 from meshtrain.config.tasks import abstract_task
+from meshtrain.errors import Problem
 from meshtrain.hardware.accelerators import Accelerator, peak_flops_per_second
 from meshtrain.models.cost import Cost
 from meshtrain.models.task import Task
@@ -103,7 +104,7 @@ def weights_of(config: Config) -> Weights:
     return Weights(task, params, axes, dict(leaves_with_paths(mask)), moments)
 
 
-def placement_problems(config: Config, shape: Mapping[str, int], weights: Weights) -> list[str]:
+def placement_problems(config: Config, shape: Mapping[str, int], weights: Weights) -> list[Problem]:
     """Returns an error line for each weight that the rules cannot place on a mesh."""
     params, stack = weights.params, _stack(config, shape, weights.task)
     if stack is not None:

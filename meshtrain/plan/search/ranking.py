@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.config.config import Config
 from meshtrain.config.smaller import arguments, with_change
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.files import JsonObject
 from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.plan import planner
@@ -72,8 +72,12 @@ def search(
     found = candidates(config, cluster, only_mesh=only_mesh)
     if not found:
         raise UserError(
-            f"--search: got {cluster.text}; allowed: a cluster on which some mesh is legal and may fit; "
-            f"nearest: more devices, or another batch_size or accumulation_steps"
+            Problem(
+                "--search",
+                got=cluster.text,
+                allowed="a cluster on which some mesh is legal and may fit",
+                nearest="more devices, or another batch_size or accumulation_steps",
+            )
         )
     plans, refused = list[tuple[Candidate, Plan]](), list[tuple[Candidate, str]]()
     chosen = chosen_of(found, most, cluster)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental.topologies import TopologyDescription, get_topology_desc
 
-from meshtrain.errors import UserError, nearest
+from meshtrain.errors import Problem, UserError, nearest
 from meshtrain.hardware.accelerators import Accelerator, find
 from meshtrain.hardware.compiler_options import captured
 from meshtrain.launch import distributed
@@ -89,16 +89,16 @@ def parse(text: str) -> Name:
     name = match["name"] if match else text.partition(":")[0]
     if not match or name not in SIZES:
         fix = "" if name in SIZES else nearest(name, SIZES).replace("did you mean", "did you mean the device")
-        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: h100:8x8{fix}")
+        raise UserError(Problem("--cluster", got=f"'{text}'", allowed=ALLOWED, nearest=f"h100:8x8{fix}"))
     sizes = tuple(int(size) for size in match["sizes"].split("x"))
     num_sizes = (1, 2) if name in GPUS else (SIZES[name].count("x") + 1,)
     if 0 in sizes or len(sizes) not in num_sizes:
-        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: {name}:{SIZES[name]}")
+        raise UserError(Problem("--cluster", got=f"'{text}'", allowed=ALLOWED, nearest=f"{name}:{SIZES[name]}"))
     sizes = (1, *sizes) if name in GPUS and len(sizes) == 1 else sizes
     num_slices = int(match["slices"] or 1)
     if name not in TPUS and num_slices > 1:
         fix = f"{name}:{num_slices * sizes[0]}x{sizes[1]}" if name in GPUS else f"{name}:{num_slices * sizes[0]}"
-        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: {fix}")
+        raise UserError(Problem("--cluster", got=f"'{text}'", allowed=ALLOWED, nearest=fix))
     return Name(name, sizes, num_slices)
 
 
@@ -148,7 +148,9 @@ def _described(text: str, describe: Callable[[], TopologyDescription]) -> Sequen
                 devices = describe().devices
     except (RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise UserError(f"--cluster: got '{text}', which the compiler refuses: {first}; allowed: {ALLOWED}") from error
+        raise UserError(
+            Problem("--cluster", got=f"'{text}', which the compiler refuses: {first}", allowed=ALLOWED)
+        ) from error
     assert parse(text).num_devices == len(devices)
     return devices
 
@@ -180,8 +182,12 @@ def _require_gpu_compiler(text: str) -> None:
         if version == jax.__version__:
             return
         raise UserError(
-            f"--cluster: got '{text}' with {package} {version}; allowed: the version of this jax; "
-            f"nearest: pip install {package}=={jax.__version__}"
+            Problem(
+                "--cluster",
+                got=f"'{text}' with {package} {version}",
+                allowed="the version of this jax",
+                nearest=f"pip install {package}=={jax.__version__}",
+            )
         )
     _require(text, "jax_plugins.xla_cuda12", "plan-gpu")
 
@@ -190,6 +196,11 @@ def _require(text: str, module: str, extra: str) -> None:
     parent = module.partition(".")[0]
     if importlib.util.find_spec(parent) is None or importlib.util.find_spec(module) is None:
         raise UserError(
-            f"--cluster: got '{text}', and its compiler is not installed; allowed without it: cpu:N; "
-            f"nearest: pip install 'meshtrain[{extra}]', or scripts/plan, which does that"
+            Problem(
+                "--cluster",
+                got=f"'{text}', and its compiler is not installed",
+                condition="without it",
+                allowed="cpu:N",
+                nearest=f"pip install 'meshtrain[{extra}]', or scripts/plan, which does that",
+            )
         )

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.files import expanded, read_json, what_is_at
 from meshtrain.hardware.accelerators import Accelerator
 from meshtrain.hardware.links import Link, Links, link_for
@@ -498,7 +498,8 @@ def _ends(
     )
 
 
-ALLOWED = "metrics.jsonl of a run, or seconds a step such as 1.25; nearest: --calibrate=1.25"
+ALLOWED = "metrics.jsonl of a run, or seconds a step such as 1.25"
+_NEAREST = "--calibrate=1.25"
 
 
 def measured_seconds(given: str) -> float | None:
@@ -517,18 +518,24 @@ def measured_seconds(given: str) -> float | None:
     except ValueError:
         seconds = _from_log(expanded(given))
     if not 0 < seconds < float("inf"):
-        raise UserError(f"--calibrate: got {given}; allowed: {ALLOWED}")
+        raise UserError(Problem("--calibrate", got=given, allowed=ALLOWED, nearest=_NEAREST))
     return seconds
 
 
 def _from_log(path: Path) -> float:
     if (what := what_is_at(path)) != "a file":
-        raise UserError(f"--calibrate: '{path}' is not a file but {what}; allowed: {ALLOWED}")
+        raise UserError(
+            Problem("--calibrate", fault=f"'{path}' is not a file but {what}", allowed=ALLOWED, nearest=_NEAREST)
+        )
     try:
         rows = [read_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         times = [float(row["step_seconds"]) for row in rows if isinstance(row, dict) and row.keys() >= {"step_seconds"}]
     except (ValueError, TypeError, OSError) as error:
-        raise UserError(f"--calibrate: '{path}' is no log of a run ({error}); allowed: {ALLOWED}") from error
+        raise UserError(
+            Problem("--calibrate", fault=f"'{path}' is no log of a run ({error})", allowed=ALLOWED, nearest=_NEAREST)
+        ) from error
     if not times:
-        raise UserError(f"--calibrate: '{path}' has no step_seconds; allowed: {ALLOWED}")
+        raise UserError(
+            Problem("--calibrate", fault=f"'{path}' has no step_seconds", allowed=ALLOWED, nearest=_NEAREST)
+        )
     return statistics.median(times)

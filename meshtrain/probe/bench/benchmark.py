@@ -9,7 +9,7 @@ import tqdm
 
 from meshtrain.cli import flags
 from meshtrain.cli.tables import format_bytes
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.hardware.links import OPERATIONS
 from meshtrain.launch import distributed, peers
 from meshtrain.probe import job_mesh
@@ -42,8 +42,12 @@ def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: fl
     along = [axis for axis in AXES if mesh.shape[axis] > 1]
     if not along:
         raise UserError(
-            "mesh: got one device, which has nobody to send to; allowed: an axis of at least 2; nearest: "
-            f"--config.mesh.{AXES[0]}=-1 on several devices"
+            Problem(
+                "mesh",
+                got="one device, which has nobody to send to",
+                allowed="an axis of at least 2",
+                nearest=f"--config.mesh.{AXES[0]}=-1 on several devices",
+            )
         )
     all_bytes = sizes(ends[0], max(ends[0], min(ends[1], room_bytes(mesh))))
     num_machines = peers.num_machines()

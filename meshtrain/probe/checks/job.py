@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from meshtrain.config.config import Config, check_filled, configure
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.files import JsonObject
 from meshtrain.launch import distributed, peers
 from meshtrain.probe import job_mesh
@@ -83,5 +83,7 @@ def _shape(options: MeshOptions | None, devices: list[jax.Device]) -> Mapping[st
     across, inside = batch_axes()[0], storage_axes()[0]
     each, left = divmod(len(devices), peers.count())
     if left:
-        raise UserError(f"devices: got {len(devices)} in {peers.count()} processes; allowed: as many in each")
+        raise UserError(
+            Problem("devices", got=f"{len(devices)} in {peers.count()} processes", allowed="as many in each")
+        )
     return dict.fromkeys(AXES, 1) | {inside: each} | {across: peers.count()}

@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.plan.arguments import SCALING_EXAMPLE
 from meshtrain.plan.target.clusters import GPUS, parse
 
@@ -51,7 +51,7 @@ def _between(sizes: list[int], last: int) -> list[int]:
 
 
 def _refused(text: str) -> UserError:
-    return UserError(f"--scaling: got '{text}'; allowed: {ALLOWED}; nearest: {SCALING_EXAMPLE}")
+    return UserError(Problem("--scaling", got=f"'{text}'", allowed=ALLOWED, nearest=SCALING_EXAMPLE))
 
 
 def resized(cluster: str, num_devices: int) -> str:
@@ -71,8 +71,12 @@ def resized(cluster: str, num_devices: int) -> str:
         if num_devices % each:
             fix = num_devices // each * each
             raise UserError(
-                f"--scaling: got {num_devices} on {what} of {each}; allowed: whole {what}, or less than one; "
-                f"nearest: {fix} or {fix + each}"
+                Problem(
+                    "--scaling",
+                    got=f"{num_devices} on {what} of {each}",
+                    allowed=f"whole {what}, or less than one",
+                    nearest=f"{fix} or {fix + each}",
+                )
             )
         if name not in GPUS:
             return f"{num_devices // each}x{name}:{'x'.join(map(str, sizes))}"
@@ -86,7 +90,11 @@ def resized(cluster: str, num_devices: int) -> str:
             dims[dims.index(min(dims))] *= factor
     if math.prod(dims) != num_devices:
         raise UserError(
-            f"--scaling: got {num_devices} on a torus; allowed: products of 2, 3, 5 and 7; "
-            f"nearest: {2 ** round(math.log2(num_devices))}"
+            Problem(
+                "--scaling",
+                got=f"{num_devices} on a torus",
+                allowed="products of 2, 3, 5 and 7",
+                nearest=2 ** round(math.log2(num_devices)),
+            )
         )
     return f"{name}:{'x'.join(map(str, sorted(dims)))}"

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from meshtrain.config.config import Config
-from meshtrain.errors import refusals
+from meshtrain.errors import Problem, refusals
 from meshtrain.files import JsonObject
 from meshtrain.observe.charts import Line, Panel, line_chart, picture
 from meshtrain.observe.page import as_it_stands, heading, page
@@ -19,7 +19,7 @@ from meshtrain.report.scaling.strategies import KINDS
 NOTE = "every point is a plan: the program is compiled, its time is modelled"
 
 
-def problems(sizes: str) -> list[str]:
+def problems(sizes: str) -> list[Problem]:
     """Returns an error line if the text of `--scaling` is no list of numbers of devices."""
     return refusals(cluster_sizes.read_sizes, sizes)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshtrain.config.config import Config, check_filled
-from meshtrain.errors import UserError, refuse
+from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.hardware.links import Link
 from meshtrain.plan import planner
@@ -72,8 +72,12 @@ def basis_of(config: Config, cluster: Cluster) -> Basis:
     """
     if cluster.accelerator is None:
         raise UserError(
-            f"--scaling: got --cluster={cluster.text}, whose speed is not known; allowed: GPUs and TPUs; "
-            f"nearest: --cluster=h100:1x8"
+            Problem(
+                "--scaling",
+                got=f"--cluster={cluster.text}, whose speed is not known",
+                allowed="GPUs and TPUs",
+                nearest="--cluster=h100:1x8",
+            )
         )
     shape = planner.shape_on(config, cluster)
     refuse(check_filled(config, shape))
