@@ -16,8 +16,8 @@ TYPE_CHECKING = False  # importing `typing` takes time, and a signal during the 
 if TYPE_CHECKING:
     from typing import Any
 
-    from meshtrain.config import default as default
-    from meshtrain.config import resolve as resolve
+    from meshtrain.config.build import default as default
+    from meshtrain.config.resolve import resolve as resolve
     from meshtrain.launch.distributed import simulate as simulate
     from meshtrain.training import Result as Result
     from meshtrain.training import train as train

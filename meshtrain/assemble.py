@@ -15,7 +15,8 @@ from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import reductions
-from meshtrain.config.config import Config, check_filled, num_microbatches, units_on_device
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import check_filled, num_microbatches, units_on_device
 from meshtrain.config.tasks import MakeTask, made
 from meshtrain.config.tasks import names as task_names
 from meshtrain.errors import Problem, UserError, refuse

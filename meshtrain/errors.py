@@ -153,8 +153,10 @@ class Problem(str):
         >>> print(Problem("a", got=1, allowed=2, fix="; did you mean 2?").with_parts(key="b", nearest=3))
         b: got 1; allowed: 2; nearest: 3
         """
-        replaced = {{"got": "fault", "nearest": "fix"}.get(name, name) for name in parts}
-        return Problem(**{name: part for name, part in self._parts.items() if name not in replaced}, **parts)
+        own = dict(self._parts)
+        own |= {"fault": ""} if "got" in parts else {}
+        own |= {"fix": ""} if "nearest" in parts else {}
+        return Problem(**own | parts)
 
     def at(self, place: object) -> "Problem":
         """Returns a copy with a place before the key, such as the file that contains it.

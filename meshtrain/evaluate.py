@@ -17,7 +17,7 @@ from tqdm import tqdm
 from meshtrain.assemble import Assembly
 from meshtrain.cli import flags
 from meshtrain.cli.tables import aligned
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.loader import Examples
 from meshtrain.data.tokenizer import Tokenizer, bytes_of_targets
 from meshtrain.errors import Problem, UserError, run

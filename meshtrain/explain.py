@@ -14,7 +14,9 @@ from meshtrain.assemble import Assembly, array_rows, assemble, num_trained
 from meshtrain.cli.flags import PICTURES, write_picture
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config import effects
-from meshtrain.config.config import Config, groups, parse
+from meshtrain.config.build import groups
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import parse
 from meshtrain.errors import refuse, run
 from meshtrain.files import target_problems
 from meshtrain.launch import distributed

@@ -25,7 +25,9 @@ from meshtrain.assemble import (
 )
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.config import fewer
-from meshtrain.config.config import Config, Given, resolve
+from meshtrain.config.build import Given
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import resolve
 from meshtrain.config.tasks import MakeTask, abstract_task
 from meshtrain.data.loader import batches
 from meshtrain.data.own_source import Data, MakeData

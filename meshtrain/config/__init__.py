@@ -5,6 +5,6 @@ checked against each other, the data and the mesh, with all problems reported at
 tables list options without effect, options that may change when a run resumes, and keys of former versions.
 """
 
-from meshtrain.config.config import Config as Config
-from meshtrain.config.config import default as default
-from meshtrain.config.config import resolve as resolve
+from meshtrain.config.build import default as default
+from meshtrain.config.fields import Config as Config
+from meshtrain.config.resolve import resolve as resolve

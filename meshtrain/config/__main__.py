@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from meshtrain.cli import flags
 from meshtrain.cli.tables import aligned
-from meshtrain.config.config import Config, defaults_of, parse
+from meshtrain.config.build import defaults_of
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import parse
 from meshtrain.errors import Problem, UserError, refuse, run, unknown
 
 WIDTH = 120  # characters in a line if the terminal's width is unknown

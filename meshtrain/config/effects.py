@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from meshtrain.cli import flags
 from meshtrain.cli.tables import aligned
 from meshtrain.config import reductions, tasks
-from meshtrain.config.config import Config, defaults_of
+from meshtrain.config.build import defaults_of
+from meshtrain.config.fields import Config
 from meshtrain.data.sources import is_own
 from meshtrain.options import idle
 from meshtrain.step import loss_scale

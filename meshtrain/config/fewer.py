@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from meshtrain.config.config import Config, batch_shards, num_microbatches
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import batch_shards, num_microbatches
 from meshtrain.errors import Problem, TooFew, UserError
 from meshtrain.sharding.rules import DATA, Rules, default_rules
 

@@ -5,7 +5,8 @@ import math
 from pathlib import Path
 
 from meshtrain.cli import flags
-from meshtrain.config.config import Config, defaults_of
+from meshtrain.config.build import defaults_of
+from meshtrain.config.fields import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.tokenizer import TOKENIZER
 from meshtrain.files import expanded, what_is_at

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 
 from meshtrain.cli import flags, foreign
 from meshtrain.config import former, meanings, tasks
-from meshtrain.config.config import CONFIG_FILE, Config, built, defaults_of
+from meshtrain.config.build import built, defaults_of
 from meshtrain.config.effects import without_effect
+from meshtrain.config.fields import CONFIG_FILE, Config
 from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.files import Json, read_json
 from meshtrain.options import Value, Values

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from meshtrain.cli.flags import construct, flatten
-from meshtrain.config.config import Config, check, num_microbatches
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import check, num_microbatches
 from meshtrain.errors import Problem, UserError, divisors
 from meshtrain.options import Values
 from meshtrain.sharding.rules import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes

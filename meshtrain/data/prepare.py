@@ -276,10 +276,8 @@ def prepare(
         with _progress(files.values()) as bar:
             return write(files, out_path, bar, described=described)
     except OSError as error:
-        why = f"cannot be written ({error.strerror or error})"
-        raise UserError(
-            Problem("--output", fault=f"'{output}' {why}", allowed="a file that can", nearest="tokens.bin")
-        ) from error
+        fault = f"'{output}' cannot be written ({error.strerror or error})"
+        raise UserError(Problem("--output", fault=fault, allowed="a file that can", nearest="tokens.bin")) from error
 
 
 def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str) -> TokenFile:

@@ -117,9 +117,8 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[Problem]]:
     given = [item.strip() for item in paths.split(",") if item.strip()]
     items = [item if is_url(item) else str(expanded(item)) for item in given]
     if not items:
-        problems.append(
-            Problem("data.path", got="''", allowed="files or globs, comma separated", nearest="data.source=python")
-        )
+        allowed = "files or globs, comma separated"
+        problems.append(Problem(_KEY, got="''", allowed=allowed, nearest="data.source=python"))
     for item in items:
         path, what = Path(item), what_is_at(item)
         if is_url(item):
@@ -129,47 +128,25 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[Problem]]:
         elif what == "a file":
             files[path] = path.stat().st_size
             if not files[path]:
-                problems.append(
-                    Problem(
-                        "data.path",
-                        got=f"'{item}', which is empty",
-                        allowed="files with at least one sequence",
-                        nearest=f"'{path.parent}/*'",
-                    )
-                )
+                got, allowed = f"'{item}', which is empty", "files with at least one sequence"
+                problems.append(Problem(_KEY, got=got, allowed=allowed, nearest=f"'{path.parent}/*'"))
         elif what == "a folder":
-            problems.append(
-                Problem("data.path", got=f"'{item}', a folder", allowed="files or globs", nearest=f"'{path}/*'")
-            )
+            problems.append(Problem(_KEY, got=f"'{item}', a folder", allowed="files or globs", nearest=f"'{path}/*'"))
         elif what == "nothing there" and glob.has_magic(item):
             names = [Path(name) for name in sorted(glob.glob(item, recursive=True))]
             full = {one: size for one in names if what_is_at(one) == "a file" and (size := one.stat().st_size)}
             files |= full
             if not full:
                 said = f"only folders or empty files ({len(names)})" if names else "nothing"
-                problems.append(
-                    Problem(
-                        "data.path",
-                        got=f"'{item}', which matches {said}",
-                        allowed="a glob that matches files",
-                        fix=_beside(path),
-                    )
-                )
+                got, allowed = f"'{item}', which matches {said}", "a glob that matches files"
+                problems.append(Problem(_KEY, got=got, allowed=allowed, fix=_beside(path)))
         else:
             said = "which does not exist" if what == "nothing there" else what
-            problems.append(
-                Problem("data.path", got=f"'{item}', {said}", allowed="existing files or globs", fix=_beside(path))
-            )
-    problems += [
-        Problem(
-            "data.path",
-            got=f"'{path}', which this user may not read",
-            allowed="readable files",
-            nearest=f"chmod a+r '{path}'",
-        )
-        for path in files
-        if isinstance(path, Path) and not _can_read(path)
-    ]
+            allowed = "existing files or globs"
+            problems.append(Problem(_KEY, got=f"'{item}', {said}", allowed=allowed, fix=_beside(path)))
+    for path in [path for path in files if isinstance(path, Path) and not _can_read(path)]:
+        got, fix = f"'{path}', which this user may not read", f"chmod a+r '{path}'"
+        problems.append(Problem(_KEY, got=got, allowed="readable files", nearest=fix))
     return _each_once(files), Problems(problems).lines()
 
 

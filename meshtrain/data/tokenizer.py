@@ -176,27 +176,17 @@ def _loaded(path: str) -> "tokenizers.Tokenizer":
     try:
         text = tokenizer_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            Problem(
-                "data.tokenizer",
-                got=f"'{path}', which cannot be read ({error})",
-                allowed="bytes, or the path of a tokenizer.json",
-                nearest="bytes",
-            )
-        ) from error
+        got = f"'{path}', which cannot be read ({error})"
+        allowed = "bytes, or the path of a tokenizer.json"
+        raise UserError(Problem("data.tokenizer", got=got, allowed=allowed, nearest="bytes")) from error
     try:
         loaded = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises no narrower class
         if line := pointer_problem(tokenizer_file(path)):
             raise UserError(f"data.tokenizer: {line}") from error
-        raise UserError(
-            Problem(
-                "data.tokenizer",
-                got=f"'{path}', which is no tokenizer.json ({error})",
-                allowed="what Tokenizer.save writes",
-                nearest="bytes",
-            )
-        ) from error
+        got = f"'{path}', which is no tokenizer.json ({error})"
+        allowed = "what Tokenizer.save writes"
+        raise UserError(Problem("data.tokenizer", got=got, allowed=allowed, nearest="bytes")) from error
     # Documents are never truncated or padded, even if the file requests it.
     loaded.no_truncation()
     loaded.no_padding()
@@ -214,14 +204,9 @@ def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
     of_folder = "" if end_token else folder_end_token(path)
     well_known = [token for token in _END_TOKENS if token in vocab]
     if of_folder and of_folder not in vocab:
-        raise UserError(
-            Problem(
-                "data.tokenizer",
-                fault=f"'{path}' names '{of_folder}' as its eos_token, which its {TOKENIZER} lacks",
-                allowed="one of its tokens",
-                nearest="data.end_token=TOKEN",
-            )
-        )
+        fault = f"'{path}' names '{of_folder}' as its eos_token, which its {TOKENIZER} lacks"
+        allowed = "one of its tokens"
+        raise UserError(Problem("data.tokenizer", fault=fault, allowed=allowed, nearest="data.end_token=TOKEN"))
     if end_token and end_token not in vocab:
         raise UserError(unknown(f"data.end_token for {path}", end_token, well_known, "'', which adds one id"))
     known = end_token or of_folder or next(iter(well_known), "")
@@ -238,14 +223,9 @@ def _encodings(
     try:
         return encode_batch(list(texts), add_special_tokens=add_special_tokens)
     except Exception as error:  # as in `_loaded`; for example, a tokenizer without a token for unknown text
-        raise UserError(
-            Problem(
-                "data.tokenizer",
-                got=f"'{path}', which cannot encode the data ({error})",
-                allowed="one that has a token for every text",
-                nearest="bytes",
-            )
-        ) from error
+        got = f"'{path}', which cannot encode the data ({error})"
+        allowed = "one that has a token for every text"
+        raise UserError(Problem("data.tokenizer", got=got, allowed=allowed, nearest="bytes")) from error
 
 
 def _ids(loaded: "tokenizers.Tokenizer", text: str) -> list[int]:
@@ -276,17 +256,9 @@ def _begin_ids(
         return before
     shown = " ".join(str(loaded.id_to_token(index)) for index in behind)
     fix = loaded.id_to_token(before[0]) if len(before) == 1 else NO_TOKEN
-    raise UserError(
-        Problem(
-            "data.begin_token",
-            got=(
-                f"'' with '{path}', whose post-processor puts {shown} behind a text, as models that read whole texts "
-                "have it"
-            ),
-            allowed=f"{NO_TOKEN}, or a token",
-            nearest=f"data.begin_token={fix}",
-        )
-    )
+    got = f"'' with '{path}', whose post-processor puts {shown} behind a text, as models that read whole texts have it"
+    key = "data.begin_token"
+    raise UserError(Problem(key, got=got, allowed=f"{NO_TOKEN}, or a token", nearest=f"{key}={fix}"))
 
 
 def _processed(loaded: "tokenizers.Tokenizer", vocab: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -351,14 +323,9 @@ def _read_object(file: Path, fix: str) -> JsonObject:
         if not isinstance(content, dict):
             raise ValueError(f"it holds {type(content).__name__}")
     except (OSError, ValueError) as error:
-        raise UserError(
-            Problem(
-                "data.tokenizer",
-                fault=f"'{file}' cannot be read ({error})",
-                allowed="a JSON object in UTF-8",
-                nearest=fix,
-            )
-        ) from error
+        fault = f"'{file}' cannot be read ({error})"
+        problem = Problem("data.tokenizer", fault=fault, allowed="a JSON object in UTF-8", nearest=fix)
+        raise UserError(problem) from error
     return content
 
 
@@ -499,14 +466,9 @@ def open_tokenizer(name: str, end_token: str = "", begin_token: str = "", specia
     if name != "bytes":
         return file_tokenizer(name, end_token, begin_token, special_tokens)
     if begin_token not in ("", NO_TOKEN):
-        raise UserError(
-            Problem(
-                "data.begin_token",
-                got=f"'{begin_token}' with data.tokenizer=bytes, which has no such token",
-                allowed=f"'', {NO_TOKEN}",
-                nearest=f"data.begin_token={NO_TOKEN}",
-            )
-        )
+        got = f"'{begin_token}' with data.tokenizer=bytes, which has no such token"
+        allowed = f"'', {NO_TOKEN}"
+        raise UserError(Problem("data.begin_token", got=got, allowed=allowed, nearest=f"data.begin_token={NO_TOKEN}"))
     return byte_tokenizer()
 
 

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.config.config import sequence_problems
 from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import sequence_problems
 from meshtrain.config.tasks import BuiltIn, of_text, source_problems
 from meshtrain.errors import Problem, nearest_multiple
 from meshtrain.examples.numbers import BEGIN_ID

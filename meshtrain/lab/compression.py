@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import Problem
 from meshtrain.options import WITH_OPTIONS, AllBut, Options, option
 from meshtrain.sharding.reduction import NAMES, SUM, Dims, Reduction, ReductionOptions, nothing

@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.config.config import Config
-from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.config.fields import Config, LocalStepsOptions
 from meshtrain.errors import Problem, UserError, nearest_multiple
 from meshtrain.models.metrics import Metrics, all_logged
 from meshtrain.models.task import Batch, Params, Sums
@@ -130,6 +129,7 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
                 got=f"{config.zero.effective_level} with {given}, where each group along data has weights of its own",
                 allowed="0, and fsdp to split them",
                 nearest="zero.level=0",
+                depends_on=["mesh.data"],
             )
         )
     if in_fp8(config.precision):
@@ -142,31 +142,16 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
             )
         )
     if config.offload.moments:
-        problems.append(
-            Problem("offload.moments", got=f"True with {given}", allowed="False", nearest="offload.moments=False")
-        )
+        key = "offload.moments"
+        problems.append(Problem(key, got=f"True with {given}", allowed=False, nearest=f"{key}=False"))
     if config.optimizer.average:
-        problems.append(
-            Problem(
-                "optimizer.average",
-                got=(
-                    f"{config.optimizer.average} with {given}, where each group would average weights that its outer "
-                    "step replaces"
-                ),
-                allowed=0,
-                nearest="optimizer.average=0",
-            )
-        )
+        why = "where each group would average weights that its outer step replaces"
+        got = f"{config.optimizer.average} with {given}, {why}"
+        problems.append(Problem("optimizer.average", got=got, allowed=0, nearest="optimizer.average=0"))
     if options.outer_momentum >= 1:
-        problems.append(
-            Problem(
-                "local_steps.outer_momentum",
-                got=options.outer_momentum,
-                allowed="at least 0 and below 1",
-                nearest="0.9",
-            )
-        )
-    return problems
+        key, allowed = "local_steps.outer_momentum", "at least 0 and below 1"
+        problems.append(Problem(key, got=options.outer_momentum, allowed=allowed, nearest="0.9"))
+    return [one.with_parts(depends_on={*one.depends_on, "local_steps.period"}) for one in problems]
 
 
 apart.check = check  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import Problem
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Sums

@@ -54,14 +54,8 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
     try:
         arguments, unknown = parser().parse_known_args(own)
     except argparse.ArgumentError as error:
-        raise UserError(
-            Problem(
-                error.argument_name,
-                fault=error.message,
-                allowed="a whole number",
-                nearest=f"{error.argument_name}=2",
-            )
-        ) from None
+        flag = error.argument_name
+        raise UserError(Problem(flag, fault=error.message, allowed="a whole number", nearest=f"{flag}=2")) from None
     on_gpus = bool(gpus) and arguments.devices is None  # --devices asks for simulated CPU devices
     num_processes: int = len(gpus) if arguments.processes is None else arguments.processes
     limits = {
@@ -71,42 +65,21 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
         "min_processes": (1, max(num_processes, 1)),
         "back_seconds": (1, sys.maxsize),
     }
-    names = [_flag(name) for name in limits]
-    problems = [
-        Problem(
-            word,
-            fault="unknown",
-            allowed=f"{', '.join(names)}, then -- and the program",
-            fix=nearest(word.partition("=")[0], names),
-            nearest="-- before the program",
-        )
-        for word in unknown
-    ]
+    problems = _unknown_words(unknown, [_flag(name) for name in limits])
     if not command:
-        problems.append(
-            Problem(
-                "program",
-                got="nothing after --",
-                allowed="words for python",
-                nearest="-- -m meshtrain train --config=3d",
-            )
-        )
+        fix = "-- -m meshtrain train --config=3d"
+        problems.append(Problem("program", got="nothing after --", allowed="words for python", nearest=fix))
     for name, (least, most) in limits.items():
         value = getattr(arguments, name)
         if value is not None and not least <= value <= most:
-            allowed, fix = ("at least", least) if value < least else ("at most", most)
-            problems.append(Problem(_flag(name), got=value, allowed=f"{allowed} {fix}", nearest=fix))
+            words, limit = ("at least", least) if value < least else ("at most", most)
+            problems.append(Problem(_flag(name), got=value, allowed=f"{words} {limit}", nearest=limit))
     if not num_processes and arguments.processes is None:
         problems.append(Problem("--processes", got="nothing", allowed="at least 1", nearest="--processes=2"))
     elif on_gpus and num_processes > len(gpus):
-        problems.append(
-            Problem(
-                "--processes",
-                got=num_processes,
-                allowed=f"at most the {len(gpus)} GPUs of this machine, one for each",
-                nearest=f"{len(gpus)}, or --devices=N for simulated CPU devices",
-            )
-        )
+        allowed = f"at most the {len(gpus)} GPUs of this machine, one for each"
+        fix = f"{len(gpus)}, or --devices=N for simulated CPU devices"
+        problems.append(Problem("--processes", got=num_processes, allowed=allowed, nearest=fix))
     refuse(problems)
     wanted = local_processes.Job(
         command,
@@ -117,6 +90,15 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
         arguments.back_seconds or local_processes.Job.back_seconds,
     )
     return wanted, arguments.restarts
+
+
+def _unknown_words(words: Sequence[str], flags: Sequence[str]) -> list[Problem]:
+    allowed = f"{', '.join(flags)}, then -- and the program"
+    fixes = [nearest(word.partition("=")[0], flags) for word in words]
+    return [
+        Problem(word, fault="unknown", allowed=allowed, fix=fix, nearest="-- before the program")
+        for word, fix in zip(words, fixes, strict=True)
+    ]
 
 
 def _flag(name: str) -> str:

@@ -41,7 +41,7 @@ def of_decoder(
                 got=sequence_length,
                 allowed=f"at most model.max_positions = {options.max_positions} with learned positions",
                 nearest=options.max_positions,
-                depends_on=["model.max_positions"],
+                depends_on=["model.max_positions", "model.positions"],
             )
         )
     scaling = options.scaling
@@ -81,6 +81,7 @@ def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapp
                 got=f"{width}{'' if options.head_dim else ' (embed_dim / num_heads)'}",
                 allowed="an even number with rotary positions",
                 nearest=width + 1,
+                depends_on=["model.embed_dim", "model.num_heads", "model.positions"],
             )
         )
     if options.dropout_rate >= 1:
@@ -121,6 +122,7 @@ def _of_latent(options: DecoderOptions) -> list[Problem]:
                 got=options.value_dim,
                 allowed=f"at most {width}, the width of queries and keys",
                 nearest=width,
+                depends_on=["model.head_dim", "model.embed_dim", "model.num_heads", "model.latent_dim"],
             )
         )
     biases = dict.fromkeys(("biases", "qkv_biases", "attention_biases"), False)
@@ -140,21 +142,9 @@ def _of_latent(options: DecoderOptions) -> list[Problem]:
     return problems
 
 
-def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[Problem]:
-    """Returns an error line for each option that contradicts the options of experts; [] without experts."""
+def _of_groups(options: DecoderOptions) -> list[Problem]:
+    """Returns an error line for each contradiction between the number of experts and the groups of the router."""
     problems = list[Problem]()
-    if not options.num_experts:
-        return problems
-    if options.experts_per_token > options.num_experts:
-        problems.append(
-            Problem(
-                "model.experts_per_token",
-                got=options.experts_per_token,
-                allowed=f"at most model.num_experts = {options.num_experts}",
-                nearest=options.num_experts,
-                depends_on=["model.num_experts"],
-            )
-        )
     groups, kept = options.router_groups, options.groups_per_token
     if options.num_experts % groups:
         problems.append(
@@ -176,9 +166,28 @@ def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[Problem]:
                     f"{least} to {groups}, model.router_groups, so that they have {options.experts_per_token} experts"
                 ),
                 nearest=min(max(kept, least), groups),
-                depends_on=["model.router_groups"],
+                depends_on=["model.router_groups", "model.experts_per_token", "model.num_experts"],
             )
         )
+    return problems
+
+
+def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[Problem]:
+    """Returns an error line for each option that contradicts the options of experts; [] without experts."""
+    if not options.num_experts:
+        return []
+    problems = list[Problem]()
+    if options.experts_per_token > options.num_experts:
+        problems.append(
+            Problem(
+                "model.experts_per_token",
+                got=options.experts_per_token,
+                allowed=f"at most model.num_experts = {options.num_experts}",
+                nearest=options.num_experts,
+                depends_on=["model.num_experts"],
+            )
+        )
+    problems += _of_groups(options)
     if options.dense_layers >= options.num_layers:
         problems.append(
             Problem(

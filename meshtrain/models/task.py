@@ -507,43 +507,28 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
     given: Tree = task.batch
     for name, leaf in given.items():
         if not (isinstance(name, str) and _is_shaped(leaf)):
-            problems.append(
-                Problem(
-                    "Task.batch",
-                    got=f"{{{name!r}: {leaf!r}}}",
-                    allowed="texts as keys, and values with a shape and a dtype: Entry or jax.ShapeDtypeStruct",
-                    nearest=f"{{'x': Entry(({batch_size},), jnp.float32, ('batch',))}}",
-                )
-            )
+            allowed = "texts as keys, and values with a shape and a dtype: Entry or jax.ShapeDtypeStruct"
+            fix = f"{{'x': Entry(({batch_size},), jnp.float32, ('batch',))}}"
+            problems.append(Problem("Task.batch", got=f"{{{name!r}: {leaf!r}}}", allowed=allowed, nearest=fix))
             continue
         axes = leaf.axes if isinstance(leaf, Entry) else ("batch", *(None,) * (len(leaf.shape) - 1))
         below = leaf.below if isinstance(leaf, Entry) else 0
         entry = result[name] = Entry(tuple(leaf.shape), leaf.dtype, tuple(axes), below)
         if entry.shape[:1] != (batch_size,) or entry.axes[:1] != ("batch",) or len(entry.axes) != len(entry.shape):
             others = (entry.axes[1:] + (None,) * len(entry.shape))[: max(len(entry.shape) - 1, 0)]
+            fix = f"Entry({(batch_size, *entry.shape[1:])}, {jnp.dtype(entry.dtype).name}, {('batch', *others)})"
+            examples = f"batch_size = {batch_size} examples as the first dim"
             problems.append(
                 Problem(
                     f"Task.batch['{name}']",
                     got=f"shape {entry.shape}, axes {entry.axes}",
-                    allowed=(
-                        f"batch_size = {batch_size} examples as the first dim, 'batch' as the first axis, and an axis "
-                        "or None for each dim"
-                    ),
-                    nearest=(
-                        f"Entry({(batch_size, *entry.shape[1:])}, {jnp.dtype(entry.dtype).name}, {('batch', *others)})"
-                    ),
-                    depends_on=["batch_size"],
+                    allowed=f"{examples}, 'batch' as the first axis, and an axis or None for each dim",
+                    nearest=fix,
                 )
             )
         if name == SEQUENCE_INDEX:
-            problems.append(
-                Problem(
-                    f"Task.batch['{name}']",
-                    got="the name of the entry that the step adds",
-                    allowed="any other",
-                    nearest=f"'{name}s'",
-                )
-            )
+            got = "the name of the entry that the step adds"
+            problems.append(Problem(f"Task.batch['{name}']", got=got, allowed="any other", nearest=f"'{name}s'"))
     if not task.unit.isidentifier():
         problems.append(
             Problem("Task.unit", got=f"'{task.unit}'", allowed="a word that names a value", nearest="images")

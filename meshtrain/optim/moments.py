@@ -75,13 +75,14 @@ def problems(
             smaller = next((size for size in below if not _between(shape, names, size, parts)), 0)
             allowed = f"at most {smaller}" if smaller else "none, as the matrix is too small"
             fix = f"optimizer.moment_block={smaller}" if smaller else "optimizer.moments=bfloat16"
+            axes_of_dim = column[names[dim]] if names[dim] in column else ()
             split = f"the mesh splits '{names[dim]}' of {path}, shape {shape}, into {parts[dim]} parts"
             problem = Problem(
                 "optimizer.moment_block",
                 got=f"{block}, and {split}, which is no divisor of its number of blocks",
                 allowed=allowed,
                 nearest=fix,
-                depends_on=[f"mesh.{axis}" for axis in column.get(str(names[dim]), ())],
+                depends_on=[f"mesh.{axis}" for axis in axes_of_dim],
             )
             problems.setdefault(str(names[dim]), problem)
     return list(problems.values())

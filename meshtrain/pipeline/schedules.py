@@ -160,6 +160,7 @@ def _one_chunk(name: str, num_chunks: int) -> None:
                 got=f"{num_chunks} with {KEY}={name}",
                 allowed=1,
                 nearest="1, or interleaved_1f1b",
+                depends_on=[KEY],
             )
         )
 
@@ -193,6 +194,7 @@ def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -
                 got=f"{num_microbatches} with {KEY}=interleaved_1f1b",
                 allowed=f"multiples of its {num_stages} stages",
                 nearest=legal,
+                depends_on=[KEY, "mesh.pipeline"],
             )
         )
     return _aligned(num_stages, num_microbatches, num_chunks)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import jax
 
 from meshtrain.cli import flags
-from meshtrain.config.config import Config, configure
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import configure
 from meshtrain.errors import run
 from meshtrain.hardware.links import read, refuse_other_platform
 from meshtrain.observe.progress import phase

@@ -2,7 +2,7 @@
 
 import argparse
 
-from meshtrain.config.config import built, file_content
+from meshtrain.config.build import built, file_content
 from meshtrain.errors import Problem, UserError, refusals
 from meshtrain.files import target_problems
 from meshtrain.hardware.links import read
@@ -77,7 +77,7 @@ def problems(given: argparse.Namespace) -> list[Problem]:
     return problems
 
 
-def wrong_size(given: argparse.Namespace) -> list[str]:
+def wrong_size(given: argparse.Namespace) -> list[Problem]:
     """Returns the error line for a mesh that does not fit the cluster, and replaces this mesh by a single device.
 
     Otherwise the check of the configuration would report sizes that do not divide over a mesh that is wrong anyway.
@@ -106,7 +106,7 @@ def scaling_problems(given: argparse.Namespace) -> list[Problem]:
         ]
     if missing := flag_problems("--scaling", given.scaling):
         return missing
-    problems: list[str] = flag_module("--scaling").problems(given.scaling)
+    problems: list[Problem] = flag_module("--scaling").problems(given.scaling)
     for name in ("search", "calibrate"):
         if getattr(given, name):
             problems.append(

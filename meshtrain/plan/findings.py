@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from meshtrain.assemble import Assembly
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config import effects, tasks
-from meshtrain.config.config import num_microbatches
+from meshtrain.config.mesh_checks import num_microbatches
 from meshtrain.errors import divisors
 from meshtrain.hardware.accelerators import DEFAULT_MEMORY_FRACTION, FRACTION_VARIABLE, POOL_FRACTION
 from meshtrain.models.cost import ATTENTION, EXPERTS, LOOP, Kernel

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.hardware.accelerators import peak_flops_per_second
 from meshtrain.plan.cost.lower_bound import (
     executor_bytes,

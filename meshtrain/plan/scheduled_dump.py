@@ -27,7 +27,7 @@ from jax._src import xla_bridge
 from jaxlib._hlo import HloModule
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.hardware.compiler_options import CompilerOptions
 from meshtrain.plan.planner import shape_on
 from meshtrain.plan.target.attention_tracing import as_on_target

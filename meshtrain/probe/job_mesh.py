@@ -3,7 +3,8 @@
 import argparse
 import dataclasses
 
-from meshtrain.config.config import Config, built, file_content
+from meshtrain.config.build import built, file_content
+from meshtrain.config.fields import Config
 from meshtrain.errors import refuse
 from meshtrain.sharding.mesh import MeshOptions, check
 from meshtrain.sharding.rules import AXES

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from meshtrain.assemble import Assembly
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.loader import Examples, batches, sample_order
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import Parts

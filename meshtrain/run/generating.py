@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from meshtrain.assemble import Assembly, assemble, kept_params
-from meshtrain.config.config import check
 from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import check
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.encoding.special_tokens import unmarked

@@ -19,10 +19,12 @@ import jax
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.cli import flags, foreign
-from meshtrain.config.config import CONFIG_FILE, Config, built, resolve, to_json
+from meshtrain.config.build import built
 from meshtrain.config.data_sources import find
+from meshtrain.config.fields import CONFIG_FILE, Config
 from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
 from meshtrain.config.meanings import record
+from meshtrain.config.resolve import resolve, to_json
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.chat_template import template_text
 from meshtrain.data.sources import reads_documents

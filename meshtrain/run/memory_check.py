@@ -11,7 +11,7 @@ import jax
 
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.config.smaller import (
     FROZEN_DTYPE,
     Change,

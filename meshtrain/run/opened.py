@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from meshtrain import options
 from meshtrain.config import data_sources
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.corpus import Corpus, tokenizer_for
 from meshtrain.data.loader import Examples, content_hash, drawn_of, example_problems, next_sample, order_hash
 from meshtrain.data.own_source import Data, MakeData, opened

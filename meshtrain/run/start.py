@@ -21,7 +21,7 @@ from meshtrain.assemble import Assembly, compiled, kept_params, learning_rates, 
 from meshtrain.checkpoint.checkpoint import AVERAGES, CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import find, newest
 from meshtrain.cli import flags
-from meshtrain.config.config import CONFIG_FILE, Config
+from meshtrain.config.fields import CONFIG_FILE, Config
 from meshtrain.config.resume import from_json
 from meshtrain.errors import Problem, UserError, warn
 from meshtrain.files import hash_of_sources, is_url, read_json, what_is_at

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshtrain.assemble import Assembly
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.corpus import Corpus, bigram_loss
 from meshtrain.data.encoding.special_tokens import unmarked

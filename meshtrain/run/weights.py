@@ -16,9 +16,11 @@ from meshtrain.assemble import Assembly, assemble, stored_params
 from meshtrain.checkpoint import other_runs
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.cli import flags, foreign
-from meshtrain.config.config import CONFIG_FILE, Config, built, configure, file_content, resolve
+from meshtrain.config.build import built, file_content
+from meshtrain.config.fields import CONFIG_FILE, Config
 from meshtrain.config.former import FORMER
 from meshtrain.config.from_hugging_face import of_folder
+from meshtrain.config.resolve import configure, resolve
 from meshtrain.config.resume import from_json
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file

@@ -27,7 +27,8 @@ from meshtrain.checkpoint.other_runs import recorded
 from meshtrain.checkpoint.owner import OWNER
 from meshtrain.cli import flags, foreign
 from meshtrain.config import meanings
-from meshtrain.config.config import CONFIG_FILE, Config, to_json
+from meshtrain.config.fields import CONFIG_FILE, Config
+from meshtrain.config.resolve import to_json
 from meshtrain.config.resume import difference
 from meshtrain.errors import Problem, UserError, is_finite, refuse, warn
 from meshtrain.files import Json, JsonObject, is_same, open_folder, read_json, what_is_at, write_whole

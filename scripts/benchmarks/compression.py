@@ -13,7 +13,8 @@ import jax
 
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config import reductions
-from meshtrain.config.config import Config, parse
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import parse
 from meshtrain.data.loader import batches
 from meshtrain.errors import run
 from meshtrain.lab.compression import CompressionOptions

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from meshtrain.assemble import Assembly, assemble
-from meshtrain.config.config import Config, resolve
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import resolve
 from meshtrain.errors import run
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Generator, Request

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import jax
 
-from meshtrain.config.config import built, file_content, resolve
+from meshtrain.config.build import built, file_content
+from meshtrain.config.resolve import resolve
 from meshtrain.plan import planner
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.flops import matmul_flops

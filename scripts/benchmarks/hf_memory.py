@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import run
 from meshtrain.hf import folder, names
 from meshtrain.launch import distributed

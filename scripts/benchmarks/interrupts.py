@@ -33,7 +33,7 @@ def tried(command: str, numbers: list[signal.Signals], delay_seconds: float, fol
       folder: folder for its configuration and run.
     """
     config = folder / "config.py"
-    config.write_text("from meshtrain.config.config import default\n\ndef get_config():\n    return default()\n")
+    config.write_text("from meshtrain.config.build import default\n\ndef get_config():\n    return default()\n")
     words = ["-m", "meshtrain", command, f"--config={config}", *SMALL]
     words += [f"--workdir={folder / 'run'}"] if command == "train" else []
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -14,8 +14,8 @@ from pathlib import Path
 import jax
 
 from meshtrain.assemble import Assembly, assemble, compiled_steps, traced_steps
-from meshtrain.config.config import Config, parse
-from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.config.fields import Config, LocalStepsOptions
+from meshtrain.config.resolve import parse
 from meshtrain.data.loader import batches
 from meshtrain.errors import run
 from meshtrain.launch import distributed

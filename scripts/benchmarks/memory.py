@@ -8,7 +8,7 @@ import argparse
 import jax
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import MAX_LEVEL, ZeroOptions

@@ -42,7 +42,8 @@ import pytest
 
 from meshtrain import explain
 from meshtrain.__main__ import main as meshtrain
-from meshtrain.config.config import Config, parse
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import parse
 from meshtrain.errors import UserError, run
 from meshtrain.launch import distributed
 from meshtrain.pipeline.schedules import NAMES

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import Assembly, assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.models.remat import RematOptions

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.config import parse
+from meshtrain.config.resolve import parse
 from meshtrain.errors import run
 from meshtrain.plan import planner, scheduled_dump, text_report
 from meshtrain.plan.target import clusters

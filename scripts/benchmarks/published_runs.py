@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshtrain.cli.tables import aligned
-from meshtrain.config.config import parse
+from meshtrain.config.resolve import parse
 from meshtrain.hardware.accelerators import ACCELERATORS, Accelerator
 from meshtrain.plan import planner, scheduled_dump
 from meshtrain.plan.cost.lower_bound import model_flops

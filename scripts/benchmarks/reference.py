@@ -21,7 +21,7 @@ from meshtrain.__main__ import COMMANDS
 from meshtrain.__main__ import main as command
 from meshtrain.cli import flags
 from meshtrain.config import data_sources, tasks
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.own_source import Data
 from meshtrain.errors import EXIT_CODES, run
 from meshtrain.examples.pairs import packed

@@ -12,7 +12,9 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-from meshtrain.config.config import Config, check, resolve
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import check
+from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError, run
 from meshtrain.models.remat import RematOptions
 from meshtrain.plan.hlo import flops, parse

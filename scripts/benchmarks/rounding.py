@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config, parse
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import parse
 from meshtrain.data.loader import batches
 from meshtrain.errors import run
 from meshtrain.launch import distributed

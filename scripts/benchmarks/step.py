@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.assemble import Assembly, assemble
-from meshtrain.config.config import Config, parse
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import parse
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.models.transformer.decoder import DecoderOptions

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from meshtrain.assemble import Assembly, assemble
-from meshtrain.config.config import Config, parse
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import parse
 from meshtrain.data.loader import Examples, batches
 from meshtrain.errors import run
 from meshtrain.launch import distributed

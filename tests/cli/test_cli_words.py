@@ -6,7 +6,8 @@ import pytest
 
 from meshtrain.__main__ import main
 from meshtrain.cli import flags, words
-from meshtrain.config import config
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import configure
 from meshtrain.errors import UserError, refusals
 
 pytestmark = pytest.mark.quick
@@ -70,11 +71,11 @@ def test_the_error_suggests_our_name_and_a_value_that_is_accepted(typed, expecte
 def problems(assignment: str) -> list[str]:
     """Returns the error lines of the defaults with one assignment."""
     arguments = flags.arguments([f"--config.{assignment}"])
-    return refusals(config.configure, arguments, [])
+    return refusals(configure, arguments, [])
 
 
 def test_each_row_of_the_table_names_an_option_and_no_name_is_listed_twice():
-    entries = flags.schema(config.Config())
+    entries = flags.schema(Config())
     names = {ours.partition("=")[0] for ours in words.OPTIONS.values() if " " not in ours}
     assert names <= set(entries)
     for (key, _), ours in words.VALUES.items():

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from meshtrain.config import effects
-from meshtrain.config.config import Config, default, resolve
+from meshtrain.config.build import default
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import resolve
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import NAMES as RATES
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate

@@ -3,7 +3,8 @@
 import pytest
 
 from meshtrain.config import effects
-from meshtrain.config.config import default, resolve
+from meshtrain.config.build import default
+from meshtrain.config.resolve import resolve
 from meshtrain.sharding.rules import AXES
 
 pytestmark = pytest.mark.quick

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from meshtrain.config import fewer
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import TooFew, UserError
 from meshtrain.sharding.rules import AXES
 

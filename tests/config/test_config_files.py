@@ -3,7 +3,8 @@ import pathlib
 import jax
 import pytest
 
-from meshtrain.config.config import check, parse
+from meshtrain.config.mesh_checks import check
+from meshtrain.config.resolve import parse
 from meshtrain.config.tasks import abstract_task, abstract_weights, find
 from meshtrain.models.transformer.task import count_parameters
 from meshtrain.sharding.rules import AXES

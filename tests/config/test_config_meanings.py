@@ -8,7 +8,7 @@ import pytest
 from meshtrain import __version__
 from meshtrain.__main__ import main
 from meshtrain.config import meanings
-from meshtrain.config.config import resolve, to_json
+from meshtrain.config.resolve import resolve, to_json
 from meshtrain.config.resume import from_json
 from meshtrain.errors import UserError
 from meshtrain.hf.config_export import as_json

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from meshtrain.cli import flags
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.config.former import FORMER
 from meshtrain.config.resume import FIXED_ON_RESUME, FREE_ON_RESUME, difference, is_free
 

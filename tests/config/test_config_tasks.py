@@ -8,7 +8,10 @@ import sys
 
 import pytest
 
-from meshtrain.config.config import Config, check, default, resolve, to_json
+from meshtrain.config.build import default
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import check
+from meshtrain.config.resolve import resolve, to_json
 from meshtrain.config.resume import difference, from_json
 from meshtrain.config.tasks import find, name_of
 from meshtrain.errors import UserError
@@ -188,7 +191,7 @@ def test_a_run_of_another_task_is_another_run():
 def test_an_abstract_task_touches_no_device():
     # JAX refuses another number of CPU devices once it has looked for them.
     code = (
-        "import jax\nfrom meshtrain.config.config import resolve\nfrom meshtrain.config.tasks import abstract_task\n"
+        "import jax\nfrom meshtrain.config.resolve import resolve\nfrom meshtrain.config.tasks import abstract_task\n"
         "assert abstract_task(resolve({})).vocab_size == 257\njax.config.update('jax_num_cpu_devices', 3)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)

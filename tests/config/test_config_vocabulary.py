@@ -9,7 +9,9 @@ import pytest
 import tokenizers
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import check, default, resolve, to_json
+from meshtrain.config.build import default
+from meshtrain.config.mesh_checks import check
+from meshtrain.config.resolve import resolve, to_json
 from meshtrain.config.resume import from_json
 from meshtrain.data.prepare import prepare
 from meshtrain.errors import UserError

@@ -49,7 +49,7 @@ def test_many_are_counted_and_reading_stops_where_more_would_tell_nothing_new(tm
     for number in range(2000):
         if problems.is_enough():
             break
-        problems.add(f"line {number}")
+        problems.add(Problem.plain(f"line {number}"))
     assert problems.count == 1000
     assert problems.lines()[-1] == "... and at least 990 more like these"
 

@@ -166,7 +166,7 @@ def test_a_failed_prepare_leaves_nothing(tmp_path, text, monkeypatch):
     with pytest.raises(UserError, match=r"cannot be written.*No space left"):
         prepare(text, str(tmp_path / "out.bin"))
     assert not list(tmp_path.glob("out.bin*"))
-    with pytest.raises(UserError, match="does not exist; nearest: create it"):
+    with pytest.raises(UserError, match="does not exist; allowed: a file in a folder that does; nearest: create it"):
         prepare(text, str(tmp_path / "nowhere" / "out.bin"))
     with pytest.raises(UserError, match="is also read as text"):
         prepare(str(tmp_path / "a.txt"), str(tmp_path / "a.txt"), overwrite=True)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from meshtrain.assemble import Assembly, assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.loader import batches
 from meshtrain.run.opened import open_data
 from tests.parity.comparison import Trained

@@ -5,7 +5,8 @@ import pathlib
 import pytest
 
 from meshtrain.config import data_sources, effects
-from meshtrain.config.config import default, parse, resolve, to_json
+from meshtrain.config.build import default
+from meshtrain.config.resolve import parse, resolve, to_json
 from meshtrain.config.resume import from_json
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError

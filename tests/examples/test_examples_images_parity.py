@@ -5,7 +5,7 @@ Convolutions, GroupNorm, pooling, dropout and shifts; the mesh of two axes cuts 
 
 import pytest
 
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from tests.examples.runs import stepped
 from tests.parity.comparison import Trained, assert_same
 from tests.parity.runs import sizes

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from meshtrain import evaluate, generate
-from meshtrain.config.config import default, resolve
+from meshtrain.config.build import default
+from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
 from meshtrain.examples.idx import read_pairs
 from meshtrain.examples.images import DIGITS

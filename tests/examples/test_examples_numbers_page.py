@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from meshtrain.config.config import parse, resolve
+from meshtrain.config.resolve import parse, resolve
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.own_source import opened
 from meshtrain.examples.seq2seq import Seq2SeqOptions

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from meshtrain import generate
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.config.resume import difference
 from meshtrain.errors import UserError
 from meshtrain.examples.numbers import NumberOptions

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.data.sources import Asked
 from meshtrain.data.tokenizer import byte_tokenizer
 from meshtrain.errors import UserError

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.config.config import Config, resolve
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import resolve
 from tests.examples.runs import stepped
 from tests.parity.comparison import Trained, assert_same
 

@@ -18,7 +18,7 @@ FAULTS = (
         "checkpoint/test_checkpoint_integrity.py::test_a_save_under_the_name_of_another_step_is_treated_as_damaged",
     ),
     Fault(
-        "config/config.py",
+        "config/mesh_checks.py",
         "return config.accumulation_steps * in_pipeline",
         "return max(config.accumulation_steps, in_pipeline)",
         "accumulation does not cut the batch of a pipeline again",

@@ -12,7 +12,7 @@ import pytest
 
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.config import parse
+from meshtrain.config.resolve import parse
 from meshtrain.explain import batch_text, stages_text
 from meshtrain.observe.mesh_picture import mesh_text
 from meshtrain.sharding.mesh import mesh_shape, num_needed

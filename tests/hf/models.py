@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.hf import folder
 from meshtrain.run.generating import without_pipeline

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from meshtrain import evaluate, generate
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.tokenizer import file_problems, file_tokenizer
 from meshtrain.errors import UserError
 from meshtrain.files import download_command, pointer_problem

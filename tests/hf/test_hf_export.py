@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import DataOptions

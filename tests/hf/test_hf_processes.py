@@ -21,7 +21,7 @@ PROGRAM = """
 import json, os, pathlib, re, sys
 import numpy as np
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.hf import folder
 from meshtrain.launch import distributed
 from meshtrain.sharding.rules import AXES

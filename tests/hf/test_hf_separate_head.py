@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.hf import adapters, export, folder, names, tensor_files
 from meshtrain.hf.config_json import described

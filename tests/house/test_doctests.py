@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 import meshtrain
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.training import train
 
 pytestmark = pytest.mark.quick

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.sharding.rules import AXES, batch_axes
 from scripts.benchmarks import reference
 
@@ -273,9 +273,9 @@ def test_the_package_keeps_the_law(law):
 @pytest.mark.parametrize(
     ("law", "text"),
     [
-        (configuration_read_elsewhere, "from meshtrain.config.config import Config\n"),
+        (configuration_read_elsewhere, "from meshtrain.config.fields import Config\n"),
         (configuration_read_elsewhere, "from meshtrain import config\n"),
-        (configuration_read_elsewhere, "import meshtrain.config.config\n"),
+        (configuration_read_elsewhere, "import meshtrain.config.resolve\n"),
         (configuration_read_elsewhere, "def f(config):\n    return config.seed\n"),
         (configuration_read_elsewhere, "def f(assembly):\n    return assembly.config.model.embed_dim\n"),
         (executing_data, "import pickle\n"),

@@ -8,7 +8,7 @@ from meshtrain import errors
 from meshtrain.__main__ import COMMANDS
 from meshtrain.cli import flags
 from meshtrain.config import data_sources, tasks
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.options import with_own
 from meshtrain.sharding.reduction import NAMES, ReductionOptions
 from scripts.benchmarks import reference

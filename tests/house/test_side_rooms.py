@@ -20,7 +20,7 @@ import sys
 # An installation that is edited in place finds the folder that is missing here.
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
 from meshtrain.__main__ import COMMANDS, main
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.config.former import FORMER, Gone
 from meshtrain.errors import UserError
 from meshtrain.options import FLAGS

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain.config import reductions
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.lab import compression
 from meshtrain.lab.compression import CompressionOptions
 

@@ -15,8 +15,7 @@ import pytest
 from flax import linen as nn
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
-from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.config.fields import Config, LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.lab.local_steps import in_groups, inner_step, outer_optimizer, outer_step, over_groups
 from meshtrain.models.task import Sums, Task, token_batch

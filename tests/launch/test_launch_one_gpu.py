@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.config.config import parse
+from meshtrain.config.resolve import parse
 from meshtrain.models.moe import grouped_matmul_gpu
 from meshtrain.plan.planner import shape_on
 from meshtrain.plan.target.clusters import open_cluster

@@ -17,7 +17,8 @@ import numpy as np
 from meshtrain.checkpoint import other_runs, retention
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.owner import OWNER, owned
-from meshtrain.config.config import Config, to_json
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import to_json
 from meshtrain.data import chat, chat_template, corpus, text
 from meshtrain.data.sources import Asked, DataOptions
 from meshtrain.data.tokenizer import end_ids, file_tokenizer, with_begin_token

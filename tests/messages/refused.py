@@ -15,7 +15,7 @@ import pytest
 
 from meshtrain import errors
 from meshtrain.__main__ import main as meshtrain
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.run.weights import weights_problems
 
 HANG_SECONDS = 30  # the slowest case takes two
@@ -177,7 +177,7 @@ def unprivileged() -> Iterator[None]:
 
 
 SMALL = """
-from meshtrain.config.config import default
+from meshtrain.config.build import default
 
 def get_config():
     config = default()

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from meshtrain.cli import flags
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from tests.messages.refused import ODD, Case, assert_refused, odd_things, small
 
 LEAVES = flags.schema(Config())

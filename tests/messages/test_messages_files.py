@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshtrain.config.config import parse, to_json
+from meshtrain.config.resolve import parse, to_json
 from tests.messages.desk import TOKENS
 from tests.messages.refused import Accepted, Case, assert_refused, small
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.models.fp8 import BACKWARD, FORWARD, product, quantized
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules

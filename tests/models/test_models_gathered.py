@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.rules import AXES

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.moe.grouped_matmul import WITH_ROWS, arranged, product
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan.hlo import flops, parse, products

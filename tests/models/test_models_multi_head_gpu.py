@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan.hlo import flops, parse

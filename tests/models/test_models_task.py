@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import learning_rates
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.models.task import (
     SEQUENCE_INDEX,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from meshtrain.config.config import parse
+from meshtrain.config.resolve import parse
 from meshtrain.data.own_source import opened
 from meshtrain.models.task import Task, entries, limits, sequence_keys
 from meshtrain.sharding.rules import LayoutOptions, default_rules

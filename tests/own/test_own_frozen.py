@@ -17,7 +17,7 @@ from flax import linen as nn
 
 from meshtrain import explain
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.task import Task, token_batch
 from meshtrain.models.vocabulary import cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions

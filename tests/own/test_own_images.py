@@ -16,7 +16,7 @@ from flax.linen import LogicallyPartitioned
 
 from meshtrain import explain, generate
 from meshtrain.assemble import assemble
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.config.tasks import abstract_task, find
 from meshtrain.data.corpus import tokenizer_for
 from meshtrain.data.own_source import Data

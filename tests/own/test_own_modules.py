@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax import nnx
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.models.task import Task, token_batch
 from meshtrain.models.vocabulary import cross_entropy

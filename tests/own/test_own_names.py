@@ -9,7 +9,7 @@ import pytest
 
 from docs.guide.own_model import get_config
 from meshtrain.assemble import assemble
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
 from meshtrain.hf import export, folder
 from meshtrain.run import start

@@ -11,7 +11,7 @@ import pytest
 
 from meshtrain import explain
 from meshtrain.assemble import assemble
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
 from meshtrain.options import option
 from meshtrain.sharding.reduction import Reduction, ReductionOptions

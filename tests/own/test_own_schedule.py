@@ -9,7 +9,7 @@ import pytest
 
 from meshtrain import explain
 from meshtrain.assemble import assemble
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
 from meshtrain.pipeline import __main__ as chart
 from meshtrain.pipeline.schedules import PipelineOptions, build

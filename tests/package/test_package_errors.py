@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from meshtrain.__main__ import COMMANDS
-from meshtrain.errors import Problem, Problems, UserError, one_line
+from meshtrain.errors import Problem, Problems, one_line
 
 pytestmark = pytest.mark.quick
 

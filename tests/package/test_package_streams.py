@@ -26,7 +26,7 @@ small = ["--config.data.source=text", f"--config.data.path={text}",
          "--config.num_eval_batches=1", "--config.observe.tensorboard=False", "--config.num_steps=2",
          "--config.learning_rate.warmup_steps=0"]
 config = folder / "config.py"
-config.write_text("from meshtrain.config.config import default\\ndef get_config(): return default()\\n")
+config.write_text("from meshtrain.config.build import default\\ndef get_config(): return default()\\n")
 of_run, named = [f"--workdir={folder / 'run'}"], [f"--config={config}", *small]
 words = {
     "train": [*named, *of_run],

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim import optimizers
 from meshtrain.pipeline import schedules

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble, stored_params
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.plan.search.estimate import state_bytes, weights_of
 from meshtrain.sharding.trainable import is_adapter
 from meshtrain.sharding.trees import leaves_with_paths

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import parse
+from meshtrain.config.resolve import parse
 from meshtrain.hardware.compiler_options import CHUNK_GPU_OPTIONS
 from meshtrain.pipeline import executor, stages
 from meshtrain.pipeline.program import LEAST_HIDDEN, Segment, executable, finished, segments, worth_reducing_early

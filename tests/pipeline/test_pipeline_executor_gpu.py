@@ -12,7 +12,7 @@ import runpy
 import jax
 import pytest
 
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import text_report

@@ -13,7 +13,7 @@ from flax.linen import LogicallyPartitioned
 from jax.sharding import PartitionSpec
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.models import vocabulary
 from meshtrain.models.metrics import Load

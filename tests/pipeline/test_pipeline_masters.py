@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from meshtrain import assemble as assembling
-from meshtrain.config.config import parse
+from meshtrain.config.resolve import parse
 from meshtrain.plan.cost import lower_bound
 from meshtrain.sharding.mesh import mesh_shape
 from tests.golden.test_golden_placements import AbsentDevice

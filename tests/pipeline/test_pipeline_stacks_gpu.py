@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.plan.hlo import products
 from meshtrain.plan.hlo.shapes import dims
 from meshtrain.plan.target.clusters import open_cluster

@@ -9,7 +9,8 @@ import pytest
 from jax.extend.core import Literal
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import default, resolve
+from meshtrain.config.build import default
+from meshtrain.config.resolve import resolve
 from meshtrain.models.transformer.task import decoder
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline import executor, pullback

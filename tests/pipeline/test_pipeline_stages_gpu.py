@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.pipeline import stages as ring
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.target.clusters import open_cluster

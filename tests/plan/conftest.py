@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.hardware.accelerators import ACCELERATORS
 from meshtrain.models.transformer.decoder import DecoderOptions

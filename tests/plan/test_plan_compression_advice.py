@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshtrain.config import reductions
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.plan import findings
 from meshtrain.plan.timing.streams import Assumptions

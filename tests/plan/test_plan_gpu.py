@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from meshtrain.config import smaller
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.hardware import compiler_options
 from meshtrain.hardware.links import Link, Links
 from meshtrain.lab.compression import CompressionOptions

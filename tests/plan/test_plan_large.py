@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.plan import text_report
 from tests.plan.conftest import planned
 

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.hardware import compiler_options
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan.target import compile as compiling

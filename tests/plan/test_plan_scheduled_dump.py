@@ -167,7 +167,7 @@ def test_a_process_compiles_and_leaves_nothing_behind(tmp_path, change, is_early
 
 SERVED = """
 import jax
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.plan import scheduled_dump
 from tests.plan.test_plan_scheduled_dump import halved
 scheduled_dump.GPUS, scheduled_dump.COMPARED = ("cpu",), (jax.__version__,)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain import explain
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.hardware import accelerators
 from meshtrain.models.transformer.decoder import DecoderOptions

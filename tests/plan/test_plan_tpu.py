@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.attention import splash
 from meshtrain.models.attention.attention import Attention
 from meshtrain.models.remat import RematOptions

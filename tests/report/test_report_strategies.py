@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from meshtrain.config.config import num_microbatches
+from meshtrain.config.mesh_checks import num_microbatches
 from meshtrain.config.smaller import with_change
 from meshtrain.data.sources import DataOptions
 from meshtrain.plan.search import candidates, estimate

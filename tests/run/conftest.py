@@ -20,7 +20,7 @@ from meshtrain.main import main
 NUM_STEPS, STOPPED_AT = 10, 5
 
 CONFIG = """
-from meshtrain.config.config import default
+from meshtrain.config.build import default
 
 def get_config():
     config = default()

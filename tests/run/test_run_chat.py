@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain import generate
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
 from meshtrain.generation.prompts import Prompt

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from meshtrain.config.config import parse
+from meshtrain.config.resolve import parse
 from meshtrain.config.tasks import abstract_task
 from scripts.benchmarks import experts, experts_step
 

@@ -11,7 +11,7 @@ from meshtrain import evaluate, generate, harness, options
 from meshtrain import main as train
 from meshtrain.cli import flags
 from meshtrain.config import Config, default, resolve
-from meshtrain.config.config import to_json
+from meshtrain.config.resolve import to_json
 from meshtrain.errors import UserError
 from meshtrain.report import __main__ as report
 from meshtrain.run import hugging_face, verify

@@ -8,7 +8,7 @@ import pytest
 
 from meshtrain import explain
 from meshtrain.checkpoint.retention import saved_steps
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import Parts
 from meshtrain.errors import UserError

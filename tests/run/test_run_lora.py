@@ -12,7 +12,7 @@ from meshtrain import evaluate, generate
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import restore_params
 from meshtrain.checkpoint.retention import CheckpointOptions
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.models.lora import LoraOptions
 from meshtrain.run import start

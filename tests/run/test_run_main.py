@@ -18,7 +18,8 @@ import meshtrain
 from meshtrain import errors, explain
 from meshtrain.checkpoint.other_runs import find
 from meshtrain.cli.flags import load
-from meshtrain.config import config as configuration
+from meshtrain.config import mesh_checks
+from meshtrain.config.resolve import parse
 from meshtrain.config.resume import from_json
 from meshtrain.main import main
 from meshtrain.models.task import TAKEN
@@ -252,15 +253,15 @@ WAYS = {
     "notebook": lambda words, run: meshtrain.train(changed(words), run),
     "explain": lambda words, run: explain.main(words),
     "plan": lambda words, run: plan.main([*words, "--cluster=cpu:8"]),
-    "weights": lambda words, run: weights.assembled(configuration.parse(words)[0], run, None),
+    "weights": lambda words, run: weights.assembled(parse(words)[0], run, None),
 }
 
 
 @pytest.fixture
 def checked(monkeypatch):
     """The meshes whose placement is checked; commands stop where they would open data or compile."""
-    meshes, original = [], configuration.weight_problems
-    monkeypatch.setattr(configuration, "weight_problems", lambda *given: meshes.append(given[1]) or original(*given))
+    meshes, original = [], mesh_checks.weight_problems
+    monkeypatch.setattr(mesh_checks, "weight_problems", lambda *given: meshes.append(given[1]) or original(*given))
     monkeypatch.setattr("meshtrain.plan.scheduled_dump.ends_early", lambda *given: False)
     monkeypatch.setattr("meshtrain.run.weights.weights_problems", lambda *given: [])
     for place in ("training.open_data", "plan.target.compile.captured"):

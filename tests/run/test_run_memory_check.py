@@ -10,7 +10,9 @@ from jax.errors import JaxRuntimeError
 from meshtrain import errors, training
 from meshtrain.assemble import assemble
 from meshtrain.config import smaller
-from meshtrain.config.config import check, default, resolve
+from meshtrain.config.build import default
+from meshtrain.config.mesh_checks import check
+from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.run import memory_check

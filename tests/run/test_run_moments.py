@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.checkpoint.other_runs import find
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.config.resume import from_json
 from meshtrain.optim import moments
 from meshtrain.plan.search.estimate import state_bytes, weights_of

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.data.own_source import Data
 from meshtrain.errors import UserError
 from meshtrain.models.task import Entry, Task, token_batch

@@ -14,7 +14,8 @@ from flax.linen import kw_only_dataclasses
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.retention import CheckpointOptions
-from meshtrain.config.config import Config, to_json
+from meshtrain.config.fields import Config
+from meshtrain.config.resolve import to_json
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.run import start
 from meshtrain.step.state import init_state

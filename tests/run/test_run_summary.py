@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.run import summary
 from meshtrain.run.summary import sample_tokens
 from meshtrain.step.precision import PrecisionOptions

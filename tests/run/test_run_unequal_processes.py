@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from meshtrain.config.config import resolve
+from meshtrain.config.resolve import resolve
 from meshtrain.data.loader import content_hash, order_hash
 from meshtrain.data.own_source import Data
 from meshtrain.data.prepare import main as prepare

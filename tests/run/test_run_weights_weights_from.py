@@ -12,8 +12,9 @@ import pytest
 from meshtrain import evaluate, generate
 from meshtrain.assemble import assemble
 from meshtrain.cli.flags import load
-from meshtrain.config.config import Config, resolve
+from meshtrain.config.fields import Config
 from meshtrain.config.from_hugging_face import of_folder
+from meshtrain.config.resolve import resolve
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError

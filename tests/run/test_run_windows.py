@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import parse
+from meshtrain.config.resolve import parse
 from meshtrain.sharding.mesh import mesh_shape
 from scripts.benchmarks import windows
 from scripts.benchmarks.windows import Bytes, lines, ranges

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import assemble
 from meshtrain.config import reductions
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.lab import compression
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.transformer.decoder import DecoderOptions

@@ -10,7 +10,7 @@ import pytest
 from meshtrain.assemble import array_rows, assemble
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.retention import CheckpointOptions
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions

@@ -34,7 +34,8 @@ rules.AXIS_RECORDS = (*rules.AXIS_RECORDS[:2], seventh, *rules.AXIS_RECORDS[2:])
 rules.AXES = tuple(axis.name for axis in rules.AXIS_RECORDS)
 
 from meshtrain import explain
-from meshtrain.config.config import default, resolve
+from meshtrain.config.build import default
+from meshtrain.config.resolve import resolve
 from meshtrain.config.__main__ import main
 from meshtrain.errors import UserError
 

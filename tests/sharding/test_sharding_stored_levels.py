@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.sharding.gradients import Replicas

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.task import Entry, Ratio, Task
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.mesh import make_mesh

@@ -13,7 +13,7 @@ import pytest
 from flax.linen import LogicallyPartitioned
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.metrics import Load
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, Task, staged_loss, token_batch

@@ -11,7 +11,7 @@ import pytest
 from flax.linen import LogicallyPartitioned
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.models.metrics import Load
 from meshtrain.models.task import Entry, Task
 from meshtrain.optim.learning_rate import LearningRateOptions

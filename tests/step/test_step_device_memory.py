@@ -6,7 +6,7 @@ import pytest
 from meshtrain import explain
 from meshtrain.assemble import assemble
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.offload import OffloadOptions

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.config import config, tasks
+from meshtrain.config import Config, default, resolve, tasks
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -75,7 +75,7 @@ def test_logits_have_the_output_dtype_and_gradients_are_float32(compute, output)
 def test_cudnn_goes_by_what_is_computed_in():
     options = dataclasses.replace(SMALL, attention="cudnn")
     precision = PrecisionOptions("bfloat16", compute_dtype="float32")
-    given = config.Config(model=options, data=DataOptions("synthetic"), precision=precision)
+    given = Config(model=options, data=DataOptions("synthetic"), precision=precision)
     [line] = tasks.decoder.check(given, dict.fromkeys(AXES, 1))
     assert "model.attention" in line
     given = dataclasses.replace(given, precision=PrecisionOptions(compute_dtype="bfloat16"))
@@ -94,6 +94,6 @@ def test_cudnn_goes_by_what_is_computed_in():
 )
 def test_wrong_input_is_one_line(overrides, words):
     with pytest.raises(UserError) as caught:
-        config.resolve(config.default(), overrides, reads_data=False)
+        resolve(default(), overrides, reads_data=False)
     [line] = caught.value.problems
     assert all(word in line for word in words)

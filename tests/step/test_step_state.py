@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config.config import Config
-from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.config.fields import Config, LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.reduction import ReductionOptions

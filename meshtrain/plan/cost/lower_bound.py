@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.assemble import Assembly
-from meshtrain.config.config import num_microbatches, units_on_device
+from meshtrain.config.mesh_checks import num_microbatches, units_on_device
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.pipeline.stages import Stack
 from meshtrain.sharding.ring import wire_share

@@ -5,7 +5,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from meshtrain.config.config import Config, num_microbatches
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import num_microbatches
 from meshtrain.config.smaller import SPLITS_SUMS, Change, problems_of, to_mesh, with_change, with_level
 from meshtrain.errors import divisors, nearest_divisor
 from meshtrain.hardware.accelerators import usable_bytes

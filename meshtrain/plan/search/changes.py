@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.config.smaller import (
     FROZEN,
     FROZEN_DTYPE,

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.config import reductions
-from meshtrain.config.config import Config, num_microbatches, units_on_device
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import num_microbatches, units_on_device
 from meshtrain.config.tasks import abstract_task
 from meshtrain.errors import Problem
 from meshtrain.hardware.accelerators import Accelerator, peak_flops_per_second

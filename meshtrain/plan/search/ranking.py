@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 
 from meshtrain.cli.tables import aligned, format_bytes
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.config.smaller import arguments, with_change
 from meshtrain.errors import Problem, UserError
 from meshtrain.files import JsonObject

@@ -10,7 +10,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from meshtrain.assemble import Assembly, assemble
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import is_out_of_memory
 from meshtrain.hardware.compiler_options import CompilerOptions, XlaValue, captured
 from meshtrain.models import fp8, layers

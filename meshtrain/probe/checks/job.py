@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from meshtrain.config.config import Config, check_filled, configure
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import check_filled
+from meshtrain.config.resolve import configure
 from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.files import JsonObject
 from meshtrain.launch import distributed, peers

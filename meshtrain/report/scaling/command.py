@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 
-from meshtrain.config.config import Config
+from meshtrain.config.fields import Config
 from meshtrain.errors import Problem, refusals
 from meshtrain.files import JsonObject
 from meshtrain.observe.charts import Line, Panel, line_chart, picture

@@ -11,7 +11,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from meshtrain.config.config import Config, check_filled
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import check_filled
 from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.hardware.links import Link

@@ -16,7 +16,8 @@ import math
 from collections.abc import Mapping
 
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.config import Config, num_microbatches
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import num_microbatches
 from meshtrain.config.smaller import Change, problems_of, to_mesh, with_change
 from meshtrain.errors import divisors
 from meshtrain.plan.search.candidates import MODEST, Candidate

@@ -1,0 +1,207 @@
+"""A configuration from a mapping, a configuration file, or the defaults: typed, but not yet checked.
+
+The task, the data source and the functions that a configuration names are read first, because their options are fields
+of the configuration. An ml_collections.ConfigDict is used only in this module, for files that edit the defaults:
+
+    from meshtrain.config import default
+
+    def get_config():
+        config = default()
+        config.mesh.data = 2
+        return config
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import ml_collections
+
+from meshtrain.cli import flags
+from meshtrain.config import data_sources, former, meanings, tasks
+from meshtrain.config.fields import Config
+from meshtrain.config.tasks import MakeTask
+from meshtrain.data.sources import DataOptions
+from meshtrain.errors import Problem, UserError, first_line
+from meshtrain.options import Options, Value, Values, naming, with_own
+
+# What a configuration file returns; fields that a mapping lacks have their defaults.
+Given: TypeAlias = Config | ml_collections.ConfigDict | Mapping[str, Value]
+
+
+class _Defaults(ml_collections.ConfigDict):
+    """Defaults in which a file may set the fields of a group of a former version: `config.compression.kind`."""
+
+    def __getitem__(self, key: str) -> Value:
+        """Returns a field or a group; a former group is there once it is asked for."""
+        if key in former.GROUPS and key not in self:
+            self[key] = ml_collections.ConfigDict(type_safe=False)
+        return super().__getitem__(key)
+
+
+def default(task: str = "decoder") -> ml_collections.ConfigDict:
+    """Returns the defaults for a configuration file to edit.
+
+    The ConfigDict accepts any key and any value, so that `resolve` can report all wrong ones together. A locked and
+    typed ConfigDict would raise at the first.
+
+    >>> from meshtrain.config import resolve
+    >>> config = default()
+    >>> config.mesh.data = 2
+    >>> config.learning_rate.name = "linear"
+    >>> resolve(config).mesh.data
+    2
+
+    Args:
+      task: the name of a task; its options become the fields of `model`.
+
+    Raises:
+      UserError: no such task, see `tasks.find`.
+    """
+    config = Config(task=task, model=tasks.find(task).options())
+    return _Defaults(dataclasses.asdict(config), type_safe=False)
+
+
+def built(
+    given: Given, overrides: Mapping[str, str], make_task: MakeTask | None = None
+) -> tuple[Config, list[Problem]]:
+    """Returns a configuration of the right types, and one line for each key or value that was left out.
+
+    The task is read first, because the fields of `model` are those of its options, and likewise the reduction.
+    """
+    right = Problem(
+        "--config", allowed="what meshtrain.config.default() returns, a value in each place", nearest="return config"
+    )
+    try:
+        options = type(given.model) if isinstance(given, Config) else type(Config().model)
+        given = given.to_dict() if isinstance(given, ml_collections.ConfigDict) else given
+        given = dataclasses.asdict(given) if isinstance(given, Config) else given
+        values = flags.flatten(meanings.without_version(given)) if isinstance(given, Mapping) else None
+    except ml_collections.config_dict.RequiredValueError as error:
+        raise UserError(right.with_parts(got=f"no value where one is required ({error})")) from error
+    except Exception as error:  # whatever a mapping of the user's raises
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(right.with_parts(got=f"a mapping that cannot be read ({reason})")) from error
+    if values is None:
+        raise UserError(right.with_parts(got=f"{type(given).__name__} from get_config()"))
+    texts, problems = dict(overrides), list[Problem]()
+    given_data = [key.removeprefix("data.") for key in (*values, *texts) if key.startswith("data.")]
+    source = _named("data.source", values, texts, DataOptions.source)
+    data = data_sources.options_of(source, given_data)()
+    try:
+        name = _named("task", values, texts, Config.task)
+        if make_task is None:
+            start = Config(task=name, model=tasks.find(name).options(), data=data)
+        else:
+            start = Config(task=tasks.name_of(make_task), model=_options_of(make_task, name, options)(), data=data)
+            values["task"] = start.task
+            texts.pop("task", None)
+    except UserError as error:
+        # Which fields `model` has is not known without the task.
+        problems, start = list(error.problems), Config(data=data)
+        for given_here in (values, texts):
+            for key in [key for key in given_here if key == "task" or key == "model" or key.startswith("model.")]:
+                del given_here[key]
+    if isinstance(values.get("model"), Mapping) and not dataclasses.fields(start.model):
+        del values["model"]  # the task has options, and none of them
+    problems += _drop_other_defaults(start, values, texts)
+    problems += former.rename(values, texts, flags.flatten(dataclasses.asdict(start))).values()
+    start, lines = _with_own_options(start, values, texts)
+    problems += lines
+    typed, wrong = flags.collect(flags.schema(start), values, texts)
+    return flags.construct(start, typed), problems + wrong
+
+
+def defaults_of(config: Config) -> Config:
+    """Returns the defaults of the configuration's task, source of data, and of the functions that it names."""
+    return Config(task=config.task, **{name: type(options)() for name, options in groups(config).items()})
+
+
+def _named(key: str, values: Mapping[str, Value], texts: Mapping[str, str], default: str) -> str:
+    """Returns the text that dotted keys, texts first, have for an option; its default where they have none."""
+    given = [among[key] for among in (texts, values) if key in among]
+    return next((name for name in given if isinstance(name, str)), default)
+
+
+def _options_of(make_task: MakeTask, name: str, options: type) -> type:
+    """Returns the options class of the caller's task function; if it has none, that of the task named `name`."""
+    if hasattr(make_task, "options"):
+        tasks.refuse_options(tasks.name_of(make_task), make_task)
+        return make_task.options
+    return options if name == tasks.name_of(make_task) else tasks.find(name).options
+
+
+def _with_own_options(start: Config, values: Values, texts: dict[str, str]) -> tuple[Config, list[Problem]]:
+    """Returns defaults in which the options of each user's function stand beside the one that names it.
+
+    Takes out of `values`, in place, the options of a function in whose place `texts` names another. Where a function is
+    wrong, its options are not known: they are taken out of both, and a line says what is wrong.
+    """
+    problems = list[Problem]()
+    for name, options in groups(start).items():
+        if not naming(options):
+            continue
+        key = f"{name}.{naming(options)}"
+        chosen = [given[key] for given in (texts, values) if key in given] or [getattr(options, naming(options))]
+        strange: list[Values] = [values] if chosen[0] != chosen[-1] else []
+        try:
+            options = with_own(options, name, chosen[0])
+        except UserError as error:
+            problems += error.problems
+            strange = [values, texts]
+            for given in strange:
+                given.pop(key, None)
+        known = {f"{name}.{field.name}" for field in dataclasses.fields(options)}
+        for given in strange:
+            for other in [other for other in given if other.startswith(f"{name}.") and other not in known]:
+                del given[other]
+        start = dataclasses.replace(start, **{name: options})
+    return start, problems
+
+
+def groups(config: Config) -> dict[str, Options]:
+    """Returns name -> options of each group of a configuration."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
+
+
+def _drop_other_defaults(start: Config, values: Values, texts: Mapping[str, str]) -> list[Problem]:
+    """Takes another task's defaults out of `values`, in place; returns one line where that is ambiguous.
+
+    A file that begins with `default()` and then names another task holds the whole `model` of the decoder. A value that
+    equals the decoder's default was not chosen by the user. It is ambiguous if this task has a field of the same name
+    with another default.
+    """
+    own = flags.flatten({"model": dataclasses.asdict(start.model)})
+    held = {key for key in values if key.startswith("model.")}
+    # A configuration that has just this task's options begins with no other's, whose modules may be dear to import.
+    for name in tasks.names() if held and held != set(own) else ():
+        others = flags.flatten({"model": dataclasses.asdict(tasks.find(name).options())})
+        only_here = set(own) - set(others)
+        if not held >= set(others) or set(own) == set(others) or (only_here and held >= only_here):
+            continue  # not all of the other task's fields, or this task's
+        # A comparison with an array, or with an object of the user's, may raise.
+        plain = [key for key in others if isinstance(values[key], int | float | str)]
+        same = [key for key in plain if values[key] == others[key]]
+        unclear = [key for key in same if key in own and own[key] != others[key] and key not in texts]
+        for key in same:
+            del values[key]
+        begins = f"'{start.task}' in a configuration that begins with the options of '{name}'"
+        return [
+            Problem(
+                "task",
+                got=f"{begins}, and {key} = {others[key]} is a default of both or a choice",
+                allowed=f"default(task='{start.task}'), whose model is this task's",
+                nearest="that",
+            )
+            for key in unclear[:1]
+        ]
+    return []
+
+
+def file_content(path: str | None) -> Given:
+    """Returns what a configuration file returns, see `flags.load`.
+
+    Without a file it is {}: nothing was chosen, and `task` alone decides which fields `model` has.
+    """
+    return {} if path is None else flags.load(path, list(flags.schema(Config())))

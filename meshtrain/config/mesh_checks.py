@@ -1,0 +1,272 @@
+"""Checks of a configuration against a mesh: the batch, sequences, stages, and the storage of weights.
+
+They take the sizes of the mesh as {axis: size}. An axis of unknown size is passed as 1, which can only weaken a check.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from meshtrain.config import reductions, tasks
+from meshtrain.config.fields import Config
+from meshtrain.config.tasks import MakeTask
+from meshtrain.errors import Problem, UserError, nearest_multiple
+from meshtrain.models.lora import LoraOptions
+from meshtrain.models.task import Task, entries, stack_problems
+from meshtrain.optim import moments, optimizers
+from meshtrain.options import own_check
+from meshtrain.pipeline import check as pipeline_check
+from meshtrain.pipeline.stages import Stack, stack_of
+from meshtrain.sharding import trainable
+from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, Rules, default_rules, expert_axes
+from meshtrain.sharding.stored import MAX_LEVEL, level_problems, num_parts, rules_of_level
+from meshtrain.sharding.tree_problems import tree_problems
+from meshtrain.sharding.trees import Arrays, NamesTree, select
+
+
+def check(
+    config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
+) -> list[Problem]:
+    """Returns one line for each reason why a resolved configuration does not fit a mesh of these sizes.
+
+    For the task function and the rules see `resolve`.
+    """
+    return on_mesh(config, mesh_shape, make_task or tasks.find(config.task), rules)
+
+
+def check_filled(
+    config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
+) -> list[Problem]:
+    """Returns the lines of `check` for a mesh with an axis of -1, now filled in; none if `resolve` has checked."""
+    is_open = -1 in dataclasses.astuple(config.mesh)
+    return check(config, mesh_shape, make_task, rules) if is_open else []
+
+
+def on_mesh(
+    config: Config,
+    mesh_shape: Mapping[str, int],
+    function: MakeTask | None,
+    rules: Rules | None,
+    *,
+    is_open: bool = False,
+) -> list[Problem]:
+    """Returns the lines of `check`; without a task function only those that do not depend on the task.
+
+    Those of the weights' placement are left out for an open mesh that has no other problem: `check_filled` has them.
+    """
+    rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
+    num_groups = config.local_steps.groups if config.local_steps.period else 0
+    num_parts = num_microbatches(config, mesh_shape)
+    problems = batch_problems(config.batch_size, rules, mesh_shape, num_parts, num_groups)
+    problems += sequence_problems(config.sequence_length, rules, mesh_shape)
+    problems += level_problems(config.zero, config.mesh.data, config.mesh.fsdp)
+    problems += reductions.problems(config, mesh_shape)
+    if function is None:
+        return problems
+    own = own_check("task", tasks.name_of(function), function, (config, mesh_shape))
+    problems += own + tasks.watch_problems(config, function)
+    on_one_device = math.prod(mesh_shape.values()) == 1
+    if on_one_device and not config.optimizer.trainable and not config.lora.rank and not rules.own:
+        return problems
+    try:
+        if unfit := tasks.lora_problems(config, function):
+            problems += unfit
+            config = dataclasses.replace(config, lora=LoraOptions())
+        if is_open and not problems:
+            return problems
+        task, params, axes = tasks.abstract_weights(config, function, on_one_device=on_one_device)
+        if mesh_shape[CONTEXT] > 1:
+            problems += _parts_of_sequences(config, task, rules, mesh_shape)
+        if mesh_shape[PIPELINE] > 1:
+            has_option = hasattr(getattr(function, "options", None), "num_layers")
+            problems += _in_stages(config, mesh_shape, task, has_option=has_option)
+    except Exception:
+        if own:
+            return problems  # contradictory options, reported above, may make tracing the weights fail
+        raise
+    if stack := stack_of(task.stages, mesh_shape[PIPELINE], config.pipeline.num_chunks):
+        if unstacked := stack_problems(stack.num_layers, params, axes):
+            return problems + unstacked
+        problems += optimizers.storage_problems(config.optimizer, stack.num_layers, stack.shape)
+        problems += _rounding_problems(config, stack)
+        params = {**params, "layers": stack.places(params["layers"])}
+    return problems + weight_problems(config, mesh_shape, params, axes, rules)
+
+
+def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has_option: bool) -> list[Problem]:
+    """Returns one line for each reason why a pipeline of this size cannot run the task."""
+    size = mesh_shape["pipeline"]
+    if task.stages is None:
+        return [
+            Problem(
+                "mesh.pipeline",
+                got=f"{size}, and this task has no stages",
+                allowed=1,
+                nearest="mesh.pipeline=1",
+                depends_on=["task"],
+            )
+        ]
+    return pipeline_check.check(
+        config.pipeline,
+        num_stages=size,
+        num_layers=task.stages.num_layers,
+        num_microbatches=num_microbatches(config, mesh_shape),
+        key="model.num_layers" if has_option else "Task.stages.num_layers",
+    )
+
+
+def _rounding_problems(config: Config, stack: Stack) -> list[Problem]:
+    """Returns one line for each array that is rounded at random, if layers are spread over the stages.
+
+    Random bits depend on the place in memory, which is then another one than on one device.
+    """
+    if stack.places_of_layers is None:
+        return []
+    spread = f"with {stack.num_layers} layers spread over {stack.num_stages} stages x {stack.num_chunks} chunks, whose "
+    spread += "random rounding would be another one than on one device"
+    values = {
+        "optimizer.moments": (config.optimizer.moments, "float32"),
+        "precision.param_dtype": (config.precision.param_dtype.replace("auto", "float32"), "float32"),
+    }
+    return [
+        Problem(
+            key,
+            got=f"{value} {spread}",
+            allowed=f"{fix}, or stages that divide the layers",
+            nearest=f"{key}={fix}",
+            depends_on=["mesh.pipeline", "pipeline.num_chunks", "model.num_layers"],
+        )
+        for key, (value, fix) in values.items()
+        if value != fix
+    ]
+
+
+def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
+    """Returns one line if `context`, larger than 1, should split sequences, and the task's batch has none."""
+    split = {name for name, axes in rules.activations.items() if CONTEXT in axes}
+    if any(split & set(entry.axes) for entry in entries(task, config.batch_size).values()):
+        return []
+    return [
+        Problem(
+            f"mesh.{CONTEXT}",
+            got=f"{mesh_shape[CONTEXT]}, and no entry of this task's batch has a dim 'sequence'",
+            allowed=1,
+            nearest=f"mesh.{CONTEXT}=1",
+            depends_on=["task"],
+        )
+    ]
+
+
+def batch_problems(
+    batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_microbatches: int, num_groups: int = 0
+) -> list[Problem]:
+    """Returns one line where the global batch does not divide by its shards (data x fsdp) x microbatches.
+
+    Args:
+      batch_size: sequences.
+      rules: the axes that split an activation's `batch` dim count.
+      mesh_shape: the size of each mesh axis.
+      num_microbatches: parts that are computed one after the other.
+      num_groups: that train apart, which then divide the batch in place of the data axis; 0: none.
+    """
+    sizes = batch_shards(rules, mesh_shape)
+    if num_groups:
+        sizes = {"local_steps.groups": num_groups} | {name: n for name, n in sizes.items() if name != f"mesh.{DATA}"}
+    divisor = math.prod(sizes.values()) * num_microbatches
+    if batch_size % divisor == 0:
+        return []
+    factors = " x ".join([*(f"{name} {size}" for name, size in sizes.items()), f"{num_microbatches} microbatches"])
+    return [
+        Problem(
+            "batch_size",
+            got=batch_size,
+            allowed=f"a multiple of {divisor} = {factors}",
+            nearest=nearest_multiple(batch_size, divisor),
+            depends_on=[*sizes, "accumulation_steps", "pipeline.num_microbatches"],
+        )
+    ]
+
+
+def batch_shards(rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
+    """Returns option -> size of each mesh axis that splits the sequences of a batch; see `batch_problems`."""
+    # An axis that is there for experts alone is left out where it has size 1.
+    axes = [axis for axis in rules.activations["batch"] if axis not in expert_axes() or mesh_shape[axis] > 1]
+    return {f"mesh.{axis}": mesh_shape[axis] for axis in axes}
+
+
+def sequence_problems(
+    sequence_length: int, rules: Rules, mesh_shape: Mapping[str, int], name: str = "sequence_length"
+) -> list[Problem]:
+    """Returns one line where a rule splits the sequence of an activation into unequal shards.
+
+    Args:
+      sequence_length: in tokens.
+      rules: the axes that split `sequence`, and between layers `residual_sequence`, count.
+      mesh_shape: the size of each mesh axis.
+      name: the option that holds the length.
+    """
+    for rule in ("residual_sequence", "sequence"):  # what fits the first fits the second
+        axes = rules.activations[rule] if rule in rules.activations else ()
+        parts = num_parts(axes, mesh_shape)
+        if sequence_length % parts:
+            over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes if mesh_shape[axis] > 1)
+            return [
+                Problem(
+                    name,
+                    got=sequence_length,
+                    allowed=f"a multiple of {parts}, as rule '{rule}' splits it over {over}",
+                    nearest=nearest_multiple(sequence_length, parts),
+                    depends_on=[f"mesh.{axis}" for axis in axes],
+                )
+            ]
+    return []
+
+
+def weight_problems(
+    config: Config, mesh_shape: Mapping[str, int], params: Arrays, axes: NamesTree, rules: Rules
+) -> list[Problem]:
+    """Returns one line for each reason why a task's weights cannot be stored on a mesh of these sizes.
+
+    The dim `layers` is left out: what stacks layers outside of a pipeline's stages is the task's own.
+
+    Args:
+      config: the configuration. The lines name the options in `config.model` that set the size of a dim.
+      mesh_shape: the size of each mesh axis.
+      params: abstract parameters in layer order, with a pipeline's empty places.
+      axes: their logical axes.
+      rules: the table, with the storage axes of the ZeRO level.
+    """
+    mask, problems, chosen = None, list[Problem](), config.optimizer
+    if not trainable.check(chosen.trainable):  # which `optimizers.check` reports
+        try:
+            mask = trainable.trained_mask(chosen.trainable, params, has_adapters=config.lora.rank > 0)
+        except UserError as error:
+            problems = list(error.problems)
+    if chosen.moments == moments.EIGHT_BITS and not moments.check_block(chosen.moment_block):
+        (of_trained, _), (axes_of_trained, _) = select(params, mask), select(axes, mask)
+        problems += moments.problems(chosen.moment_block, of_trained, axes_of_trained, rules.parameters, mesh_shape)
+    sizes = {
+        field.metadata["dim"]: (f"model.{field.name}", getattr(config.model, field.name))
+        for field in dataclasses.fields(config.model)
+        if field.metadata and field.metadata["dim"]
+    }
+    level = min(config.zero.effective_level, MAX_LEVEL)
+    return problems + tree_problems(
+        params, axes, rules, mesh_shape, level, options=sizes, trained=mask, elsewhere=("layers",)
+    )
+
+
+def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
+    """Returns the number of microbatches of a step: accumulation steps times, with a pipeline, its microbatches."""
+    in_pipeline = config.pipeline.num_microbatches if mesh_shape["pipeline"] > 1 else 1
+    return config.accumulation_steps * in_pipeline
+
+
+def units_on_device(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> float:
+    """Returns how many units (tokens, images) of a step a device computes.
+
+    They are split over the batch's axes, and along sequences where an entry of the task's batch has them.
+    """
+    has_sequence = any("sequence" in entry.axes for entry in entries(task, config.batch_size).values())
+    split = (*rules.activations["batch"], *(rules.activations["sequence"] if has_sequence else ()))
+    return task.num_units / num_parts(split, mesh_shape)

@@ -1,0 +1,198 @@
+"""A configuration from a file, a notebook or a command line: typed, checked as a whole, and written as text.
+
+Inside the program a configuration is the frozen `Config`. All problems are reported together. `build` reads the values,
+`mesh_checks` has the checks against a mesh, and the checks of one task are defined next to the task (`tasks`).
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+from meshtrain.cli import flags
+from meshtrain.config import data_sources, meanings, tasks
+from meshtrain.config.build import Given, built, default, defaults_of, file_content
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import on_mesh
+from meshtrain.config.tasks import MakeTask
+from meshtrain.data.sources import is_own
+from meshtrain.data.tokenizer import NUM_BYTES
+from meshtrain.errors import Problem, UserError, refuse
+from meshtrain.observe import profiler
+from meshtrain.optim import learning_rate, optimizers
+from meshtrain.options import problems
+from meshtrain.sharding import mesh
+from meshtrain.sharding.rules import Rules
+from meshtrain.step import early_stop, loss_scale
+from meshtrain.step.precision import compute_name
+
+
+def resolve(
+    given: Given,
+    overrides: Mapping[str, str] | None = None,
+    also: Sequence[str] = (),
+    *,
+    make_task: MakeTask | None = None,
+    rules: Rules | None = None,
+    reads_data: bool = True,
+) -> Config:
+    """Returns the configuration with every value checked, and its placement where it states all sizes of the mesh.
+
+    >>> resolve({"mesh": {"data": 2}}, {"batch_size": "64"}).batch_size
+    64
+    >>> resolve({"learning_rate": {"name": "cosin"}})
+    Traceback (most recent call last):
+    meshtrain.errors.UserError: learning_rate.name: got 'cosin'; allowed: constant, linear, cosine, inverse_sqrt,
+    noam, warmup_stable_decay, or package.module:function; did you mean 'cosine'?
+
+    Args:
+      given: what a configuration file returns; missing fields have their defaults.
+      overrides: dotted key -> text as on the command line; takes precedence over `given`.
+      also: problems found elsewhere, to be reported together with those found here.
+      make_task: the caller's task function, instead of the one that `task` names. If it has no `options`, `model` holds
+        the options of the task that the configuration names; they are checked one by one, not against other fields.
+      rules: logical axis -> mesh axes for the task's weights; None: the built-in table.
+      reads_data: whether the data files must exist on this machine; a plan for another cluster does not need them.
+
+    Raises:
+      UserError: unknown keys, wrong types, values outside their bounds, and what `check` finds; all of them.
+    """
+    config, found = built(given, overrides or {}, make_task)
+    read_elsewhere = ("data.path", "data.validation_path") if is_own(config.data) else ()  # URLs too
+    found += [problem for problem in problems(config, "") if problem.key not in read_elsewhere]
+    schema = flags.schema(start := defaults_of(config))
+    faulty = {problem.key for problem in found}
+    faulty |= {key for key in schema for group in faulty if key.startswith(f"{group}.")}  # of a value that is no group
+    # The checks across fields need legal values: a wrong one is replaced by its default, problems that depend on it are
+    # dropped.
+    defaults = {key: entry.default for key, entry in schema.items() if key in faulty}
+    mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
+    mended, no_vocabulary = _with_vocabulary(mended, reads_data=reads_data)
+    if make_task is not None and not hasattr(make_task, "options"):
+        no_vocabulary = []  # this task function may not read `model`
+    function = None if "task" in faulty else make_task or tasks.find(config.task)
+    across = [
+        *no_vocabulary,
+        *mesh.check(mended.mesh),
+        *data_sources.check(mended.data, reads_data=reads_data),
+        *optimizers.check(mended.optimizer),
+        *_length_problems(mended),
+        *_base_problems(mended),
+        *profiler.check(mended.profile),
+        *loss_scale.check(mended.loss_scale, computes_in_float16=compute_name(mended.precision) == "float16"),
+    ]
+    sizes = dataclasses.asdict(mended.mesh)
+    is_open = -1 in sizes.values() and not (found or across or also)  # all problems come at once
+    across += on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function, rules, is_open=is_open)
+    found += [problem for problem in across if not faulty & {problem.key, *problem.depends_on}]
+    refuse([*also, *found])
+    return mended
+
+
+def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[Problem]]:
+    """Returns the configuration with `model.vocab_size=0` filled in, and a line for each reason why it is unknown.
+
+    It means as many tokens as the data's tokenizer has. If that is unknown, the size for bytes is filled in, so that
+    other checks can run.
+
+    Args:
+      config: each field within its own bounds; the options of its task may have a field `vocab_size`.
+      reads_data: as in `resolve`. If so, lines of `data_sources.check` are not repeated.
+    """
+    if getattr(config.model, "vocab_size", None) != 0:
+        return config, []
+    size, problems = NUM_BYTES + 1, list[Problem]()
+    try:
+        size = data_sources.vocabulary_of(config.data)
+    except UserError as error:
+        why = f"{error.problems[0].key}: {error.problems[0].fault}"
+        if not reads_data:
+            problems = [
+                Problem(
+                    "model.vocab_size",
+                    got=f"0, as many tokens as the data have, which are not known here ({why})",
+                    allowed="a number, or data that are here",
+                    nearest=50257,
+                    depends_on=[error.problems[0].key],
+                )
+            ]
+        elif not data_sources.check(config.data):
+            problems = list(error.problems)
+    model = dataclasses.replace(config.model, vocab_size=size)
+    return dataclasses.replace(config, model=model), problems
+
+
+def _length_problems(config: Config) -> list[Problem]:
+    """Returns one line for each contradiction in how long a run is; the default of `num_steps` is no choice."""
+    found = learning_rate.check(config.learning_rate) + early_stop.check(config.early_stop, config.eval_every)
+    if not config.num_epochs or config.num_steps == Config.num_steps:
+        return found
+    return [
+        *found,
+        Problem(
+            "num_epochs",
+            got=f"{config.num_epochs:g} with num_steps={config.num_steps}",
+            allowed="one of both",
+            nearest=f"num_epochs=0, or num_steps={Config.num_steps}, the default",
+            depends_on=["num_steps"],
+        ),
+    ]
+
+
+def _base_problems(config: Config) -> list[Problem]:
+    """Returns one line if `init_base` would not be read, because nothing is loaded."""
+    if config.init_from or not config.init_base:
+        return []
+    return [
+        Problem(
+            "init_base",
+            got=f"'{config.init_base}' without init_from",
+            allowed="'', or the folder of the model that the adapters of init_from belong to",
+            nearest="''",
+            depends_on=["init_from"],
+        )
+    ]
+
+
+def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_data: bool = True) -> Config:
+    """Returns the configuration that a command line asks for.
+
+    Args:
+      arguments: what `flags.arguments` returns.
+      also: see `resolve`.
+      reads_data: see `resolve`.
+
+    Raises:
+      UserError: all problems of the file, of the overrides and of the two together.
+    """
+    also = [*arguments.problems, *also]
+    try:
+        given = file_content(arguments.config)
+        built(given, {})  # raises where the file returns something other than a configuration
+    except UserError as error:
+        # Without the file its values are not known, but the overrides' names and types are.
+        _, problems = built(default(), arguments.overrides)
+        raise UserError(*also, *error.problems, *problems) from error
+    return resolve(given, arguments.overrides, also, reads_data=reads_data)
+
+
+def parse(
+    argv: Sequence[str], extra: argparse.ArgumentParser | None = None, *, reads_data: bool = True
+) -> tuple[Config, argparse.Namespace]:
+    """Returns the configuration, and the namespace of `flags.arguments`, for an entry point.
+
+    Args:
+      argv: the words after the program's name.
+      extra: the entry point's own arguments.
+      reads_data: see `resolve`.
+
+    Raises:
+      UserError: a wrong argument, or all problems of the configuration.
+    """
+    arguments = flags.arguments(argv, extra)
+    return configure(arguments, reads_data=reads_data), arguments
+
+
+def to_json(config: Config) -> str:
+    """Returns the configuration as the text of `config.json`, see `meanings.record`."""
+    return json.dumps(meanings.record(config), indent=2) + "\n"
