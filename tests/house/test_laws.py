@@ -390,3 +390,16 @@ def test_the_code_map_of_readme_is_made_of_the_first_lines_of_the_rooms():
 
 def test_there_are_configurations():
     assert CONFIGS
+
+
+def test_only_errors_writes_the_form_of_an_error_line():
+    """Other modules pass the parts to `Problem`, so that code reads its attributes instead of the text."""
+    written = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "meshtrain").rglob("*.py")
+        if path.name != "errors.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "; allowed" in node.value
+        if ">>>" not in node.value
+    ]
+    assert written == []
