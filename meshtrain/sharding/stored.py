@@ -432,10 +432,12 @@ def uneven_line(
             got=f"{value}{made} for dim '{name}' of {path}",
             allowed=f"a multiple of {parts}, as it is split over {over}",
             nearest=f"{nearest_multiple(value, parts)}, or {change}",
+            depends_on=[f"mesh.{axis}" for axis in axes],
         )
     return Problem(
         path,
         fault=f"shape {tuple(shape)}: dim {dim} has size {size}, and rule '{name}' splits it over {over}",
         allowed=f"multiples of {parts}",
         nearest=f"{nearest_multiple(size, parts)}, or {change}",
+        depends_on=[f"mesh.{axis}" for axis in axes],
     )

@@ -214,6 +214,7 @@ def _left_whole_by_data(
             ),
             allowed=f"at most {MOST_WHOLE:.0%}",
             nearest=f"mesh.data={legal}, or {path} of shape {mended}",
+            depends_on=["zero.level", "zero.strategy"],
         )
     ]
 

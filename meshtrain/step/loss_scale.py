@@ -91,6 +91,7 @@ def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[Probl
                 got="none with float16, whose gradients would be lost below 6e-8",
                 allowed="auto, dynamic",
                 nearest="loss_scale.mode=auto, or precision.policy=bfloat16",
+                depends_on=["precision.policy", "precision.compute_dtype"],
             )
         )
     return lines

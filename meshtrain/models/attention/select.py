@@ -115,6 +115,7 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
                 got="cudnn computing in float32",
                 allowed="cudnn with a 16-bit policy",
                 nearest="model.attention=xla, or precision.policy=bfloat16",
+                depends_on=["precision.policy", "precision.compute_dtype"],
             )
         )
     for field, (_, option) in (_CANNOT[asked] if asked in _CANNOT else {}).items():
@@ -125,6 +126,7 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
                     got=f"{asked} with model.{option} = {value}, which its kernel cannot do",
                     allowed="auto, xla, blockwise, splash",
                     nearest="model.attention=auto",
+                    depends_on=[f"model.{option}"],
                 )
             )
     if asked not in TAKE_PARTS and gathers_keys(attention, mesh_shape):
@@ -141,7 +143,7 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
                 ),
                 allowed=", ".join(TAKE_PARTS),
                 nearest=f"model.attention=auto, or mesh.{CONTEXT}={fits}",
-                depends_on=["model.num_heads"],
+                depends_on=["model.num_heads", f"mesh.{CONTEXT}"],
             )
         )
     return problems
