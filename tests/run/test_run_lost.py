@@ -74,8 +74,9 @@ def test_a_second_run_in_the_place_of_another_is_refused_and_the_first_goes_on(p
     assert not other.exists(), "who is refused leaves nothing"
 
 
-@pytest.mark.parametrize("how", ["unmounted", "emptied", "unfinished"])
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    ("how", "elsewhere"), [("unmounted", True), ("emptied", True), ("unfinished", True), ("unmounted", False)]
+)
 def test_checkpoints_that_are_missing_are_not_taken_for_a_new_run(how, elsewhere, tmp_path):
     run, place = tmp_path / "run", tmp_path / "disk" if elsewhere else tmp_path / "run" / CHECKPOINTS
     checkpoint = {"directory": str(place)} if elsewhere else {}
@@ -125,8 +126,10 @@ def ended(capsys, work):
     return capsys.readouterr().err.splitlines()
 
 
-@pytest.mark.parametrize("step", [2, 4], ids=["in the middle", "in the last evaluation"])
-@pytest.mark.parametrize("what", ["workdir", "workdir replaced", "directory", "directory replaced"])
+@pytest.mark.parametrize(
+    ("what", "step"),
+    [("workdir", 2), ("workdir replaced", 2), ("directory", 2), ("directory replaced", 2), ("workdir", 4)],
+)
 def test_a_folder_that_is_lost_ends_the_run_with_one_line_and_is_not_made_again(what, step, during, capsys, tmp_path):
     run, place = tmp_path / "run", tmp_path / "disk"
     lost = run if what.startswith("workdir") else place
