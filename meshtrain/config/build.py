@@ -1,7 +1,7 @@
-"""A configuration from a mapping, a configuration file, or the defaults: typed, but not yet checked.
+"""Builds a typed, unchecked `Config` from a mapping, a configuration file, or the defaults.
 
 The task, the data source and the functions that a configuration names are read first, because their options are fields
-of the configuration. An ml_collections.ConfigDict is used only in this module, for files that edit the defaults:
+of the configuration. Only this module uses `ml_collections.ConfigDict`, for files that edit the defaults:
 
     from meshtrain.config import default
 
@@ -30,20 +30,20 @@ Given: TypeAlias = Config | ml_collections.ConfigDict | Mapping[str, Value]
 
 
 class _Defaults(ml_collections.ConfigDict):
-    """Defaults in which a file may set the fields of a group of a former version: `config.compression.kind`."""
+    """Defaults in which a file may also set fields of a group that older versions had: `config.compression.kind`."""
 
     def __getitem__(self, key: str) -> Value:
-        """Returns a field or a group; a former group is there once it is asked for."""
+        """Returns a field or a group; creates a group of an older version when it is first read."""
         if key in former.GROUPS and key not in self:
             self[key] = ml_collections.ConfigDict(type_safe=False)
         return super().__getitem__(key)
 
 
 def default(task: str = "decoder") -> ml_collections.ConfigDict:
-    """Returns the defaults for a configuration file to edit.
+    """Returns the defaults, for a configuration file to edit.
 
-    The ConfigDict accepts any key and any value, so that `resolve` can report all wrong ones together. A locked and
-    typed ConfigDict would raise at the first.
+    The ConfigDict accepts any key and any value, so that `resolve` can report all wrong keys and values together. A
+    locked and typed ConfigDict would raise at the first.
 
     >>> from meshtrain.config import resolve
     >>> config = default()
@@ -56,7 +56,7 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
       task: the name of a task; its options become the fields of `model`.
 
     Raises:
-      UserError: no such task, see `tasks.find`.
+      UserError: there is no such task, see `tasks.find`.
     """
     config = Config(task=task, model=tasks.find(task).options())
     return _Defaults(dataclasses.asdict(config), type_safe=False)
@@ -65,9 +65,9 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
 def built(
     given: Given, overrides: Mapping[str, str], make_task: MakeTask | None = None
 ) -> tuple[Config, list[Problem]]:
-    """Returns a configuration of the right types, and one line for each key or value that was left out.
+    """Returns a configuration with the right types, and a problem for each key or value that was left out.
 
-    The task is read first, because the fields of `model` are those of its options, and likewise the reduction.
+    The task and the named functions are read first, because their options are fields of the configuration.
     """
     right = Problem(
         "--config", allowed="what meshtrain.config.default() returns, a value in each place", nearest="return config"
@@ -79,7 +79,7 @@ def built(
         values = flags.flatten(meanings.without_version(given)) if isinstance(given, Mapping) else None
     except ml_collections.config_dict.RequiredValueError as error:
         raise UserError(right.with_parts(got=f"no value where one is required ({error})")) from error
-    except Exception as error:  # whatever a mapping of the user's raises
+    except Exception as error:  # a user's mapping may raise any exception
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(right.with_parts(got=f"a mapping that cannot be read ({reason})")) from error
     if values is None:
@@ -97,13 +97,13 @@ def built(
             values["task"] = start.task
             texts.pop("task", None)
     except UserError as error:
-        # Which fields `model` has is not known without the task.
+        # Without the task, the fields of `model` are not known.
         problems, start = list(error.problems), Config(data=data)
         for given_here in (values, texts):
             for key in [key for key in given_here if key == "task" or key == "model" or key.startswith("model.")]:
                 del given_here[key]
     if isinstance(values.get("model"), Mapping) and not dataclasses.fields(start.model):
-        del values["model"]  # the task has options, and none of them
+        del values["model"]  # the task has options, but no fields
     problems += _drop_other_defaults(start, values, texts)
     problems += former.rename(values, texts, flags.flatten(dataclasses.asdict(start))).values()
     start, lines = _with_own_options(start, values, texts)
@@ -113,18 +113,18 @@ def built(
 
 
 def defaults_of(config: Config) -> Config:
-    """Returns the defaults of the configuration's task, source of data, and of the functions that it names."""
+    """Returns a configuration with the same task, data source and named functions, and defaults for their options."""
     return Config(task=config.task, **{name: type(options)() for name, options in groups(config).items()})
 
 
 def _named(key: str, values: Mapping[str, Value], texts: Mapping[str, str], default: str) -> str:
-    """Returns the text that dotted keys, texts first, have for an option; its default where they have none."""
+    """Returns the text given for an option, or its default; a text of the command line has precedence."""
     given = [among[key] for among in (texts, values) if key in among]
     return next((name for name in given if isinstance(name, str)), default)
 
 
 def _options_of(make_task: MakeTask, name: str, options: type) -> type:
-    """Returns the options class of the caller's task function; if it has none, that of the task named `name`."""
+    """Returns the options class of the caller's task function, or of the task `name` if the function has none."""
     if hasattr(make_task, "options"):
         tasks.refuse_options(tasks.name_of(make_task), make_task)
         return make_task.options
@@ -132,10 +132,11 @@ def _options_of(make_task: MakeTask, name: str, options: type) -> type:
 
 
 def _with_own_options(start: Config, values: Values, texts: dict[str, str]) -> tuple[Config, list[Problem]]:
-    """Returns defaults in which the options of each user's function stand beside the one that names it.
+    """Returns the defaults with the options of each user function added to the group that names the function.
 
-    Takes out of `values`, in place, the options of a function in whose place `texts` names another. Where a function is
-    wrong, its options are not known: they are taken out of both, and a line says what is wrong.
+    If `texts` replaces a function that `values` names, the options of the replaced function are removed from `values`,
+    in place. If a function cannot be used, its options are unknown: they are removed from both mappings, and a problem
+    is returned.
     """
     problems = list[Problem]()
     for name, options in groups(start).items():
@@ -166,15 +167,16 @@ def groups(config: Config) -> dict[str, Options]:
 
 
 def _drop_other_defaults(start: Config, values: Values, texts: Mapping[str, str]) -> list[Problem]:
-    """Takes another task's defaults out of `values`, in place; returns one line where that is ambiguous.
+    """Removes defaults of another task from `values`, in place; returns a problem if a value is ambiguous.
 
-    A file that begins with `default()` and then names another task holds the whole `model` of the decoder. A value that
-    equals the decoder's default was not chosen by the user. It is ambiguous if this task has a field of the same name
-    with another default.
+    A file that starts with `default()` and then names another task contains all `model` options of the decoder. A value
+    that equals the decoder's default was not chosen by the user. It is ambiguous if this task has a field of the same
+    name with another default.
     """
     own = flags.flatten({"model": dataclasses.asdict(start.model)})
     held = {key for key in values if key.startswith("model.")}
-    # A configuration that has just this task's options begins with no other's, whose modules may be dear to import.
+    # A configuration with exactly this task's options does not need the other tasks, whose modules may be slow to
+    # import.
     for name in tasks.names() if held and held != set(own) else ():
         others = flags.flatten({"model": dataclasses.asdict(tasks.find(name).options())})
         only_here = set(own) - set(others)
@@ -200,8 +202,8 @@ def _drop_other_defaults(start: Config, values: Values, texts: Mapping[str, str]
 
 
 def file_content(path: str | None) -> Given:
-    """Returns what a configuration file returns, see `flags.load`.
+    """Returns the value of a configuration file, see `flags.load`; {} without a file.
 
-    Without a file it is {}: nothing was chosen, and `task` alone decides which fields `model` has.
+    With {} no option was chosen, and `task` alone decides which fields `model` has.
     """
     return {} if path is None else flags.load(path, list(flags.schema(Config())))

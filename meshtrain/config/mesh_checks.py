@@ -1,6 +1,7 @@
-"""Checks of a configuration against a mesh: the batch, sequences, stages, and the storage of weights.
+"""Checks a configuration against a mesh: the batch, sequences, pipeline stages, and the storage of weights.
 
-They take the sizes of the mesh as {axis: size}. An axis of unknown size is passed as 1, which can only weaken a check.
+The functions take the sizes of the mesh as {axis: size}. The size of an unknown axis is passed as 1, which can hide a
+problem but never reports a wrong one.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from meshtrain.sharding.trees import Arrays, NamesTree, select
 def check(
     config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> list[Problem]:
-    """Returns one line for each reason why a resolved configuration does not fit a mesh of these sizes.
+    """Returns a problem for each reason why a resolved configuration does not fit a mesh of these sizes.
 
     For the task function and the rules see `resolve`.
     """
@@ -37,7 +38,10 @@ def check(
 def check_filled(
     config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> list[Problem]:
-    """Returns the lines of `check` for a mesh with an axis of -1, now filled in; none if `resolve` has checked."""
+    """Returns the problems of `check` for a mesh whose axis of size -1 is filled in; none if no axis had size -1.
+
+    Without such an axis, `resolve` has checked the configuration already.
+    """
     is_open = -1 in dataclasses.astuple(config.mesh)
     return check(config, mesh_shape, make_task, rules) if is_open else []
 
@@ -50,9 +54,10 @@ def on_mesh(
     *,
     is_open: bool = False,
 ) -> list[Problem]:
-    """Returns the lines of `check`; without a task function only those that do not depend on the task.
+    """Returns the problems of `check`; without a task function only those that do not depend on the task.
 
-    Those of the weights' placement are left out for an open mesh that has no other problem: `check_filled` has them.
+    If `is_open` (an axis of the mesh has size -1) and there is no other problem, the placement of the weights is not
+    checked. `check_filled` checks it later.
     """
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     num_groups = config.local_steps.groups if config.local_steps.period else 0
@@ -94,7 +99,7 @@ def on_mesh(
 
 
 def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has_option: bool) -> list[Problem]:
-    """Returns one line for each reason why a pipeline of this size cannot run the task."""
+    """Returns a problem for each reason why a pipeline of this size cannot run the task."""
     size = mesh_shape["pipeline"]
     if task.stages is None:
         return [
@@ -116,9 +121,9 @@ def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has
 
 
 def _rounding_problems(config: Config, stack: Stack) -> list[Problem]:
-    """Returns one line for each array that is rounded at random, if layers are spread over the stages.
+    """Returns a problem for each option that asks for random rounding, if layers are spread unevenly over stages.
 
-    Random bits depend on the place in memory, which is then another one than on one device.
+    The random bits depend on a value's place in memory, which then differs from its place on a single device.
     """
     if stack.places_of_layers is None:
         return []
@@ -142,7 +147,7 @@ def _rounding_problems(config: Config, stack: Stack) -> list[Problem]:
 
 
 def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns one line if `context`, larger than 1, should split sequences, and the task's batch has none."""
+    """Returns a problem if the mesh splits sequences, and the batch of the task has no sequence dimension."""
     split = {name for name, axes in rules.activations.items() if CONTEXT in axes}
     if any(split & set(entry.axes) for entry in entries(task, config.batch_size).values()):
         return []
@@ -160,14 +165,14 @@ def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Ma
 def batch_problems(
     batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_microbatches: int, num_groups: int = 0
 ) -> list[Problem]:
-    """Returns one line where the global batch does not divide by its shards (data x fsdp) x microbatches.
+    """Returns a problem if the global batch does not divide by (data x fsdp) x microbatches.
 
     Args:
-      batch_size: sequences.
-      rules: the axes that split an activation's `batch` dim count.
+      batch_size: in sequences.
+      rules: used for the mesh axes that split the `batch` dim of activations.
       mesh_shape: the size of each mesh axis.
       num_microbatches: parts that are computed one after the other.
-      num_groups: that train apart, which then divide the batch in place of the data axis; 0: none.
+      num_groups: the number of groups that train separately, and divide the batch in place of the data axis; 0: none.
     """
     sizes = batch_shards(rules, mesh_shape)
     if num_groups:
@@ -189,7 +194,7 @@ def batch_problems(
 
 def batch_shards(rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
     """Returns option -> size of each mesh axis that splits the sequences of a batch; see `batch_problems`."""
-    # An axis that is there for experts alone is left out where it has size 1.
+    # An axis that is used only for experts is left out if it has size 1.
     axes = [axis for axis in rules.activations["batch"] if axis not in expert_axes() or mesh_shape[axis] > 1]
     return {f"mesh.{axis}": mesh_shape[axis] for axis in axes}
 
@@ -197,15 +202,15 @@ def batch_shards(rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
 def sequence_problems(
     sequence_length: int, rules: Rules, mesh_shape: Mapping[str, int], name: str = "sequence_length"
 ) -> list[Problem]:
-    """Returns one line where a rule splits the sequence of an activation into unequal shards.
+    """Returns a problem if a rule splits the sequence dim of an activation into unequal shards.
 
     Args:
       sequence_length: in tokens.
-      rules: the axes that split `sequence`, and between layers `residual_sequence`, count.
+      rules: used for the mesh axes that split `sequence` and, between layers, `residual_sequence`.
       mesh_shape: the size of each mesh axis.
-      name: the option that holds the length.
+      name: the option that sets the length.
     """
-    for rule in ("residual_sequence", "sequence"):  # what fits the first fits the second
+    for rule in ("residual_sequence", "sequence"):  # a length that fits the first fits the second
         axes = rules.activations[rule] if rule in rules.activations else ()
         parts = num_parts(axes, mesh_shape)
         if sequence_length % parts:
@@ -225,15 +230,15 @@ def sequence_problems(
 def weight_problems(
     config: Config, mesh_shape: Mapping[str, int], params: Arrays, axes: NamesTree, rules: Rules
 ) -> list[Problem]:
-    """Returns one line for each reason why a task's weights cannot be stored on a mesh of these sizes.
+    """Returns a problem for each reason why a task's weights cannot be stored on a mesh of these sizes.
 
-    The dim `layers` is left out: what stacks layers outside of a pipeline's stages is the task's own.
+    The dim `layers` is not checked: outside of pipeline stages, each task decides how it stacks layers.
 
     Args:
-      config: the configuration. The lines name the options in `config.model` that set the size of a dim.
+      config: the configuration. The problems name the options in `config.model` that set the size of a dim.
       mesh_shape: the size of each mesh axis.
-      params: abstract parameters in layer order, with a pipeline's empty places.
-      axes: their logical axes.
+      params: abstract parameters in layer order, including the empty layer places of a pipeline.
+      axes: the logical axes of the parameters.
       rules: the table, with the storage axes of the ZeRO level.
     """
     mask, problems, chosen = None, list[Problem](), config.optimizer
@@ -257,15 +262,16 @@ def weight_problems(
 
 
 def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
-    """Returns the number of microbatches of a step: accumulation steps times, with a pipeline, its microbatches."""
+    """Returns the number of microbatches of a step: accumulation steps, times the microbatches of any pipeline."""
     in_pipeline = config.pipeline.num_microbatches if mesh_shape["pipeline"] > 1 else 1
     return config.accumulation_steps * in_pipeline
 
 
 def units_on_device(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> float:
-    """Returns how many units (tokens, images) of a step a device computes.
+    """Returns how many units (tokens, images) of a step each device computes.
 
-    They are split over the batch's axes, and along sequences where an entry of the task's batch has them.
+    The units are split over the mesh axes of the batch. If the batch has a sequence dim, they are also split over its
+    axes.
     """
     has_sequence = any("sequence" in entry.axes for entry in entries(task, config.batch_size).values())
     split = (*rules.activations["batch"], *(rules.activations["sequence"] if has_sequence else ()))

@@ -1,7 +1,7 @@
-"""A configuration from a file, a notebook or a command line: typed, checked as a whole, and written as text.
+"""Turns a configuration from a file, a notebook or a command line into a checked `Config`, and writes it as text.
 
-Inside the program a configuration is the frozen `Config`. All problems are reported together. `build` reads the values,
-`mesh_checks` has the checks against a mesh, and the checks of one task are defined next to the task (`tasks`).
+All problems are reported together. `build` reads the values, `mesh_checks` checks them against a mesh, and the checks
+of one task are defined next to the task (`tasks`).
 """
 
 import argparse
@@ -36,7 +36,7 @@ def resolve(
     rules: Rules | None = None,
     reads_data: bool = True,
 ) -> Config:
-    """Returns the configuration with every value checked, and its placement where it states all sizes of the mesh.
+    """Returns the checked configuration; checks the weights' placement too if all sizes of the mesh are given.
 
     >>> resolve({"mesh": {"data": 2}}, {"batch_size": "64"}).batch_size
     64
@@ -46,25 +46,25 @@ def resolve(
     noam, warmup_stable_decay, or package.module:function; did you mean 'cosine'?
 
     Args:
-      given: what a configuration file returns; missing fields have their defaults.
+      given: the value that a configuration file returns; missing fields get their defaults.
       overrides: dotted key -> text as on the command line; takes precedence over `given`.
-      also: problems found elsewhere, to be reported together with those found here.
+      also: problems that the caller has found; they are reported together with the problems found here.
       make_task: the caller's task function, instead of the one that `task` names. If it has no `options`, `model` holds
-        the options of the task that the configuration names; they are checked one by one, not against other fields.
+        the options of the task that the configuration names; they are checked alone, not against other fields.
       rules: logical axis -> mesh axes for the task's weights; None: the built-in table.
       reads_data: whether the data files must exist on this machine; a plan for another cluster does not need them.
 
     Raises:
-      UserError: unknown keys, wrong types, values outside their bounds, and what `check` finds; all of them.
+      UserError: lists all unknown keys, wrong types, values outside their bounds, and problems that `check` finds.
     """
     config, found = built(given, overrides or {}, make_task)
     read_elsewhere = ("data.path", "data.validation_path") if is_own(config.data) else ()  # URLs too
     found += [problem for problem in problems(config, "") if problem.key not in read_elsewhere]
     schema = flags.schema(start := defaults_of(config))
     faulty = {problem.key for problem in found}
-    faulty |= {key for key in schema for group in faulty if key.startswith(f"{group}.")}  # of a value that is no group
-    # The checks across fields need legal values: a wrong one is replaced by its default, problems that depend on it are
-    # dropped.
+    faulty |= {key for key in schema for group in faulty if key.startswith(f"{group}.")}  # a value in place of a group
+    # The checks across fields need legal values: a wrong value is replaced by its default, and problems that depend on
+    # it are dropped.
     defaults = {key: entry.default for key, entry in schema.items() if key in faulty}
     mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
     mended, no_vocabulary = _with_vocabulary(mended, reads_data=reads_data)
@@ -90,14 +90,14 @@ def resolve(
 
 
 def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[Problem]]:
-    """Returns the configuration with `model.vocab_size=0` filled in, and a line for each reason why it is unknown.
+    """Returns the configuration with `model.vocab_size=0` replaced, and a problem for each reason why that fails.
 
-    It means as many tokens as the data's tokenizer has. If that is unknown, the size for bytes is filled in, so that
-    other checks can run.
+    The value 0 stands for the number of tokens of the data's tokenizer. If that number is unknown, the size for bytes
+    is filled in, so that other checks can run.
 
     Args:
-      config: each field within its own bounds; the options of its task may have a field `vocab_size`.
-      reads_data: as in `resolve`. If so, lines of `data_sources.check` are not repeated.
+      config: each field is within its own bounds. The options of its task may have a field `vocab_size`.
+      reads_data: as in `resolve`. If true, errors that `data_sources.check` reports are not repeated.
     """
     if getattr(config.model, "vocab_size", None) != 0:
         return config, []
@@ -123,7 +123,10 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
 
 
 def _length_problems(config: Config) -> list[Problem]:
-    """Returns one line for each contradiction in how long a run is; the default of `num_steps` is no choice."""
+    """Returns a problem for each contradiction between the options that set the length of a run.
+
+    A `num_steps` that equals its default does not contradict `num_epochs`.
+    """
     found = learning_rate.check(config.learning_rate) + early_stop.check(config.early_stop, config.eval_every)
     if not config.num_epochs or config.num_steps == Config.num_steps:
         return found
@@ -140,7 +143,7 @@ def _length_problems(config: Config) -> list[Problem]:
 
 
 def _base_problems(config: Config) -> list[Problem]:
-    """Returns one line if `init_base` would not be read, because nothing is loaded."""
+    """Returns a problem if `init_base` is set without `init_from`, and thus never read."""
     if config.init_from or not config.init_base:
         return []
     return [
@@ -155,20 +158,20 @@ def _base_problems(config: Config) -> list[Problem]:
 
 
 def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_data: bool = True) -> Config:
-    """Returns the configuration that a command line asks for.
+    """Returns the checked configuration for a command line.
 
     Args:
-      arguments: what `flags.arguments` returns.
+      arguments: the namespace that `flags.arguments` returns.
       also: see `resolve`.
       reads_data: see `resolve`.
 
     Raises:
-      UserError: all problems of the file, of the overrides and of the two together.
+      UserError: lists all problems of the file, of the overrides, and of both together.
     """
     also = [*arguments.problems, *also]
     try:
         given = file_content(arguments.config)
-        built(given, {})  # raises where the file returns something other than a configuration
+        built(given, {})  # raises if the file does not return a configuration
     except UserError as error:
         # Without the file its values are not known, but the overrides' names and types are.
         _, problems = built(default(), arguments.overrides)
@@ -179,7 +182,7 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
 def parse(
     argv: Sequence[str], extra: argparse.ArgumentParser | None = None, *, reads_data: bool = True
 ) -> tuple[Config, argparse.Namespace]:
-    """Returns the configuration, and the namespace of `flags.arguments`, for an entry point.
+    """Returns the configuration and the namespace of `flags.arguments`, for the command line of an entry point.
 
     Args:
       argv: the words after the program's name.
@@ -187,7 +190,7 @@ def parse(
       reads_data: see `resolve`.
 
     Raises:
-      UserError: a wrong argument, or all problems of the configuration.
+      UserError: an argument is wrong, or the configuration has problems; lists all of them.
     """
     arguments = flags.arguments(argv, extra)
     return configure(arguments, reads_data=reads_data), arguments
