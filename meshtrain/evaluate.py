@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from meshtrain.assemble import Assembly
+from meshtrain.assembly.assemble import Assembly
 from meshtrain.cli import flags
 from meshtrain.cli.tables import aligned
 from meshtrain.config.fields import Config

@@ -10,7 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from meshtrain.assemble import Assembly, array_rows, assemble, num_trained
+from meshtrain.assembly.assemble import Assembly, assemble
+from meshtrain.assembly.facts import array_rows, num_trained
 from meshtrain.cli.flags import PICTURES, write_picture
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config import effects
@@ -51,7 +52,7 @@ def text(assembly: Assembly) -> str:
         mesh_text(shape),
         "",
         table(array_rows(assembly)),
-        held_text(held(assembly.state, assembly.replicas)),
+        held_text(held(assembly.state, assembly.states.sums), assembly.extension.costs.label),
         *stages_text(assembly),
     ]
     if idle := effects.text(config, shape):
@@ -61,11 +62,12 @@ def text(assembly: Assembly) -> str:
 
 def reduction_text(assembly: Assembly) -> list[str]:
     """Returns one line about a custom or compressed gradient reduction and its bytes; [] for the plain sum."""
-    replicas, shape = assembly.replicas, assembly.mesh.shape
-    if replicas.reduction is None:
+    replicas, shape = assembly.placed.replicas, assembly.mesh.shape
+    reduction = assembly.extension.costs.reduction
+    if reduction is None:
         return []
-    sent = replicas.reduction.sent_bytes(1, shape[DATA], replicas.level > 0)
-    return [f"reduction    {replicas.reduction.name}, {sent:.3g} bytes a parameter over data {shape[DATA]}"]
+    sent = reduction.sent_bytes(1, shape[DATA], replicas.level > 0)
+    return [f"reduction    {reduction.name}, {sent:.3g} bytes a parameter over data {shape[DATA]}"]
 
 
 def batch_text(assembly: Assembly) -> str:
@@ -110,17 +112,18 @@ def own_text(config: Config) -> list[str]:
     return lines
 
 
-def held_text(bytes_held: Held) -> str:
-    """Returns one line with the bytes of the training state on one device."""
-    names = ("parameters", "gradients", "moments", *(["residual"] if bytes_held.residual else []))
-    sizes = ", ".join(f"{name} {format_bytes(getattr(bytes_held, name))}" for name in names)
+def held_text(bytes_held: Held, label: str) -> str:
+    """Returns one line with the bytes of the training state on one device; `label` names an extension's arrays."""
+    names = {"parameters": "parameters", "gradients": "gradients", "moments": "moments"}
+    names |= {"extra": label} if bytes_held.extra else {}
+    sizes = ", ".join(f"{name} {format_bytes(getattr(bytes_held, field))}" for field, name in names.items())
     beside = f"; {format_bytes(bytes_held.on_host)} of moments on its host" if bytes_held.on_host else ""
     return f"a device     {sizes}{beside}"
 
 
 def stages_text(assembly: Assembly) -> list[str]:
     """Returns lines for the schedule, each stage, and the saved activations; an empty list without a pipeline."""
-    program, stages = assembly.program, assembly.task.stages
+    program, stages = assembly.placed.program, assembly.task.stages
     if program is None or stages is None:
         return []
     schedule = program.schedule

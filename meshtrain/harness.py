@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshtrain.assemble import Assembly
+from meshtrain.assembly.assemble import Assembly
 from meshtrain.cli import flags
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problem, UserError, refuse, unknown

@@ -31,7 +31,6 @@ class Timetable:
       eval_every: steps between evaluations; 0: after the last step only.
       save_every: steps between saves; 0: after the last step only.
       max_skipped_in_a_row: steps in a row that may be skipped; one more stops training.
-      outer_every: steps between outer steps; 0: never.
       can_stop: whether `Actions.reason` may end the run. What it knows is that of the last save, so a run that resumes
         where an evaluation is due evaluates first.
     """
@@ -41,7 +40,6 @@ class Timetable:
     eval_every: int
     save_every: int
     max_skipped_in_a_row: int
-    outer_every: int = 0
     can_stop: bool = False
 
 
@@ -50,7 +48,7 @@ class Actions:
     """The functions that the loop calls.
 
     Attributes:
-      train_step: (state, batch) -> (state, metrics); it returns before the devices are done.
+      train_step: (step, state, batch) -> (state, metrics); it returns before the devices are done.
       evaluate: state -> values such as `eval_loss`.
       save: (step, state) -> values for the row of metrics; returns once the state's buffers may be overwritten.
       finish_saving: waits until the last save is on disk, and raises SaveFailed where it could not be written.
@@ -58,7 +56,6 @@ class Actions:
       write: (step, values) -> None: writes a row into the run's files.
       diagnose: (state, number, layer) -> text: the array that first was not finite (`guard.first_not_finite` gave its
         number) and the checkpoint to go back to.
-      outer_step: state -> state: joins the groups that train apart; it returns before the devices are done.
       drawn: step -> what has been drawn from each source of the data.
       name: (number, layer) -> the loss or the gradient for which a step was skipped.
       reason: (step, values of the evaluation) -> why the run ends here, in all processes; '' where it goes on.
@@ -67,14 +64,13 @@ class Actions:
         or a kill came first.
     """
 
-    train_step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Mapping[str, jax.Array]]]
+    train_step: Callable[[int, TrainState, Mapping[str, jax.Array]], tuple[TrainState, Mapping[str, jax.Array]]]
     evaluate: Callable[[TrainState], Mapping[str, float]]
     save: Callable[[int, TrainState], Mapping[str, float]]
     finish_saving: Callable[[], None]
     rate: Callable[[int, Mapping[str, float]], None]
     write: Callable[[int, Mapping[str, float | None]], None]
     diagnose: Callable[[TrainState, int, int], str]
-    outer_step: Callable[[TrainState], TrainState] = lambda state: state
     drawn: Callable[[int], dict[str, float]] = lambda step: {}
     name: Callable[[int, int], str] = lambda number, layer: f"array {number}"
     reason: Callable[[int, Mapping[str, float]], str] = lambda step, values: ""
@@ -200,9 +196,7 @@ def dispatch(
         raise
     observers.profiler.before(step)
     log.clock.dispatching()
-    state, metrics = actions.train_step(state, batch)
-    if due(step, log.when.outer_every):
-        state = actions.outer_step(state)
+    state, metrics = actions.train_step(step, state, batch)
     observers.profiler.after(step, metrics)
     if observers.own_times and due(step, log.when.log_every):
         observers.own_times.probe(metrics["grad_norm"])

@@ -83,7 +83,7 @@ SEAMS: Mapping[str, Seam] = {
     "optimizer.name": Seam(("options", "rates", "axes")),
     "learning_rate.name": Seam(("options",)),
     "local_steps.period": Seam(
-        ("config", "replicas", "placement", "axes_of_batch"), {"apart": "meshtrain.lab.local_steps:apart"}
+        ("config", "placed", "reduction"), {"local_steps": "meshtrain.lab.local_steps:local_steps"}
     ),
     "pipeline.schedule": Seam(("stages", "microbatches", "chunks")),
     "observe.tracker": Seam(("options", "directory", "resume_step")),

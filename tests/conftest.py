@@ -190,7 +190,7 @@ def carried_shapes() -> Callable[[Any], set[tuple[int, ...]]]:
     """A function (assembly) -> the shapes that the loops of its traced step carry from round to round."""
 
     def shapes(assembly: Any) -> set[tuple[int, ...]]:
-        return set(_carried(assembly.train_step.trace(assembly.state, assembly.batch).jaxpr.jaxpr))
+        return set(_carried(assembly.steps.train.trace(assembly.state, assembly.batch).jaxpr.jaxpr))
 
     return shapes
 

@@ -31,7 +31,7 @@ def ring(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
         return rows.reshape(-1)[: x.size].reshape(x.shape).astype(jnp.float32)
 
     return Reduction(
-        reduce=lambda gradients, residual, over, scattered: (
+        update=lambda gradients, residual, over, scattered: (
             jax.tree.map(lambda x, dim: summed(x, dim, over), gradients, scattered), residual
         ),
         sent_bytes=lambda elements, n, is_scattered: (

@@ -34,8 +34,7 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     reasons = idle(config, "", known)
     unread = tuple(f"{key}." for key in getattr(tasks.find(config.task), "unread", ())) if is_built_in else ()
     reasons |= {key: f"task={config.task}" for key in values if f"{key}.".startswith(unread)}
-    if reduction := reductions.of(config):
-        reasons |= dict.fromkeys(reduction.unread, f"reduction.name={reduction.name}")
+    reasons |= reductions.unread(config)
     if config.zero.keeps_gathered and mesh_shape["fsdp"] > 1:
         reasons.pop("zero.strategy", None)  # also affects gathers over fsdp, not only the level over data
     # A user's data function gets the complete configuration, and may read any option of the data.

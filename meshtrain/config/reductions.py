@@ -6,15 +6,21 @@ A reduction's function is (options, dtype) -> `Reduction`: see `sharding/reducti
 import dataclasses
 from collections.abc import Mapping
 
+import jax
+
 from meshtrain.config.fields import Config
 from meshtrain.errors import Problem, UserError
 from meshtrain.options import Imported, called, imported_function, own_check, side_names
+from meshtrain.sharding.gradients import OverData
 from meshtrain.sharding.reduction import KEY as KEY
 from meshtrain.sharding.reduction import MAX_LEVEL, NAMES, SUM, Reduction
 from meshtrain.sharding.rules import DATA
+from meshtrain.sharding.trees import Arrays
+from meshtrain.step.extension import Estimate
 from meshtrain.step.precision import reduce_dtype
 
 PERIOD = "local_steps.period"
+FLOAT32_BYTES = 4
 
 
 def of(config: Config) -> Reduction | None:
@@ -41,10 +47,17 @@ def of(config: Config) -> Reduction | None:
                 KEY,
                 got=f"'{name}', which returns {type(made).__name__}",
                 allowed="a Reduction",
-                nearest="return Reduction(reduce, sent_bytes)",
+                nearest="return Reduction(update, sent_bytes)",
             )
         )
     return dataclasses.replace(made, name=name)
+
+
+def crossing(config: Config) -> OverData:
+    """Returns what becomes of the gradients of each replica."""
+    if config.local_steps.period:
+        return OverData.INSIDE
+    return OverData.SUMMED if config.reduction.name == SUM else OverData.STACKED
 
 
 def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
@@ -55,10 +68,10 @@ def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
       mesh_shape: the size of each mesh axis.
     """
     try:
-        make_apart, reduction = apart(config), of(config)
+        make, reduction = make_extension(config), of(config)
     except UserError as error:
         return list(error.problems)
-    lines = list(make_apart.check(config, mesh_shape)) if make_apart else []
+    lines = list(make.check(config, mesh_shape)) if make else []
     if reduction is None:
         return lines
     function = imported_function(KEY, reduction.name, NAMES)
@@ -77,13 +90,44 @@ def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     return lines
 
 
-def apart(config: Config) -> Imported:
-    """Returns (configuration, replicas, placement, logical axes of the batch) -> `Apart`; None without a period.
+def unread(config: Config) -> dict[str, str]:
+    """Returns dotted key -> why the option has no effect, for options that the reduction or the extension ignores."""
+    make, reduction = make_extension(config), of(config)
+    reasons = dict.fromkeys(reduction.unread, f"{KEY}={reduction.name}") if reduction else {}
+    return reasons | (dict.fromkeys(make.unread, f"{PERIOD}={config.local_steps.period}") if make else {})
+
+
+def make_extension(config: Config) -> Imported:
+    """Returns (configuration, task on its mesh, reduction) -> `Extension`; None without a period.
+
+    The function has three attributes: `check`, a function (config, mesh_shape) -> one line for each problem;
+    `estimate`, a function (config, mesh_shape) -> `Estimate`; and `unread`, dotted keys of options that it ignores.
 
     Raises:
       UserError: one line: the side room's folder is not there.
     """
     period = config.local_steps.period
-    if period and not side_names(PERIOD):
+    names = side_names(PERIOD)
+    if period and not names:
         raise UserError(Problem(PERIOD, got=period, allowed="0, as meshtrain/lab is not here", nearest=0))
-    return imported_function(PERIOD, "apart", ()) if period else None
+    return imported_function(PERIOD, names[0], ()) if period else None
+
+
+def estimate(config: Config, mesh_shape: Mapping[str, int], params: Arrays = ()) -> Estimate:
+    """Returns what the reduction and the extension of a configuration store and send, by arithmetic alone.
+
+    Args:
+      config: legal on this mesh.
+      mesh_shape: the size of each mesh axis.
+      params: abstract parameters; a reduction may keep an array for each.
+    """
+    make, reduction = make_extension(config), of(config)
+    result: Estimate = make.estimate(config, mesh_shape) if make else Estimate()
+    if reduction is None:
+        return result
+    level = config.zero.effective_level
+    sent = reduction.sent_bytes(1, mesh_shape[DATA], bool(level)) + (FLOAT32_BYTES if level else 0)
+    keeps = bool(jax.tree.leaves(reduction.init(params)))
+    return result._replace(
+        float32=result.float32 + keeps, sent_bytes=sent if result.sent_bytes is None else result.sent_bytes
+    )

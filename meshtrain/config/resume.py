@@ -36,7 +36,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "log_every", "eval_every", "num_eval_batches", "eval_prompts", "eval_tokens", "sample_tokens",
         "checkpoint", "profile", "observe",
     ),
-    # These two change the learning rates after the resumed step; `run.start` warns of a jump.
+    # These two change the learning rates after the resumed step; `run.workdir` warns of a jump.
     "how long the run goes on, and the decay of the learning rate that belongs to it": (
         "num_steps", "num_epochs", "learning_rate.decay_steps",
     ),

@@ -111,9 +111,9 @@ topk.check = check  # type: ignore[attr-defined]
 
 def _reduction(options: CompressionOptions, sent_bytes: Callable[[float, int, bool], float]) -> Reduction:
     return Reduction(
-        reduce=functools.partial(reduce, options),
+        update=functools.partial(reduce, options),
         sent_bytes=sent_bytes,
-        residual=(lambda shapes: shapes) if options.feedback else nothing,
+        init=(lambda shapes: shapes) if options.feedback else nothing,
         moved_bytes=MOVED_BYTES[options.feedback],
         unread=("precision.reduce_dtype",),
     )

@@ -26,24 +26,30 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtrain.assembly.extensions import EXTRA, checked_update, first_extra, restoring
+from meshtrain.assembly.placed import Placed
 from meshtrain.config.fields import Config, LocalStepsOptions
 from meshtrain.errors import Problem, UserError, nearest_multiple
 from meshtrain.models.metrics import Metrics, all_logged
-from meshtrain.models.task import Batch, Params, Sums
+from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Sums, batch_axes
 from meshtrain.optim.moments import ANCHOR_SEED, round_weights
 from meshtrain.optim.states import state_axes
-from meshtrain.sharding.gradients import Compute, Replicas
-from meshtrain.sharding.placement import Placement, on_shards
+from meshtrain.sharding.placement import on_shards
+from meshtrain.sharding.reduction import Reduction, in_equal_parts
+from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.stored import Names, is_names
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merged, select
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
+from meshtrain.step.extension import Costs, Estimate, Extension, FieldNames, Periodic
 from meshtrain.step.loss_scale import Scaling
 from meshtrain.step.precision import cast, in_fp8
-from meshtrain.step.state import GROUPS, OptState, TrainState, step_key
-from meshtrain.step.step import Apart, Reduce, TrainStep, Update, with_sequence_index
+from meshtrain.step.shardings import shardings
+from meshtrain.step.state import COPY, OptState, TrainState, step_key
+from meshtrain.step.step import Reduce, TrainStep, Update, with_sequence_index
 
+FLOAT32_BYTES = 4
 _AXES: Callable[..., TrainState] = TrainState  # of arrays' axes in place of arrays, for `jax.vmap`
 
 
@@ -55,30 +61,24 @@ def outer_optimizer(options: LocalStepsOptions) -> optax.GradientTransformation:
     )
 
 
-def apart(
-    config: Config,
-    replicas: Replicas,
-    placement: Placement,
-    axes_of_batch: Mapping[str, Sequence[str | None]],
-) -> Apart:
-    """Returns the functions of groups that train apart.
+def local_steps(config: Config, placed: Placed, reduction: Reduction | None) -> Extension:
+    """Returns the extension of a step in which groups train apart.
 
     Args:
       config: with a period.
-      replicas: of level 0.
-      placement: the sharding of a group's share of the batch.
-      axes_of_batch: the logical axes of each entry of the batch.
+      placed: the task on its mesh, at level 0.
+      reduction: how the mean over groups crosses data; None: one all-reduce.
 
     Raises:
       UserError: data is split over several devices and left to the partitioner.
     """
-    num_groups, mask = config.local_steps.groups, replicas.trained
-    if replicas.mesh.shape[DATA] > 1 and not replicas.is_manual:
+    options, mesh, replicas = config.local_steps, placed.mesh, placed.replicas
+    if mesh.shape[DATA] > 1 and not replicas.is_manual:
         raise UserError(
             Problem(
                 "local_steps.groups",
                 got=(
-                    f"{num_groups} on mesh.data = {replicas.mesh.shape[DATA]} with fsdp or an axis after it and a task "
+                    f"{options.groups} on mesh.data = {mesh.shape[DATA]} with fsdp or an axis after it and a task "
                     "without `takes_manual_axes`, or with weights split over data"
                 ),
                 allowed="a task with it, or one device along data",
@@ -86,15 +86,16 @@ def apart(
                 depends_on=["mesh.data"],
             )
         )
-    fields = {field.name: getattr(replicas, field.name) for field in dataclasses.fields(replicas)}
-    groups = Groups(**fields, num_groups=num_groups, placement=placement, axes_of_batch=axes_of_batch)
-    return Apart(
-        replicas=groups,
-        begun=functools.partial(in_groups, options=config.local_steps, mask=mask),
-        restarted=functools.partial(restarted, mask=mask),
-        axes_of_fields=functools.partial(axes_in_groups, options=config.local_steps, mask=mask),
-        step=functools.partial(inner_step, mask=mask),
-        join=outer_step(outer_optimizer(config.local_steps), groups.mean, mask),
+    mask, groups = replicas.trained, Groups(placed, options.groups, reduction)
+    outer = outer_step(outer_optimizer(options), groups.mean, mask)
+    return Extension(
+        begin=functools.partial(in_groups, options=options, mask=mask, extra=groups.first_extra),
+        names=functools.partial(axes_in_groups, params=placed.params, axes=placed.axes, options=options, mask=mask),
+        step=lambda gradients, update, scaling: inner_step(groups.gradients(gradients), update, scaling, mask),
+        join=Periodic("outer step", options.period, outer, groups.sent_bytes),
+        with_weights=functools.partial(from_weights, mask=mask),
+        restore=restoring(in_equal_parts if reduction is None else reduction.reshard, f"{EXTRA}residual/"),
+        costs=Costs("local steps", reduction, sends_gradients=False, accumulators=groups.accumulators),
     )
 
 
@@ -154,83 +155,85 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     return [one.with_parts(depends_on={*one.depends_on, "local_steps.period"}) for one in problems]
 
 
-apart.check = check  # type: ignore[attr-defined]
+def estimate(config: Config, mesh_shape: Mapping[str, int]) -> Estimate:
+    """Returns what groups store and send: a device has weights, gradients and moments of each of its groups."""
+    options = config.local_steps
+    num_here = options.groups // mesh_shape[DATA]
+    sent = 2 * FLOAT32_BYTES / options.period
+    return Estimate(num_here, weights=num_here, float32=int(bool(options.outer_momentum)), sent_bytes=sent)
+
+
+local_steps.check = check  # type: ignore[attr-defined]
+local_steps.estimate = estimate  # type: ignore[attr-defined]
+local_steps.unread = ("precision.reduce_dtype",)  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups(Replicas):
-    """How gradients are added up over the microbatches of each group. They are not reduced over data.
+class Groups:
+    """How gradients of each group are computed, and how groups are averaged.
 
     Attributes:
+      placed: the task on its mesh.
       num_groups: G, a multiple of the data axis.
-      placement: the sharding of a group's share of the batch.
-      axes_of_batch: the logical axes of each entry of the batch.
+      reduction: how the mean crosses data; None: one all-reduce.
     """
 
-    num_groups: int = 1
-    placement: Placement = dataclasses.field(default_factory=Placement.nowhere)
-    axes_of_batch: Mapping[str, Sequence[str | None]] = dataclasses.field(default_factory=dict)
+    placed: Placed
+    num_groups: int
+    reduction: Reduction | None = None
 
     @property
     def num_here(self) -> int:
         """The number of groups that one device along data computes, n."""
-        return self.num_groups // self.mesh.shape[DATA]
+        return self.num_groups // self.placed.mesh.shape[DATA]
 
-    @property
-    def reduces_in_loops(self) -> bool:
-        """Whether gradients are reduced over data inside the backward loop; never, because groups do not share them."""
-        return False
+    def gradients(self, of_group: Gradients) -> Gradients:
+        """Returns the gradients of each group, on its weights and its share of the batch.
 
-    def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
-        """Returns `compute` run for each group, on its weights and its share of the batch.
-
-        The result takes trained parameters [G, ...], frozen ones without that dim, the batch [B, ...], arrays that are
-        the same for all groups, and last a seed [G]. It returns sums [G] and gradients [G, ...].
-
-        Args:
-          compute: (parameters, batch, further arrays, seed) -> (sums, gradients) of one group; see `Replicas`.
-          manual: axes that are manual besides data.
+        The result takes trained parameters [G, ...], frozen ones without that dim, the batch [B, ...], a key, and a
+        seed [G]. It returns sums [G] and gradients [G, ...]. It enters the region of the data axis; those of other
+        axes nest inside.
         """
+        replicas, axes_of_batch = self.placed.replicas, batch_axes(self.placed.batch)
+        axes_of_batch = {**axes_of_batch, SEQUENCE_INDEX: ("batch",)}
 
-        def on_device(params: Params, batch: Batch, *others: jax.Array) -> tuple[Arrays, Arrays]:
-            *shared, seeds = others
-            trained, frozen = select(params, self.trained)
+        def on_device(params: Params, batch: Batch, key_data: jax.Array, seeds: jax.Array) -> tuple[Loss, Params]:
+            rng, (trained, frozen) = jax.random.wrap_key_data(key_data), select(params, replicas.trained)
 
-            def one(of_group: tuple[Params, Batch, jax.Array]) -> tuple[Arrays, Arrays]:
-                weights, share, seed = of_group
-                return compute(merged(weights, frozen), share, *shared, seed)
+            def one(given: tuple[Params, Batch, jax.Array]) -> tuple[Loss, Params]:
+                weights, share, seed = given
+                sums = of_group(merged(weights, frozen), share, rng, seed)
+                return (sums.loss, sums.weight, sums.metrics), sums.gradients
 
-            shares = {name: self._shares(x, self.axes_of_batch[name]) for name, x in batch.items()}
+            shares = {name: self._shares(x, axes_of_batch[name]) for name, x in batch.items()}
             if self.num_here > 1:
                 return jax.lax.map(one, (trained, shares, seeds))
             done = one(jax.tree.map(lambda x: x[0], (trained, shares, seeds)))
             return jax.tree.map(lambda x: x[None], done)
 
-        axes = self.axes | manual
-        if not axes:
-            return on_device
-        trained, frozen = select(self.specs, self.trained)
-        split, stacked = PartitionSpec(DATA), self._with_replicas(trained)
-
-        def run(params: Params, batch: Batch, *others: jax.Array) -> tuple[Arrays, Arrays]:
-            replicated = (PartitionSpec() for _ in others[1:])
-            in_specs = (merged(stacked, frozen), split, *replicated, split)
-            return on_shards(self.mesh, on_device, in_specs, (split, stacked), axes=axes)(params, batch, *others)
+        def run(params: Params, batch: Batch, rng: jax.Array, seeds: jax.Array) -> Sums:
+            trained, frozen = select(replicas.specs, replicas.trained)
+            split, stacked = PartitionSpec(DATA), replicas.with_replicas(trained)
+            in_specs = (merged(stacked, frozen), split, PartitionSpec(), split)
+            axes = frozenset({DATA}) if self.placed.mesh.shape[DATA] > 1 else frozenset()
+            over = on_shards(self.placed.mesh, on_device, in_specs, (split, stacked), axes=axes)
+            (loss, weight, metrics), gradients = over(params, batch, jax.random.key_data(rng), seeds)
+            return Sums(loss, weight, metrics, gradients)
 
         return run
 
-    def accumulators(self, params: Arrays) -> Arrays:
-        """Returns the abstract float32 gradients [G, ...] of trained parameters, each with its sharding.
-
-        Args:
-          params: arrays or `jax.ShapeDtypeStruct`s, global shapes without the dim of groups; trained or not.
-        """
+    def accumulators(self, sums: Arrays) -> Arrays:
+        """Returns the abstract float32 gradients [G, ...], each with its sharding, from those of one model."""
 
         def stacked(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self.mesh, PartitionSpec(DATA, *leaf.sharding.spec))
+            sharding = NamedSharding(self.placed.mesh, PartitionSpec(DATA, *leaf.sharding.spec))
             return jax.ShapeDtypeStruct((self.num_groups, *leaf.shape), leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(stacked, super().accumulators(params))
+        return jax.tree.map(stacked, sums)
+
+    def first_extra(self, trained: Arrays) -> Arrays:
+        """Returns what a reduction of the mean keeps at first: float32 [devices along data, ...], or ()."""
+        return () if self.reduction is None else first_extra(self.reduction, self.placed.replicas, trained)
 
     def mean(self, tree: Arrays, residual: Arrays = ()) -> tuple[Arrays, Arrays]:
         """Returns the mean over groups of arrays like the trained parameters, and the residual of the next mean.
@@ -241,53 +244,65 @@ class Groups(Replicas):
           tree: float32 [G, ...].
           residual: a tree of float32 [devices along data, ...], what reduced means have not sent yet; or ().
         """
-        whole = self.trained_specs
-        stacked = self._with_replicas(whole)
+        replicas, mesh = self.placed.replicas, self.placed.mesh
+        whole = replicas.trained_specs
+        stacked = replicas.with_replicas(whole)
         of_residual = stacked if jax.tree.leaves(residual) else residual
 
         def on_device(tree: Arrays, residual: Arrays) -> tuple[Arrays, Arrays]:
             sums, left = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree), residual
             if self.reduction is not None:
                 here = jax.tree.map(lambda leaf: leaf[0], residual)
-                sums, left = self.reduced_here(sums, here, jax.tree.map(lambda _: 0, sums))
+                dims = jax.tree.map(lambda _: 0, sums)
+                sums, left = checked_update(self.reduction, replicas, sums, here, dims)
                 left = jax.tree.map(lambda leaf: leaf[None], left)
-            elif self.mesh.shape[DATA] > 1:
+            elif mesh.shape[DATA] > 1:
                 sums = jax.lax.psum(sums, DATA)
             return jax.tree.map(lambda leaf: leaf / self.num_groups, sums), left
 
-        axes = frozenset(self.mesh.axis_names) if self.reduction else None
-        run = on_shards(self.mesh, on_device, (stacked, of_residual), (whole, of_residual), axes=axes)
-        return run(tree, residual)
+        axes = frozenset(mesh.axis_names) if self.reduction else None
+        return on_shards(mesh, on_device, (stacked, of_residual), (whole, of_residual), axes=axes)(tree, residual)
+
+    def sent_bytes(self, elements: float, replicas: int) -> float:
+        """Returns the bytes that a device sends over data for a mean of so many elements, at least."""
+        if self.reduction is not None:
+            return self.reduction.sent_bytes(elements, replicas, False)
+        return wire_share("all-reduce", replicas) * elements * FLOAT32_BYTES
 
     def _shares(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         """Returns one device's part of the batch, [n B / G, ...], as shares [n, B / G, ...] of consecutive examples.
 
-        Each share is split over the axes that split a batch inside a group, by the logical axes of its dims. A pipeline
-        has a dim of microbatches after the first.
+        Each share is split over the axes that split a batch inside a group, by the logical axes of its dims.
         """
-        axes = (axes[0], *[None] * (x.ndim - len(axes)), *axes[1:])
         shares = x.reshape(self.num_here, x.shape[0] // self.num_here, *x.shape[1:])
-        return self.placement.activation(shares, (None, *axes)) if self.num_here > 1 else shares
+        return self.placed.placement.activation(shares, (None, *axes)) if self.num_here > 1 else shares
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """The part of a state that only groups have.
+    """`TrainState.extra` of groups.
 
     Attributes:
       params: each group's trained parameters, [G, ...], in the dtype of the anchor.
       outer_state: the optax state of the outer optimizer, float32.
+      residual: what reduced means have not sent yet; () without a reduction.
     """
 
     params: Params
     outer_state: OptState
+    residual: Arrays = ()
 
 
 # Below, `mask` is a tree of bool like the parameters, true for each that is trained; None: all of them.
 
 
-def in_groups(state: TrainState, options: LocalStepsOptions, mask: Masks = None) -> TrainState:
+def in_groups(
+    state: TrainState,
+    options: LocalStepsOptions,
+    mask: Masks = None,
+    extra: Callable[[Arrays], Arrays] = lambda trained: (),
+) -> TrainState:
     """Returns the state of groups that have not trained yet, from that of one model before its first step."""
 
     def stacked(tree: Arrays) -> Arrays:
@@ -299,19 +314,26 @@ def in_groups(state: TrainState, options: LocalStepsOptions, mask: Masks = None)
         opt_state=stacked(state.opt_state),
         skipped=stacked(state.skipped),
         loss_scale=stacked(state.loss_scale),
-        local=Local(stacked(trained), outer_optimizer(options).init(cast(trained, jnp.float32))),
+        extra=Local(stacked(trained), outer_optimizer(options).init(cast(trained, jnp.float32)), extra(trained)),
     )
 
 
 def restarted(state: TrainState, mask: Masks = None) -> TrainState:
     """Returns the state with the anchor's weights in every group."""
     trained, _ = select(state.params, mask)
-    params = jax.tree.map(lambda anchor, leaf: jnp.broadcast_to(anchor, leaf.shape), trained, state.local.params)
-    return dataclasses.replace(state, local=dataclasses.replace(state.local, params=params))
+    params = jax.tree.map(lambda anchor, leaf: jnp.broadcast_to(anchor, leaf.shape), trained, state.extra.params)
+    return dataclasses.replace(state, extra=dataclasses.replace(state.extra, params=params))
+
+
+def from_weights(state: TrainState, params: Params, mask: Masks = None) -> TrainState:
+    """Returns the state in which every group starts from these weights."""
+    begun = functools.partial(restarted, mask=mask)
+    state = dataclasses.replace(state, params=params)
+    return jax.jit(begun, donate_argnums=0, out_shardings=shardings(state))(state)
 
 
 def axes_in_groups(
-    of_fields: Mapping[str, Sequence[Names]],
+    of_fields: FieldNames,
     abstract: TrainState,
     params: Params,
     axes: NamesTree,
@@ -329,16 +351,18 @@ def axes_in_groups(
     """
     (trained, _), (trained_axes, _) = select(params, mask), select(axes, mask)
     of_trained = jax.tree.leaves(trained_axes, is_leaf=is_names)
+    of_residual = of_trained if jax.tree.leaves(abstract.extra.residual) else []
     # Counts [G] are on every device, where a process can read them. The guard's norms [G, n] are not read.
-    norms: list[Names] = [(GROUPS, None) if leaf.ndim > 1 else (None,) for leaf in jax.tree.leaves(abstract.skipped)]
+    norms: list[Names] = [(COPY, None) if leaf.ndim > 1 else (None,) for leaf in jax.tree.leaves(abstract.skipped)]
     return {
         **{name: list(names) for name, names in of_fields.items()},
-        "opt_state": [(GROUPS, *names) for names in of_fields["opt_state"]],
+        "opt_state": [(COPY, *names) for names in of_fields["opt_state"]],
         "skipped": norms,
         "loss_scale": [(None,) for _ in jax.tree.leaves(abstract.loss_scale)],
-        "local": [
-            *((GROUPS, *names) for names in of_trained),
+        "extra": [
+            *((COPY, *names) for names in of_trained),
             *state_axes(outer_optimizer(options), trained, trained_axes),
+            *((COPY, *names) for names in of_residual),
         ],
     }
 
@@ -357,17 +381,16 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         _, frozen = select(state.params, mask)
-        params = merged(state.local.params, frozen)
+        params = merged(state.extra.params, frozen)
         seeds = jax.vmap(lambda scale: loss_scale.seed(scaling, scale))(state.loss_scale)
         sums = gradients(params, with_sequence_index(batch), step_key(state), seeds)
-        of_params = jax.tree.map(lambda _: 0, state.local.params)  # None for frozen ones, which groups share
+        of_params = jax.tree.map(lambda _: 0, state.extra.params)  # None for frozen ones, which groups share
         in_axes = _AXES(step=None, params=of_params, opt_state=0, rng=None, skipped=0, loss_scale=0)
-        of_groups = dataclasses.replace(state, params=params, residual=(), local=())
+        of_groups = dataclasses.replace(state, params=params, extra=())
         new, metrics = jax.vmap(update, in_axes=(in_axes, 0, 0), out_axes=(in_axes, 0))(of_groups, sums, seeds)
         trained, _ = select(new.params, mask)
-        local = dataclasses.replace(state.local, params=trained)
-        joined = dataclasses.replace(new, params=state.params, residual=state.residual, local=local)
-        return joined, over_groups(metrics, sums)
+        extra = dataclasses.replace(state.extra, params=trained)
+        return dataclasses.replace(new, params=state.params, extra=extra), over_groups(metrics, sums)
 
     return step
 
@@ -406,14 +429,14 @@ def outer_step(
 
     def step(state: TrainState) -> TrainState:
         anchor, frozen = select(state.params, mask)
-        float32_anchor, weights = cast(anchor, jnp.float32), cast(state.local.params, jnp.float32)
+        float32_anchor, weights = cast(anchor, jnp.float32), cast(state.extra.params, jnp.float32)
         each = jax.tree.map(lambda a, w: a - w, float32_anchor, weights)
-        gone, residual = mean_of_groups(each, state.residual)
-        updates, outer_state = transformation.update(gone, state.local.outer_state, float32_anchor)
+        gone, residual = mean_of_groups(each, state.extra.residual)
+        updates, outer_state = transformation.update(gone, state.extra.outer_state, float32_anchor)
         moved = optax.apply_updates(float32_anchor, updates)
         moved = round_weights(moved, anchor, state.step, ANCHOR_SEED)
-        local = Local(state.local.params, outer_state)
-        joined = dataclasses.replace(state, params=merged(moved, frozen), residual=residual, local=local)
+        extra = Local(state.extra.params, outer_state, residual)
+        joined = dataclasses.replace(state, params=merged(moved, frozen), extra=extra)
         return restarted(joined, mask)
 
     return step

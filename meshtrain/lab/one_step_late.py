@@ -6,20 +6,26 @@ with a bound of one step and without its randomness (Lian et al. 2015; Narayanan
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from meshtrain.assembly.extensions import EXTRA, reduced_over_data, reducing, restoring
+from meshtrain.assembly.placed import Placed
 from meshtrain.config.fields import Config
 from meshtrain.errors import Problem
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Sums
 from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions, summed
 from meshtrain.sharding.ring import wire_share
+from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays
 from meshtrain.step import guard
+from meshtrain.step.extension import Extension, FieldNames
+from meshtrain.step.shardings import abstract_metrics
 from meshtrain.step.state import TrainState
 from meshtrain.step.step import Reduce, Update
 
@@ -40,7 +46,7 @@ def one_step_late(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
         share = wire_share("reduce-scatter" if is_scattered else "all-reduce", replicas)
         return elements * share * jnp.dtype(dtype).itemsize
 
-    return Reduction(reduce, sent_bytes, residual=lambda shapes: shapes, update=late_update)
+    return Reduction(reduce, sent_bytes, init=lambda shapes: shapes, extension=late)
 
 
 def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
@@ -77,33 +83,62 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
 one_step_late.check = check  # type: ignore[attr-defined]
 
 
-def late_update(update: Callable[..., Update], reduce: Reduce, after_update: AfterUpdate | None = None) -> Update:
+def late(reduction: Reduction, placed: Placed) -> Extension:
+    """Returns the extension of a step whose gradients are applied one step late.
+
+    `TrainState.extra` is (the gradients of the step before, the sums of metrics that `Task.after_update` gets with
+    them; () without one).
+    """
+    plain, reduce = reducing(reduction, placed), reduced_over_data(reduction, placed.replicas)
+    task = placed.task
+    metrics = abstract_metrics(task, placed.batch) if task.after_update is not None else ()
+
+    def begin(state: TrainState) -> TrainState:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), metrics)
+        return dataclasses.replace(state, extra=(plain.begin(state).extra, zeros))
+
+    def names(fields: FieldNames, state: TrainState) -> FieldNames:
+        of_metrics: list[Names] = [(None,) * leaf.ndim for leaf in jax.tree.leaves(metrics)]
+        return {**fields, "extra": [*plain.names(fields, state)["extra"], *of_metrics]}
+
+    return dataclasses.replace(
+        plain,
+        begin=begin,
+        names=names,
+        update=functools.partial(late_update, reduce),
+        restore=restoring(reduction.reshard, f"{EXTRA}0/"),
+        costs=dataclasses.replace(plain.costs, hides_transfers=True),
+    )
+
+
+def late_update(reduce: Reduce, update: Callable[..., Update], after_update: AfterUpdate | None = None) -> Update:
     """Returns the update of a step whose gradients are applied one step late.
 
     While there is no gradient to apply (in the first step, or after it if its own was not finite) weights and moments
     stay: an update by zeros would still decay weights and correct moments.
 
     Args:
+      reduce: from `reduced_over_data`.
       update: `WeightUpdate` without its `reduce` and `after_update`.
-      reduce: `Replicas.reduce`.
       after_update: see `WeightUpdate`; it gets the metrics of the step whose gradients are applied.
     """
 
     def late(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
-        waiting, _ = reduce(sums.gradients, state.residual)
+        before, metrics_before = state.extra
+        waiting, _ = reduce(sums.gradients, before)
         # Nothing but the forward and backward pass is left to run beside the reduction, so the compiler chooses these.
         gradients, waiting = jax.lax.optimization_barrier((sums.gradients, waiting))
-        # The learning rate is that of the update, of which there is one less than there are steps.
-        before = dataclasses.replace(state, step=jnp.maximum(state.step - 1, 0))
-        moved = after_update and (lambda params, _: after_update(params, state.late_metrics))
+        moved = after_update and (lambda params, _: after_update(params, metrics_before))
         apply = update(lambda gradients, _: (waiting, gradients), moved)
-        new, metrics = apply(before, sums._replace(gradients=gradients), seed)
+        # The learning rate is that of the update, of which there is one less than there are steps.
+        last = dataclasses.replace(state, step=jnp.maximum(state.step - 1, 0), extra=before)
+        new, metrics = apply(last, sums._replace(gradients=gradients), seed)
         norm: Arrays = metrics["grad_norm"]
         has_gradient = jnp.not_equal(norm, 0.0)
         params, opt_state = guard.where_good(has_gradient, (new.params, new.opt_state), (state.params, state.opt_state))
         is_good = new.skipped.total == state.skipped.total
-        late_metrics = guard.where_good(is_good, sums.metrics, state.late_metrics) if after_update else ()
-        after = dataclasses.replace(new, params=params, opt_state=opt_state, late_metrics=late_metrics)
+        kept = guard.where_good(is_good, sums.metrics, metrics_before) if after_update else ()
+        after = dataclasses.replace(new, params=params, opt_state=opt_state, extra=(new.extra, kept))
         return dataclasses.replace(after, step=state.step + 1), metrics
 
     return late

@@ -14,10 +14,10 @@ if TYPE_CHECKING:  # imported in functions, because the import takes half a seco
 
 COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#17807a")
 FITS = {True: "#1a7f37", None: "#9a6700", False: "#c0262d"}
-RESIDUAL = "residual of compressed gradients"
+EXTRA = "arrays of an extension"
 ACTIVATIONS = "activations and temporaries"
 PEAK = "peak, by the compiler"
-_HELD = ("parameters", "gradients", "optimizer", "batch", ACTIVATIONS, RESIDUAL, PEAK)
+_HELD = ("parameters", "gradients", "optimizer", "batch", ACTIVATIONS, EXTRA, PEAK)
 # Bars with these names have the same colours on every page; the peak is grey, since it is not a part of the total.
 _OF_HELD = dict(zip(_HELD, (*COLOURS, "#5d6673"), strict=True))
 WIDTH_INCHES = 12.1  # the width of the page's text

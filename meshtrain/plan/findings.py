@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from meshtrain.assemble import Assembly
+from meshtrain.assembly.assemble import Assembly
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config import effects, tasks
 from meshtrain.config.mesh_checks import num_microbatches
@@ -23,7 +23,7 @@ from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import Compiled
 from meshtrain.plan.timing.streams import Assumptions, bandwidth
 from meshtrain.sharding.mesh import advice
-from meshtrain.sharding.reduction import SUM, Reduction
+from meshtrain.sharding.reduction import Transfers
 from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE
 
 FAR_ABOVE_MINIMUM = 1.2
@@ -32,7 +32,6 @@ MATTERS_SHARE = 0.1  # of all that is sent
 LITTLE_OVERLAP = 0.5
 ADDED = 0.02
 MUCH_IDLE = 0.15
-HIDDEN_SHARE = 0.58  # overlapped share of plain gradients if backward is long; a GPT with tied tables
 BACKWARD_SHARE = 2 / 3  # share of a microbatch's time
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 APART = "model.within_documents=false where neighbouring documents may see each other"
@@ -232,60 +231,25 @@ def compression_advice(
 ) -> list[Finding]:
     """Returns each reason to prefer another reduction of gradients, comparing modelled seconds saved and spent.
 
-    The built-in sum reduces gradients of layers during the backward pass of the last microbatch, which hides a part of
-    them. Other reductions send after the backward pass, so they do not save the hidden part.
-
     Args:
       assembly: of the step.
       cluster: the target; if its speeds are unknown, the result is only the reduction's own advice.
       assumptions: the shares of the speeds that are reached.
       compute_seconds: of a step, without transfers.
     """
-    replicas, reduction = assembly.replicas, assembly.replicas.reduction
-    if reduction is None or not replicas.axes:
+    replicas, costs = assembly.placed.replicas, assembly.extension.costs
+    if costs.reduction is None or not replicas.has_copies:
         return []
     num_replicas = assembly.mesh.shape[DATA]
-    result = [Finding(what, change) for what, change in reduction.advice(num_replicas, replicas.level > 0)]
-    if cluster.accelerator is None or replicas.is_late:  # delayed gradients overlap a complete step
+    result = [Finding(*one) for one in costs.reduction.advice(num_replicas, replicas.level > 0)]
+    if cluster.accelerator is None or costs.hides_transfers:
         return result
-    wire = bandwidth(assembly.mesh, cluster, DATA) * assumptions.link_efficiency
-    memory = cluster.accelerator.memory_bytes_per_second * assumptions.memory_efficiency
-    itemsize = jnp.dtype(replicas.wire_dtype).itemsize
-    backward = BACKWARD_SHARE * compute_seconds / num_microbatches(assembly.config, assembly.mesh.shape)
-    elements = reduced_and_scattered(assembly)
-    return result + slower_than_sum(reduction, num_replicas, elements, itemsize, wire, memory, backward)
-
-
-def slower_than_sum(
-    reduction: Reduction,
-    num_replicas: int,
-    elements: tuple[int, int],
-    itemsize: int,
-    wire_bytes_per_second: float,
-    memory_bytes_per_second: float,
-    backward_seconds: float,
-) -> list[Finding]:
-    """Returns a finding if compressing gradients takes longer than the transfers that it saves.
-
-    Args:
-      reduction: not the built-in sum.
-      num_replicas: n.
-      elements: of a device's gradients, (all-reduced, reduce-scattered).
-      itemsize: bytes of an element that the built-in sum sends.
-      wire_bytes_per_second: of a device over data.
-      memory_bytes_per_second: of a device.
-      backward_seconds: of one microbatch, which can hide the transfer of uncompressed gradients.
-    """
-    reduced, scattered = elements
-    plain = itemsize * (num_replicas - 1) / num_replicas * (2 * reduced + scattered) / wire_bytes_per_second
-    sent = reduction.sent_bytes(reduced, num_replicas, False) + reduction.sent_bytes(scattered, num_replicas, True)
-    saved = plain - min(HIDDEN_SHARE * plain, backward_seconds) - sent / wire_bytes_per_second
-    packing = reduction.moved_bytes * (reduced + scattered) / memory_bytes_per_second
-    if saved >= packing:
-        return []
-    what = (
-        f"reduction.name={reduction.name} does not pay: at {wire_bytes_per_second / 1e9:.0f} GB/s over data it saves "
-        f"{max(saved, 0) * 1e3:.3g} ms of transfers that the backward pass would not hide, and packing takes about "
-        f"{packing * 1e3:.3g} ms"
+    transfers = Transfers(
+        num_replicas,
+        *reduced_and_scattered(assembly),
+        jnp.dtype(replicas.wire_dtype).itemsize,
+        bandwidth(assembly.mesh, cluster, DATA) * assumptions.link_efficiency,
+        cluster.accelerator.memory_bytes_per_second * assumptions.memory_efficiency,
+        BACKWARD_SHARE * compute_seconds / num_microbatches(assembly.config, assembly.mesh.shape),
     )
-    return [Finding(what, f"reduction.name={SUM}")]
+    return result + [Finding(*one) for one in costs.reduction.slower_than_sum(transfers)]

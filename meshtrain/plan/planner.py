@@ -1,7 +1,7 @@
 """Plans one step: compiles a configuration for a cluster and collects memory, traffic, work, time and findings."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from meshtrain.config.fields import Config
 from meshtrain.hardware.accelerators import peak_flops_per_second
@@ -10,7 +10,7 @@ from meshtrain.plan.cost.lower_bound import (
     idle_bytes,
     layer_gradient_bytes,
     model_flops,
-    outer_wire_bytes_minimum,
+    trained_elements,
     wire_bytes_minimum,
 )
 from meshtrain.plan.cost.memory import Memory, memory
@@ -24,7 +24,7 @@ from meshtrain.plan.hlo.collectives import (
 )
 from meshtrain.plan.hlo.flops import Work, matmul_flops
 from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.target.compile import Compiled, compile_step, outer_program_of, program_of
+from meshtrain.plan.target.compile import Compiled, compile_step, other_programs_of, program_of
 from meshtrain.plan.timing.streams import Assumptions, Timing, timing
 from meshtrain.sharding.mesh import mesh_shape, over_slices
 from meshtrain.sharding.rules import DATA
@@ -32,17 +32,19 @@ from meshtrain.step.precision import product_name
 
 
 @dataclasses.dataclass(frozen=True)
-class Outer:
-    """The costs of the program that synchronizes local-SGD replicas (`local_steps`).
+class OtherProgram:
+    """The costs of a program that runs after every few steps.
 
     Attributes:
-      period: number of steps between two runs of the program.
+      name: of the program.
+      every: number of steps between two runs.
       traffic: a row for each axis and kind of collective.
       minimum_bytes: the minimum bytes on the wire of the data axis.
       timing: modelled seconds; None for CPUs.
     """
 
-    period: int
+    name: str
+    every: int
     traffic: tuple[Traffic, ...]
     minimum_bytes: float
     timing: Timing | None
@@ -57,7 +59,7 @@ class Plan:
       compiled: the compiled step.
       memory: of a device.
       traffic: a row for each axis and kind of collective.
-      outer: the program that synchronizes local-SGD replicas; None without them.
+      others: the programs that run after every few steps; none in plain training.
       minimum: axis, or axes joined by `+` -> minimum bytes on the wire.
       idle_bytes: axis -> bytes that a pipeline sends in idle clock ticks; only axes along which it sends any.
       executor_bytes: bytes that the pipeline executor sends according to its formula; None without a pipeline or if
@@ -74,7 +76,7 @@ class Plan:
     compiled: Compiled
     memory: Memory
     traffic: tuple[Traffic, ...]
-    outer: Outer | None
+    others: tuple[OtherProgram, ...]
     minimum: Mapping[str, float]
     idle_bytes: Mapping[str, float]
     executor_bytes: float | None
@@ -157,14 +159,14 @@ def plan(
     modelled = None
     if program and cluster.accelerator:
         modelled = timing(assembly.mesh, cluster, program, assumptions, measured_seconds)
-    by_chunk = assembly.program is not None and assembly.program.reduces_chunks
+    by_chunk = assembly.placed.program is not None and assembly.placed.program.reduces_chunks
     least, least_count = wire_bytes_minimum(assembly), 1 if by_chunk else 2
     return Plan(
         cluster=cluster,
         compiled=compiled,
         memory=memory(compiled, cluster, program),
         traffic=rows,
-        outer=_outer(compiled, cluster, assumptions),
+        others=tuple(_others(compiled, cluster, assumptions)),
         minimum=least,
         idle_bytes=idle_bytes(assembly, {axis: sent_along(rows, axis) for axis in least}),
         executor_bytes=executor_bytes(assembly),
@@ -176,13 +178,14 @@ def plan(
     )
 
 
-def _outer(compiled: Compiled, cluster: Cluster, assumptions: Assumptions) -> Outer | None:
-    program, assembly = outer_program_of(compiled), compiled.assembly
-    if program is None:
-        return None
-    return Outer(
-        period=assembly.config.local_steps.period,
-        traffic=tuple(traffic(collectives(program, dict(assembly.mesh.shape), over_slices(assembly.mesh)))),
-        minimum_bytes=outer_wire_bytes_minimum(assembly),
-        timing=timing(assembly.mesh, cluster, program, assumptions) if cluster.accelerator else None,
-    )
+def _others(compiled: Compiled, cluster: Cluster, assumptions: Assumptions) -> Iterator[OtherProgram]:
+    mesh = compiled.assembly.mesh
+    join, elements = compiled.assembly.extension.join, trained_elements(compiled.assembly)
+    for name, every, program in other_programs_of(compiled):
+        yield OtherProgram(
+            name=name,
+            every=every,
+            traffic=tuple(traffic(collectives(program, dict(mesh.shape), over_slices(mesh)))),
+            minimum_bytes=join.sent_bytes(elements, mesh.shape[DATA]) if join else 0.0,
+            timing=timing(mesh, cluster, program, assumptions) if cluster.accelerator else None,
+        )

@@ -26,7 +26,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jax._src import xla_bridge
 from jaxlib._hlo import HloModule
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
+from meshtrain.config import reductions
 from meshtrain.config.fields import Config
 from meshtrain.hardware.compiler_options import CompilerOptions
 from meshtrain.plan.planner import shape_on
@@ -87,7 +88,7 @@ def _assembled(
 
 def ends_early(config: Config, name: str) -> bool:
     """Returns whether steps for the cluster of this name can be planned from dumps in copies of this process."""
-    compared = jax.__version__ in COMPARED and parse(name).device in GPUS and not config.local_steps.period
+    compared = jax.__version__ in COMPARED and parse(name).device in GPUS and reductions.make_extension(config) is None
     return compared and not xla_bridge.backends_are_initialized()  # a forked process would lack JAX's threads
 
 

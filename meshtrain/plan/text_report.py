@@ -10,7 +10,7 @@ from meshtrain.plan.cost.context_sizes import longest
 from meshtrain.plan.cost.lower_bound import idle_share
 from meshtrain.plan.findings import findings
 from meshtrain.plan.hlo import collectives
-from meshtrain.plan.planner import Plan
+from meshtrain.plan.planner import OtherProgram, Plan
 from meshtrain.plan.timing.streams import Sending, Timing, link_lines
 from meshtrain.sharding.mesh import describe
 from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, TENSOR
@@ -21,7 +21,7 @@ UNKNOWN = "not known"
 
 def text(plan: Plan) -> str:
     """Returns the complete report as text."""
-    parts = (_title, _memory, _communication, _outer, _compute, _time, _options, _findings)
+    parts = (_title, _memory, _communication, _others, _compute, _time, _options, _findings)
     return "\n\n".join(shown for part in parts if (shown := part(plan)))
 
 
@@ -39,7 +39,7 @@ def verdict(plan: Plan) -> str:
 
 def _title(plan: Plan) -> str:
     assembly, config = plan.compiled.assembly, plan.compiled.assembly.config
-    task, program = assembly.task, assembly.program
+    task, program = assembly.task, assembly.placed.program
     entry: Any = next(iter(task.batch.values()))
     examples = f"{config.batch_size:,} examples"
     if task.unit == "tokens" and len(entry.shape) == 2:
@@ -66,11 +66,12 @@ def _memory(plan: Plan) -> str:
         ("parameters", _bytes(memory.state.parameters), "from shardings"),
         ("gradients", _bytes(memory.state.gradients), "from shardings, float32"),
         ("optimizer", _bytes(memory.state.moments), "from shardings"),
-        ("residual", _bytes(memory.state.residual), "of gradients, which reduction.name keeps"),
         ("activations and temporaries", _bytes(memory.activations_bytes), "the compiler's temporaries less gradients"),
         ("batch", _bytes(memory.batch_bytes), "from shardings"),
     ]
-    rows = [row for row in rows if row[0] != "residual" or memory.state.residual]
+    if memory.state.extra:
+        label = plan.compiled.assembly.extension.costs.label
+        rows.insert(3, (label, _bytes(memory.state.extra), "from shardings"))
     if stats:
         unread = f"; the program does not read {', '.join(memory.unread)}" if memory.unread else ""
         rows += [
@@ -125,7 +126,7 @@ def _communication(plan: Plan) -> str:
             + ", ".join(f"{idle / sent_along(plan, axis):.1%} of {axis}" for axis, idle in plan.idle_bytes.items())
         )
     if layers := plan.layer_gradients:
-        by = "the backward loop" if plan.compiled.assembly.program is None else "later rows"
+        by = "the backward loop" if plan.compiled.assembly.placed.program is None else "later rows"
         hidden = f"{layers.overlapped_fraction:.0%} of the bytes beside products of {by}"
         parts.append(f"gradients of stacked layers: {_bytes(layers.wire_bytes)} over data, {hidden}")
     return "\n\n".join(parts)
@@ -150,21 +151,23 @@ def _collectives(traffic: Sequence[collectives.Traffic], timing: Timing | None, 
     return aligned(rows, header, "<<>>>>>>")
 
 
-def _outer(plan: Plan) -> str:
-    """Returns the traffic and time of the program that synchronizes local-SGD replicas; an empty text without them."""
-    if plan.outer is None:
-        return ""
-    outer, when = plan.outer, f"every {plan.outer.period} steps"
-    sent = collectives.sent_along(outer.traffic, DATA)
+def _others(plan: Plan) -> str:
+    """Returns the traffic and time of each program that runs after every few steps."""
+    return "\n\n".join(_other(program) for program in plan.others)
+
+
+def _other(program: OtherProgram) -> str:
+    when = f"every {program.every} steps"
+    sent = collectives.sent_along(program.traffic, DATA)
     rows = [
-        (when, _bytes(sent), _bytes(outer.minimum_bytes)),
-        ("a step", _bytes(sent / outer.period), _bytes(outer.minimum_bytes / outer.period)),
+        (when, _bytes(sent), _bytes(program.minimum_bytes)),
+        ("a step", _bytes(sent / program.every), _bytes(program.minimum_bytes / program.every)),
     ]
-    parts = [_collectives(outer.traffic, outer.timing, when)] if outer.traffic else []
-    parts.append(aligned(rows, ("groups are joined", "on the wire of data", "least"), "<>>"))
-    if outer.timing:
-        seconds = f"{step_interval(outer.timing)} {when}, which is not in the step below"
-        parts.append(aligned([("outer step", seconds, "modelled")], ("time", "an outer step", "")))
+    parts = [_collectives(program.traffic, program.timing, when)] if program.traffic else []
+    parts.append(aligned(rows, (program.name, "on the wire of data", "least"), "<>>"))
+    if program.timing:
+        seconds = f"{step_interval(program.timing)} {when}, which is not in the step below"
+        parts.append(aligned([(program.name, seconds, "modelled")], ("time", "a run", "")))
     return "\n\n".join(parts)
 
 
@@ -208,7 +211,7 @@ def _compute(plan: Plan) -> str:
             rows.append(("model, causal", f"{causal:.4g}", "6 N and causal attention"))
             rows.append(("model, full", f"{full:.4g}", "6 N and full attention"))
     if plan.recomputed_share is not None:
-        what = "computed again or on idle rows" if plan.compiled.assembly.program else "computed again"
+        what = "computed again or on idle rows" if plan.compiled.assembly.placed.program else "computed again"
         rows.append(("more than the model", f"{max(0.0, plan.recomputed_share):.1%}", f"of the compiled work: {what}"))
     return aligned(rows, ("FLOPs", "a device", ""), "<>")
 
@@ -226,7 +229,7 @@ def _time(plan: Plan) -> str:
         ("computing alone", f"{timing.compute_seconds * timing.factor:.3g} s"),
         ("sending alone", f"{timing.wire_seconds * timing.factor:.3g} s"),
     ]
-    if plan.compiled.assembly.program is not None:
+    if plan.compiled.assembly.placed.program is not None:
         idle = idle_share(plan.compiled.assembly)
         rows.append(("bubble", f"{idle:.1%} of the rows idle on a stage; it is in the step"))
     how = f"calibrated: measured is {timing.factor:.2f} of the bare model" if timing.factor != 1 else "no step measured"
@@ -238,7 +241,9 @@ def _time(plan: Plan) -> str:
 
 
 def _options(plan: Plan) -> str:
-    rows = [(option.name, str(option.value), option.reason) for option in plan.compiled.assembly.options]
+    rows = [
+        (option.name, str(option.value), option.reason) for option in plan.compiled.assembly.steps.compiling.options
+    ]
     why = "compiled a second time: with nothing to tune on, the compiler found no tiles for a product of Triton's"
     rows += [(name, str(value), why) for name, value in plan.compiled.added_options.items()]
     if not rows:
@@ -277,7 +282,7 @@ def to_json(plan: Plan) -> JsonObject:
             "parameters_bytes": memory.state.parameters,
             "gradients_bytes": memory.state.gradients,
             "optimizer_bytes": memory.state.moments,
-            "residual_bytes": memory.state.residual,
+            "extra_bytes": memory.state.extra,
             "activations_bytes": memory.activations_bytes,
             "batch_bytes": memory.batch_bytes,
             "unread": list(memory.unread),
@@ -285,7 +290,7 @@ def to_json(plan: Plan) -> JsonObject:
             "largest": [dataclasses.asdict(buffer) for buffer in memory.buffers],
         },
         "collectives": _traffic_json(plan.traffic, timing),
-        "outer": _outer_json(plan),
+        "other_programs": [_other_json(program) for program in plan.others],
         "wire_bytes_minimum": dict(plan.minimum),
         "wire_bytes_idle_rows": dict(plan.idle_bytes),
         "wire_bytes_executor": plan.executor_bytes,
@@ -329,15 +334,14 @@ def _traffic_json(traffic: Sequence[collectives.Traffic], timing: Timing | None)
     ]
 
 
-def _outer_json(plan: Plan) -> JsonObject | None:
-    outer = plan.outer
-    if outer is None:
-        return None
+def _other_json(program: OtherProgram) -> JsonObject:
+    timing = program.timing
     return {
-        "period": outer.period,
-        "collectives": _traffic_json(outer.traffic, outer.timing),
-        "wire_bytes_minimum": outer.minimum_bytes,
-        "seconds_low": outer.timing and outer.timing.low_seconds,
-        "seconds": outer.timing and outer.timing.step_seconds,
-        "seconds_high": outer.timing and outer.timing.high_seconds,
+        "name": program.name,
+        "every": program.every,
+        "collectives": _traffic_json(program.traffic, timing),
+        "wire_bytes_minimum": program.minimum_bytes,
+        "seconds_low": timing and timing.low_seconds,
+        "seconds": timing and timing.step_seconds,
+        "seconds_high": timing and timing.high_seconds,
     }

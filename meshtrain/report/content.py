@@ -11,7 +11,7 @@ import numpy as np
 
 from meshtrain.cli.flags import flatten
 from meshtrain.cli.tables import format_bytes
-from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars
+from meshtrain.observe.charts import ACTIVATIONS, EXTRA, PEAK, bars
 from meshtrain.observe.page import as_it_stands, folded, heading, page, table
 from meshtrain.observe.run_files import EPOCHS, EVALUATED
 from meshtrain.report import loads
@@ -210,8 +210,8 @@ def _held(run: Run) -> tuple[tuple[tuple[str, float], ...], int] | None:
     if not set(_HELD) <= set(found):
         return None
     held = {label: found[name] for name, label in _HELD.items()}
-    if found["residual"]:
-        held[RESIDUAL] = found["residual"]
+    if found["extra"]:
+        held[EXTRA] = found["extra"]
     if {"temporary", "peak"} <= set(found):
         held |= {ACTIVATIONS: max(0, found["temporary"] - found["gradients"]), PEAK: found["peak"]}
     parts = tuple((label, float(num_bytes)) for label, num_bytes in held.items())

@@ -2,7 +2,7 @@
 
 import html
 
-from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars, scatter
+from meshtrain.observe.charts import ACTIVATIONS, EXTRA, PEAK, bars, scatter
 from meshtrain.observe.page import as_it_stands, heading, page
 from meshtrain.plan import text_report
 from meshtrain.plan.planner import Plan
@@ -19,7 +19,7 @@ def plan_page(plan: Plan) -> str:
         ("gradients", memory.state.gradients),
         ("optimizer", memory.state.moments),
         ("batch", memory.batch_bytes),
-        *([(RESIDUAL, memory.state.residual)] if memory.state.residual else []),
+        *([(EXTRA, memory.state.extra)] if memory.state.extra else []),
         (ACTIVATIONS, memory.activations_bytes or 0),
     ]
     charts = [f'<p class="{CLASSES[memory.fits]}"><b>{html.escape(text_report.verdict(plan))}</b></p>']

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from meshtrain.assemble import Assembly
+from meshtrain.assembly.assemble import Assembly
 from meshtrain.config.fields import Config
 from meshtrain.data.loader import Examples, batches, sample_order
 from meshtrain.data.own_source import Data
@@ -98,7 +98,7 @@ def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: 
     total = Sums()
     for batch in itertools.islice(stream, num_batches or None):
         # Added up in float64: an evaluation may have millions of batches.
-        new = jax.tree.map(np.float64, jax.device_get(dict(assembly.eval_step(params, batch))))
+        new = jax.tree.map(np.float64, jax.device_get(dict(assembly.steps.evaluate(params, batch))))
         total = jax.tree.map(operator.add, total, new) if total else new
     return total
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from meshtrain.assemble import Assembly, assemble, kept_params
+from meshtrain.assembly.assemble import Assembly, assemble
+from meshtrain.assembly.facts import kept_params
 from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import check
 from meshtrain.config.tasks import MakeTask
@@ -35,7 +36,7 @@ def problems_of_task(assembly: Assembly) -> list[Problem]:
     """Returns one line if a task cannot generate text: it has no way to, or entries in its batch other than text's."""
     if assembly.task.decode is not None:
         return []
-    if assembly.logits is None:
+    if assembly.steps.logits is None:
         return [
             Problem(
                 "task",
@@ -64,8 +65,8 @@ def decode_of(assembly: Assembly) -> Decode:
     """Returns how a task without problems (see `problems_of_task`) generates tokens."""
     if assembly.task.decode is not None:
         return assembly.task.decode
-    assert assembly.logits is not None
-    return by_window(assembly.logits, assembly.batch)
+    assert assembly.steps.logits is not None
+    return by_window(assembly.steps.logits, assembly.batch)
 
 
 def generator(
@@ -79,7 +80,7 @@ def generator(
       end_ids: the tokens of which each ends a text; -1: none does.
       compiler_options: of XLA, by name; None: its defaults.
     """
-    return Generator(decode_of(assembly), params, assembly.mesh, assembly.rules, end_ids, compiler_options)
+    return Generator(decode_of(assembly), params, assembly.mesh, assembly.placed.rules, end_ids, compiler_options)
 
 
 def folded(

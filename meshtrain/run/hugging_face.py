@@ -173,7 +173,7 @@ def _import(arguments: argparse.Namespace) -> None:
     arguments.workdir = expanded(arguments.directory)
     config = configuration(arguments, [], reads_data=False)
     assembly = assembled(config, arguments.workdir, None)
-    params, _ = weights.restore_params(arguments.workdir, None, assembly.kept_state.params)
+    params, _ = weights.restore_params(arguments.workdir, None, assembly.states.kept.params)
     target = expanded(arguments.to).absolute()
     extra = {"config": record(config), "versions": {"jax": jax.__version__}}
     with Checkpoints(target / CHECKPOINTS, config.checkpoint) as checkpoints:
@@ -211,7 +211,7 @@ def _export(arguments: argparse.Namespace) -> None:
     assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
     if peers.count() > 1:
         raise UserError(Problem("hf export", got=f"{peers.count()} processes", allowed=1, nearest="start one of them"))
-    like, averaged = assembly.kept_state.params, arguments.weights == weights.AVERAGE
+    like, averaged = assembly.states.kept.params, arguments.weights == weights.AVERAGE
     place = weights.checkpoints_of(config, arguments.workdir)
     params, _ = weights.restore_params(place, arguments.step, like, averaged=averaged)
     if arguments.adapters:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.assemble import Assembly
+from meshtrain.assembly.assemble import Assembly
 from meshtrain.data.loader import batches
 from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
 from meshtrain.errors import Problem

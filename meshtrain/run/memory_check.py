@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import jax
 
-from meshtrain.assemble import Assembly, array_rows, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
+from meshtrain.assembly.facts import array_rows
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config.fields import Config
 from meshtrain.config.smaller import (

@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+import jax
 
 from meshtrain import options
+from meshtrain.assembly.assemble import Assembly
 from meshtrain.config import data_sources
 from meshtrain.config.fields import Config
 from meshtrain.data.corpus import Corpus, tokenizer_for
-from meshtrain.data.loader import Examples, content_hash, drawn_of, example_problems, next_sample, order_hash
+from meshtrain.data.loader import Examples, batches, content_hash, drawn_of, example_problems, next_sample, order_hash
 from meshtrain.data.own_source import Data, MakeData, opened
 from meshtrain.data.packing import Parts
 from meshtrain.data.sources import Asked, is_own
@@ -132,6 +135,21 @@ def warn_of_repeats(config: Config, task: Task, corpus: Data) -> None:
         if name.startswith(EPOCHS) and value > MOST_EPOCHS and peers.is_main_process():
             warn(f"data.path: {name.removeprefix(EPOCHS)} is repeated {value:.1f} times in num_steps = "
                  f"{config.num_steps:,}; nearest: a smaller weight for it, or more data")  # fmt: skip
+
+
+def training_batches(assembly: Assembly, corpus: Data, start_step: int) -> Iterator[dict[str, jax.Array]]:
+    """Yields the global batches of the steps after `start_step`."""
+    config = assembly.config
+    return batches(
+        corpus.train,
+        batch=assembly.batch,
+        limits=limits(assembly.task),
+        seed=config.seed,
+        start_step=start_step,
+        end_step=config.num_steps,
+        num_threads=config.data.num_threads,
+        num_prefetch_batches=config.data.num_prefetch_batches,
+    )
 
 
 def open_files(config: Config, task: Task) -> Mapping[str, Examples] | None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import jax
 
-from meshtrain.assemble import Assembly
+from meshtrain.assembly.assemble import Assembly
 from meshtrain.checkpoint import retention
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import recorded
@@ -74,7 +74,7 @@ def save(
         warn(str(error))
         values["failed_saves"] = 1.0
     try:
-        checkpoints.save(step, assembly.to_kept(state), extra)
+        checkpoints.save(step, assembly.steps.to_kept(state), extra)
     except SaveFailed as error:
         checkpoints.refuse_lost()
         warn(str(error))
@@ -252,7 +252,7 @@ def refuse_unknown_metric(assembly: Assembly, corpus: Data) -> None:
                 nearest=f"{key}=0",
             )
         )
-    sums = jax.eval_shape(assembly.eval_step, assembly.state.params, assembly.batch)
+    sums = jax.eval_shape(assembly.steps.evaluate, assembly.state.params, assembly.batch)
     names = [EVALUATED + name for name in ("loss", *sorted(sums.keys() - {"loss", "weight"}))]
     if len(sets := sets_of(corpus.validation)) > 1:
         names += [LOSS_OF + name for name in sets]

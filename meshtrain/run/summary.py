@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshtrain.assemble import Assembly
+from meshtrain.assembly.assemble import Assembly
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.corpus import Corpus, bigram_loss
@@ -22,6 +22,7 @@ from meshtrain.run import workdir
 from meshtrain.run.evaluation import scored
 from meshtrain.run.generating import decode_of, folded, generator, problems_of_task
 from meshtrain.run.opened import drawn
+from meshtrain.run.session import Session
 from meshtrain.sharding.rules import Rules
 from meshtrain.step.state import TrainState
 
@@ -31,11 +32,9 @@ _PLACES = (
 
 
 def show(
-    assembly: Assembly,
-    corpus: Data,
+    session: Session,
     state: TrainState,
     values: Mapping[str, float | None],
-    run: Path,
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
 ) -> None:
@@ -44,14 +43,13 @@ def show(
     Every process calls it, because all of them compute the sample.
 
     Args:
-      assembly: what was trained.
-      corpus: its data.
+      session: the run.
       state: after the last step.
       values: what was last logged and evaluated.
-      run: its folder.
       make_task: the caller's task function, as in `assemble`.
       rules: the caller's rules, as in `assemble`.
     """
+    assembly, corpus, run = session.assembly, session.corpus, session.run
     lines = ["", f"done: step {int(state.step)}"]
     if (loss := values.get("eval_loss")) is not None:
         units_text = (

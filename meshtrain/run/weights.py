@@ -12,7 +12,8 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from meshtrain.assemble import Assembly, assemble, stored_params
+from meshtrain.assembly.assemble import Assembly, assemble
+from meshtrain.assembly.facts import stored_params
 from meshtrain.checkpoint import other_runs
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.cli import flags, foreign
@@ -194,7 +195,7 @@ def restored(assembly: Assembly, workdir: str | Path, step: int | None, which: s
       UserError: the checkpoint is damaged, of another model, or without averages where `which` asks for them.
     """
     place = checkpoints_of(assembly.config, workdir)
-    kept, found = restore_params(place, step, assembly.kept_state.params, averaged=which == AVERAGE)
+    kept, found = restore_params(place, step, assembly.states.kept.params, averaged=which == AVERAGE)
     return stored_params(assembly, kept), found
 
 

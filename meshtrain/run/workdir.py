@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import TextIO
 
 import jax
+import numpy as np
 
-from meshtrain.assemble import Assembly
+from meshtrain.assembly.assemble import Assembly
+from meshtrain.assembly.optimization import learning_rates
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
-from meshtrain.checkpoint.other_runs import recorded
+from meshtrain.checkpoint.other_runs import find, recorded
 from meshtrain.checkpoint.owner import OWNER
 from meshtrain.cli import flags, foreign
 from meshtrain.config import meanings
 from meshtrain.config.fields import CONFIG_FILE, Config
 from meshtrain.config.resolve import to_json
-from meshtrain.config.resume import difference
+from meshtrain.config.resume import difference, from_json
 from meshtrain.errors import Problem, UserError, is_finite, refuse, warn
 from meshtrain.files import Json, JsonObject, is_same, open_folder, read_json, what_is_at, write_whole
 from meshtrain.launch import peers
@@ -37,6 +39,8 @@ from meshtrain.launch.signals import undone
 from meshtrain.observe.run_files import DEVICE_FILE, PROMPTED_FILE, SAMPLES_FILE
 from meshtrain.observe.trackers import METRICS_FILE, WANDB_FOLDER
 from meshtrain.step.device_memory import bytes_of_device, held, statistics
+from meshtrain.step.state import TrainState
+from meshtrain.store.buckets import Unreached
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
@@ -44,6 +48,7 @@ RUN_ID = "run"  # in corpus.json, by which a run owns the place of its checkpoin
 _SAVED = "saved_step"  # in corpus.json: the first step that was saved
 _facts_lock = threading.Lock()  # the thread of a save writes into corpus.json too
 _FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVICE_FILE, SAMPLES_FILE, PROMPTED_FILE)
+_RATE_TOLERANCE = 0.01  # relative: a smaller change of the learning rate gives no warning
 _FOLDERS = (CHECKPOINTS, "tensorboard", WANDB_FOLDER)
 
 
@@ -379,7 +384,7 @@ def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled) -> N
     """
     if not peers.is_main_process():
         return
-    state = held(assembly.state, assembly.replicas)
+    state = held(assembly.state, assembly.states.sums)
     analysis = step.memory_analysis()
     of_compiler = None if analysis is None else statistics(analysis)
     facts = {
@@ -388,7 +393,7 @@ def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled) -> N
         "parameters_bytes": state.parameters,
         "gradients_bytes": state.gradients,
         "moments_bytes": state.moments,
-        "residual_bytes": state.residual,
+        "extra_bytes": state.extra,
         "on_host_bytes": state.on_host,
         "batch_bytes": bytes_of_device(assembly.batch),
         "temporary_bytes": of_compiler and of_compiler.temporary_bytes,
@@ -399,3 +404,46 @@ def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled) -> N
         write_whole(path, json.dumps(facts, indent=2) + "\n")
     except OSError as error:
         warn(f"{path}: {error}; a report of this run will not show the memory of a device")
+
+
+def saved_step(run: Path, directory: str = "") -> int:
+    """Returns the step of a run's newest complete checkpoint, in its folder or `checkpoint.directory`; 0 for none."""
+    try:
+        with find(directory or run / CHECKPOINTS, is_place=True) as checkpoints:
+            return checkpoints.latest_step() or 0
+    except Unreached:
+        raise
+    except UserError:
+        return 0
+
+
+def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> None:
+    """Warns if the learning rate jumps on resume because `num_steps` or `decay_steps` have changed.
+
+    For example, a decay that ended with the run jumps back up if the run is made longer. Call it on one process, before
+    the run's config.json is written anew.
+
+    Args:
+      assembly: of the new configuration.
+      run: its folder; without a config.json, nothing is compared.
+      state: the restored state.
+    """
+    if not (run / CONFIG_FILE).is_file() or int(state.step) >= assembly.config.num_steps:
+        return
+    now = assembly.config
+    given = read_json((run / CONFIG_FILE).read_bytes())
+    # Alone: the run's other options may be of a task that is not here, or of a former version.
+    name = {"learning_rate.name": now.learning_rate.name}  # a function that its file alone names is not imported
+    was = from_json(json.dumps({key: given[key] for key in ("num_steps", "learning_rate") if key in given}), name)
+    options = dataclasses.replace(now.learning_rate, decay_steps=was.learning_rate.decay_steps)
+    before = dataclasses.replace(now, num_steps=was.num_steps, learning_rate=options)
+    # Of groups that train apart, each with its own count, the one that skipped least.
+    count, step = int(state.step) - int(np.min(state.skipped.total)), int(state.step)
+    last, planned = (float(learning_rates(before, assembly.task)(number)) for number in (max(count - 1, 0), count))
+    rate = float(learning_rates(now, assembly.task)(count))
+    if abs(rate - planned) > _RATE_TOLERANCE * max(rate, planned):
+        ends = [config.learning_rate.decay_steps or config.num_steps for config in (before, now)]
+        warn(
+            f"learning rate: {last:.3g} at step {step}, {rate:.3g} at step {step + 1}: its decay was to end at step "
+            f"{ends[0]} and now ends at {ends[1]}; --config.learning_rate.decay_steps={ends[0]} leaves it as it was"
+        )

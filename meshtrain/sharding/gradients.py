@@ -11,7 +11,7 @@ M: microbatches.
 """
 
 import dataclasses
-import itertools
+import enum
 from collections.abc import Callable, Mapping
 
 import jax
@@ -19,15 +19,26 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from meshtrain.errors import Problem, UserError
 from meshtrain.sharding.jaxprs import Hook
 from meshtrain.sharding.placement import on_shards
-from meshtrain.sharding.reduction import Dims, Reduction, summed
+from meshtrain.sharding.reduction import summed
 from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, StoredTree, axes_of_dims, spec_of_dims
-from meshtrain.sharding.trees import Arrays, Masks, Shaped, Specs, leaves_with_paths, select
+from meshtrain.sharding.trees import Arrays, Masks, Shaped, Specs, select
 
 Compute = Callable[..., tuple[Arrays, Arrays]]
+
+
+class OverData(enum.Enum):
+    """What becomes of the gradients of each replica.
+
+    SUMMED: they are added up over data. STACKED: they leave as [replicas, ...], and what follows adds them up.
+    INSIDE: whoever calls has entered the region of the data axis; they stay as they are.
+    """
+
+    SUMMED = "summed"
+    STACKED = "stacked"
+    INSIDE = "inside"
 
 
 @jax.tree_util.register_dataclass
@@ -53,8 +64,7 @@ class Replicas:
       is_manual: whether data is manual at levels 0 to 2; otherwise it is left to the partitioner.
       wire_dtype: the dtype in which gradients are reduced over data. The sums over microbatches are float32.
       trained: a tree of bool like the parameters, true for each with a gradient; None: all of them.
-      reduction: what reduces gradients over data in place of the sums of this module, once the mean gradient is known;
-        None: nothing else.
+      crossing: what becomes of the gradients of each replica.
     """
 
     mesh: Mesh
@@ -63,18 +73,17 @@ class Replicas:
     is_manual: bool = True
     wire_dtype: DTypeLike = jnp.float32
     trained: Masks = None
-    reduction: Reduction | None = None
+    crossing: OverData = OverData.SUMMED
 
     @property
     def axes(self) -> frozenset[str]:
         """The axes that are manual while gradients are computed: data, or none."""
-        is_manual = self.is_manual and self.mesh.shape[DATA] > 1 and self.level < MAX_LEVEL
-        return frozenset({DATA}) if is_manual else frozenset()
+        return frozenset({DATA}) if self.has_copies and self.crossing is not OverData.INSIDE else frozenset()
 
     @property
-    def is_late(self) -> bool:
-        """Whether gradients are applied by another step than their own."""
-        return self.reduction is not None and self.reduction.update is not None
+    def has_copies(self) -> bool:
+        """Whether the data axis has several replicas of the weights, each with its own gradients."""
+        return self.is_manual and self.mesh.shape[DATA] > 1 and self.level < MAX_LEVEL
 
     @property
     def specs(self) -> Specs:
@@ -94,7 +103,7 @@ class Replicas:
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
         """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
 
-        With a `reduction` gradients are not reduced: each leaf is [replicas, ...], for `reduce`.
+        STACKED gradients are not: each leaf is [replicas, ...].
 
         Args:
           compute: (parameters, batch, further arrays that are replicated) -> (sums, gradients): any tree of scalars,
@@ -102,13 +111,13 @@ class Replicas:
             `compute` has reduced it. Its arrays are local along the manual axes.
           manual: axes that are manual besides data.
         """
-        axes = self.axes | manual
-        if not axes and self.reduction is None:
+        axes, is_stacked = self.axes | manual, self.crossing is OverData.STACKED
+        if not axes and not is_stacked:
             return compute
         parameters, replicated = self.specs, PartitionSpec()
         batch_spec = PartitionSpec(DATA) if self.axes else replicated
         # Gradients leave the region as [replicas, ...] and are reduced outside, where all axes are manual.
-        leave_stacked, of_gradients = bool(self.axes or self.reduction), self.trained_specs
+        leave_stacked, of_gradients = bool(self.axes) or is_stacked, self.trained_specs
 
         def on_replica(params: Arrays, batch: Arrays, *others: jax.Array) -> tuple[Arrays, Arrays]:
             sums, gradients = compute(params, batch, *others)
@@ -117,88 +126,11 @@ class Replicas:
 
         def run(params: Arrays, batch: Arrays, *others: jax.Array) -> tuple[Arrays, Arrays]:
             in_specs = (parameters, batch_spec, *(replicated for _ in others))
-            out_specs = (replicated, self._with_replicas(of_gradients) if leave_stacked else of_gradients)
+            out_specs = (replicated, self.with_replicas(of_gradients) if leave_stacked else of_gradients)
             sums, gradients = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes)(params, batch, *others)
-            return sums, self._reduced(gradients) if self.axes and self.reduction is None else gradients
+            return sums, self._reduced(gradients) if self.axes and not is_stacked else gradients
 
         return run
-
-    def reduce(self, gradients: Arrays, residual: Arrays) -> tuple[Arrays, Arrays]:
-        """Returns the gradients reduced over data by `reduction`, and the residual of the next step.
-
-        A residual is in the units of its gradient. So gradients are those of the mean loss, without the loss scale: the
-        number of targets and the scale may change from step to step.
-
-        Args:
-          gradients: float32 [replicas, ...], from `data_parallel`.
-          residual: a tree of float32 [replicas, ...] like them, or ().
-
-        Raises:
-          UserError: the reduction returns other trees, shapes or dtypes than it has to.
-        """
-        dims = jax.tree.map(lambda weight: weight.scattered_dim, self.trained_stored)
-
-        def on_device(gradients: Arrays, residual: Arrays) -> tuple[Arrays, Arrays]:
-            own, kept = jax.tree.map(lambda leaf: leaf[0], (gradients, residual))
-            sums, left = self.reduced_here(own, kept, dims)
-            return sums, jax.tree.map(lambda leaf: leaf[None], left)
-
-        before = self._with_replicas(self.trained_specs)
-        after = jax.tree.map(lambda weight: weight.moment, self.trained_stored)
-        of_residual = before if jax.tree.leaves(residual) else residual
-        in_specs, out_specs, axes = (before, of_residual), (after, of_residual), frozenset(self.mesh.axis_names)
-        return on_shards(self.mesh, on_device, in_specs, out_specs, axes=axes)(gradients, residual)
-
-    def reduced_here(self, gradients: Arrays, residual: Arrays, dims: Dims) -> tuple[Arrays, Arrays]:
-        """Returns what `reduction` makes of local arrays where all axes are manual; see `Reduction.reduce`.
-
-        Raises:
-          UserError: see `reduce`.
-        """
-        assert self.reduction is not None, "the sum needs no residual"
-
-        sum_of = lambda leaf, dim: jax.ShapeDtypeStruct(self._shard_shape(leaf, dim), jnp.float32)  # noqa: E731
-        wanted = (jax.tree.map(sum_of, gradients, dims), residual)
-        given = self.reduction.reduce(gradients, residual, DATA, dims)
-        arrays = [
-            [f"{path} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves_with_paths(tree)]
-            for tree in (jax.tree.map(jnp.asarray, given), wanted)
-        ]
-        for got, allowed in itertools.zip_longest(*arrays, fillvalue="nothing"):
-            if got != allowed:
-                raise UserError(
-                    Problem(
-                        "reduction.name",
-                        got=f"'{self.reduction.name}', whose reduce returns {got}",
-                        allowed=f"{allowed}, in (gradients, residual)",
-                        nearest="trees like those that it gets",
-                    )
-                )
-        return given
-
-    def residual(self, trained: Arrays) -> Arrays:
-        """Returns zeros [replicas, ...] for what each replica keeps of its gradients, or ().
-
-        Args:
-          trained: parameters that have gradients, global shapes.
-
-        Raises:
-          UserError: the reduction wants to keep other shapes than those of gradients.
-        """
-        if self.reduction is None:
-            return ()
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
-        kept = self.reduction.residual(shapes)
-        if kept not in ((), shapes):
-            raise UserError(
-                Problem(
-                    "reduction.name",
-                    got=f"'{self.reduction.name}', whose residual returns {kept}",
-                    allowed="the shapes that it gets, or ()",
-                    nearest="lambda shapes: shapes",
-                )
-            )
-        return jax.tree.map(lambda leaf: jnp.zeros((self.mesh.shape[DATA], *leaf.shape), leaf.dtype), kept)
 
     def zeros(self, params: Arrays, stored: StoredTree) -> Arrays:
         """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.
@@ -208,11 +140,11 @@ class Replicas:
 
         def zeros(leaf: jax.Array, weight: Stored) -> jax.Array:
             dim = weight.data_dim if self._scatters_each(weight) else 0
-            return jnp.zeros(self._shard_shape(leaf, dim), jnp.float32)
+            return jnp.zeros(self.shard_shape(leaf, dim), jnp.float32)
 
         return jax.tree.map(zeros, params, stored)
 
-    def _shard_shape(self, leaf: jax.Array, dim: int) -> list[int]:
+    def shard_shape(self, leaf: jax.Array, dim: int) -> list[int]:
         """Returns the shape of an array that data splits along a dim, counted from the end; 0: along none."""
         shape = list(leaf.shape)
         if dim:
@@ -255,14 +187,13 @@ class Replicas:
     def reduces_in_loops(self) -> bool:
         """Whether gradients of layers in a loop are reduced inside the backward loop of the last microbatch.
 
-        At level 2 those of every microbatch are scattered when its loops are over. A `reduction` of its own gets them
-        when the mean gradient is known.
+        At level 2 those of every microbatch are scattered when its loops are over.
         """
-        return bool(self.axes) and self.level < GRADIENTS_LEVEL and self.reduction is None
+        return bool(self.axes) and self.level < GRADIENTS_LEVEL and self.crossing is OverData.SUMMED
 
     def reduced_zeros(self, leaf: jax.Array, weight: Stored) -> jax.Array:
         """Returns float32 zeros with the local shape of a reduced gradient: at level 1 of one shard."""
-        return jnp.zeros(self._shard_shape(leaf, weight.scattered_dim), jnp.float32)
+        return jnp.zeros(self.shard_shape(leaf, weight.scattered_dim), jnp.float32)
 
     def reduced_layers(self, gradients: Arrays, stored: StoredTree) -> Arrays:
         """Returns the gradients of layers reduced over data, in `wire_dtype`; at level 1 the shards of this replica.
@@ -332,7 +263,8 @@ class Replicas:
         """Returns a gradient reduced over data in `wire_dtype`; where it is scattered, the shard of this replica."""
         return summed(x.astype(self.wire_dtype), DATA, weight.scattered_dim)
 
-    def _with_replicas(self, specs: Specs) -> Specs:
+    def with_replicas(self, specs: Specs) -> Specs:
+        """Returns the specs of arrays of which each replica along data has one, stacked in front."""
         replicas = DATA if self.mesh.shape[DATA] > 1 else None
         return jax.tree.map(lambda spec: PartitionSpec(replicas, *spec), specs)
 
@@ -353,4 +285,4 @@ class Replicas:
             return jax.tree.map(reduce, gradients, stored, is_leaf=lambda leaf: isinstance(leaf, Reduced))
 
         after = jax.tree.map(lambda weight: weight.moment, stored)
-        return on_shards(self.mesh, reduce_all, (self._with_replicas(self.trained_specs),), after)(gradients)
+        return on_shards(self.mesh, reduce_all, (self.with_replicas(self.trained_specs),), after)(gradients)

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import jax
 
-from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.offload import is_on_host
 from meshtrain.sharding.trees import Arrays, shard_bytes
 from meshtrain.step.state import TrainState
@@ -22,39 +21,39 @@ class Held:
     """Bytes of one device.
 
     Attributes:
-      parameters: in the dtype in which they are stored; of groups that train apart those of each, and the anchor.
+      parameters: in the dtype in which they are stored.
       gradients: the float32 sums to which each microbatch's gradients are added.
-      moments: the optimizer's state in device memory, and the outer optimizer's of groups that train apart.
+      moments: the optimizer's state in device memory.
       on_host: the optimizer's state in host memory, with `offload.moments`.
-      residual: what the reduction over data keeps from step to step.
+      extra: what an extension keeps from step to step.
     """
 
     parameters: int
     gradients: int
     moments: int
     on_host: int
-    residual: int = 0
+    extra: int = 0
 
     @property
     def total(self) -> int:
         """Bytes in device memory."""
-        return self.parameters + self.gradients + self.moments + self.residual
+        return self.parameters + self.gradients + self.moments + self.extra
 
 
-def held(state: TrainState, replicas: Replicas) -> Held:
+def held(state: TrainState, sums: Arrays) -> Held:
     """Returns the bytes of a training state on one device.
 
     Args:
       state: abstract; each leaf has its sharding.
-      replicas: how gradients are reduced over data, which determines the shardings of their sums.
+      sums: abstract sums of gradients, see `Replicas.accumulators`.
     """
-    moments = jax.tree.leaves((state.opt_state, state.local.outer_state if state.local else ()))
+    moments = jax.tree.leaves(state.opt_state)
     return Held(
-        parameters=bytes_of_device(state.params) + (bytes_of_device(state.local.params) if state.local else 0),
-        gradients=bytes_of_device(replicas.accumulators(state.params)),
+        parameters=bytes_of_device(state.params),
+        gradients=bytes_of_device(sums),
         moments=bytes_of_device([leaf for leaf in moments if not is_on_host(leaf.sharding)]),
         on_host=bytes_of_device([leaf for leaf in moments if is_on_host(leaf.sharding)]),
-        residual=bytes_of_device(state.residual),
+        extra=bytes_of_device(state.extra),
     )
 
 

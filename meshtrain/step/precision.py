@@ -44,7 +44,6 @@ class PrecisionOptions:
         "auto",
         "dtype of gradients in collectives over data; sums over microbatches are float32; auto: float32",
         choices=("auto", "float32", "bfloat16"),
-        only_for={"local_steps.period": (0,)},
     )
     output_dtype: str = option(
         "auto",

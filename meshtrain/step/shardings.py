@@ -47,7 +47,7 @@ from meshtrain.sharding.trees import (
     select,
 )
 from meshtrain.step.precision import PrecisionOptions, compute_dtype, param_dtype
-from meshtrain.step.state import GROUPS, REPLICAS, REPLICATED_FIELDS, RESIDUAL, TrainState
+from meshtrain.step.state import COPY, REPLICATED_FIELDS, TrainState
 from meshtrain.step.step import with_sequence_index
 
 
@@ -133,7 +133,6 @@ def axes_of_fields(
     return {
         "params": jax.tree.leaves(axes, is_leaf=is_names),
         "opt_state": state_axes(transformation, trained, trained_axes),
-        RESIDUAL: [(REPLICAS, *names) for names in jax.tree.leaves(trained_axes, is_leaf=is_names)],
         **{
             name: [(None,) * leaf.ndim for leaf in jax.tree.leaves(getattr(abstract, name))]
             for name in REPLICATED_FIELDS
@@ -208,7 +207,7 @@ def placed_states(
             over_stages = rules.parameters[LAYERS]
             rest = spec(path, shape, (*axes[:at], None, *axes[at + 1 :]))
             return split_elsewhere(rest, shape, over_stages, mesh.shape)
-        if axes[:1] in ((REPLICAS,), (GROUPS,)):
+        if axes[:1] == (COPY,):
             # One for each: data splits the first dim, and the others are split as those of the weight.
             of_weight = stored(shape[1:], axes[1:], rules, mesh.shape, 0, path_text(path)).parameter
             replicas = (DATA,) if mesh.shape[DATA] > 1 else ()

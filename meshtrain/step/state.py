@@ -14,13 +14,10 @@ from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
 from meshtrain.step.precision import cast
 
 OptState: TypeAlias = Any  # optax's named tuples, whose leaves are arrays
-LocalState: TypeAlias = Any  # `lab.local_steps.Local`, of a room above this one; () without groups that train apart
 
 # Fields of `TrainState` whose arrays are small, and replicated on every device.
-REPLICATED_FIELDS = ("step", "rng", "skipped", "loss_scale", "late_metrics")
-# The field of residuals, and the logical axis of the first dim of its arrays, which the data axis splits.
-RESIDUAL, REPLICAS = "residual", "replicas"
-GROUPS = "groups"  # that of the dim that stacks the arrays of groups that train apart, which it splits too
+REPLICATED_FIELDS = ("step", "rng", "skipped", "loss_scale")
+COPY = "copy"  # the logical axis of the first dim of arrays of which each replica along data has some of its own
 
 
 @jax.tree_util.register_dataclass
@@ -36,12 +33,7 @@ class TrainState:
       rng: uint32 key data; step n draws from this key with n folded in.
       skipped: the guard's counts of skipped steps and the last gradient norms.
       loss_scale: the scale of the loss in the backward pass, and the counts by which it changes.
-      residual: what `reduction.name` keeps from step to step, such as what compressed gradients have not sent yet: a
-        tree of float32 [replicas, ...] like the trained parameters; or ().
-      local: with groups that train apart (`step.Apart`), their weights and the outer optimizer's state; then
-        `params` is the anchor, and the arrays of `opt_state`, `skipped` and `loss_scale` are [groups, ...]. Else ().
-      late_metrics: with gradients that are applied one step late, the sums of the metrics that `Task.after_update` gets
-        with them; () without either.
+      extra: the arrays of an extension, any tree; see `extension.py`. Most runs have none: ().
     """
 
     step: jax.Array
@@ -50,9 +42,7 @@ class TrainState:
     rng: jax.Array
     skipped: Skipped
     loss_scale: LossScale
-    residual: Arrays = ()
-    local: LocalState = ()
-    late_metrics: Arrays = ()
+    extra: Arrays = ()
 
 
 def init_state(
@@ -61,8 +51,7 @@ def init_state(
     rng: jax.Array,
     scaling: Scaling | None = None,
     mask: Masks = None,
-    residual: Arrays = (),
-    late_metrics: Arrays = (),
+    extra: Arrays = (),
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -72,14 +61,12 @@ def init_state(
       rng: a typed key.
       scaling: how the loss is scaled; None: not at all.
       mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
-      residual: from `Replicas.residual`.
-      late_metrics: abstract sums of metrics, where the state has them.
+      extra: the arrays of an extension.
     """
     trained, _ = select(params, mask)
     step, opt_state = jnp.zeros((), jnp.int32), transformation.init(cast(trained, jnp.float32))
     scale, key_data = first_scale(scaling), jax.random.key_data(rng)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), late_metrics)
-    return TrainState(step, params, opt_state, key_data, none_skipped(), scale, residual, late_metrics=zeros)
+    return TrainState(step, params, opt_state, key_data, none_skipped(), scale, extra)
 
 
 def step_key(state: TrainState) -> jax.Array:

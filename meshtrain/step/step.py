@@ -4,7 +4,7 @@ Clipping by the global norm of the gradients (Pascanu et al. 2013).
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ from meshtrain.models.metrics import Metrics, all_logged, divisor
 from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
 from meshtrain.optim.average import followed
 from meshtrain.optim.moments import round_weights
-from meshtrain.sharding.gradients import Replicas
-from meshtrain.sharding.stored import Names
-from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merged, select
+from meshtrain.sharding.trees import Arrays, Masks, merged, select
 from meshtrain.step import guard, health, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.guard import GuardOptions
@@ -28,30 +26,8 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[Params, Batch], Metrics]
 # (state, sums of a batch, seed of the backward pass that made its gradients) -> (state after the step, metrics).
 Update = Callable[[TrainState, Sums, jax.Array], tuple[TrainState, Metrics]]
-# (gradients of the mean loss, residual) -> (the same reduced over data, the next residual).
+# (gradients of the mean loss, arrays of an extension) -> (the same reduced over data, the next arrays).
 Reduce = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Apart:
-    """Groups that train apart, for `local_steps.period` steps: what takes the place of the functions of one model.
-
-    Attributes:
-      replicas: how each group adds up its gradients, [groups, ...].
-      begun: the state of one model before its first step -> that of all groups.
-      restarted: a state -> the same with the weights `params` in every group.
-      axes_of_fields: (`shardings.axes_of_fields` of one model, the abstract state of groups, abstract parameters, their
-        logical axes) -> the logical axes of the arrays of each field.
-      step: (gradients, update, scaling) as `train_step` takes them -> the step of all groups.
-      join: a state -> the state after the groups have exchanged weights; a program of its own.
-    """
-
-    replicas: Replicas
-    begun: Callable[[TrainState], TrainState]
-    restarted: Callable[[TrainState], TrainState]
-    axes_of_fields: Callable[[Mapping[str, Sequence[Names]], TrainState, Params, NamesTree], dict[str, list[Names]]]
-    step: Callable[[Gradients, Update, Scaling | None], TrainStep]
-    join: Callable[[TrainState], TrainState]
 
 
 def with_sequence_index(batch: Batch) -> Batch:
@@ -94,8 +70,8 @@ class WeightUpdate:
         starts only after the backward pass.
       mask: a tree of bool like the parameters, true for each that is trained; None: all of them. The others do not
         change.
-      reduce: (gradients of the mean loss, residual) -> (the same reduced over data, the next residual), see
-        `Replicas.reduce`; None where the sums have gradients that are reduced.
+      reduce: (gradients of the mean loss, `TrainState.extra`) -> (the same reduced over data, the next `extra`); None
+        where the sums have gradients that are reduced.
       after_update: what moves weights besides the optimizer, see `Task.after_update`; None: nothing.
       average_decay: of the averages in the optimizer's state, see `average.followed`; 0: it has none.
       layers: of the parameters, for `health.metrics`; None: without.
@@ -133,9 +109,9 @@ class WeightUpdate:
         by_layer = health.squares(self.layers, of_all) if self.layers and self.reduce is None else None
         sums_of_squares = health.totals(by_layer) if by_layer else square_sums(of_all)
         squares = loss_scale.overflowed(self.scaling, sums_of_squares, of_all, weight * seed)
-        norm, residual = jnp.sqrt(jnp.sum(squares)), state.residual
+        norm, extra = jnp.sqrt(jnp.sum(squares)), state.extra
         if self.reduce is not None:
-            mean_gradients, residual = self.reduce(mean_gradients, residual)
+            mean_gradients, extra = self.reduce(mean_gradients, extra)
             # Packing may lose a NaN, so the norm is that of the reduced gradients only if those before were finite.
             reduced_norm = jnp.sqrt(jnp.sum(square_sums(mean_gradients)))
             norm = jnp.where(jnp.isfinite(norm), reduced_norm, norm)
@@ -167,8 +143,8 @@ class WeightUpdate:
             metrics["loss_scale"] = state.loss_scale.scale
         params = merged(updated, frozen)
         opt_state = guard.where_good(good, opt_state, before)
-        residual = guard.where_good(good, residual, state.residual)
-        return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale, residual), metrics
+        extra = guard.where_good(good, extra, state.extra)
+        return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale, extra), metrics
 
     def _moved(
         self, gradients: Arrays, before: OptState, weights: Arrays, frozen: Arrays, of_task: Metrics

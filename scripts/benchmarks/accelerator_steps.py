@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.assemble import Assembly, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.checkpoint.checkpoint import leaves_by_path
 from meshtrain.checkpoint.integrity import is_sealed
 from meshtrain.config.fields import Config
@@ -176,7 +176,7 @@ def opened(words: Sequence[str]) -> tuple[Config, Assembly, Any, dict[str, Any]]
     config, _ = parse(list(words), reads_data=False)
     [device, *_], _ = distributed.start(1)
     assembly = assemble(config, dict.fromkeys(AXES, 1), [device])
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     return config, assembly, state, jax.device_put(batch_of(config), device)
 
 
@@ -197,7 +197,7 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
 def speed(model: str, tiny: bool) -> JsonObject:
     """Returns tokens per second, MFU and memory of meshtrain's step."""
     config, assembly, state, batch = opened(words_of(model, tiny))
-    step = assembly.train_step.lower(state, batch).compile()
+    step = assembly.steps.train.lower(state, batch).compile()
     found = _timed(step, state, batch, lambda result: result["loss"])
     device = assembly.mesh.devices.flat[0]
     peak = peak_flops_per_second(device.device_kind, compute_name(config.precision))

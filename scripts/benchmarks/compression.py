@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 
-from meshtrain.assemble import Assembly, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.config import reductions
 from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
@@ -69,11 +69,11 @@ def trained(assembly: Assembly, seed: int, what: str) -> Outcome:
     config = dataclasses.replace(assembly.config, seed=seed)
     assembly = dataclasses.replace(assembly, config=config)
     corpus = open_data(config, assembly.task)
-    state, losses = assembly.init(jax.random.key_data(jax.random.key(seed))), list[float]()
+    state, losses = assembly.steps.init(jax.random.key_data(jax.random.key(seed))), list[float]()
     for _, batch in zip(
         range(config.num_steps), batches(corpus.train, batch=assembly.batch, seed=config.seed), strict=False
     ):
-        state, metrics = assembly.train_step(state, batch)
+        state, metrics = assembly.steps.train(state, batch)
         losses.append(float(metrics["loss"]))
         if len(losses) % SHOWN_EVERY == 0:
             print(f"{what}, seed {seed}, step {len(losses)}: {losses[-1]:.4f}", file=sys.stderr, flush=True)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import jax
 
-from meshtrain.assemble import Assembly, assemble, compiled_steps, traced_steps
+from meshtrain.assembly.assemble import Assembly, assemble
+from meshtrain.assembly.compiling import compiled
+from meshtrain.assembly.steps import traced_steps
 from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
 from meshtrain.data.loader import batches
@@ -51,7 +53,7 @@ def trained(assembly: Assembly, step: object, seed: int, what: str) -> Curve:
     config = dataclasses.replace(assembly.config, seed=seed)
     assembly = dataclasses.replace(assembly, config=config)
     corpus, curve = open_data(config, assembly.task), Curve()
-    state = assembly.init(jax.random.key_data(jax.random.key(seed)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(seed)))
     for number, batch in zip(
         range(1, config.num_steps + 1), batches(corpus.train, batch=assembly.batch, seed=config.seed), strict=False
     ):
@@ -100,7 +102,10 @@ def main(argv: Sequence[str]) -> int:
     config, _ = parse(["--config=configs/experts.py", "--config.mesh.data=1", "--config.mesh.expert=1", *overrides])
     shape = dict.fromkeys(AXES, 1)
     assemblies = {kind: assemble(one, shape, devices) for kind, one in (("experts", config), ("dense", dense(config)))}
-    steps = {kind: compiled_steps(traced_steps(assembly))[0] for kind, assembly in assemblies.items()}
+    steps = {
+        kind: compiled("step", traced_steps(assembly.steps, assembly.states)["step"])
+        for kind, assembly in assemblies.items()
+    }
     sizes = "; ".join(
         f"{task.num_parameters:,}, {task.num_active_parameters or task.num_parameters:,}"
         for task in (assembly.task for assembly in assemblies.values())

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.errors import run
 from meshtrain.launch import distributed
@@ -41,8 +41,8 @@ def compiled(config: Config, device: jax.Device) -> tuple[Any, Any, Any]:
     """Returns the compiled step (state, batch) -> (state, result), its state, and a batch."""
     batch = jax.device_put(example_batch(config), device)
     assembly = assemble(config, dict.fromkeys(AXES, 1), [device])
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
-    return assembly.train_step.lower(state, batch).compile(), state, batch
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
+    return assembly.steps.train.lower(state, batch).compile(), state, batch
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from meshtrain.assemble import Assembly, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.config.fields import Config
 from meshtrain.config.resolve import resolve
 from meshtrain.errors import run
@@ -63,12 +63,12 @@ def main(argv: Sequence[str]) -> int:
     model = {"num_layers": arguments.layers, "embed_dim": width, "mlp_dim": 4 * width}
     given = {"model": model, "data": {"source": "synthetic"}, "sequence_length": length, "batch_size": arguments.rows}
     assembly = assembled(resolve(given))
-    task, logits = assembly.task, assembly.logits
+    task, logits = assembly.task, assembly.steps.logits
     assert task.decode is not None
     assert logits is not None
-    params = assembly.init(jax.random.key_data(jax.random.key(0))).params
+    params = assembly.steps.init(jax.random.key_data(jax.random.key(0))).params
     cached, uncached = (
-        Generator(decode, params, assembly.mesh, assembly.rules, end_ids=(-1,))
+        Generator(decode, params, assembly.mesh, assembly.placed.rules, end_ids=(-1,))
         for decode in (task.decode, by_window(logits, assembly.batch))
     )
     device = assembly.mesh.devices.flat[0].device_kind

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.errors import run
 from meshtrain.hf import folder, names
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         opened = folder.opened(directory)
         config = Config(model=opened.model.options, batch_size=len(devices))
         assembly = assemble(config, dict.fromkeys(AXES, 1) | {"fsdp": len(devices)}, devices)
-        like = assembly.kept_state.params
+        like = assembly.states.kept.params
         sizes = [num_bytes(leaf) for _, leaf in leaves_with_paths(like)]
         before, most, ended = anonymous_bytes(), [0], threading.Event()
 

@@ -55,7 +55,7 @@ def program(workdir: Path) -> Callable[[np.ndarray], np.ndarray]:
     config = configuration(arguments, [], reads_data=False)
     assembly = assembled(config, workdir, None)
     params, _ = restored(assembly, workdir, None)
-    logits: Any = assembly.logits
+    logits: Any = assembly.steps.logits
 
     def run(ids: np.ndarray) -> np.ndarray:
         positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape)

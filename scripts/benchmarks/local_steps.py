@@ -13,7 +13,9 @@ from pathlib import Path
 
 import jax
 
-from meshtrain.assemble import Assembly, assemble, compiled_steps, traced_steps
+from meshtrain.assembly.assemble import Assembly, assemble
+from meshtrain.assembly.compiling import compiled
+from meshtrain.assembly.steps import traced_steps
 from meshtrain.config.fields import Config, LocalStepsOptions
 from meshtrain.config.resolve import parse
 from meshtrain.data.loader import batches
@@ -82,7 +84,8 @@ def assembled(config: Config, kind: str, devices: Sequence[jax.Device]) -> Assem
 
 def steps_of(assembly: Assembly) -> Steps:
     """Compiles the programs of a run and counts the bytes that they send."""
-    train, outer = compiled_steps(traced_steps(assembly))
+    programs = {name: compiled(name, one) for name, one in traced_steps(assembly.steps, assembly.states).items()}
+    train, outer = programs["step"], programs["join"] if "join" in programs else None
     return Steps(train, outer, sent_bytes(assembly, train), sent_bytes(assembly, outer))
 
 
@@ -106,7 +109,7 @@ def trained(assembly: Assembly, steps: Steps, seed: int, what: str) -> list[Poin
     config = dataclasses.replace(assembly.config, seed=seed)
     assembly = dataclasses.replace(assembly, config=config)
     corpus, points, sent = open_data(config, assembly.task), list[Point](), 0.0
-    state, period = assembly.init(jax.random.key_data(jax.random.key(seed))), config.local_steps.period
+    state, period = assembly.steps.init(jax.random.key_data(jax.random.key(seed))), config.local_steps.period
     for step, batch in zip(
         range(1, config.num_steps + 1), batches(corpus.train, batch=assembly.batch, seed=config.seed), strict=False
     ):

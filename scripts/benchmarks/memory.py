@@ -7,7 +7,7 @@ import argparse
 
 import jax
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.rules import AXES
@@ -32,7 +32,7 @@ def row(name: str, model: DecoderOptions) -> str:
     for level in range(MAX_LEVEL + 1):
         config = Config(batch_size=NUM_DEVICES, model=model, zero=ZeroOptions(level=level))
         assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": NUM_DEVICES}, jax.devices())
-        cells.append(f"{held(assembly.state, assembly.replicas).total / 1e9:.1f} GB")
+        cells.append(f"{held(assembly.state, assembly.states.sums).total / 1e9:.1f} GB")
     return f"| {name} | {assembly.task.num_parameters / 1e9:.2f} B | {' | '.join(cells)} |"
 
 

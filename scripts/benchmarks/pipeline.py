@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.assemble import Assembly, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.config.fields import Config
 from meshtrain.errors import run
 from meshtrain.launch import distributed
@@ -130,7 +130,7 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
     """Compiles one of the programs."""
     shape = dict.fromkeys(AXES, 1) | {PIPELINE: len(devices)}
     assembly = assemble(config, shape, devices)
-    stages, program, mesh = assembly.task.stages, assembly.program, assembly.mesh
+    stages, program, mesh = assembly.task.stages, assembly.placed.program, assembly.mesh
     assert stages is not None
     assert program is not None
     places = jax.tree.map(lambda leaf: leaf.sharding, assembly.state.params)
@@ -157,7 +157,7 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
         return compute(params, microbatches, jax.random.wrap_key_data(key_data))
 
     key_data = jax.random.key_data(jax.random.key(0))
-    params = jax.device_put(assembly.init(key_data).params, places)
+    params = jax.device_put(assembly.steps.init(key_data).params, places)
     arguments = params, example_batch(assembly), key_data
     whole = NamedSharding(mesh, PartitionSpec())
     seconds = []

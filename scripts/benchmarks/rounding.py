@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
 from meshtrain.data.loader import batches
@@ -87,16 +87,16 @@ def trained(config: Config, devices: Sequence[jax.Device], what: str) -> Outcome
     """
     assembly = assemble(config, dict.fromkeys(AXES, 1), devices)
     corpus = open_data(config, assembly.task)
-    state, losses = assembly.init(jax.random.key_data(jax.random.key(config.seed))), list[float]()
+    state, losses = assembly.steps.init(jax.random.key_data(jax.random.key(config.seed))), list[float]()
     for _, batch in zip(
         range(config.num_steps), batches(corpus.train, batch=assembly.batch, seed=config.seed), strict=False
     ):
-        state, metrics = assembly.train_step(state, batch)
+        state, metrics = assembly.steps.train(state, batch)
         losses.append(float(metrics["loss"]))
         if len(losses) % SHOWN_EVERY == 0:
             print(f"{what}, step {len(losses)}: {losses[-1]:.4f}", file=sys.stderr, flush=True)
     last, num_parameters = losses[-20:], sum(leaf.size for leaf in jax.tree.leaves(assembly.state.params))
-    moment_bytes = held(assembly.state, assembly.replicas).moments / num_parameters
+    moment_bytes = held(assembly.state, assembly.states.sums).moments / num_parameters
     return Outcome(sum(last) / len(last), evaluate(assembly, corpus, state)["eval_loss"], moment_bytes)
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.assemble import Assembly, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
 from meshtrain.errors import run
@@ -100,11 +100,11 @@ def plain_step(config: Config) -> tuple[Any, Any]:
 def compiled_steps(config: Config, device: jax.Device, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the compiled steps (state, batch) -> (state, result), and their states, with equal weights."""
     assembly: Assembly = assemble(config, dict.fromkeys(AXES, 1), [device])
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     transformation, step = plain_step(config)
     plain_state = jax.tree.map(jnp.copy, (state.params, jax.jit(transformation.init)(state.params)))
     steps = {
-        "program": assembly.train_step.lower(state, batch).compile(),
+        "program": assembly.steps.train.lower(state, batch).compile(),
         "plain": jax.jit(step, donate_argnums=0).lower(plain_state, batch).compile(),
     }
     return steps, {"program": state, "plain": plain_state}

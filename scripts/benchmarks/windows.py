@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain.assemble import Assembly, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
 from meshtrain.data.loader import Examples, batches
@@ -63,11 +63,11 @@ def trained(assembly: Assembly) -> Params:
     """Trains for the configured steps and returns the weights."""
     config = assembly.config
     corpus = open_data(config, assembly.task)
-    state, losses = assembly.init(jax.random.key_data(jax.random.key(config.seed))), list[float]()
+    state, losses = assembly.steps.init(jax.random.key_data(jax.random.key(config.seed))), list[float]()
     for _, batch in zip(
         range(config.num_steps), batches(corpus.train, batch=assembly.batch, seed=config.seed), strict=False
     ):
-        state, metrics = assembly.train_step(state, batch)
+        state, metrics = assembly.steps.train(state, batch)
         losses.append(float(metrics["loss"]))
         if len(losses) % SHOWN_EVERY == 0:
             mean = sum(losses[-SHOWN_EVERY:]) / SHOWN_EVERY
@@ -89,7 +89,7 @@ def losses(assembly: Assembly, params: Params, examples: Examples) -> np.ndarray
       params: weights of the same model and mesh, from any of the assemblies.
       examples: one example for each window.
     """
-    logits = assembly.logits
+    logits = assembly.steps.logits
     assert logits is not None
 
     @jax.jit

@@ -24,11 +24,10 @@ import jax
 import numpy as np
 from jax._src import cache_key
 
-from meshtrain import training
 from meshtrain.checkpoint.checkpoint import leaves_by_path
 from meshtrain.errors import run
 from meshtrain.main import main as train
-from meshtrain.run import saving, start
+from meshtrain.run import initial_state, opened, saving
 
 WORKDIR = "--workdir="
 
@@ -93,9 +92,9 @@ def watching() -> Iterator[Seen]:
             yield batch
 
     watched = (
-        (start, "starting_state", starting_state),
+        (initial_state, "starting_state", starting_state),
         (saving, "save", save),
-        (training, "batches", batches),
+        (opened, "batches", batches),
     )
     with contextlib.ExitStack() as patches:
         for module, name, eye in watched:

@@ -8,7 +8,7 @@ import jax
 import pytest
 import tokenizers
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.build import default
 from meshtrain.config.mesh_checks import check
 from meshtrain.config.resolve import resolve, to_json

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain.assemble import Assembly, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.config.fields import Config
 from meshtrain.data.loader import batches
 from meshtrain.run.opened import open_data
@@ -17,9 +17,9 @@ def stepped(config: Config, **axes: int) -> tuple[Trained, Assembly, Any, Any]:
     """What the steps make of the weights; the assembly, the last state and the last batch."""
     shape = sizes(**axes)
     assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
-    state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(config.seed)))
     initial, losses, norms, gradients = by_path(state.params), [], [], {}
-    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    step = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
     examples = open_data(config, assembly.task).train
     of_training = batches(examples, batch=assembly.batch, seed=config.seed, num_threads=0)
     for _ in range(config.num_steps):

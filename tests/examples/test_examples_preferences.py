@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import resolve
 from meshtrain.data.sources import Asked
 from meshtrain.data.tokenizer import byte_tokenizer
@@ -17,7 +17,7 @@ from meshtrain.examples.preferences import PreferenceData, made, open_each, open
 from meshtrain.examples.preferences_task import policy_of, reference_of
 from meshtrain.hf.config_json import described
 from meshtrain.models.task import SEQUENCE_INDEX
-from meshtrain.run.start import beginning
+from meshtrain.run.initial_state import beginning
 from tests.parity.runs import by_path, sizes
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "hf" / "fixtures"
@@ -130,7 +130,7 @@ def log_probability(assembly, params, row, segment):
 def test_the_loss_is_that_of_the_papers(tmp_path, kind):
     config = configured(model={"preference_loss": kind})
     assembly = assemble(config, sizes(), jax.devices()[:1])
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     # The policy is another model than the reference.
     generator = np.random.default_rng(1)
     moved = jax.tree_util.tree_map_with_path(

@@ -51,7 +51,7 @@ def train(config: Config, evaluates: bool, **axes: int) -> tuple[Trained, list[f
     if not evaluates:
         return trained, []
     found = []
-    evaluate = assembly.eval_step.lower(state.params, batch).compile()
+    evaluate = assembly.steps.evaluate.lower(state.params, batch).compile()
     weights = batch["weights"] * (batch["targets"] == 0)
     for token in range(config.model.vocab_size):
         targets = jax.device_put(np.full(weights.shape, token, np.int32), weights.sharding)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.assemble import assemble, stored_params
+from meshtrain.assembly.assemble import assemble
+from meshtrain.assembly.facts import stored_params
 from meshtrain.config import default, resolve
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import NOTHING, Request, rounded
@@ -111,7 +112,7 @@ def test_greedy_texts_are_those_of_the_whole_forward_pass(generator_on, weights)
     shape = filled.shape
     batch = {"tokens": filled, "positions": np.arange(length)[None], "segment_ids": np.ones(shape, np.int32)}
     logits = np.asarray(
-        assembled().logits(weights, {**batch, "targets": filled, "weights": np.ones(shape, np.float32)})
+        assembled().steps.logits(weights, {**batch, "targets": filled, "weights": np.ones(shape, np.float32)})
     )
     best = logits[0].argmax(axis=-1)[len(PROMPTS[0]) - 1 :]
     assert tokens == best[: len(tokens)].tolist()
@@ -144,7 +145,7 @@ def test_a_text_stops_when_it_is_told_to(generator_on):
 
 def test_weights_of_a_pipeline_are_moved_to_a_mesh_without_one(weights):
     assembly = assembled(pipeline=2, data=2)
-    in_chunks = jax.device_put(weights, shardings(assembly.kept_state.params))
+    in_chunks = jax.device_put(weights, shardings(assembly.states.kept.params))
     moved, move, line = folded(assembly)
     params = move(stored_params(assembly, in_chunks))
     assert dict(moved.mesh.shape) == dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}

@@ -10,7 +10,8 @@ import pathlib
 
 import pytest
 
-from meshtrain.assemble import Assembly, array_rows, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
+from meshtrain.assembly.facts import array_rows
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config.resolve import parse
 from meshtrain.explain import batch_text, stages_text

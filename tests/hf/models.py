@@ -6,7 +6,7 @@ import pathlib
 import jax
 import numpy as np
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.hf import folder
@@ -53,4 +53,4 @@ def computed(assembly, params, ids):
         "segment_ids": np.ones(rows.shape, np.int32),
     }
     placed = {name: jax.device_put(batch[name], entry.sharding) for name, entry in assembly.batch.items()}
-    return np.asarray(assembly.logits(params, placed))[: len(ids)]
+    return np.asarray(assembly.steps.logits(params, placed))[: len(ids)]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from meshtrain import training
-from meshtrain.assemble import assemble, kept_params
+from meshtrain.assembly.assemble import assemble
+from meshtrain.assembly.facts import kept_params
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
@@ -19,7 +20,7 @@ from meshtrain.hf import adapters, export, folder, names, tensor_files
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.run import hugging_face, start
+from meshtrain.run import base_weights, hugging_face, initial_state, preflight
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trainable import is_adapter
@@ -201,9 +202,12 @@ def test_one_pair_for_queries_keys_and_values_is_merged_into_each(tmp_path):
     named = {"init_from": str(tmp_path / "peft"), "init_base": str(FIXTURES / "gpt2")}  # not by peft's folder alone
     config = config_of("gpt2", **named, lora=LoraOptions(rank=0))
     assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices())
-    assert start.check(config, tmp_path / "run", 0) == []
-    start.refuse_other_weights(assembly, tmp_path / "run")
-    got, base = start.beginning(assembly).params, folder.read(folder.opened(FIXTURES / "gpt2"), assembly.state.params)
+    assert preflight.check(config, tmp_path / "run", 0) == []
+    base_weights.refuse_other_weights(assembly, tmp_path / "run")
+    got, base = (
+        initial_state.beginning(assembly).params,
+        folder.read(folder.opened(FIXTURES / "gpt2"), assembly.state.params),
+    )
     for layer, (a, b) in enumerate((pairs[:2], pairs[2:])):
         added = (3 / 2**0.5 * b @ a).T.reshape(32, 3, -1)
         for place, name in enumerate(("query", "key", "value")):
@@ -238,10 +242,10 @@ def test_what_does_not_fit_is_one_line(case, tmp_path):
     stated, changes, said = WRONG[case]
     foreign(tmp_path / "peft", OF_GPT2, **stated)
     config = dataclasses.replace(config_of("gpt2", init_from=str(tmp_path / "peft")), **changes)
-    lines = start.check(config, tmp_path / "run", 0)
+    lines = preflight.check(config, tmp_path / "run", 0)
     if not lines:
         with pytest.raises(UserError) as caught:
-            start.refuse_other_weights(assemble(config, dict.fromkeys(AXES, 1), jax.devices()), tmp_path / "run")
+            base_weights.refuse_other_weights(assemble(config, dict.fromkeys(AXES, 1), jax.devices()), tmp_path / "run")
         lines = caught.value.problems
     assert len(lines) == 1 or case == "another base"
     assert lines[0].startswith("init_from: ")
@@ -279,7 +283,7 @@ def test_a_value_of_another_kind_names_the_file_and_the_key(key, tmp_path):
 def test_a_folder_without_tensors_is_refused_before_a_model_is_made(tmp_path):
     foreign(tmp_path / "peft", {})
     config = config_of("gpt2", init_from=str(tmp_path / "peft"))
-    [line] = start.check(config, tmp_path / "run", 0)
+    [line] = preflight.check(config, tmp_path / "run", 0)
     file = tmp_path / "peft" / "adapter_model.safetensors"
     assert line.startswith(f"init_from: {file}: got no tensors; allowed: lora_A and lora_B of matrices; nearest: ")
 
@@ -297,8 +301,8 @@ def test_a_run_states_that_one_lora_a_of_several_matrices_becomes_several(name, 
     targets = "^layers/attention/query$|^layers/attention/key$|^layers/attention/value$"
     for lora in (LoraOptions(rank=2, alpha=3.0, targets=targets), LoraOptions()):
         config = config_of(name, init_from=str(tmp_path / "peft"), init_base=str(FIXTURES / name), lora=lora)
-        assert start.check(config, tmp_path / "run", 0) == []
-        start.refuse_other_weights(assemble(config, dict.fromkeys(AXES, 1), jax.devices()), tmp_path / "run")
+        assert preflight.check(config, tmp_path / "run", 0) == []
+        base_weights.refuse_other_weights(assemble(config, dict.fromkeys(AXES, 1), jax.devices()), tmp_path / "run")
         said = capsys.readouterr().err
         one = "layers/attention/query, layers/attention/key, layers/attention/value have one lora_A together, and this"
         assert said.count(one) == bool(lora.rank)
@@ -358,9 +362,9 @@ def test_after_training_the_merged_export_computes_what_the_run_does_and_not_the
     merges = dataclasses.replace(trains_on, lora=LoraOptions(), precision=PrecisionOptions())
     for config, opened in ((trains_on, None), (merges, folder.opened(merged))):
         assembly = assemble(config, result.assembly.mesh.shape, jax.devices()[: result.assembly.mesh.size])
-        start.refuse_other_weights(assembly, tmp_path / "next")
-        got = kept_params(assembly, start.beginning(assembly).params)
+        base_weights.refuse_other_weights(assembly, tmp_path / "next")
+        got = kept_params(assembly, initial_state.beginning(assembly).params)
         wanted = result.assembly, result.state.params
-        wanted = folder.read(opened, assembly.kept_state.params) if opened else kept_params(*wanted)
+        wanted = folder.read(opened, assembly.states.kept.params) if opened else kept_params(*wanted)
         near = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6 if opened else 0)
         jax.tree.map(near, got, wanted)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.prepare import prepare
@@ -40,7 +40,7 @@ def test_an_import_is_exported_byte_by_byte(name, tmp_path, monkeypatch):
     opened = folder.opened(FIXTURES / name)
     config = Config(model=opened.model.options, batch_size=2, sequence_length=24)
     assembly = assemble(config, ONE | {"fsdp": 2}, jax.devices())
-    params = folder.read(opened, assembly.kept_state.params)
+    params = folder.read(opened, assembly.states.kept.params)
     export.write_weights(tmp_path, opened.model.family, opened.model.options, params, opened.model.dtype, LoraOptions())
     written, problems = tensor_files.tensors(tmp_path)
     assert problems == []

@@ -20,7 +20,7 @@ LIMIT_SECONDS = 300
 PROGRAM = """
 import json, os, pathlib, re, sys
 import numpy as np
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.hf import folder
 from meshtrain.launch import distributed
@@ -37,7 +37,7 @@ for axis in ("fsdp", "pipeline"):
     folder._fill = lambda target, source: copied.append(source.nbytes) or copy(target, source)
     config = Config(model=model.options, batch_size=8, sequence_length=8)
     assembly = assemble(config, dict.fromkeys(AXES, 1) | {axis: 2}, devices)
-    params, _ = weights.restore_params(here / axis, None, assembly.kept_state.params)
+    params, _ = weights.restore_params(here / axis, None, assembly.states.kept.params)
     [shard] = params["layers"]["mlp_norm"]["scale"].addressable_shards
     resident, name = {}, ""
     for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():

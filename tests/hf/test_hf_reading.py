@@ -91,7 +91,7 @@ def test_logits_of_one_token_after_the_other_are_the_same(name, shape):
         cache = {
             key: jax.lax.with_sharding_constraint(
                 jnp.zeros(entry.shape, entry.dtype),
-                activation_sharding(entry.shape, entry.axes, assembly.rules, assembly.mesh, path="cache"),
+                activation_sharding(entry.shape, entry.axes, assembly.placed.rules, assembly.mesh, path="cache"),
             )
             for key, entry in entries.items()
         }

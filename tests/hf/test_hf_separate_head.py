@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.hf import adapters, export, folder, names, tensor_files
 from meshtrain.hf.config_json import described
 from meshtrain.models.lora import LoraOptions
-from meshtrain.run import hugging_face, start, weights
+from meshtrain.run import base_weights, hugging_face, preflight, weights
 from meshtrain.sharding.rules import AXES
 from tests.hf.models import DATA, FIXTURES, NAMES, logits_of
 
@@ -115,10 +115,10 @@ def test_a_run_and_adapters_on_such_a_folder_take_the_separate_head(tmp_path, ca
     assembly = assemble(Config(init_from=str(base), **given), ONE, jax.devices())
     for init_from, beneath in ((base, ""), (peft, str(base))):
         config = Config(init_from=str(init_from), init_base=beneath, lora=LoraOptions(), **given)
-        assert start.check(config, tmp_path / "run", 0) == []
+        assert preflight.check(config, tmp_path / "run", 0) == []
         assert capsys.readouterr().err.count(WARNING.format(head)) == 1
-        start.refuse_other_weights(dataclasses.replace(assembly, config=config), tmp_path / "run")
-    params, _ = weights.restore_params(base, None, assembly.kept_state.params)
+        base_weights.refuse_other_weights(dataclasses.replace(assembly, config=config), tmp_path / "run")
+    params, _ = weights.restore_params(base, None, assembly.states.kept.params)
     wanted = np.asarray(tensor_files.opened(folder.opened(base).stored)[head])
     np.testing.assert_array_equal(np.asarray(params["head"]["kernel"])[:, : len(wanted)], wanted.T)
     tied_model = Config(**given | {"model": described(FIXTURES / "gpt2").options})

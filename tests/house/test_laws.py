@@ -34,10 +34,8 @@ LAZY_IMPORTERS = {
 }
 CONFIG_READER = "meshtrain/cli/flags.py"  # --config names a Python file that the user has written
 # Who reads the configuration: rooms and files; all others are given what they need.
-READS_CONFIGURATION = {"config", "examples", "lab", "plan", "probe", "report", "run"}
-READS_CONFIGURATION |= {
-    f"{name}.py" for name in ("__init__", "assemble", "evaluate", "explain", "generate", "main", "training")
-}
+READS_CONFIGURATION = {"assembly", "config", "examples", "lab", "plan", "probe", "report", "run"}
+READS_CONFIGURATION |= {f"{name}.py" for name in ("__init__", "evaluate", "explain", "generate", "main", "training")}
 READS_CONFIGURATION |= {"harness.py"}
 FIELDS = {field.name for field in dataclasses.fields(Config)}
 TOP_LEVEL = {

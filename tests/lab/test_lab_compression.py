@@ -103,8 +103,8 @@ def test_bytes_of_an_element():
 def test_only_feedback_has_a_residual():
     shapes = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
     for name in ("int8", "topk"):
-        assert made(name).residual(shapes) == shapes
-        assert made(name, feedback=False).residual(shapes) == ()
+        assert made(name).init(shapes) == shapes
+        assert made(name, feedback=False).init(shapes) == ()
 
 
 @pytest.mark.parametrize(

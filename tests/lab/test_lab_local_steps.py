@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config, LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.lab.local_steps import in_groups, inner_step, outer_optimizer, outer_step, over_groups
@@ -81,15 +81,15 @@ def assembled(config, **axes):
 def trained(config, weights=(1.0, 1.0, 1.0, 1.0), **axes):
     """The state after each step, its outer step done, on the host; and the metrics of each step."""
     assembly = assembled(config, **axes)
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     states, rows = [jax.device_get(state)], []
     for step in range(1, config.num_steps + 1):
         placed = {
             name: jax.device_put(batch(step, weights)[name], like.sharding) for name, like in assembly.batch.items()
         }
-        state, metrics = assembly.train_step(state, placed)
-        if assembly.outer_step and step % config.local_steps.period == 0:
-            state = assembly.outer_step(state)
+        state, metrics = assembly.steps.train(state, placed)
+        if assembly.steps.join and step % config.local_steps.period == 0:
+            state = assembly.steps.join(state)
         states.append(jax.device_get(state))
         rows.append({name: float(value) for name, value in metrics.items()})
     return states, rows
@@ -114,9 +114,9 @@ def test_the_same_groups_give_the_same_numbers_on_any_mesh():
             np.testing.assert_allclose([row[name] for row in others], [row[name] for row in rows], rtol=1e-5)
         for state, expected in zip(states, reference, strict=True):
             assert_near(state.params, expected.params, 1e-5)
-            assert_near(state.local.params, expected.local.params, 1e-5)
-            assert state.local.params["up"].shape == (G, D, D)
-    apart = [np.ptp(state.local.params["up"], axis=0).max() for state in reference]
+            assert_near(state.extra.params, expected.extra.params, 1e-5)
+            assert state.extra.params["up"].shape == (G, D, D)
+    apart = [np.ptp(state.extra.params["up"], axis=0).max() for state in reference]
     assert [spread > 1e-3 for spread in apart] == [False, True, False, True, False], "they meet every second step"
     anchors = [state.params["up"] for state in reference]
     assert [np.array_equal(a, b) for a, b in itertools.pairwise(anchors)] == [True, False, True, False]
@@ -127,10 +127,10 @@ def test_a_device_computes_several_groups_on_a_pipeline():
     for size in (1, 2):
         config = dataclasses.replace(runs.CONFIG, num_steps=2, local_steps=LocalStepsOptions(period=2, groups=2))
         assembly = assemble(config, runs.sizes(pipeline=size), jax.devices()[:size])
-        state, rows = assembly.init(jax.random.key_data(jax.random.key(0))), []
+        state, rows = assembly.steps.init(jax.random.key_data(jax.random.key(0))), []
         for examples in runs.example_batches(config.num_steps):
             placed = {name: jax.device_put(examples[name], like.sharding) for name, like in assembly.batch.items()}
-            state, metrics = assembly.train_step(state, placed)
+            state, metrics = assembly.steps.train(state, placed)
             rows.append([metrics["loss"], metrics["grad_norm"]])
         losses.append(np.asarray(rows))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
@@ -160,7 +160,7 @@ def test_the_outer_step_is_nesterov_sgd_on_the_mean_distance():
         momentum = 0.9 * momentum + gone
         expected = before.params["up"] - 0.7 * (gone + 0.9 * momentum)
         np.testing.assert_allclose(after.params["up"], expected, rtol=1e-5, atol=1e-7)
-        np.testing.assert_array_equal(after.local.params["up"], np.broadcast_to(after.params["up"], (G, D, D)))
+        np.testing.assert_array_equal(after.extra.params["up"], np.broadcast_to(after.params["up"], (G, D, D)))
 
 
 def at_end_of_period(state, step, config=APART, **axes):
@@ -168,7 +168,7 @@ def at_end_of_period(state, step, config=APART, **axes):
     assembly = assembled(config, **axes)
     placed = {name: jax.device_put(value, assembly.batch[name].sharding) for name, value in batch(step, 1.0).items()}
     state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, assembly.state)
-    return np.asarray(assembly.train_step(state, placed)[0].local.params["up"])
+    return np.asarray(assembly.steps.train(state, placed)[0].extra.params["up"])
 
 
 def test_what_int8_does_not_send_of_the_distance_is_sent_later():
@@ -179,7 +179,7 @@ def test_what_int8_does_not_send_of_the_distance_is_sent_later():
     for last in (2, 4):
         before, after = states[last - 2], states[last]
         gone = (before.params["up"] - at_end_of_period(states[last - 1], last, config, data=4)).sum(0)
-        waiting = [state.residual["up"].sum(0) for state in (before, after)]
+        waiting = [state.extra.residual["up"].sum(0) for state in (before, after)]
         assert np.abs(waiting[1]).max() > 1e-6
         arrived = G * (before.params["up"] - after.params["up"])
         np.testing.assert_allclose(arrived + waiting[1], gone + waiting[0], atol=1e-5 * np.abs(gone).max())
@@ -189,14 +189,14 @@ def test_what_int8_does_not_send_of_the_distance_is_sent_later():
 
 
 def outer_bytes(assembly):
-    program = parse.read(assembly.outer_step.lower(assembly.state).compile().as_text())
+    program = parse.read(assembly.steps.join.lower(assembly.state).compile().as_text())
     return sum(one.count * one.wire_bytes for one in collectives(program, dict(assembly.mesh.shape)))
 
 
 def test_a_frozen_weight_is_kept_once_and_stays():
     config = dataclasses.replace(APART, optimizer=OptimizerOptions(trainable="up|head"))
     states, _ = trained(config, data=2)
-    assert states[-1].local.params["table"] is None
+    assert states[-1].extra.params["table"] is None
     np.testing.assert_array_equal(states[-1].params["table"], states[0].params["table"])
     assert np.abs(states[-1].params["up"] - states[0].params["up"]).max() > 1e-2
 
@@ -205,7 +205,7 @@ def test_the_inner_program_sends_scalars_and_the_outer_one_all_weights_once():
     assembly = assembled(APART, data=4)
     programs = {"inner": (assembly.state, assembly.batch), "outer": (assembly.state,)}
     sent = {}
-    for (name, given), step in zip(programs.items(), (assembly.train_step, assembly.outer_step), strict=True):
+    for (name, given), step in zip(programs.items(), (assembly.steps.train, assembly.steps.join), strict=True):
         program = parse.read(step.lower(*given).compile().as_text())
         sent[name] = sum(one.count * one.wire_bytes for one in collectives(program, dict(assembly.mesh.shape)))
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(assembly.state.params))
@@ -243,13 +243,13 @@ def test_before_there_is_a_gradient_nothing_decays_and_nothing_is_counted():
 def test_a_late_gradient_waits_while_a_step_is_skipped():
     """The second step's own gradient is not finite: it is dropped, and the first step's is applied by the third."""
     assembly, states = assembled(LATE, data=2), []
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     for step in (1, 2, 3):
         given = batch(step, np.inf if step == 2 else 1.0)
         placed = {name: jax.device_put(given[name], like.sharding) for name, like in assembly.batch.items()}
-        state, metrics = assembly.train_step(state, placed)
+        state, metrics = assembly.steps.train(state, placed)
         states.append(jax.device_get(state))
-    assert_near((states[1].params, states[1].residual), (states[0].params, states[0].residual), 0.0)
+    assert_near((states[1].params, states[1].extra), (states[0].params, states[0].extra), 0.0)
     assert metrics["skipped_steps"] == 1
     whole, _ = trained(LATE, data=2)
     assert_near(states[2].params, whole[2].params, 1e-6)
@@ -276,7 +276,7 @@ def plain(losses, gradients):
 
 def test_each_group_is_clipped_by_its_own_norm():
     _, after, metrics = plain([1, 1, 1], [0.25, 0.5, 5.0])
-    moved = 1 - np.asarray(after.local.params["w"])[:, 0]
+    moved = 1 - np.asarray(after.extra.params["w"])[:, 0]
     np.testing.assert_allclose(moved, [0.25, 0.5, 0.5], rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], np.mean([0.5, 1.0, 10.0]), rtol=1e-6)
     assert metrics["extra"] == 2.0
@@ -292,7 +292,7 @@ def test_the_loss_of_all_groups_is_their_sum_over_their_weight():
 @pytest.mark.parametrize("losses, gradients", [([1, np.nan, 1], [1, 1, 1]), ([1, 1, 1], [1, np.inf, 1])])
 def test_a_group_that_is_not_finite_skips_its_step_alone(losses, gradients):
     before, after, metrics = plain(losses, gradients)
-    moved = np.any(np.asarray(after.local.params["w"]) != np.asarray(before.local.params["w"]), axis=1)
+    moved = np.any(np.asarray(after.extra.params["w"]) != np.asarray(before.extra.params["w"]), axis=1)
     assert moved.tolist() == [True, False, True]
     assert np.asarray(after.skipped.total).tolist() == [0, 1, 0]
     assert (metrics["skipped_steps"], metrics[guard.IN_A_ROW]) == (1, 1)

@@ -239,7 +239,7 @@ TABLE = {
         ("reduction.name=mean", "reduction.name", "nearest: sum"),
         ("reduction.name=tests.own.test_own_reduction:none", "reduction.name", "nearest: reduction.name=sum"),
         ("reduction.name=tests.own.test_own_reduction:other",
-         "reduction.name", "allowed: a Reduction; nearest: return Reduction(reduce, sent_bytes)"),
+         "reduction.name", "allowed: a Reduction; nearest: return Reduction(update, sent_bytes)"),
         ("reduction.name=tests.own.test_own_reduction:raises",
          "reduction.name", "allowed: a function (options, dtype) -> Reduction"),
         ("reduction.name=tests.own.test_own_reduction:slowly seed=7", "seed", "allowed: 8; nearest: 8"),

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from tests.messages import refused
 from tests.messages.desk import desk
 from tests.messages.table import TABLE, TOGETHER

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import resolve
 from meshtrain.models.fp8 import BACKWARD, FORWARD, product, quantized
 from meshtrain.sharding.placement import Placement
@@ -119,7 +119,7 @@ def test_each_product_of_a_layer_has_two_8_bit_operands(axes, rank):
     sizes = dict.fromkeys(AXES, 1) | axes
     config = resolve(SMALL | {"lora": {"rank": rank}})
     assembly = assemble(config, sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
-    found = products(assembly.train_step.trace(assembly.state, assembly.batch).jaxpr.jaxpr)
+    found = products(assembly.steps.train.trace(assembly.state, assembly.batch).jaxpr.jaxpr)
     e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
     in_layers = 2 * MATRICES_A_LAYER
     of_weights = 0 if rank else in_layers  # frozen ones have no gradient

@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -30,7 +30,7 @@ WEIGHTS_BYTES = 4 * NUM_LAYERS * (4 * EMBED * EMBED + 3 * EMBED * MLP)
 def temporary_bytes(zero, policy, mesh):
     config = dataclasses.replace(CONFIG, zero=zero, remat=RematOptions(policy))
     assembly = assemble(config, dict.fromkeys(AXES, 1) | mesh, jax.devices())
-    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    compiled = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -64,7 +64,7 @@ def test_the_forward_loop_hands_on_no_weight_in_the_compute_dtype():
     """XLA would run it twice, once to gather such an output early for the backward loop."""
     config = dataclasses.replace(CONFIG, precision=PrecisionOptions("bfloat16"), accumulation_steps=2, batch_size=16)
     assembly = assemble(config, dict.fromkeys(AXES, 1) | {"fsdp": 8}, jax.devices())
-    jaxpr = assembly.train_step.trace(assembly.state, assembly.batch).jaxpr.jaxpr
+    jaxpr = assembly.steps.train.trace(assembly.state, assembly.batch).jaxpr.jaxpr
     forward = [scan for scan in scans(jaxpr) if scan.params["length"] == NUM_LAYERS and not scan.params["reverse"]]
     shapes = [var.aval.shape for scan in forward for var in scan.outvars]
     assert (NUM_LAYERS, 8, 8, MLP) in shapes, "the activations of the mlp are saved"

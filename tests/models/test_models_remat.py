@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models import remat
 from meshtrain.models.remat import RematOptions
@@ -39,7 +39,7 @@ def assembled(options, **axes):
 @functools.cache
 def temporary_bytes(options):
     assembly = assembled(options)
-    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    compiled = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -55,7 +55,7 @@ def num_products(options):
         return total
 
     assembly = assembled(options)
-    return count(assembly.train_step.trace(assembly.state, assembly.batch).jaxpr.jaxpr)
+    return count(assembly.steps.train.trace(assembly.state, assembly.batch).jaxpr.jaxpr)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_loops_gather_early_unless_that_repeats_a_sum(policy, axes, sequence_par
     config = dataclasses.replace(CONFIG, remat=RematOptions(policy), layout=LayoutOptions(sequence_parallel))
     num_devices = int(np.prod(list(axes.values())))
     assembly = assemble(config, dict.fromkeys(AXES, 1) | axes, jax.devices()[:num_devices])
-    assert assembly.gathers_early is expected
+    assert assembly.steps.compiling.gathers_early is expected
 
 
 def test_each_policy_keeps_less_and_computes_more_than_the_one_before():
@@ -110,7 +110,7 @@ def step(options, **axes):
         "weights": np.ones((BATCH, LENGTH)),
     }
     batch = {name: jax.device_put(draw[name].astype(x.dtype), x.sharding) for name, x in assembly.batch.items()}
-    state, metrics = assembly.train_step(assembly.init(jax.random.key_data(jax.random.key(0))), batch)
+    state, metrics = assembly.steps.train(assembly.steps.init(jax.random.key_data(jax.random.key(0))), batch)
     return jax.device_get((state.params, metrics["loss"]))
 
 
@@ -125,7 +125,7 @@ def test_layers_one_after_another_are_the_same_numbers_without_a_loop_over_them(
 @pytest.mark.parametrize("unroll", [False, True])
 def test_gradients_that_are_reduced_layer_by_layer_keep_an_unrolled_stack(unroll):
     assembly = assembled(RematOptions(unroll=unroll), data=2)
-    text = str(assembly.train_step.trace(assembly.state, assembly.batch).jaxpr)
+    text = str(assembly.steps.train.trace(assembly.state, assembly.batch).jaxpr)
     assert ("while[" in text) != unroll
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.assemble import learning_rates
+from meshtrain.assembly.optimization import learning_rates
 from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.models.task import (

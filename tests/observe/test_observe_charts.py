@@ -29,7 +29,7 @@ def test_neighbours_share_a_colour():
 
 
 def test_parts_of_a_device_have_their_colours_whatever_stands_beside_them():
-    held = ["parameters", "gradients", "optimizer", charts.RESIDUAL, "batch", charts.ACTIVATIONS, charts.PEAK]
+    held = ["parameters", "gradients", "optimizer", charts.EXTRA, "batch", charts.ACTIVATIONS, charts.PEAK]
     of_all = widths(charts.bars([(label, 1.0 + place) for place, label in enumerate(held)], None))
     assert len(of_all) == len(held)
     longest = max(of_all, key=of_all.get)

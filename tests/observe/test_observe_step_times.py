@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.assemble import throughput_of
+from meshtrain.assembly.facts import throughput_of
 from meshtrain.config.fields import Config
 from meshtrain.observe import step_times
 from meshtrain.observe.throughput import Throughput

@@ -16,7 +16,7 @@ import pytest
 from flax import linen as nn
 
 from meshtrain import explain
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.task import Task, token_batch
 from meshtrain.models.vocabulary import cross_entropy
@@ -88,11 +88,11 @@ def assembled(config, **axes):
 def steps(config, **axes):
     """The state before each step and after the last one, on the host, and the metrics of each step."""
     assembly = assembled(config, **axes)
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     states, metrics = [jax.device_get(state)], []
     for step in range(config.num_steps):
         placed = {name: jax.device_put(batch(step)[name], like.sharding) for name, like in assembly.batch.items()}
-        state, values = assembly.train_step(state, placed)
+        state, values = assembly.steps.train(state, placed)
         states.append(jax.device_get(state))
         metrics.append({name: float(value) for name, value in values.items()})
     return states, metrics
@@ -145,7 +145,9 @@ def test_frozen_weights_have_neither_sums_of_gradients_nor_moments(config, train
     assert {name for name, (shape, _) in WEIGHTS.items() if shape in carried} == set(trained)
     moments = {path.split("/")[-1] for path, leaf in leaves_with_paths(assembly.state.opt_state) if leaf.ndim}
     assert moments == set(trained)
-    assert held(assembly.state, assembly.replicas).gradients == 4 * sum(np.prod(WEIGHTS[name][0]) for name in trained)
+    assert held(assembly.state, assembly.states.sums).gradients == 4 * sum(
+        np.prod(WEIGHTS[name][0]) for name in trained
+    )
 
 
 def test_explain_marks_frozen_weights_and_counts_trained_ones():

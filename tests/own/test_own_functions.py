@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from meshtrain import explain
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config import __main__ as fields
 from meshtrain.config import default, effects, resolve
 from meshtrain.config.resume import difference

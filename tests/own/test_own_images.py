@@ -15,7 +15,7 @@ import pytest
 from flax.linen import LogicallyPartitioned
 
 from meshtrain import explain, generate
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import resolve
 from meshtrain.config.tasks import abstract_task, find
 from meshtrain.data.corpus import tokenizer_for

@@ -14,7 +14,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.models.task import Task, token_batch
@@ -118,9 +118,9 @@ def three_steps(name: str, **axes: int):
     shape = {axis: axes.get(axis, 1) for axis in AXES}
     devices = jax.devices()[: int(np.prod(list(shape.values())))]
     assembly = assemble(CONFIG, shape, devices, MODELS[name], extend(RULES, *OWN_RULES[name]))
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     initial, losses = jax.device_get(state.params), []
-    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    step = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
     generator = np.random.default_rng(3)
     for _ in range(CONFIG.num_steps):
         values = {leaf: generator.integers(0, V, (B, T)).astype(np.int32) for leaf in ("tokens", "targets")}

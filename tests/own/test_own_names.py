@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from docs.guide.own_model import get_config
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
 from meshtrain.hf import export, folder
-from meshtrain.run import start
+from meshtrain.run import base_weights, initial_state, preflight
 
 
 def saved(directory, shapes, dtype="float32"):
@@ -28,16 +28,16 @@ def test_a_task_of_ones_own_begins_with_a_folder_on_its_mesh(tmp_path):
     tensors = saved(tmp_path / "model", {"up": (512, 256), "down": (256, 64), "table": (384, 64)}, "bfloat16")
     config = resolve(get_config(), {"init_from": str(tmp_path / "model"), "batch_size": "8"})
     assembly = assemble(config, dataclasses.asdict(config.mesh), jax.devices())
-    assert start.check(config, tmp_path / "run", 0) == []
-    start.refuse_other_weights(assembly, tmp_path / "run")
-    params = start.beginning(assembly).params
+    assert preflight.check(config, tmp_path / "run", 0) == []
+    base_weights.refuse_other_weights(assembly, tmp_path / "run")
+    params = initial_state.beginning(assembly).params
     for name, tensor in tensors.items():
         assert params[name].sharding == assembly.state.params[name].sharding
         np.testing.assert_array_equal(params[name], tensor.astype(jax.numpy.bfloat16).astype(np.float32))
     saved(tmp_path / "other", {"up": (512, 255), "down.kernel": (256, 64), "table": (384, 64)})
     other = dataclasses.replace(assembly, config=dataclasses.replace(config, init_from=str(tmp_path / "other")))
     with pytest.raises(UserError) as caught:
-        start.refuse_other_weights(other, tmp_path / "run")
+        base_weights.refuse_other_weights(other, tmp_path / "run")
     assert [line.partition(": got ")[2].partition("; allowed")[0] for line in caught.value.problems] == [
         "no down (1 of 3)",
         "besides down.kernel (1 of 3)",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain import explain
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
 from meshtrain.options import option
@@ -60,7 +60,7 @@ def slowly(options, dtype):
         sent = jax.tree.map(lambda leaf: jax.lax.psum(options.share * leaf, over), total)
         return sent, jax.tree.map(lambda leaf: (1 - options.share) * leaf, total)
 
-    return Reduction(reduce, lambda elements, n, is_scattered: 0.0, residual=lambda shapes: shapes)
+    return Reduction(reduce, lambda elements, n, is_scattered: 0.0, init=lambda shapes: shapes)
 
 
 def check(config, mesh_shape):
@@ -76,12 +76,12 @@ def test_its_options_are_typed_and_reach_it():
     assert dataclasses.asdict(config.reduction) == mine
     config = dataclasses.replace(SMALL, reduction=config.reduction)
     assembly = assemble(config, runs.sizes(data=2), jax.devices()[:2])
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     batch = {name: jax.device_put(x, assembly.batch[name].sharding) for name, x in runs.example_batches()[0].items()}
-    state, metrics = assembly.train_step(state, batch)
+    state, metrics = assembly.steps.train(state, batch)
     (plain, *_) = of_one_device().grad_norms
     assert float(metrics["grad_norm"]) == pytest.approx(0.25 * plain, rel=1e-5)
-    waiting = np.sqrt(sum(float(jnp.sum(jnp.sum(leaf, axis=0) ** 2)) for leaf in jax.tree.leaves(state.residual)))
+    waiting = np.sqrt(sum(float(jnp.sum(jnp.sum(leaf, axis=0) ** 2)) for leaf in jax.tree.leaves(state.extra)))
     assert waiting == pytest.approx(0.75 * plain, rel=1e-5)
 
 
@@ -107,14 +107,14 @@ def narrow(options, dtype):
 
 
 def keeps_another_shape(options, dtype):
-    return dataclasses.replace(narrow(options, dtype), residual=lambda shapes: list(shapes))
+    return dataclasses.replace(narrow(options, dtype), init=lambda shapes: list(shapes))
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (narrow, r"whose reduce returns 0/\S+ bfloat16\[.*\]; allowed: 0/\S+ float32\[.*; nearest: "),
-        (keeps_another_shape, r"whose residual returns .*; allowed: the shapes that it gets, or \(\); nearest: "),
+        (narrow, r"whose update returns 0/\S+ bfloat16\[.*\]; allowed: 0/\S+ float32\[.*; nearest: "),
+        (keeps_another_shape, r"whose init returns .*; allowed: the shapes that it gets, or \(\); nearest: "),
     ],
 )
 def test_trees_that_do_not_fit_are_refused_with_their_name(name, said):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain import explain
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
 from meshtrain.pipeline import __main__ as chart
@@ -29,7 +29,7 @@ def test_it_trains_with_the_losses_of_one_device():
 
 def test_its_program_keeps_what_its_table_says():
     config = dataclasses.replace(runs.CONFIG, pipeline=PipelineOptions(schedule=EXAMPLE, num_microbatches=8))
-    program = assemble(config, runs.sizes(pipeline=2), jax.devices()[:2]).program
+    program = assemble(config, runs.sizes(pipeline=2), jax.devices()[:2]).placed.program
     assert "".join(program.kinds) == 4 * "FFFBBB"
     assert program.num_kept_slots == 2
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.metrics import EXPERT_PARTS, all_logged
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -122,9 +122,9 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
     num_devices = int(np.prod(list(shape.values())))
     assembly = assemble(config, shape, jax.devices()[:num_devices])
     with exact():
-        state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
-    initial = by_path(assembly.to_kept(state).params)
-    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+        state = assembly.steps.init(jax.random.key_data(jax.random.key(config.seed)))
+    initial = by_path(assembly.steps.to_kept(state).params)
+    step = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
     losses, norms, loads, gradients, parts, cross_entropies = [], [], [], {}, [1.0], []
     for batch in example_batches(config.num_steps):
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
@@ -134,8 +134,8 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
         loads += [np.asarray(metrics[name]).tolist() for name in metrics if name.startswith(LOAD)]
         parts += [float(metrics[name]) for name in metrics if name == EXPERT_PARTS]
         cross_entropies += [float(metrics[name]) for name in metrics if name == CROSS_ENTROPY]
-        gradients = gradients or first_moments(assembly.to_kept(state).opt_state)
-    final = by_path(assembly.to_kept(state).params)
+        gradients = gradients or first_moments(assembly.steps.to_kept(state).opt_state)
+    final = by_path(assembly.steps.to_kept(state).params)
     scalars = np.array(losses), np.array(norms), tuple(loads), np.array(cross_entropies)
     return Trained(initial, final, gradients, *scalars, max(parts))
 

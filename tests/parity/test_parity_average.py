@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.plan.search.estimate import state_bytes, weights_of
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.sharding.trees import leaves_with_paths
@@ -29,14 +29,14 @@ RUNS = [
 def trained(config, shape, visit):
     """The assembly, and the last state of the steps of a configuration; `visit` gets each state."""
     assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
-    state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
-    visit(assembly.to_kept(state))
-    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(config.seed)))
+    visit(assembly.steps.to_kept(state))
+    step = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
     for batch in runs.example_batches(config.num_steps):
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
         state, _ = step(state, placed)
-        visit(assembly.to_kept(state))
-    return assembly, assembly.to_kept(state)
+        visit(assembly.steps.to_kept(state))
+    return assembly, assembly.steps.to_kept(state)
 
 
 @functools.cache
@@ -68,4 +68,4 @@ def test_averages_are_those_of_the_weights_of_one_device(plain, level, axes):
     assert all(placed[path.partition("/mu/")[2]].sharding == leaf.sharding for path, leaf in moments)
     assert len(moments) == len(placed) - ("layers/experts/router_bias" in placed)
     shape = dict(assembly.mesh.shape)
-    assert held(assembly.state, assembly.replicas).total == state_bytes(config, shape, weights_of(config))
+    assert held(assembly.state, assembly.states.sums).total == state_bytes(config, shape, weights_of(config))

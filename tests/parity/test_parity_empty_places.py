@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.hf import export, tensor_files
@@ -66,10 +66,10 @@ def test_evaluation_passes_empty_places_by(name):
     found = []
     for shape in (runs.sizes(), runs.sizes(**mesh)):
         assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
-        state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
+        state = assembly.steps.init(jax.random.key_data(jax.random.key(config.seed)))
         [numbers, *_] = runs.example_batches()
         batch = {key: jax.device_put(numbers[key], leaf.sharding) for key, leaf in assembly.batch.items()}
-        found.append(jax.device_get(assembly.eval_step(state.params, batch)))
+        found.append(jax.device_get(assembly.steps.evaluate(state.params, batch)))
     one, pipelined = found
     assert pipelined["weight"] == one["weight"]
     np.testing.assert_allclose(pipelined["loss"], one["loss"], rtol=SCALAR_BOUND)
@@ -82,25 +82,25 @@ def test_empty_places_are_in_no_count_no_checkpoint_and_no_export(tmp_path, exac
     one = assemble(config, runs.sizes(), jax.devices()[:1])
     assert assembly.task.num_parameters == one.task.num_parameters
     # The pipeline divides another dim, so that a device saves no more than its share.
-    down = assembly.kept_state.params["layers"]["mlp"]["down"]
+    down = assembly.states.kept.params["layers"]["mlp"]["down"]
     assert int(np.prod(down.sharding.shard_shape(down.shape))) == down.size // 4
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     generator = np.random.default_rng(0)
     drawn = lambda leaf: jax.device_put(generator.random(leaf.shape).astype(leaf.dtype), leaf.sharding)  # noqa: E731
     state = dataclasses.replace(state, opt_state=jax.tree.map(drawn, assembly.state.opt_state))
-    kept, options = assembly.to_kept(state), CheckpointOptions()
+    kept, options = assembly.steps.to_kept(state), CheckpointOptions()
     with Checkpoints(tmp_path, options) as checkpoints:
         checkpoints.save(1, kept, {})
-        checkpoints.save(2, checkpoints.restore(1, one.kept_state), {})
-        restored = checkpoints.restore(2, assembly.kept_state)
+        checkpoints.save(2, checkpoints.restore(1, one.states.kept), {})
+        restored = checkpoints.restore(2, assembly.states.kept)
     jax.tree.map(np.testing.assert_array_equal, restored, kept)
-    weights = one.init(jax.random.key_data(jax.random.key(0))).params
+    weights = one.steps.init(jax.random.key_data(jax.random.key(0))).params
     for name, params in {"one": weights, "stages": restored.params}.items():
         (tmp_path / name).mkdir()
         export.write_weights(tmp_path / name, "llama", config.model, params, "float32", LoraOptions())
     exported = [(tmp_path / name / tensor_files.ONE_FILE).read_bytes() for name in ("one", "stages")]
     assert exported[0] == exported[1]
-    again = assembly.from_kept(restored)
+    again = assembly.steps.from_kept(restored)
     for (path, leaf), before in zip(leaves_with_paths(again), jax.tree.leaves(state), strict=True):
         if "layers/" in path:
             assert leaf.shape[:2] == (2, 4), path

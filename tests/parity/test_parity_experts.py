@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Request
 from meshtrain.models.moe import parts
@@ -69,11 +69,11 @@ def test_experts_alone_are_trained_where_a_pattern_says_so():
     optimizer = dataclasses.replace(CONFIG.optimizer, trainable="experts/(up|gate|down)")
     config = dataclasses.replace(CONFIG, model=model, optimizer=optimizer)
     assembly = assemble(config, runs.sizes(expert=2), jax.devices()[:2])
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     before = runs.by_path(state.params)
     for batch in runs.example_batches(2):
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
-        state, _ = assembly.train_step(state, placed)
+        state, _ = assembly.steps.train(state, placed)
     trained = {f"layers/experts/{name}" for name in ("up", "gate", "down")}
     moved = {path for path, leaf in runs.by_path(state.params).items() if (leaf != before[path]).any()}
     assert moved == trained
@@ -89,11 +89,11 @@ def test_all_tokens_on_one_device_are_computed_in_parts():
     for num_devices in (1, 4):
         config = dataclasses.replace(CONFIG, model=model, remat=AGAIN if num_devices > 1 else CONFIG.remat)
         assembly = assemble(config, runs.sizes(expert=num_devices), jax.devices()[:num_devices])
-        state = assembly.init(jax.random.key_data(jax.random.key(0)))
+        state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
         state.params["layers"]["experts"]["router_bias"] += jax.numpy.float32([9, 9, 9] + 13 * [0])
         batch = runs.example_batches(1)[0]
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
-        after, metrics = assembly.train_step(state, placed)
+        after, metrics = assembly.steps.train(state, placed)
         found.append((runs.by_path(after.params), {name: np.asarray(metric) for name, metric in metrics.items()}))
     (expected, alone), (got, shared) = found
     assert (alone["expert_parts"], shared["expert_parts"]) == (1, 3)
@@ -111,14 +111,14 @@ TIGHT = dataclasses.replace(CONFIG, model=dataclasses.replace(MIXTRAL, num_layer
 def tight(num_devices):
     """A model whose load is not even, on an expert axis of this size, and its first weights."""
     assembly = assemble(TIGHT, runs.sizes(expert=num_devices), jax.devices()[:num_devices])
-    return assembly, assembly.init(jax.random.key_data(jax.random.key(0))).params
+    return assembly, assembly.steps.init(jax.random.key_data(jax.random.key(0))).params
 
 
 def test_an_evaluation_leaves_no_choice_out():
     batch, losses = runs.example_batches(1)[0], []
     for assembly, params in map(tight, (1, 4, 8)):
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
-        sums = assembly.eval_step(params, placed)
+        sums = assembly.steps.evaluate(params, placed)
         losses.append(float(sums["loss"] / sums["weight"]))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 

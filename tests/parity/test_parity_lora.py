@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble, stored_params
+from meshtrain.assembly.assemble import assemble
+from meshtrain.assembly.facts import stored_params
 from meshtrain.config.resolve import resolve
 from meshtrain.plan.search.estimate import state_bytes, weights_of
 from meshtrain.sharding.trainable import is_adapter
@@ -70,7 +71,7 @@ def stepped(changes, axes):
     """
     shape = sizes(**axes)
     assembly = assemble(resolve(CONFIG | changes), shape, jax.devices()[: math.prod(shape.values())])
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     generator = np.random.default_rng(1)
 
     def moved(path, leaf, like):
@@ -78,13 +79,13 @@ def stepped(changes, axes):
             leaf = (0.1 * generator.normal(size=leaf.shape)).astype(np.float32)
         return jax.device_put(leaf, like.sharding)
 
-    kept = jax.device_get(assembly.to_kept(state).params)
-    kept = jax.tree_util.tree_map_with_path(moved, kept, assembly.kept_state.params)
+    kept = jax.device_get(assembly.steps.to_kept(state).params)
+    kept = jax.tree_util.tree_map_with_path(moved, kept, assembly.states.kept.params)
     state = dataclasses.replace(state, params=stored_params(assembly, kept))
-    before = by_path(assembly.to_kept(state).params)
+    before = by_path(assembly.steps.to_kept(state).params)
     placed = {name: jax.device_put(batch()[name], like.sharding) for name, like in assembly.batch.items()}
-    state, metrics = assembly.train_step(state, placed)
-    after = assembly.to_kept(state)
+    state, metrics = assembly.steps.train(state, placed)
+    after = assembly.steps.to_kept(state)
     return assembly, before, by_path(after.params), first_moments(after.opt_state), float(metrics["loss"])
 
 
@@ -110,7 +111,7 @@ def test_adapters_get_the_gradients_of_one_device_and_nothing_else_moves(changes
         assert np.array_equal(weight, before[path]) == (not is_adapter(path)), path
     rows = [leaf for path, leaf in leaves_with_paths(assembly.state.params) if is_adapter(path)]
     of_device = 4 * sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in rows)
-    found = held(assembly.state, assembly.replicas)
+    found = held(assembly.state, assembly.states.sums)
     # Level 2 scatters the sums of those whose dims data divides; momentum and sums are float32 like the weights.
     assert found.gradients <= of_device
     assert found.moments <= of_device + 8
@@ -127,4 +128,4 @@ def test_frozen_matrices_may_be_stored_in_bfloat16_and_the_planner_counts_them()
     moments = {path for path, leaf in leaves_with_paths(assembly.state.opt_state) if leaf.ndim}
     assert moments
     assert all(is_adapter(path) for path in moments)
-    assert state_bytes(config, shape, weights_of(config)) == held(assembly.state, assembly.replicas).total
+    assert state_bytes(config, shape, weights_of(config)) == held(assembly.state, assembly.states.sums).total

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.sharding.rules import AXES
@@ -153,10 +153,10 @@ def test_evaluation_is_one_device_s(schedule, mesh):
     config, found = with_schedule(schedule), []
     for shape in (runs.sizes(), runs.sizes(**mesh)):
         assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
-        state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
+        state = assembly.steps.init(jax.random.key_data(jax.random.key(config.seed)))
         [numbers, *_] = runs.example_batches()
         batch = {key: jax.device_put(numbers[key], leaf.sharding) for key, leaf in assembly.batch.items()}
-        found.append(jax.device_get(assembly.eval_step(state.params, batch)))
+        found.append(jax.device_get(assembly.steps.evaluate(state.params, batch)))
     one, pipelined = found
     assert pipelined.keys() == one.keys() == {"loss", "weight"}
     assert pipelined["weight"] == one["weight"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import parse
 from meshtrain.hardware.compiler_options import CHUNK_GPU_OPTIONS
 from meshtrain.pipeline import executor, stages
@@ -107,7 +107,7 @@ def test_which_of_the_large_configurations_reduce_early(name, kind, is_early):
     shape = mesh_shape(config.mesh, num_needed(config.mesh), simulated=True)
     for one in (kind, "absent"):  # as a CPU, whose peak is not known
         devices = [AbsentDevice(i, device_kind=one) for i in range(num_needed(config.mesh))]
-        found.append(assemble(config, shape, devices).program.reduces_chunks)
+        found.append(assemble(config, shape, devices).placed.program.reduces_chunks)
     assert found == [is_early, is_early]
 
 
@@ -117,8 +117,8 @@ def test_options_for_collectives_beside_rows_go_with_experts_in_pipelines_too(ex
     config, _ = parse([f"--config.{name}={size}" for name, size in sizes.items()], reads_data=False)
     devices = [AbsentDevice(i, device_kind="NVIDIA H100 80GB HBM3") for i in range(2 * expert)]
     assembly = assemble(config, mesh_shape(config.mesh, 2 * expert, simulated=True), devices)
-    assert not assembly.program.reduces_chunks
-    given = {option.name for option in assembly.options} & {option.name for option in CHUNK_GPU_OPTIONS}
+    assert not assembly.placed.program.reduces_chunks
+    given = {option.name for option in assembly.steps.compiling.options} & {option.name for option in CHUNK_GPU_OPTIONS}
     assert len(given) == (len(CHUNK_GPU_OPTIONS) if expert > 1 else 0)
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
@@ -61,12 +61,17 @@ def stepped(config, **axes):
     """Returns path -> weight before and after two steps, path -> gradient, in layer order, and the first metrics."""
     assembly = assembled(config, **axes)
     placed = {name: jax.device_put(batch()[name], like.sharding) for name, like in assembly.batch.items()}
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
-    before = flat(assembly.to_kept(state).params)
-    state, metrics = assembly.train_step(state, placed)
-    gradients = flat(assembly.to_kept(state).opt_state[0].trace)
-    state, _ = assembly.train_step(state, placed)
-    return before, flat(assembly.to_kept(state).params), gradients, {name: float(x) for name, x in metrics.items()}
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
+    before = flat(assembly.steps.to_kept(state).params)
+    state, metrics = assembly.steps.train(state, placed)
+    gradients = flat(assembly.steps.to_kept(state).opt_state[0].trace)
+    state, _ = assembly.steps.train(state, placed)
+    return (
+        before,
+        flat(assembly.steps.to_kept(state).params),
+        gradients,
+        {name: float(x) for name, x in metrics.items()},
+    )
 
 
 def flat(tree):
@@ -98,7 +103,7 @@ def test_rows_carry_sums_of_gradients_of_trained_weights_alone(trainable, carrie
 
     trained, frozen = (
         {of_stage(path, leaf) for path, leaf in leaves_with_paths(part) if leaf.ndim > 1 and leaf.size > 100}
-        for part in select(assembly.state.params, assembly.replicas.trained)
+        for part in select(assembly.state.params, assembly.placed.replicas.trained)
     )
     assert trained
     assert trained <= shapes

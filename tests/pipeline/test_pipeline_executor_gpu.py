@@ -141,7 +141,7 @@ def test_rows_that_work_send_the_least_along_tensor():
 def test_where_chunks_are_reduced_a_cotangent_is_sent_while_gradients_are_added():
     """Those of a chunk's weights are added in float32 to sums [V, 1, ...]."""
     plan = in_rows(data=2, tensor=2)
-    assert plan.compiled.assembly.program.reduces_chunks
+    assert plan.compiled.assembly.placed.program.reduces_chunks
     program, beside = parse.read(plan.compiled.text), []
     for name, body in program.computations.items():
         adds = [i for i, line in enumerate(body) if re.match(r"f32\[3,1,\d+,", line.shape) and line.opcode == "fusion"]

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -26,7 +26,7 @@ def temporary_bytes(schedule, num_microbatches, num_chunks=1, policy="none"):
         pipeline=PipelineOptions(schedule=schedule, num_microbatches=num_microbatches, num_chunks=num_chunks),
     )
     assembly = assemble(config, MESH, jax.devices())
-    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    compiled = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -12,7 +12,7 @@ import pytest
 from flax.linen import LogicallyPartitioned
 from jax.sharding import PartitionSpec
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.models import vocabulary
@@ -250,9 +250,9 @@ def test_the_assembled_step_is_that_of_one_device_with_accumulation():
         batch = {name: x.astype(jnp.int32 if name != "weights" else jnp.float32) for name, x in whole_batch().items()}
         batch = {**dict.fromkeys(("segment_ids", "positions"), batch["tokens"]), **batch}
         del batch[SEQUENCE_INDEX]
-        state = assembly.init(KEY(jax.random.key(0)))
-        evaluated = assembly.eval_step(state.params, batch)
-        state, metrics = assembly.train_step(state, batch)
+        state = assembly.steps.init(KEY(jax.random.key(0)))
+        evaluated = assembly.steps.evaluate(state.params, batch)
+        state, metrics = assembly.steps.train(state, batch)
         return jax.device_get((metrics, evaluated))
 
     pipeline = PipelineOptions(schedule="1f1b", num_microbatches=2)

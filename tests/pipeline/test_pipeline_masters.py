@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import assemble as assembling
+from meshtrain.assembly import states
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import parse
 from meshtrain.plan.cost import lower_bound
 from meshtrain.sharding.mesh import mesh_shape
@@ -22,7 +23,7 @@ def assembled(devices=None, **changes):
     given = SIZES | {name.replace("__", "."): value for name, value in changes.items()}
     config, _ = parse([f"--config.{name}={value}" for name, value in given.items()], reads_data=False)
     shape = mesh_shape(config.mesh, 4, simulated=True)
-    return assembling.assemble(config, shape, devices or [AbsentDevice(i) for i in range(4)])
+    return assemble(config, shape, devices or [AbsentDevice(i) for i in range(4)])
 
 
 def are_split(assembly):
@@ -53,7 +54,7 @@ def trained(steps=2):
     """Whether weights are split, losses, and all weights after some steps."""
     one_chunk = {"pipeline__schedule": "1f1b", "pipeline__num_chunks": 1, "model__num_layers": 2}
     assembly = assembled(jax.devices()[:4], **one_chunk)
-    state, losses = assembly.init(jax.random.key_data(jax.random.key(0))), []
+    state, losses = assembly.steps.init(jax.random.key_data(jax.random.key(0))), []
     tokens = np.random.default_rng(0).integers(0, 260, (steps, 4, 17))
     filled = {"weights": 1, "segment_ids": 0, "positions": np.arange(16)}
     for each in tokens:
@@ -62,14 +63,14 @@ def trained(steps=2):
             name: jax.device_put(np.broadcast_to(np.asarray(arrays[name], entry.dtype), entry.shape), entry.sharding)
             for name, entry in assembly.batch.items()
         }
-        state, metrics = assembly.train_step(state, batch)
+        state, metrics = assembly.steps.train(state, batch)
         losses.append(float(metrics["loss"]))
     return are_split(assembly), losses, jax.device_get(state.params)
 
 
 def test_shards_change_no_bit(monkeypatch, exact_bits):
     split, losses, params = trained()
-    monkeypatch.setattr(assembling, "splits_masters", lambda *_: False)
+    monkeypatch.setattr(states, "splits_masters", lambda *_: False)
     whole, expected_losses, expected = trained()
     assert (split, whole) == (True, False)
     assert losses == expected_losses

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.build import default
 from meshtrain.config.resolve import resolve
 from meshtrain.models.transformer.task import decoder
@@ -97,7 +97,7 @@ def equations(jaxpr, in_loop=False):
 def traced(num_chunks, trainable=""):
     """Returns the equations of the step, and the sizes of the matrices of a layer."""
     assembly = assemble(config(num_chunks, trainable), SHAPE, jax.devices()[: NUM_STAGES * TENSOR])
-    step = assembly.train_step.trace(assembly.state, assembly.batch).jaxpr
+    step = assembly.steps.train.trace(assembly.state, assembly.batch).jaxpr
     leaves, layers = jax.tree.leaves(assembly.state.params["layers"]), assembly.config.model.num_layers
     sizes = {leaf.size // layers for leaf in leaves if leaf.size // layers > assembly.config.model.embed_dim}
     assert len(sizes) == 2, "of attention and of the mlp"

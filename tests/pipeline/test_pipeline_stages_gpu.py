@@ -85,7 +85,7 @@ def copies(program):
 def test_a_weight_is_copied_at_most_once_for_each_product():
     """A product needs its weight as an array of its own; see docs/design/pipeline.md."""
     assembly, program = compiled()
-    num_rows, found = assembly.program.cells.active.shape[0], copies(program)
+    num_rows, found = assembly.placed.program.cells.active.shape[0], copies(program)
     for dims, number in matrices_of(assembly).items():
         assert 0 < found[dims] <= number * num_rows, dims
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.hardware.accelerators import ACCELERATORS

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.hardware import accelerators
 from meshtrain.hardware.links import Link, Links
 from meshtrain.lab.compression import CompressionOptions
@@ -73,8 +73,9 @@ def test_a_model_without_a_stack_gathers_each_of_its_weights_once(small):
     """Outside of a loop the compiler keeps what it has gathered for the backward pass."""
     config = small({"fsdp": 8})
     assembly = assembled(config)
-    names = [tuple(name for name in one if name != "layers") for one in assembly.names]
-    found = lower_bound.wire_bytes_minimum(dataclasses.replace(assembly, names=names))
+    names = [tuple(name for name in one if name != "layers") for one in assembly.states.names]
+    states = dataclasses.replace(assembly.states, names=names)
+    found = lower_bound.wire_bytes_minimum(dataclasses.replace(assembly, states=states))
     assert found == {"fsdp": 7 / 8 * 4 * 2 * (assembly.task.num_parameters - 5 * 64)}
 
 

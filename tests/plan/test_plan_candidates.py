@@ -162,7 +162,7 @@ def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
 
 def assert_guessed(config, mesh):
     assembly, weights = assembled(config), estimate.weights_of(config)
-    assert estimate.state_bytes(config, shape_of(**mesh), weights) == held(assembly.state, assembly.replicas).total
+    assert estimate.state_bytes(config, shape_of(**mesh), weights) == held(assembly.state, assembly.states.sums).total
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

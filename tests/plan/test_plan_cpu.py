@@ -50,7 +50,7 @@ def held(array):
 def test_arguments_are_the_bytes_that_a_run_holds(plan, small, mesh):
     made = plan("cpu:8", small(mesh))
     assembly = made.compiled.assembly
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     batch = {
         name: jax.device_put(jax.numpy.zeros(leaf.shape, leaf.dtype), leaf.sharding)
         for name, leaf in assembly.batch.items()
@@ -71,11 +71,13 @@ def test_groups_send_scalars_in_a_step_and_weights_in_a_program_of_their_own(pla
     across = collectives.sent_along([row for row in made.traffic if "data" in row.axis.split("+")], "data")
     assert 0 < across <= 1024
     assert made.minimum["data"] == 0.0
-    assert collectives.sent_along(made.outer.traffic, "data") == made.outer.minimum_bytes > 10_000
+    [outer] = made.others
+    assert collectives.sent_along(outer.traffic, "data") == outer.minimum_bytes > 10_000
     shown = text_report.text(made)
     assert "every 10 steps" in shown
-    assert text_report.to_json(made)["outer"]["wire_bytes_minimum"] == made.outer.minimum_bytes
-    assert text_report.to_json(made)["outer"]["period"] == 10
+    [found] = text_report.to_json(made)["other_programs"]
+    assert found["wire_bytes_minimum"] == outer.minimum_bytes
+    assert (found["name"], found["every"]) == ("outer step", 10)
 
 
 def test_data_parallel_is_never_free(plan, small):

@@ -120,7 +120,7 @@ def test_memory_of_a_step_is_that_of_an_even_load(small, monkeypatch):
     def temporary_bytes():
         model = dataclasses.replace(EXPERTS, num_layers=1, expert_dim=256)
         assembly = assembled(small(model=model, batch_size=64, remat=RematOptions("full")), expert=8)
-        compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+        compiled = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     even = temporary_bytes()

@@ -174,7 +174,7 @@ def test_attention_is_the_kernel_that_the_target_would_take():
 
 def test_on_an_a100_the_options_hide_what_nothing_hides_without(monkeypatch):
     hidden = share_hidden(planned("a100:1x8", FSDP).traffic)
-    assembling = importlib.import_module("meshtrain.assemble")  # the module, whatever the package calls so
+    assembling = importlib.import_module("meshtrain.assembly.compiling")  # the module, whatever the package calls so
     monkeypatch.setattr(assembling, "options_of", lambda *given, **named: ())
     target = clusters.open_cluster("a100:1x8")
     bare = compiling.compile_step(FSDP, planner.shape_on(FSDP, target), target)

@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.hardware import compiler_options
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -40,7 +40,7 @@ def test_a_step_on_cpus_copies_no_moments():
     model = DecoderOptions(num_layers=2, embed_dim=32, mlp_dim=64, vocab_size=257)
     config = Config(batch_size=4, sequence_length=16, model=model)
     assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices()[:1])
-    text = assembly.train_step.lower(assembly.state, assembly.batch).compile().as_text()
+    text = assembly.steps.train.lower(assembly.state, assembly.batch).compile().as_text()
     assert "mu__layers____mlp____up" in text
     assert not re.search(r" copy\(%state_opt_state\S*(mu|nu)__", text)
 
@@ -136,7 +136,7 @@ def test_options_of_split_experts_are_given_only_where_there_are_some(
 ):
     """Without experts the axis splits the batch and the storage of weights."""
     given = []
-    module = importlib.import_module("meshtrain.assemble")  # whatever the package calls so
+    module = importlib.import_module("meshtrain.assembly.compiling")  # whatever the package calls so
     asked = ("splits_experts", "by_chunk", "is_deterministic")
     monkeypatch.setattr(module, "options_of", lambda *_, **named: given.append([named[one] for one in asked]) or ())
     model = DecoderOptions(num_layers=2, embed_dim=32, num_heads=4, vocab_size=257, mlp_dim=16)

@@ -80,7 +80,7 @@ def test_saved_attention_does_not_run_again():
 def test_the_kernel_runs_in_a_pipeline_stage_and_not_again_in_its_backward_rows():
     plan = planned("v5e:2x4", with_mesh("save_attention", pipeline=2, tensor=2, data=2))
     assert plan.compiled.attention == "splash"
-    program = plan.compiled.assembly.program
+    program = plan.compiled.assembly.placed.program
     num_pairs = program.cells.active.shape[0] // 2
     assert num_kernels(plan) == {"fwd": num_pairs, "dq": num_pairs, "dkv": num_pairs}
     assert plan.work.attention_full == num_pairs * (2 + 3 + 4) * 2 * 2 * PRODUCT

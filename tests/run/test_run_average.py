@@ -30,11 +30,11 @@ def begun(run, stopped):
 
 
 def averages(ran):
-    return by_path(ran.result.assembly.to_kept(ran.result.state).opt_state.averaged_weights)
+    return by_path(ran.result.assembly.steps.to_kept(ran.result.state).opt_state.averaged_weights)
 
 
 def restored(ran, directory, step=None, **chosen):
-    return by_path(restore_params(directory, step, ran.result.assembly.kept_state.params, **chosen)[0])
+    return by_path(restore_params(directory, step, ran.result.assembly.states.kept.params, **chosen)[0])
 
 
 def test_a_run_without_begins_them_at_its_weights_and_saves_them(begun):
@@ -99,7 +99,7 @@ def test_they_move_no_weight_and_go_on_bitwise_on_the_same_mesh_and_in_a_pipelin
     assert whole.losses == pytest.approx(straight.losses, rel=1e-6)
     same = run(stopped(*FSDP, *AVERAGE), *FSDP, *AVERAGE)
     jax.tree.map(np.testing.assert_array_equal, same.result.state, whole.result.state)
-    expected, first = averages(whole), by_path(straight.result.assembly.to_kept(straight.result.state).params)
+    expected, first = averages(whole), by_path(straight.result.assembly.steps.to_kept(straight.result.state).params)
     for path, average in averages(run(stopped(*FSDP, *AVERAGE), *INTERLEAVED, *AVERAGE)).items():
         np.testing.assert_allclose(average, expected[path], rtol=1e-4, atol=1e-5, err_msg=path)
         assert np.abs(average - first[path]).max() > 1e-4, "the last weights would not be told from averages"

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.checkpoint.other_runs import find
 from meshtrain.config.resume import from_json
-from meshtrain.run import start
+from meshtrain.run import initial_state
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trees import leaves_with_paths
 from scripts.benchmarks import compression
@@ -21,9 +21,9 @@ def on_mesh(directory, **sizes):
     config = from_json((directory / "config.json").read_text())
     assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
     with find(directory) as checkpoints:
-        state, step, _ = start.starting_state(assembly, checkpoints)
+        state, step, _ = initial_state.starting_state(assembly, checkpoints)
     assert step == 5
-    return assembly.to_kept(state)
+    return assembly.steps.to_kept(state)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_on_the_same_mesh_every_bit_is_the_same(run, stopped, tmp_path):
 def test_the_residuals_of_a_checkpoint_add_up_to_the_same_on_any_mesh(stop, mesh):
     saved, found = on_mesh(stop, data=2), on_mesh(stop, **mesh)
     same_mesh = mesh == {"data": 2}
-    for (path, before), (_, after) in zip(*(leaves_with_paths(one.residual) for one in (saved, found)), strict=True):
+    for (path, before), (_, after) in zip(*(leaves_with_paths(one.extra) for one in (saved, found)), strict=True):
         assert np.abs(before).max() > 0, path
         assert after.shape == (mesh.get("data", 1), *before.shape[1:])
         np.testing.assert_allclose(np.sum(after, axis=0), np.sum(before, axis=0), rtol=1e-6, atol=1e-9)

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble, stored_params
+from meshtrain.assembly.assemble import assemble
+from meshtrain.assembly.facts import stored_params
 from meshtrain.checkpoint.other_runs import restore_params
 from meshtrain.config.tasks import abstract_task
 from meshtrain.run import likelihoods
@@ -43,7 +44,7 @@ def plainly(assembly, params, context, continuation):
         batch = {name: np.zeros(entry.shape, entry.dtype) for name, entry in assembly.batch.items()}
         for name, row in (("tokens", inputs), ("positions", range(len(inputs))), ("segment_ids", [1] * len(inputs))):
             batch[name][0, : len(inputs)] = list(row)
-        logits = np.asarray(assembly.logits(params, batch), np.float64)[0, : len(inputs)][start - stop :]
+        logits = np.asarray(assembly.steps.logits(params, batch), np.float64)[0, : len(inputs)][start - stop :]
         targets = whole[start:stop]
         logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         total += logs[np.arange(len(targets)), targets].sum()
@@ -99,7 +100,7 @@ def test_a_text_that_the_model_would_write_is_greedy(scored):
     for _ in range(6):
         batch = {name: np.ones(entry.shape, entry.dtype) for name, entry in assembly.batch.items()}
         batch["tokens"][0, : len(text)], batch["positions"][0] = text, range(T)
-        text.append(int(np.asarray(assembly.logits(params, batch))[0, len(text) - 1].argmax()))
+        text.append(int(np.asarray(assembly.steps.logits(params, batch))[0, len(text) - 1].argmax()))
     other = [*text[:-1], (text[-1] + 1) % 256]
     pairs = [(text[:10], text[10:]), (other[:10], other[10:]), (text[:15], text[15:])]
     found = likelihoods.likelihoods(assembly, score, params, pairs)
@@ -109,7 +110,7 @@ def test_a_text_that_the_model_would_write_is_greedy(scored):
 def test_a_mesh_changes_no_likelihood(straight, scored):
     config = dataclasses.replace(scored[0].config, mesh=dataclasses.replace(scored[0].config.mesh, fsdp=1))
     other = assemble(config, DATA_AND_TENSOR, jax.devices()[:4])
-    params = stored_params(other, restore_params(straight.directory, None, other.kept_state.params)[0])
+    params = stored_params(other, restore_params(straight.directory, None, other.states.kept.params)[0])
     found = likelihoods.likelihoods(other, scorer(other), params, TEXTS)
     own = [one.log_probability for one in scored[2]]
     np.testing.assert_allclose([one.log_probability for one in found], own, rtol=1e-5)
@@ -120,7 +121,8 @@ def test_texts_share_rows_only_where_they_do_not_see_each_other(scored):
     assert scored[0].task.attends_within_segments
     blind = abstract_task(dataclasses.replace(config, model=dataclasses.replace(config.model, within_documents=False)))
     assert not blind.attends_within_segments
-    assembly, calls = dataclasses.replace(scored[0], task=blind), []
+    placed = dataclasses.replace(scored[0].placed, task=blind)
+    assembly, calls = dataclasses.replace(scored[0], placed=placed), []
 
     def score(params, batch):
         calls.append(batch)
@@ -146,8 +148,9 @@ def test_windows_hold_as_much_context_as_fits():
 def test_a_task_without_logits_or_with_another_batch_is_one_line(scored):
     assembly = scored[0]
     assert likelihoods.problems_of_task(assembly) == []
-    mute = dataclasses.replace(assembly, task=dataclasses.replace(assembly.task, logits=None))
-    [line] = likelihoods.problems_of_task(mute)
+    mute = dataclasses.replace(assembly.placed, task=dataclasses.replace(assembly.task, logits=None))
+    [line] = likelihoods.problems_of_task(dataclasses.replace(assembly, placed=mute))
     assert line.startswith("task: got one without logits; allowed for likelihoods: ")
-    [line] = likelihoods.problems_of_task(dataclasses.replace(assembly, batch={"tokens": None, "images": None}))
+    other = dataclasses.replace(assembly.states, batch={"tokens": None, "images": None})
+    [line] = likelihoods.problems_of_task(dataclasses.replace(assembly, states=other))
     assert line.startswith("task: got a batch of tokens, images; allowed for likelihoods: tokens, targets, ")

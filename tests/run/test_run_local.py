@@ -80,5 +80,5 @@ def test_three_steps_of_the_table_of_kinds(tmp_path, capsys):
 def test_all_groups_start_from_the_weights_of_another_run(apart, run, tmp_path):
     changes = (f"init_from={apart.directory}", "num_steps=2", "learning_rate.peak=1e-9", "learning_rate.name=constant")
     begun = run(tmp_path / "run", *APART, *changes, "learning_rate.warmup_steps=0")
-    weights, _ = restore_params(apart.directory, None, begun.result.assembly.kept_state.params)
+    weights, _ = restore_params(apart.directory, None, begun.result.assembly.states.kept.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), begun.result.state.params, weights)

@@ -39,17 +39,12 @@ class Run:
         self.when = loop.Timetable(**options)
         self.throughput = Throughput("tokens", 7, flops_per_unit=0.0, num_devices=1, peak_flops_per_second=None)
 
-    def step(self, state, batch):
-        step = state + 1
-        assert batch == step
+    def step(self, step, state, batch):
+        assert batch == step == state + 1
         self.at.get(step, int)()
         loss = self.losses.get(step, 1.0 / step)
         self.in_a_row = 0 if math.isfinite(loss) else self.in_a_row + 1
         return step, {"loss": loss, "grad_norm": 1.0, IN_A_ROW: self.in_a_row, FIRST_NOT_FINITE: 0}
-
-    def join(self, state):
-        self.did.append(f"join {state}")
-        return state
 
     def evaluate(self, state):
         self.did.append(f"evaluate {state}")
@@ -74,7 +69,7 @@ class Run:
     def go(self):
         write = lambda step, row: self.rows.append((step, row))  # noqa: E731
         finish = lambda: self.also.append("finish")  # noqa: E731
-        actions = loop.Actions(self.step, self.evaluate, self.save, finish, self.rate, write, self.diagnose, self.join,
+        actions = loop.Actions(self.step, self.evaluate, self.save, finish, self.rate, write, self.diagnose,
                                reason=self.reason)  # fmt: skip
         batches = itertools.count(self.start_step + 1)
         with (
@@ -139,18 +134,11 @@ def test_a_run_that_has_ended_evaluates_and_says_so_again(tmp_path, capsys):
     assert run.did == ["save 10", "evaluate 10"]
 
 
-def test_groups_are_joined_before_their_step_is_evaluated_and_saved(tmp_path):
-    run = Run(tmp_path, start_step=3, eval_every=3, save_every=3, outer_every=2)
-    run.go()
-    assert run.did[:6] == ["join 4", "join 6", "save 6", "evaluate 6", "join 8", "save 9"]
-    assert run.did[-3:] == ["join 10", "save 10", "evaluate 10"]
-
-
 def test_experts_that_are_uneven_for_a_hundred_steps_are_named_once(tmp_path, capsys, monkeypatch):
     run = Run(tmp_path, num_steps=400, log_every=10)
     parts = lambda step: 1.0 if step == 100 else 3.0  # noqa: E731
     taken = run.step
-    run.step = lambda state, batch: (state + 1, {**taken(state, batch)[1], "expert_parts": parts(state + 1)})
+    run.step = lambda step, state, batch: (step, {**taken(step, state, batch)[1], "expert_parts": parts(state + 1)})
     run.go()
     lines = capsys.readouterr().out.splitlines()
     [at] = [at for at, line in enumerate(lines) if "above 1 since step 110" in line]

@@ -6,11 +6,12 @@ import shutil
 
 import pytest
 
-from meshtrain import errors, training
+from meshtrain import errors
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.owner import OWNER
 from meshtrain.checkpoint.retention import saved_steps
 from meshtrain.errors import FolderLost, UserError
+from meshtrain.run import session
 from meshtrain.training import train
 from tests.run.test_run_saving import GIVEN, line, points
 
@@ -32,7 +33,7 @@ def during(monkeypatch):
     """A function (step, what) that calls `what` once, in the evaluation of a step."""
 
     def install(step, what):
-        original, calls = training.evaluate_with_texts, []
+        original, calls = session.evaluate_with_texts, []
 
         def evaluate(*given):
             if int(given[-1].step) == step and not calls:
@@ -40,7 +41,7 @@ def during(monkeypatch):
                 what()
             return original(*given)
 
-        monkeypatch.setattr(training, "evaluate_with_texts", evaluate)
+        monkeypatch.setattr(session, "evaluate_with_texts", evaluate)
 
     return install
 

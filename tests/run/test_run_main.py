@@ -139,8 +139,8 @@ def test_nothing_is_compiled_after_the_second_evaluation(run, tmp_path):
     in_loop = happened[happened.index("step 1") : happened.index("eval 10")]
     assert "compiled" not in in_loop[: in_loop.index("step 2")]
     assert "compiled" not in in_loop[in_loop.index("step 3") :]
-    assert ran.result.assembly.eval_step._cache_size() == 1
-    assert ran.result.assembly.train_step._cache_size() == 0, "compiled ahead, and not again by a call"
+    assert ran.result.assembly.steps.evaluate._cache_size() == 1
+    assert ran.result.assembly.steps.train._cache_size() == 0, "compiled ahead, and not again by a call"
 
 
 def test_shorter_than_its_warm_up_and_its_save_interval(run, tmp_path):
@@ -264,7 +264,7 @@ def checked(monkeypatch):
     monkeypatch.setattr(mesh_checks, "weight_problems", lambda *given: meshes.append(given[1]) or original(*given))
     monkeypatch.setattr("meshtrain.plan.scheduled_dump.ends_early", lambda *given: False)
     monkeypatch.setattr("meshtrain.run.weights.weights_problems", lambda *given: [])
-    for place in ("training.open_data", "plan.target.compile.captured"):
+    for place in ("run.preflight.open_data", "plan.target.compile.captured"):
         monkeypatch.setattr(f"meshtrain.{place}", lambda *given: sys.exit("stopped"))
     return meshes
 

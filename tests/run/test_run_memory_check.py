@@ -7,15 +7,15 @@ import jax
 import pytest
 from jax.errors import JaxRuntimeError
 
-from meshtrain import errors, training
-from meshtrain.assemble import assemble
+from meshtrain import errors, loop, training
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config import smaller
 from meshtrain.config.build import default
 from meshtrain.config.mesh_checks import check
 from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
 from meshtrain.main import main
-from meshtrain.run import memory_check
+from meshtrain.run import initial_state, memory_check
 from meshtrain.run.memory_check import Room
 from meshtrain.sharding.mesh import mesh_shape
 from meshtrain.sharding.rules import AXES
@@ -179,19 +179,19 @@ def raising(error):
     "where, error",
     [
         ("starting_state", MemoryError("no 80 GB")),
-        ("compiled_steps", JaxRuntimeError(TOO_MUCH)),
+        ("compiled_step", JaxRuntimeError(TOO_MUCH)),
         ("run", JaxRuntimeError(TOO_MUCH)),
         ("show", JaxRuntimeError(TOO_MUCH)),
     ],
 )
 def test_memory_that_runs_out_is_one_line(where, error, command, tmp_path, monkeypatch):
     if where == "show":
-        monkeypatch.setattr(training, "run_steps", lambda *_: (None, {}))
-    monkeypatch.setattr(training, "traced_steps", lambda assembly: None)
-    monkeypatch.setattr(training, "compiled_steps", lambda traced: (compiled(2**20), None))
-    monkeypatch.setattr(training.start, "starting_state", lambda *_: (None, 0, {}))
-    module = {"starting_state": training.start, "run": training.loop, "show": training.summary}
-    monkeypatch.setattr(module[where] if where in module else training, where, raising(error))
+        monkeypatch.setattr(training, "run_loop", lambda *_: (None, {}))
+    monkeypatch.setattr(initial_state, "traced_steps", lambda *_: None)
+    monkeypatch.setattr(initial_state, "compiled_step", lambda *_: (compiled(2**20), None))
+    monkeypatch.setattr(initial_state, "starting_state", lambda *_: (None, 0, {}))
+    module = {"run": loop, "show": training.summary}
+    monkeypatch.setattr(module[where] if where in module else initial_state, where, raising(error))
     with pytest.raises(UserError) as caught:
         main(command(tmp_path / "run", "mesh.data=8", "num_steps=2"))
     [line] = caught.value.problems

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain import training
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.retention import RATINGS, saved_steps
 from meshtrain.data.own_source import Data
 from meshtrain.errors import Interrupted
 from meshtrain.models.task import Entry, Task
 from meshtrain.observe.trackers import Trackers
-from meshtrain.run import evaluation
+from meshtrain.run import evaluation, session
 from meshtrain.training import train
 
 STEPS = 4
@@ -76,9 +75,9 @@ def kill(patch, place, step):
         raise Killed
 
     if place == "evaluation":
-        original = training.evaluate_with_texts
+        original = session.evaluate_with_texts
         patch.setattr(
-            training, "evaluate_with_texts", lambda *given: (dies if int(given[-1].step) == step else original)(*given)
+            session, "evaluate_with_texts", lambda *given: (dies if int(given[-1].step) == step else original)(*given)
         )
     elif place == "row":
         write = Trackers.write
@@ -91,7 +90,7 @@ def kill(patch, place, step):
         rate = Checkpoints.rate
         patch.setattr(Checkpoints, "rate", lambda self, at, row: dies() if at == step else rate(self, at, row))
     else:
-        load = training._batches
+        load = session.training_batches
 
         def signals(*given):
             for number, batch in enumerate(load(*given), 1):
@@ -99,7 +98,7 @@ def kill(patch, place, step):
                     signal.raise_signal(signal.SIGTERM)
                 yield batch
 
-        patch.setattr(training, "_batches", signals)
+        patch.setattr(session, "training_batches", signals)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.checkpoint.other_runs import find
 from meshtrain.config.resolve import resolve
 from meshtrain.config.resume import from_json
 from meshtrain.optim import moments
 from meshtrain.plan.search.estimate import state_bytes, weights_of
-from meshtrain.run import start
+from meshtrain.run import initial_state
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trees import leaves_with_paths
 from meshtrain.step.device_memory import held
@@ -46,8 +46,8 @@ def test_checkpoints_of_all_meshes_hold_the_same_arrays(others):
     for changes, axes in MESHES:
         assembly = assembled(axes, changes, others, options)
         config, sizes = assembly.config, dict(assembly.mesh.shape)
-        assert held(assembly.state, assembly.replicas).total == state_bytes(config, sizes, weights_of(config))
-        found.append([(path, x.shape, x.dtype) for path, x in leaves_with_paths(assembly.kept_state)])
+        assert held(assembly.state, assembly.states.sums).total == state_bytes(config, sizes, weights_of(config))
+        found.append([(path, x.shape, x.dtype) for path, x in leaves_with_paths(assembly.states.kept)])
     assert all(arrays == found[0] for arrays in found)
     dtypes = {path: dtype for path, _, dtype in found[0]}
     codes = [path for path in dtypes if dtypes[path] in (np.int8, np.uint8)]
@@ -58,7 +58,7 @@ def test_checkpoints_of_all_meshes_hold_the_same_arrays(others):
 @pytest.mark.parametrize(("changes", "axes"), MESHES[1:], ids=str)
 def test_moments_take_a_half_and_a_quarter_on_each_device(changes, axes):
     whole, half, quarter = (
-        held(assembly.state, assembly.replicas).moments
+        held(assembly.state, assembly.states.sums).moments
         for assembly in (assembled(axes, changes, {"optimizer": {"moments": kind}}) for kind in moments.KINDS)
     )
     assert half == pytest.approx(whole / 2, rel=0.01)
@@ -75,9 +75,9 @@ def test_a_run_goes_on_from_the_same_bits_on_another_mesh(stopped):
         config = from_json((directory / "config.json").read_text())
         assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
         with find(directory) as checkpoints:
-            state, step, _ = start.starting_state(assembly, checkpoints)
+            state, step, _ = initial_state.starting_state(assembly, checkpoints)
         assert step == 5
-        return assembly.to_kept(state).opt_state
+        return assembly.steps.to_kept(state).opt_state
 
     saved, other = on_mesh(data=2), on_mesh(fsdp=2, tensor=2)
     assert any(leaf.dtype == np.int8 and np.any(leaf) for leaf in jax.tree.leaves(saved))

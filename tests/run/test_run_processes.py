@@ -40,27 +40,27 @@ with sharing_compilations():
 # Of two processes, the second has to wait for each batch.
 ONE_LOADS_SLOWLY = """
 import os, time
-from meshtrain import training
-original = training.batches
+from meshtrain.run import opened
+original = opened.batches
 def slow(*given, **named):
     for batch in original(*given, **named):
         time.sleep(0.2)
         yield batch
 if os.environ["JAX_PROCESS_ID"] == "1":
-    training.batches = slow
+    opened.batches = slow
 """
 
 # Of two processes, the second gets a signal before the first step, which neither begins before both know it.
 SIGNAL_BEFORE_THE_FIRST_STEP = """
 import os, signal, time
-from meshtrain import training
-original = training.batches
+from meshtrain.run import opened
+original = opened.batches
 def late(*given, **named):
     if os.environ["JAX_PROCESS_ID"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(4)
     yield from original(*given, **named)
-training.batches = late
+opened.batches = late
 """
 
 pytestmark = pytest.mark.slow

@@ -71,7 +71,7 @@ def test_requests_are_drawn_with_their_options_and_come_back_in_order(asked, mon
 def test_a_pipeline_is_folded(straight, capsys):
     words = ["--config.mesh.fsdp=1", "--config.mesh.pipeline=2"]
     asked = harness.opened(straight.directory, *words, step=10)
-    assert asked.assembly.program is None
+    assert asked.assembly.placed.program is None
     assert asked.assembly.mesh.size == 2
     assert "the pipeline of 2 is folded into tensor" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from meshtrain.checkpoint.other_runs import find, restore_params
 from meshtrain.data.loader import batches
 from meshtrain.errors import UserError
 from meshtrain.main import main
-from meshtrain.run import start
+from meshtrain.run import preflight, workdir
 from meshtrain.run.opened import open_data
 
 FSDP = ("mesh.fsdp=2",)
@@ -108,7 +108,7 @@ def test_experts_go_on_on_one_device_and_back_with_their_biases_bit_by_bit(run, 
 
 
 def test_layers_are_kept_in_layer_order(stopped, straight):
-    wanted = straight.result.assembly.kept_state.params
+    wanted = straight.result.assembly.states.kept.params
     (ours, _), (other, _) = (restore_params(stopped(*mesh), None, wanted) for mesh in (FSDP, INTERLEAVED))
     assert ours["layers"]["mlp"]["down"].shape[0] == 4
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, other)
@@ -147,7 +147,7 @@ def test_init_from_takes_the_weights_and_nothing_else(run, stopped, straight, tm
     changes = (f"init_from={other}", "seed=3", "num_steps=1", "learning_rate.warmup_steps=0", "optimizer.name=sgd")
     begun = run(tmp_path / "run", *FSDP, *changes, "learning_rate.peak=1e-9", "learning_rate.name=constant")
     assert f"from {other}" in begun.output
-    weights, _ = restore_params(other, None, begun.result.assembly.kept_state.params)
+    weights, _ = restore_params(other, None, begun.result.assembly.states.kept.params)
     # The rate is too small to move them: what it has at its end is what it began with.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), begun.result.state.params, weights)
     assert int(begun.result.state.step) == 1
@@ -155,8 +155,8 @@ def test_init_from_takes_the_weights_and_nothing_else(run, stopped, straight, tm
     # Gone or not, the other run is history once this one has weights of its own.
     other.rename(other.with_name("moved"))
     config = begun.result.assembly.config
-    assert start.check(config, begun.directory, start.saved_step(begun.directory)) == []
-    [line] = start.check(config, tmp_path / "another", 0)
+    assert preflight.check(config, begun.directory, workdir.saved_step(begun.directory)) == []
+    [line] = preflight.check(config, tmp_path / "another", 0)
     assert line.startswith(f"init_from: {other}: got nothing there; allowed: a workdir")
 
 

@@ -17,7 +17,8 @@ from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.config.fields import Config
 from meshtrain.config.resolve import to_json
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.run import start
+from meshtrain.run import initial_state, workdir
+from meshtrain.step.extension import PLAIN
 from meshtrain.step.state import init_state
 
 COSINE = Config(num_steps=40, learning_rate=LearningRateOptions(peak=3e-3, warmup_steps=10))
@@ -27,7 +28,7 @@ def said(run, before, now, capsys, step=40, skipped=0, more=None):
     (run / "config.json").write_text(json.dumps(json.loads(to_json(before)) | (more or {})))
     assembly = types.SimpleNamespace(config=now, task=types.SimpleNamespace(width=0))
     state = types.SimpleNamespace(step=step, skipped=types.SimpleNamespace(total=skipped))
-    start.warn_of_another_rate(assembly, run, state)
+    workdir.warn_of_another_rate(assembly, run, state)
     return capsys.readouterr().err.splitlines()
 
 
@@ -73,18 +74,18 @@ def test_a_run_begins_with_the_weights_that_it_names_and_a_state_of_its_own(tmp_
     abstract = types.SimpleNamespace(params={"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=here)})
     assembly = types.SimpleNamespace(
         config=Config(init_from=str(tmp_path)),
-        kept_state=abstract,
+        states=types.SimpleNamespace(kept=abstract),
         state=abstract,
-        apart=None,
-        stack=None,
+        extension=PLAIN,
+        placed=types.SimpleNamespace(stack=None),
         task=types.SimpleNamespace(begin=None),
-        init=lambda key_data: own,
+        steps=types.SimpleNamespace(init=lambda key_data: own),
     )
-    begun = start.beginning(assembly)
+    begun = initial_state.beginning(assembly)
     np.testing.assert_array_equal(begun.params["w"], np.full(4, 7.0))
     assert begun == dataclasses.replace(own, params=begun.params)
     assembly.config = Config()
-    assert start.beginning(assembly) is own
+    assert initial_state.beginning(assembly) is own
 
 
 def test_one_thread_traces_modules(run, tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtrain.assembly.extensions import restoring
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.task import Sums
-from meshtrain.run.start import as_saved, shared_out
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.reduction import in_equal_parts
 from meshtrain.sharding.rules import AXES
@@ -27,8 +27,8 @@ ADAM = optax.adam(0.5)
 def trained(config, num_steps, broken=(), **axes):
     """The states after each step, on their devices, and the last metrics."""
     assembly = assembled(config, tuple(axes.items()), False)
-    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
-    states = [assembly.init(jax.random.key_data(jax.random.key(0)))]
+    step = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
+    states = [assembly.steps.init(jax.random.key_data(jax.random.key(0)))]
     for number in range(1, num_steps + 1):
         batch = batch_of(number, number in broken, False)
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
@@ -49,7 +49,7 @@ def trained(config, num_steps, broken=(), **axes):
 def test_a_step_that_is_refused_keeps_the_residual_and_replicas_agree(kind, level, axes):
     config = dataclasses.replace(CONFIG, reduction=CompressionOptions(kind), zero=ZeroOptions(level))
     (_, first, second, third), metrics = trained(config, 3, broken=(2,), **axes)
-    same((second.params, second.opt_state, second.residual), (first.params, first.opt_state, first.residual))
+    same((second.params, second.opt_state, second.extra), (first.params, first.opt_state, first.extra))
     assert int(third.skipped.total) == 1
     assert float(metrics["loss"]) < np.log(100) * 1.05
     for leaf in jax.tree.leaves(third.params):
@@ -57,7 +57,7 @@ def test_a_step_that_is_refused_keeps_the_residual_and_replicas_agree(kind, leve
         for shard in leaf.addressable_shards:
             shards.setdefault(str(shard.index), []).append(np.asarray(shard.data))
         assert all((one == copies[0]).all() for copies in shards.values() for one in copies)
-    for before, leaf in zip(jax.tree.leaves(first.residual), jax.tree.leaves(third.residual), strict=True):
+    for before, leaf in zip(jax.tree.leaves(first.extra), jax.tree.leaves(third.extra), strict=True):
         assert leaf.sharding.spec[0] == "data"
         assert np.abs(leaf).max() > 0
         assert (np.asarray(leaf) != np.asarray(before)).any()
@@ -74,12 +74,12 @@ def test_a_nan_that_packing_loses_is_seen_before_it():
 
     update = WeightUpdate(ADAM, lambda count: 0.5, 1.0, GuardOptions(), reduce=reduce)
     step = jax.jit(train_step(gradients, update))
-    start = init_state(params, ADAM, jax.random.key(0), residual={"a": jnp.zeros((2, 3))})
+    start = init_state(params, ADAM, jax.random.key(0), extra={"a": jnp.zeros((2, 3))})
     good, _ = step(start, {"a": jnp.ones(3)})
-    assert np.all(good.residual["a"] == 1)
+    assert np.all(good.extra["a"] == 1)
     for bad in (np.nan, np.inf):
         after, metrics = step(good, {"a": jnp.float32([1.0, bad, 1.0])})
-        same((after.params, after.opt_state, after.residual), (good.params, good.opt_state, good.residual))
+        same((after.params, after.opt_state, after.extra), (good.params, good.opt_state, good.extra))
         assert (int(after.skipped.total), int(metrics["first_not_finite"])) == (1, 1)
         assert not np.isfinite(metrics["grad_norm"])
 
@@ -91,7 +91,7 @@ def test_the_norm_is_that_of_the_reduced_gradients():
     update = WeightUpdate(ADAM, lambda count: 0.5, 1.0, GuardOptions(), reduce=lambda leaves, left: (
         jax.tree.map(lambda leaf: leaf.sum(axis=0), leaves), left
     ))  # fmt: skip
-    start = init_state({"a": jnp.ones(2)}, ADAM, jax.random.key(0), residual={"a": jnp.zeros((2, 2))})
+    start = init_state({"a": jnp.ones(2)}, ADAM, jax.random.key(0), extra={"a": jnp.zeros((2, 2))})
     _, metrics = jax.jit(train_step(gradients, update))(start, {"a": jnp.float32([[3, 0], [0, 4]])})
     assert metrics["grad_norm"] == 5
 
@@ -100,17 +100,19 @@ def test_the_norm_is_that_of_the_reduced_gradients():
 def test_another_number_of_replicas_keeps_the_sum(num_saved, num_now):
     mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": num_now, "fsdp": 2}, jax.devices()[: 2 * num_now])
     sharding = NamedSharding(mesh, PartitionSpec("data" if num_now > 1 else None, None, "fsdp"))
-    state = init_state({"w": jnp.ones((3, 4))}, ADAM, jax.random.key(0), residual={"w": jnp.zeros((num_now, 3, 4))})
+    state = init_state({"w": jnp.ones((3, 4))}, ADAM, jax.random.key(0), extra={"w": jnp.zeros((num_now, 3, 4))})
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     here = jax.ShapeDtypeStruct((num_now, 3, 4), jnp.float32, sharding=sharding)
-    abstract = dataclasses.replace(abstract, residual={"w": here})
-    (wanted,) = jax.tree.leaves(as_saved(abstract, num_saved).residual)
+    abstract = dataclasses.replace(abstract, extra={"w": here})
     saved = np.random.default_rng(0).standard_normal((num_saved, 3, 4)).astype(np.float32)
-    read = dataclasses.replace(state, residual={"w": jax.device_put(saved, wanted.sharding)})
-    found = shared_out(read, abstract, in_equal_parts).residual["w"]
+
+    def read(wanted):
+        assert wanted.extra["w"].shape == saved.shape
+        return dataclasses.replace(state, extra={"w": jax.device_put(saved, wanted.extra["w"].sharding)})
+
+    restored = restoring(in_equal_parts)(read, {"extra/w": saved.shape}, abstract)
+    found = restored.extra["w"]
     assert (found.shape, found.sharding) == (here.shape, sharding)
     np.testing.assert_allclose(np.sum(found, axis=0), saved.sum(axis=0), rtol=1e-6, atol=1e-6)
     assert (np.asarray(found) == np.asarray(found)[0]).all()
-    assert dataclasses.replace(shared_out(read, abstract, in_equal_parts), residual=()) == dataclasses.replace(
-        read, residual=()
-    )
+    assert dataclasses.replace(restored, extra=()) == dataclasses.replace(state, extra=())

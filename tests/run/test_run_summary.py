@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
+from meshtrain.assembly.facts import parameters_text
 from meshtrain.config.fields import Config
 from meshtrain.run import summary
 from meshtrain.run.summary import sample_tokens
 from meshtrain.step.precision import PrecisionOptions
-from meshtrain.training import parameters_text
 from tests.parity import runs
 
 

@@ -16,7 +16,7 @@ from meshtrain.files import hash_of_sources
 from meshtrain.hf import tensor_files
 from meshtrain.launch import peers
 from meshtrain.models.task import Task, token_batch
-from meshtrain.run import opened, start
+from meshtrain.run import opened, preflight
 from meshtrain.run.opened import data_facts, open_data, refuse_unequal_data
 
 TASK = Task(init=dict, loss=len, batch=token_batch(4, 8), vocab_size=300)
@@ -149,7 +149,7 @@ def test_another_commit_of_the_same_version_is_another_source(tmp_path, told, mo
     monkeypatch.setattr(peers, "count", lambda: 2)
     monkeypatch.setattr(peers, "gathered", lambda name, value: [{**value, "meshtrain's source": "x"}, value])
     with pytest.raises(UserError, match=r"processes: versions differs: meshtrain's source is '\w{12}' in process 1"):
-        start.refuse_unequal_processes(CONFIG, tmp_path)
+        preflight.refuse_unequal_processes(CONFIG, tmp_path)
 
 
 def test_weights_of_the_same_names_and_shapes_are_compared_by_content(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain import evaluate, generate
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.cli.flags import load
 from meshtrain.config.fields import Config
 from meshtrain.config.from_hugging_face import of_folder
@@ -22,7 +22,7 @@ from meshtrain.hf import folder
 from meshtrain.hf.config_json import described
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.run import hugging_face, start, weights
+from meshtrain.run import base_weights, hugging_face, initial_state, preflight, weights
 from meshtrain.sharding.rules import AXES
 from tests.hf.models import FIXTURES, NAMES
 
@@ -48,30 +48,30 @@ def assert_equal(got, want):
 
 
 def test_a_run_begins_with_the_weights_of_a_folder(assembly, params):
-    own = dataclasses.replace(assembly.kept_state, params=None, step=jax.numpy.int32(0))
+    own = dataclasses.replace(assembly.states.kept, params=None, step=jax.numpy.int32(0))
     there = types.SimpleNamespace(
         config=assembly.config,
-        kept_state=assembly.kept_state,
+        states=assembly.states,
         state=assembly.state,
-        stack=None,
-        apart=None,
+        placed=assembly.placed,
+        extension=assembly.extension,
         task=assembly.task,
-        init=lambda key_data: own,
+        steps=types.SimpleNamespace(init=lambda key_data: own),
     )
-    start.refuse_other_weights(there, FIXTURES / "nowhere")
-    assert_equal(start.beginning(there).params, params)
+    base_weights.refuse_other_weights(there, FIXTURES / "nowhere")
+    assert_equal(initial_state.beginning(there).params, params)
 
 
 def test_options_that_no_shape_shows_are_compared(tmp_path):
     config = Config(model=described(LLAMA).options, init_from=str(LLAMA), sequence_length=24)
-    assert start.check(config, tmp_path, 0) == []
+    assert preflight.check(config, tmp_path, 0) == []
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, rope_base=5e5, norm_epsilon=1e-6))
-    lines = start.check(other, tmp_path, 0)
+    lines = preflight.check(other, tmp_path, 0)
     assert [line.partition(": got")[0] for line in lines] == [
         "init_from: model.rope_base",
         "init_from: model.norm_epsilon",
     ]
-    assert start.check(other, tmp_path, 1) == [] or "init_from" not in str(start.check(other, tmp_path, 1))
+    assert preflight.check(other, tmp_path, 1) == [] or "init_from" not in str(preflight.check(other, tmp_path, 1))
 
 
 def test_texts_longer_than_those_of_training_are_said(capsys):
@@ -98,8 +98,8 @@ def test_the_printed_configuration_of_each_family_fine_tunes_as_it_is(name, tmp_
     assert hugging_face.main(["config", str(FIXTURES / name), "--config.lora.rank=2"]) == 0
     (tmp_path / "mine.py").write_text(capsys.readouterr().out)
     config = resolve(load(str(tmp_path / "mine.py"), []))
-    assert start.check(config, tmp_path / "run", 0) == []
-    start.refuse_other_weights(assemble(config, ONE, jax.devices()[:1]), tmp_path / "run")
+    assert preflight.check(config, tmp_path / "run", 0) == []
+    base_weights.refuse_other_weights(assemble(config, ONE, jax.devices()[:1]), tmp_path / "run")
     assert config.learning_rate.peak == pytest.approx(1.0 / config.model.embed_dim, rel=0.05)
     assert config.learning_rate.warmup_steps == config.num_steps // 10
 
@@ -154,7 +154,7 @@ def test_text_is_read_with_the_tokenizer_of_the_model(with_text, tmp_path):
     def lines(**changes):
         named = {name: changes.pop(name) for name in ("init_ignore",) if name in changes}
         config = Config(model=described(LLAMA).options, init_from=str(with_text), sequence_length=24, **named)
-        return start.check(dataclasses.replace(config, data=DataOptions(**changes)), tmp_path / "run", 0)
+        return preflight.check(dataclasses.replace(config, data=DataOptions(**changes)), tmp_path / "run", 0)
 
     [line] = lines()
     assert line.startswith(
@@ -178,7 +178,7 @@ def test_text_is_read_with_the_tokenizer_of_the_model(with_text, tmp_path):
 def test_an_exported_tokenizer_of_bytes_is_that_of_bytes(with_text, tmp_path):
     (with_text / "tokenizer.json").write_text(byte_tokenizer())
     config = Config(model=described(LLAMA).options, init_from=str(with_text), sequence_length=24)
-    assert start.check(config, tmp_path / "run", 0) == []
+    assert preflight.check(config, tmp_path / "run", 0) == []
 
 
 @pytest.mark.parametrize("has_tokenizer, own_end", [(True, 2), (False, -1)])
@@ -197,23 +197,23 @@ def test_a_text_ends_with_each_id_that_the_folder_names(has_tokenizer, own_end, 
 @pytest.mark.parametrize("name", ["constant", "cosine", "noam", "inverse_sqrt"])
 def test_a_run_that_ends_in_its_warm_up_is_warned_of(name, tmp_path, capsys):
     config = Config(num_steps=30, learning_rate=LearningRateOptions(name=name))
-    assert start.check(config, tmp_path, 0) == []
+    assert preflight.check(config, tmp_path, 0) == []
     assert capsys.readouterr().err == (
         "meshtrain: WARNING: learning_rate.warmup_steps: got 100, and num_steps = 30 end before the peak; nearest: "
         "--config.learning_rate.warmup_steps=3\n"
     )
-    start.check(dataclasses.replace(config, num_steps=100), tmp_path, 0)
+    preflight.check(dataclasses.replace(config, num_steps=100), tmp_path, 0)
     assert capsys.readouterr().err == "", "the last step has the peak"
 
 
 def test_an_imported_folder_is_a_workdir_with_the_same_weights(assembly, params, tmp_path, capsys):
     assert hugging_face.main(["import", str(LLAMA), f"--to={tmp_path / 'run'}"]) == 0
     assert capsys.readouterr().out.startswith(f"{assembly.task.num_parameters:,} parameters in ")
-    got, step = weights.restore_params(tmp_path / "run", None, assembly.kept_state.params)
+    got, step = weights.restore_params(tmp_path / "run", None, assembly.states.kept.params)
     assert step == 0
     assert_equal(got, params)
     assert (tmp_path / "run" / "config.json").is_file()
-    lines = start.check(dataclasses.replace(assembly.config, init_from=""), tmp_path / "run", 0)
+    lines = preflight.check(dataclasses.replace(assembly.config, init_from=""), tmp_path / "run", 0)
     assert any(f"nearest: --config.init_from={tmp_path / 'run'} with another --workdir" in line for line in lines)
     with pytest.raises(UserError, match="which is not empty; allowed: a new folder"):
         hugging_face.main(["import", str(LLAMA), f"--to={tmp_path / 'run'}"])

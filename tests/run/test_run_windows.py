@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import parse
 from meshtrain.sharding.mesh import mesh_shape
 from scripts.benchmarks import windows

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
+from meshtrain.assembly.extensions import reduced_over_data
 from meshtrain.config import reductions
 from meshtrain.config.fields import Config
 from meshtrain.lab import compression
@@ -44,7 +45,7 @@ def wire_bytes_over_data(num_microbatches, mesh, level=0, **changed):
     shape = dict.fromkeys(AXES, 1) | {"data": NUM_REPLICAS} | mesh
     devices = jax.devices()[: NUM_REPLICAS * (2 if mesh else 1)]
     assembly = assemble(config_of(num_microbatches, mesh, level, **changed), shape, devices)
-    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    compiled = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
     program = parse.read(compiled.as_text())
     found = collectives.collectives(program, shape)
     own = sum(4 * leaf.size for leaf in jax.tree.leaves(assembly.state.params)) // (2 if "pipeline" in mesh else 1)
@@ -109,7 +110,7 @@ def test_reduced_gradients_and_residuals_add_up_on_shards_of_any_mesh(level):
     rules = default_rules(LayoutOptions())
     stored_as = {name: stored(shape, axes, rules, mesh.shape, level) for name, (shape, axes) in shapes.items()}
     topk = compression.topk(CompressionOptions("topk", block=16, kept=2), jnp.float32)
-    reduced_by = Replicas(mesh, stored_as, level, reduction=topk)
+    run = reduced_over_data(topk, Replicas(mesh, stored_as, level))
     generator = np.random.default_rng(0)
 
     def on_each_replica(name):
@@ -118,7 +119,7 @@ def test_reduced_gradients_and_residuals_add_up_on_shards_of_any_mesh(level):
         return jax.device_put(values, NamedSharding(mesh, spec))
 
     gradients, residual = ({name: on_each_replica(name) for name in shapes} for _ in range(2))
-    reduced, left = jax.jit(reduced_by.reduce)(gradients, residual)
+    reduced, left = jax.jit(run)(gradients, residual)
     for name in shapes:
         assert reduced[name].sharding.is_equivalent_to(NamedSharding(mesh, stored_as[name].moment), 2)
         total = sum(np.sum(leaf[name], axis=0) for leaf in (gradients, residual))
@@ -129,6 +130,6 @@ def test_reduced_gradients_and_residuals_add_up_on_shards_of_any_mesh(level):
 def test_one_replica_applies_what_others_have_left():
     mesh = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
     int8 = compression.int8(CompressionOptions("int8"), jnp.float32)
-    alone = Replicas(mesh, Stored.alike(PartitionSpec(), 1), reduction=int8)
-    reduced, left = jax.jit(alone.reduce)(jnp.ones((1, 3)), jnp.full((1, 3), 0.5))
+    alone = reduced_over_data(int8, Replicas(mesh, Stored.alike(PartitionSpec(), 1)))
+    reduced, left = jax.jit(alone)(jnp.ones((1, 3)), jnp.full((1, 3), 0.5))
     assert (reduced.tolist(), left.tolist()) == ([1.5] * 3, [[0] * 3])

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import array_rows, assemble
+from meshtrain.assembly.assemble import assemble
+from meshtrain.assembly.facts import array_rows
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.config.fields import Config
@@ -37,12 +38,12 @@ def assembled(on_host, mesh, level=0):
 
 
 def steps(assembly, num_steps):
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     generator = np.random.default_rng(0)
     for _ in range(num_steps):
         draw = {name: generator.integers(1, 3, leaf.shape).astype(leaf.dtype) for name, leaf in assembly.batch.items()}
         batch = {name: jax.device_put(draw[name], leaf.sharding) for name, leaf in assembly.batch.items()}
-        state, _ = assembly.train_step(state, batch)
+        state, _ = assembly.steps.train(state, batch)
     return state
 
 
@@ -62,7 +63,7 @@ def test_moments_are_on_the_host_and_no_number_changes(mesh):
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh) or "one")
 def test_moments_live_on_the_host_in_the_run_and_in_its_checkpoints(mesh):
     assembly = assembled(True, mesh)
-    for state in (assembly.state, assembly.kept_state):
+    for state in (assembly.state, assembly.states.kept):
         assert kinds(state.opt_state) == {"pinned_host"}
         assert kinds(state.params) <= {"device", None}
     assert kinds(assembled(False, mesh).state) <= {"device", None}
@@ -77,12 +78,12 @@ def test_shards_of_moments_are_on_the_host():
 
 def test_a_checkpoint_goes_from_the_host_to_the_device_and_back(tmp_path):
     mesh = {"data": 2, "fsdp": 2}
-    state = assembled(True, mesh).init(jax.random.key_data(jax.random.key(0)))
+    state = assembled(True, mesh).steps.init(jax.random.key_data(jax.random.key(0)))
     assert kinds(state.opt_state) == {"pinned_host"}
     with Checkpoints(tmp_path, CheckpointOptions()) as checkpoints:
         checkpoints.save(1, state, {})
         for on_host, kind in ((True, {"pinned_host"}), (False, {"device", None})):
-            again = checkpoints.restore(1, assembled(on_host, mesh).kept_state)
+            again = checkpoints.restore(1, assembled(on_host, mesh).states.kept)
             assert kinds(again.opt_state) <= kind
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
 

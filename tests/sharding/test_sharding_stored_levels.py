@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
@@ -62,7 +62,7 @@ def test_bytes_on_each_of_eight_replicas(level, words):
     state, num_parameters = assembly.state, assembly.task.num_parameters
     expected = words * num_parameters
     assert bytes_on_one_device((state.params, moments(state.opt_state))) == expected
-    compiled = assembly.train_step.lower(state, assembly.batch).compile()
+    compiled = assembly.steps.train.lower(state, assembly.batch).compile()
     as_compiled, _ = compiled.input_shardings[0]
     placed = lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)  # noqa: E731
     homes = jax.tree.map(placed, state, as_compiled)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import Assembly, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
@@ -81,8 +81,8 @@ def taken(
 ) -> list[Taken]:
     assembly = assembled(config, axes, exact_bits)
     with exact() if exact_bits else contextlib.nullcontext():
-        state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
-        train_step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+        state = assembly.steps.init(jax.random.key_data(jax.random.key(config.seed)))
+        train_step = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
     steps = [Taken({}, jax.device_get(state))]
     for step in range(1, num_steps + 1):
         batch = batch_of(step, step in broken, step in large)

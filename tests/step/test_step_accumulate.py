@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.task import Entry, Ratio, Task
 from meshtrain.sharding.gradients import Replicas
@@ -76,13 +76,13 @@ def test_a_ratio_is_summed_over_shards_and_microbatches_and_divided_by_its_own_w
     numbers = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.float32)
     config = Config(batch_size=8, accumulation_steps=2)
     assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": 2}, jax.devices()[:2], numbers_task)
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     batch = {"numbers": numbers, "weights": np.ones(8, np.float32)}
     placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
-    sums = assembly.eval_step(state.params, placed)
+    sums = assembly.steps.evaluate(state.params, placed)
     assert (sums["loss"], sums["weight"], sums["plain"]) == (numbers.sum(), 8, numbers.sum())
     assert sums["large"] == Ratio(5 + 9 + 6, 3)
-    _, metrics = assembly.train_step(state, placed)
+    _, metrics = assembly.steps.train(state, placed)
     assert {name: float(metrics[name]) for name in ("plain", "large", "none")} == {
         "plain": numbers.mean(),
         "large": np.float32((5 + 9 + 6) / 3),

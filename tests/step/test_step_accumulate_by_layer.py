@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -35,10 +35,10 @@ def one_step(mesh, *, in_loops, **fields):
         if not in_loops:
             patch.setattr(gradients.Replicas, "reduces_in_loops", False)
         assembly = assemble(config, shape, jax.devices()[: math.prod(shape.values())])
-        compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+        compiled = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
         formula = lower_bound.layer_gradient_bytes(assembly)
     found = [one for one in collectives.collectives(parse.read(compiled.as_text()), shape) if one.axes == "data"]
-    numbers, state = np.random.default_rng(0), assembly.init(jax.random.key_data(jax.random.key(0)))
+    numbers, state = np.random.default_rng(0), assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     batch = {
         name: jax.device_put(numbers.integers(0, 2, leaf.shape).astype(leaf.dtype), leaf.sharding)
         for name, leaf in assembly.batch.items()
@@ -46,7 +46,7 @@ def one_step(mesh, *, in_loops, **fields):
     state, _ = compiled(state, batch)
     sent, looped = (sum(one.count * one.wire_bytes for one in found if one.count > least) for least in (0, 1))
     temporaries = compiled.memory_analysis().temp_size_in_bytes
-    return jax.device_get(state.params), sent, looped, formula, temporaries - 2 * assembly.layer_bytes
+    return jax.device_get(state.params), sent, looped, formula, temporaries - 2 * assembly.steps.compiling.layer_bytes
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax.linen import LogicallyPartitioned
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.metrics import Load
@@ -98,11 +98,11 @@ def stepped(sizes, num_steps=1, **changes):
     config = Config(batch_size=NUM_SEQUENCES, sequence_length=NUM_TOKENS, **changes)
     shape = dict.fromkeys(AXES, 1) | sizes
     assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(sizes.values())))], make_task)
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     for number in range(num_steps):
         placed = {name: jax.device_put(x, assembly.batch[name].sharding) for name, x in batch_of(number).items()}
-        state, metrics = assembly.train_step(state, placed)
-    kept = jax.device_get(assembly.to_kept(state).params)
+        state, metrics = assembly.steps.train(state, placed)
+    kept = jax.device_get(assembly.steps.to_kept(state).params)
     return kept["layers"]["bias"], jax.device_get(metrics)
 
 

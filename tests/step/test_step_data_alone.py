@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax.linen import LogicallyPartitioned
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config
 from meshtrain.models.metrics import Load
 from meshtrain.models.task import Entry, Task
@@ -64,11 +64,11 @@ def moved(trainable="", **changes):
         **changes,
     )
     assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": DATA}, jax.devices()[:DATA], make_task)
-    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     batch = {"x": np.full(NUM_EXAMPLES, X, np.float32), "share": np.zeros(NUM_EXAMPLES, np.float32)}
     batch["share"][1] = 1
     placed = {name: jax.device_put(x, assembly.batch[name].sharding) for name, x in batch.items()}
-    state, metrics = assembly.train_step(state, placed)
+    state, metrics = assembly.steps.train(state, placed)
     return jax.device_get(state.params), jax.device_get(metrics)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config import tasks
 from meshtrain.models import metrics
 from meshtrain.models.task import Sums
@@ -35,13 +35,13 @@ def two_steps(**axes):
     """(weights before, metrics, weights after) of the second step, on the host and in layer order."""
     shape = runs.sizes(**axes)
     assembly = assemble(CONFIG, shape, jax.devices()[: int(np.prod(list(shape.values())))])
-    state = assembly.init(jax.random.key_data(jax.random.key(CONFIG.seed)))
-    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    state = assembly.steps.init(jax.random.key_data(jax.random.key(CONFIG.seed)))
+    step = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
     for batch in runs.example_batches(CONFIG.num_steps):
-        before = runs.by_path(assembly.to_kept(state).params)
+        before = runs.by_path(assembly.steps.to_kept(state).params)
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
         state, metrics = step(state, placed)
-    return before, jax.device_get(metrics), runs.by_path(assembly.to_kept(state).params)
+    return before, jax.device_get(metrics), runs.by_path(assembly.steps.to_kept(state).params)
 
 
 def expected(leaves):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.assemble import assemble
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.fields import Config, LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -62,9 +62,10 @@ def test_every_array_of_the_training_state_has_as_many_axes_as_dims():
         assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices()[:1])
         leaves = jax.tree_util.tree_leaves_with_path(assembly.state)
         held |= {path[0].name for path, _ in leaves}
-        for (path, leaf), axes in zip(leaves, assembly.names, strict=True):
+        for (path, leaf), axes in zip(leaves, assembly.states.names, strict=True):
             assert len(axes) == leaf.ndim, path
-            is_split = path[0].name in ("params", "opt_state", "residual", "local") and leaf.ndim > 0
+            is_split = path[0].name in ("params", "opt_state", "extra") and leaf.ndim > 0
             is_of_groups = local_steps.period > 0 and getattr(path[-1], "name", "") == "norms"
-            assert any(axes) == (is_split or is_of_groups), path
+            is_metric = path[0].name == "extra" and "expert_" in str(path)
+            assert any(axes) == ((is_split and not is_metric) or is_of_groups), path
     assert held == {field.name for field in dataclasses.fields(TrainState)}

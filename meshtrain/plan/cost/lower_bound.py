@@ -2,8 +2,7 @@
 
 n: devices along an axis, M: microbatches, L: layers, A: bytes of the activations of one microbatch on one device.
 
-    data      with local SGD only scalars; otherwise
-              2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; or the bytes stated by the
+    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; or the bytes stated by the
               reduction `reduction.name`. For weights that ZeRO splits:
               level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
               level 3 is like fsdp
@@ -30,7 +29,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshtrain.assemble import Assembly
+from meshtrain.assembly.assemble import Assembly
 from meshtrain.config.mesh_checks import num_microbatches, units_on_device
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.pipeline.stages import Stack
@@ -53,7 +52,7 @@ def _activation_bytes(assembly: Assembly) -> float:
     The sequence is not split over tensor.
     """
     config, shape, task = assembly.config, dict(assembly.mesh.shape), assembly.task
-    units = units_on_device(config, task, assembly.rules, shape) / num_microbatches(config, shape)
+    units = units_on_device(config, task, assembly.placed.rules, shape) / num_microbatches(config, shape)
     return units * task.width * jnp.dtype(compute_dtype(config.precision)).itemsize
 
 
@@ -86,13 +85,15 @@ class _Weight(NamedTuple):
 
 def _weights(assembly: Assembly) -> list[_Weight]:
     """Returns all weights."""
-    params, replicas, shape = assembly.state.params, assembly.replicas, assembly.mesh.shape
+    params, replicas, shape = assembly.state.params, assembly.placed.replicas, assembly.mesh.shape
     trained = replicas.trained or jax.tree.map(lambda _: True, params)
     # The indices of parameters among all leaves of the state, because the axes of the state are a list.
-    places = jax.tree.unflatten(jax.tree.structure(assembly.state), range(len(assembly.names))).params
+    places = jax.tree.unflatten(jax.tree.structure(assembly.state), range(len(assembly.states.names))).params
     leaves = [jax.tree.leaves(tree) for tree in (params, places, replicas.stored, trained)]
     return [
-        _Weight(leaf.size // num_parts(axes_in(stored.parameter), shape), assembly.names[place], stored, is_trained)
+        _Weight(
+            leaf.size // num_parts(axes_in(stored.parameter), shape), assembly.states.names[place], stored, is_trained
+        )
         for leaf, place, stored, is_trained in zip(*leaves, strict=True)
     ]
 
@@ -102,8 +103,8 @@ def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> 
 
     With `only_stacked`, only weights of stacked layers count.
     """
-    level, reduced, scattered = assembly.replicas.level, 0, 0
-    if assembly.apart is not None:  # local-SGD replicas send weights in a separate program
+    level, reduced, scattered = assembly.placed.replicas.level, 0, 0
+    if not assembly.extension.costs.sends_gradients:
         return 0, 0
     for weight in _weights(assembly):
         if not weight.is_trained or (only_stacked and not weight.of_layer):
@@ -121,13 +122,13 @@ def _bytes_over_data(assembly: Assembly) -> float:
     Gradients are sent in `precision.reduce_dtype`, or as a custom reduction sends them. Gradients that ZeRO splits are
     reduce-scattered once (level 1) or for each microbatch (level 2), and the parameters are gathered after the update.
     """
-    n, replicas = assembly.mesh.shape[DATA], assembly.replicas
+    n, replicas = assembly.mesh.shape[DATA], assembly.placed.replicas
     reduced, scattered = reduced_and_scattered(assembly)
     of_reduced = of_scattered = float(jnp.dtype(replicas.wire_dtype).itemsize)
-    if replicas.reduction is not None:
+    if (reduction := assembly.extension.costs.reduction) is not None:
         # Bytes per element of an equivalent ring collective.
-        of_reduced = replicas.reduction.sent_bytes(1, n, False) / wire_share("all-reduce", n)
-        of_scattered = replicas.reduction.sent_bytes(1, n, True) / wire_share("reduce-scatter", n)
+        of_reduced = reduction.sent_bytes(1, n, False) / wire_share("all-reduce", n)
+        of_scattered = reduction.sent_bytes(1, n, True) / wire_share("reduce-scatter", n)
     times = num_microbatches(assembly.config, assembly.mesh.shape) if replicas.level == SCATTERS_EACH else 1
     sent = 2 * (reduced * of_reduced) + times * (scattered * of_scattered) + _gathered_bytes(assembly)
     return sent * wire_share("reduce-scatter", n)
@@ -138,7 +139,7 @@ def _gathered_bytes(assembly: Assembly) -> int:
 
     If the weights are stored in shards, the weights of layers are cast before.
     """
-    params, replicas, task = assembly.state.params, assembly.replicas, assembly.task
+    params, replicas, task = assembly.state.params, assembly.placed.replicas, assembly.task
     is_split = splits_masters(task, assembly.config.precision, replicas.level, assembly.mesh.shape, replicas.trained)
     if is_split and task.stages and task.stages.cast:
         params = {**params, "layers": jax.eval_shape(task.stages.cast, params["layers"])}
@@ -146,7 +147,7 @@ def _gathered_bytes(assembly: Assembly) -> int:
     return sum(
         leaf.size // num_parts(axes_in(weight.parameter), assembly.mesh.shape) * leaf.dtype.itemsize
         for leaf, weight in zip(*leaves, strict=True)
-        if weight.is_scattered and assembly.apart is None
+        if weight.is_scattered
     )
 
 
@@ -157,7 +158,7 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
     2 and 3, another reduction, or if data is left to the partitioner. Also returns 0 if no loop over layers
     distinguishes them from other gradients.
     """
-    replicas, num_replicas = assembly.replicas, assembly.mesh.shape[DATA]
+    replicas, num_replicas = assembly.placed.replicas, assembly.mesh.shape[DATA]
     if not replicas.reduces_in_loops or assembly.config.remat.unrolls:
         return 0.0
     reduced, scattered = reduced_and_scattered(assembly, only_stacked=True)
@@ -170,8 +171,8 @@ def _storing(assembly: Assembly) -> list[str]:
 
     It includes data if the partitioner reduces gradients over data and these axes at once.
     """
-    shape, stored = assembly.mesh.shape, set(assembly.rules.storage_axes)
-    if DATA not in assembly.replicas.axes and shape[FSDP] > 1 and shape[EXPERT] == 1:
+    shape, stored = assembly.mesh.shape, set(assembly.placed.rules.storage_axes)
+    if not assembly.placed.replicas.has_copies and shape[FSDP] > 1 and shape[EXPERT] == 1:
         stored.add(DATA)  # the partitioner all-reduces a gradient over data and fsdp together
     return [axis for axis in AXES if shape[axis] > 1 and axis in stored]
 
@@ -182,7 +183,7 @@ def _by_axes(assembly: Assembly, *, only_stacked: bool = False) -> collections.C
     Each weight is gathered in the compute dtype as often as it is used, and its gradient is scattered. With
     `only_stacked`, only weights of stacked layers count.
     """
-    shape, storing, gathered = assembly.mesh.shape, _storing(assembly), assembly.rules.gathered
+    shape, storing, gathered = assembly.mesh.shape, _storing(assembly), assembly.placed.rules.gathered
     result = collections.Counter({"+".join(storing): 0} if storing else {})
     itemsize = jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
     for weight in _weights(assembly):
@@ -223,7 +224,7 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
         elif axis == DATA:
             least[axis] = replicated
         elif axis == PIPELINE and assembly.task.width:
-            chunks = assembly.program.schedule.num_chunks if assembly.program else 1
+            chunks = assembly.placed.program.schedule.num_chunks if assembly.placed.program else 1
             least[axis] = 2.0 * parts * chunks * _residual_bytes(assembly)
     return least
 
@@ -239,7 +240,7 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
       assembly: the assembly.
       sent: bytes on the wire for each entry of `wire_bytes_minimum`.
     """
-    if assembly.program is None:
+    if assembly.placed.program is None:
         return {}
     parts, result = num_microbatches(assembly.config, assembly.mesh.shape), dict[str, float]()
     weights = _by_axes(assembly, only_stacked=True)
@@ -250,14 +251,10 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
     return result
 
 
-def outer_wire_bytes_minimum(assembly: Assembly) -> float:
-    """Returns the minimum bytes over data to synchronize local-SGD replicas: an all-reduce of the weights."""
-    trained, _ = select(assembly.state.params, assembly.replicas.trained)
-    elements = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(trained))
-    num_replicas, reduction = assembly.mesh.shape[DATA], assembly.replicas.reduction
-    if reduction is not None:
-        return reduction.sent_bytes(elements, num_replicas, False)
-    return wire_share("all-reduce", num_replicas) * elements * FLOAT32_BYTES
+def trained_elements(assembly: Assembly) -> int:
+    """Returns the number of elements of trained weights on one device."""
+    trained, _ = select(assembly.state.params, assembly.placed.replicas.trained)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(trained))
 
 
 def idle_share(assembly: Assembly) -> float:
@@ -265,7 +262,7 @@ def idle_share(assembly: Assembly) -> float:
 
     In a chunk with padding layers, the stage idles for the padding's part of the tick.
     """
-    program, stages = assembly.program, assembly.task.stages
+    program, stages = assembly.placed.program, assembly.task.stages
     if program is None or stages is None:
         return 0.0
     stack = Stack(stages.num_layers, program.schedule.num_stages, program.schedule.num_chunks)
@@ -283,7 +280,7 @@ def executor_bytes(assembly: Assembly) -> float | None:
     Returns:
       Bytes; None without a pipeline, or if the task does not state its width.
     """
-    program, width = assembly.program, assembly.task.width
+    program, width = assembly.placed.program, assembly.task.width
     if program is None or not width:
         return None
     each, ring = _residual_bytes(assembly), wire_share("all-reduce", assembly.mesh.shape[PIPELINE])

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from meshtrain.assemble import Assembly
+from meshtrain.assembly.assemble import Assembly
 from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.plan.hlo.parse import FUSIONS, Program
 from meshtrain.plan.hlo.shapes import num_bytes, parts
@@ -77,7 +77,7 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
       program: its parsed text; None if the compiler gave up.
     """
     assembly, stats = compiled.assembly, compiled.statistics
-    state, batch = held(assembly.state, assembly.replicas), bytes_of_device(assembly.batch)
+    state, batch = held(assembly.state, assembly.states.sums), bytes_of_device(assembly.batch)
     unread = unread_arguments(assembly, program)
     accelerator = cluster.accelerator
     capacity = usable_bytes(accelerator) if accelerator else None

@@ -126,7 +126,7 @@ def _places_a_layer(config: Config, shape: Mapping[str, int], task: Task) -> flo
 def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> int:
     """Returns the bytes of a device's training state, equal to `Held.total` but without assembling the step.
 
-    It consists of parameters, gradient sums, moments and error-feedback buffers.
+    It consists of parameters, gradient sums, moments and the arrays of an extension.
 
     Args:
       config: its layout, ZeRO level and offload of moments are used.
@@ -135,12 +135,7 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
     """
     level = config.zero.effective_level
     rules = rules_of_level(default_rules(config.layout), level)
-    total, options = 0, config.local_steps
-    # With local SGD, a device stores weights, gradients and moments of each of its replicas, and the anchor weights.
-    num_groups = options.groups // shape[DATA] if options.period else 1
-    reduction = reductions.of(config)
-    has_residual = reduction is not None and bool(jax.tree.leaves(reduction.residual(weights.params)))
-    num_float32 = bool(options.period and options.outer_momentum) + has_residual
+    total, extension = 0, reductions.estimate(config, shape, weights.params)
     split = splits_masters(weights.task, config.precision, level, shape, weights.trained)
     stack = _stack(config, shape, weights.task)
     for path, leaf, axes in weights.leaves:
@@ -150,15 +145,14 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
         held = size // num_parts(axes_in(specs.moment), shape) if split else here
         total += held * leaf.dtype.itemsize
         if weights.trained[path]:
-            total += num_groups * (size // num_parts(axes_in(specs.gradient), shape) * FLOAT32_BYTES)
-            total += num_groups * here * leaf.dtype.itemsize if options.period else 0
-            total += num_float32 * here * FLOAT32_BYTES
+            total += extension.copies * (size // num_parts(axes_in(specs.gradient), shape) * FLOAT32_BYTES)
+            total += here * (extension.weights * leaf.dtype.itemsize + extension.float32 * FLOAT32_BYTES)
     if config.offload.moments:
         return total
     for leaf, names in weights.moments:
         dims = leaf.shape if stack is None else stack.places_shape(leaf.shape, names)
         spec = stored(dims, names, rules, shape, level).moment
-        total += num_groups * (math.prod(dims) // num_parts(axes_in(spec), shape) * leaf.dtype.itemsize)
+        total += extension.copies * (math.prod(dims) // num_parts(axes_in(spec), shape) * leaf.dtype.itemsize)
     return total
 
 
@@ -276,22 +270,20 @@ def _sending_seconds(
         EXPERT: of_activations(EXPERT),
         CONTEXT: of_activations(CONTEXT),
         TENSOR: of_activations(TENSOR),
-        DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * over_data / storing / network,
+        DATA: _bytes_over_data(config, shape, parts, itemsize) * over_data / storing / network,
         PIPELINE: 2 * activation * _chunks(config, shape) / network,
     }
     return {axis: seconds[axis] for axis in seconds if axis == STORED or shape[axis] > 1}
 
 
-def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: int) -> float:
+def _bytes_over_data(config: Config, shape: Mapping[str, int], parts: int, itemsize: int) -> float:
     """Returns the bytes per parameter sent between data-parallel replicas in a step of M microbatches.
 
     The formulas are in the table of `stored.py`.
     """
     level = config.zero.effective_level
-    if config.local_steps.period:
-        return 2 * FLOAT32_BYTES / config.local_steps.period
-    if (reduction := reductions.of(config)) is not None:
-        return reduction.sent_bytes(1, num_replicas, bool(level)) + (FLOAT32_BYTES if level else 0)
+    if (sent := reductions.estimate(config, shape).sent_bytes) is not None:
+        return sent
     if level > SCATTERS_EACH:
         return (GATHERS + SCATTERS) * itemsize * parts
     return FLOAT32_BYTES * (1 + (parts if level == SCATTERS_EACH else 1))

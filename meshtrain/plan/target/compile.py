@@ -2,14 +2,14 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TypeAlias
 
 import jax
 from jax.errors import JaxRuntimeError
 
-from meshtrain.assemble import Assembly, assemble
+from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.config.fields import Config
 from meshtrain.errors import is_out_of_memory
 from meshtrain.hardware.compiler_options import CompilerOptions, XlaValue, captured
@@ -36,8 +36,9 @@ class Compiled:
     Attributes:
       assembly: the assembly whose step was compiled.
       text: the scheduled program; None if the compiler gave up for lack of memory.
-      outer_text: the program that synchronizes local-SGD replicas; None without them, or if there is no `text`.
-      statistics: the compiler's memory statistics; None if it gave up. The peak is the maximum of both programs.
+      programs: (name, number of steps between two runs, text) of each program that does not run in every step; empty
+        if there is no `text`.
+      statistics: the compiler's memory statistics; None if it gave up. The peak is the maximum of all programs.
       options: all compiler options of the compilation, including `added_options`.
       added_options: options of a second compilation, after the first found no tiles; empty if the first succeeded.
       attention: the attention kernel in the traced step, a choice of `model.attention`.
@@ -49,7 +50,7 @@ class Compiled:
 
     assembly: Assembly
     text: str | None
-    outer_text: str | None
+    programs: tuple[tuple[str, int, str], ...]
     statistics: Statistics | None
     options: Mapping[str, XlaValue]
     added_options: Mapping[str, XlaValue]
@@ -84,25 +85,25 @@ def compile_step(
             # On a mesh of one device, kernels use the device kind of this machine unless an abstract mesh states the
             # target's.
             with jax.sharding.use_abstract_mesh(assembly.mesh.abstract_mesh):
-                traced = assembly.train_step.trace(assembly.state, assembly.batch)
+                traced = assembly.steps.train.trace(assembly.state, assembly.batch)
                 lowered = traced.lower(lowering_platforms=(cluster.platform,))
-            compiled, outer, refusal, added = None, None, "", CompilerOptions()
+            compiled, others, refusal, added = None, list[jax.stages.Compiled](), "", CompilerOptions()
             try:
                 compiled, added = (by or with_tiles)(lowered)
-                if assembly.outer_step is not None:
-                    joining = assembly.outer_step.trace(assembly.state)
-                    outer = joining.lower(lowering_platforms=(cluster.platform,)).compile()
+                if assembly.steps.join is not None:
+                    joining = assembly.steps.join.trace(assembly.state)
+                    others.append(joining.lower(lowering_platforms=(cluster.platform,)).compile())
             except JaxRuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                compiled, refusal = None, str(error)
-            text, outer_text = (one.as_text() if one else None for one in (compiled, outer))
+                compiled, others, refusal = None, [], str(error)
+            join = assembly.extension.join
     return Compiled(
         assembly=assembly,
-        text=text,
-        outer_text=outer_text,
-        statistics=_of_both(compiled, outer) if compiled else None,
-        options={option.name: option.value for option in assembly.options} | added,
+        text=compiled.as_text() if compiled else None,
+        programs=tuple((join.name, join.every, str(program.as_text())) for program in others if join),
+        statistics=_of_all(compiled, others) if compiled else None,
+        options={option.name: option.value for option in assembly.steps.compiling.options} | added,
         added_options=added,
         attention=attention_kernel(traced.jaxpr.jaxpr),
         traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape), assembly.cost.shares),
@@ -132,11 +133,11 @@ def with_tiles(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, Compil
     return lowered.compile(compiler_options=WITHOUT_TRITON), dict(WITHOUT_TRITON)
 
 
-def _of_both(step: Executable, outer: jax.stages.Compiled | None) -> Statistics:
-    """Returns the compiler's memory statistics of a step, with the peak of the outer step if it is larger."""
+def _of_all(step: Executable, others: Sequence[jax.stages.Compiled]) -> Statistics:
+    """Returns the compiler's memory statistics of a step, with the largest peak of all programs."""
     found = statistics(step.memory_analysis())
-    peak = statistics(outer.memory_analysis()).peak_bytes if outer else 0
-    return dataclasses.replace(found, peak_bytes=max(found.peak_bytes, peak))
+    peaks = [statistics(program.memory_analysis()).peak_bytes for program in others]
+    return dataclasses.replace(found, peak_bytes=max([found.peak_bytes, *peaks]))
 
 
 def program_of(compiled: Compiled) -> Program | None:
@@ -144,12 +145,9 @@ def program_of(compiled: Compiled) -> Program | None:
     return read(compiled.text, _places_for_others, compiled.assembly.cost.shares) if compiled.text else None
 
 
-def outer_program_of(compiled: Compiled) -> Program | None:
-    """Returns the parsed program that synchronizes local-SGD replicas.
-
-    Returns None without such replicas, or if the compiler gave up.
-    """
-    return read(compiled.outer_text, _places_for_others) if compiled.outer_text else None
+def other_programs_of(compiled: Compiled) -> list[tuple[str, int, Program]]:
+    """Returns (name, number of steps between two runs, parsed program) of each of `Compiled.programs`."""
+    return [(name, every, read(text, _places_for_others)) for name, every, text in compiled.programs]
 
 
 def _places_for_others(file: str, function: str) -> bool:

@@ -14,7 +14,7 @@ from meshtrain.launch import distributed, peers
 from meshtrain.probe import job_mesh
 from meshtrain.probe.bench.timed import timed
 from meshtrain.probe.checks.pairwise_times import timed_pairs
-from meshtrain.run import start
+from meshtrain.run import preflight, workdir
 from meshtrain.sharding.mesh import MeshOptions, make_mesh, mesh_shape, num_needed
 from meshtrain.sharding.rules import AXES, batch_axes, storage_axes
 
@@ -28,7 +28,7 @@ def compared(given: argparse.Namespace) -> dict[str, str]:
     Raises:
       UserError: an error that a run would raise before JAX starts; without a file the doctor checks less than a run.
     """
-    facts = start.compared(_configuration(given), given.workdir.absolute())
+    facts = preflight.compared(_configuration(given), given.workdir.absolute())
     return {name: repr(value) for name, value in facts.items()}
 
 
@@ -55,8 +55,8 @@ def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> JsonOb
     shape = _shape(options, devices)
     if given.config is not None:
         run = given.workdir.absolute()
-        begun = start.saved_step(run, config.checkpoint.directory)
-        problems = check_filled(config, shape) + start.check(config, run, begun)
+        begun = workdir.saved_step(run, config.checkpoint.directory)
+        problems = check_filled(config, shape) + preflight.check(config, run, begun)
         refuse(peers.share_problems("job", problems))
     mesh = make_mesh(shape, devices)
     times, wrong = {}, list[str]()

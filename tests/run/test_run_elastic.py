@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from meshtrain.config import fewer
 from meshtrain.config.fields import Config
 from meshtrain.errors import TooFew, UserError
+from meshtrain.run import elastic
 from meshtrain.sharding.rules import AXES
 
 pytestmark = pytest.mark.quick
@@ -19,7 +19,7 @@ def spread(num_processes, full, *, batch_size=24, steps=1, devices_each=1, pipel
     shape["data"] = num_processes * devices_each // math.prod(axes.values())
     config = dataclasses.replace(Config(), batch_size=batch_size, accumulation_steps=steps)
     pipeline = dataclasses.replace(config.pipeline, num_microbatches=pipeline_parts or 1)
-    return fewer.spread(dataclasses.replace(config, pipeline=pipeline), shape, num_processes, full)[0]
+    return elastic.spread(dataclasses.replace(config, pipeline=pipeline), shape, num_processes, full)[0]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_the_line_has_the_numbers_of_processes_that_fit_and_the_nearest():
 
 def test_only_a_mesh_that_takes_what_is_left_may_have_fewer():
     config = Config()
-    assert fewer.check(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=-1))) == []
-    assert fewer.check(config) == [
+    assert elastic.check(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=-1))) == []
+    assert elastic.check(config) == [
         "mesh.data: got 1, in a job that may go on with fewer processes; allowed: -1, what is left; nearest: "
         "mesh.data=-1"
     ]
@@ -65,7 +65,7 @@ def test_only_a_mesh_that_takes_what_is_left_may_have_fewer():
 
 @pytest.mark.parametrize(("num_processes", "kind"), [(4, UserError), (3, TooFew)])
 def test_a_mistake_is_the_users_alone_where_no_process_is_missing(num_processes, kind):
-    with pytest.raises(UserError) as error, fewer.refusing(num_processes, 4):
+    with pytest.raises(UserError) as error, elastic.refusing(num_processes, 4):
         raise UserError("mesh.data: uneven")
     assert type(error.value) is kind
     assert error.value.problems[0] == "mesh.data: uneven"

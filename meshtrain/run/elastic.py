@@ -1,14 +1,71 @@
-"""Elastic runs: adapts a configuration to fewer processes. The batch stays; microbatches do not become larger."""
+"""A job that continues with fewer processes than it began with. No other module knows about missing processes.
+
+A launcher that cannot replace a lost machine starts the remaining processes, and writes the full number into the
+environment variable `cluster.FULL`. The global batch stays the same, and a microbatch becomes no larger than with all
+processes.
+"""
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import jax
+
+from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import batch_shards, num_microbatches
-from meshtrain.errors import Problem, TooFew, UserError
+from meshtrain.config.tasks import MakeTask
+from meshtrain.errors import Problem, TooFew, UserError, refuse
+from meshtrain.launch import cluster, distributed, peers
+from meshtrain.run import memory_check
+from meshtrain.sharding.mesh import mesh_shape, num_needed
 from meshtrain.sharding.rules import DATA, Rules, default_rules
+
+
+def start_devices(config: Config) -> tuple[list[jax.Device], list[str]]:
+    """Starts JAX, connects the processes, and returns the devices of all processes, with lines about them to print.
+
+    Raises:
+      UserError: the job may continue with fewer processes, but the mesh has a fixed size.
+    """
+    if os.environ.get(cluster.FULL):
+        refuse(check(config))
+    return distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
+
+
+def assemble_run(
+    config: Config,
+    devices: Sequence[jax.Device],
+    make_task: MakeTask | None,
+    rules: Rules | None,
+    problems: Sequence[Problem] = (),
+) -> tuple[Assembly, list[str]]:
+    """Returns the assembly on the running processes, and a line if they are fewer than the job has.
+
+    Args:
+      config: from `resolve`.
+      devices: of all running processes.
+      make_task: see `assemble`.
+      rules: see `assemble`.
+      problems: found earlier, to be reported together with the problems found here.
+
+    Raises:
+      TooFew: the run does not fit the running processes.
+      UserError: see `assemble`; or the state does not fit the memory.
+    """
+    num_processes = peers.count()
+    full = cluster.full_size(os.environ, num_processes)
+    with refusing(num_processes, full):
+        simulated = devices[0].platform == "cpu" and full == 1
+        shape, lines = mesh_shape(config.mesh, len(devices), simulated=simulated), list[str]()
+        if num_processes < full:
+            config, line = spread(config, shape, num_processes, full, rules)
+            lines.append(line)
+        assembly = assemble(config, shape, devices, make_task, rules, problems)
+        memory_check.refuse_too_large(assembly, make_task, rules)
+        return assembly, lines
 
 
 def check(config: Config) -> list[Problem]:

@@ -1,0 +1,124 @@
+"""A configuration and devices -> a run that is ready to compile: shapes, shardings and functions, and no arrays.
+
+config -> mesh -> task on the mesh -> what a batch computes -> how weights move -> the state -> programs
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from meshtrain.assembly.compiling import compiling, reduced_early
+from meshtrain.assembly.computations import computations
+from meshtrain.assembly.extensions import extension as extension_of
+from meshtrain.assembly.optimization import initializer, optimization, weight_update
+from meshtrain.assembly.placed import Placed, place
+from meshtrain.assembly.states import States, states
+from meshtrain.assembly.steps import Functions, Steps, jitted
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import check_filled, num_microbatches, units_on_device
+from meshtrain.config.tasks import MakeTask
+from meshtrain.errors import Problem, refuse
+from meshtrain.models.cost import Cost
+from meshtrain.models.task import Task
+from meshtrain.sharding import offload
+from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.rules import Rules
+from meshtrain.step.extension import Extension
+from meshtrain.step.shardings import shardings
+from meshtrain.step.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """The result of `assemble`. It has no arrays.
+
+    Attributes:
+      config: the configuration.
+      placed: the task on the mesh, and where its weights are stored.
+      extension: what an optional algorithm changes in a step; `extension.PLAIN` for most runs.
+      states: the abstract training state and batch.
+      steps: the jitted functions, and how they are compiled.
+    """
+
+    config: Config
+    placed: Placed
+    extension: Extension
+    states: States
+    steps: Steps
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The devices, axes in mesh order."""
+        return self.placed.mesh
+
+    @property
+    def task(self) -> Task:
+        """What is trained."""
+        return self.placed.task
+
+    @property
+    def state(self) -> TrainState:
+        """The abstract state: each leaf a `jax.ShapeDtypeStruct` with its sharding."""
+        return self.states.state
+
+    @property
+    def batch(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """The abstract global batch, each entry with its sharding."""
+        return self.states.batch
+
+    @property
+    def cost(self) -> Cost:
+        """What a microbatch costs a device, by the task's own formulas."""
+        shape = dict(self.mesh.shape)
+        units = units_on_device(self.config, self.task, self.placed.rules, shape)
+        return self.task.cost(shape, units / num_microbatches(self.config, shape))
+
+
+def assemble(
+    config: Config,
+    shape: Mapping[str, int],
+    devices: Sequence[jax.Device],
+    make_task: MakeTask | None = None,
+    rules: Rules | None = None,
+    also: Sequence[str] = (),
+) -> Assembly:
+    """Returns the mesh, the shardings and the jitted functions of a run. It allocates no array and compiles nothing.
+
+    Args:
+      config: from `resolve`.
+      shape: the size of each mesh axis, -1 filled in.
+      devices: at least as many as the mesh has; they may be those of a cluster that is not there.
+      make_task: a task function; None for the one that `config.task` names.
+      rules: logical axis -> mesh axes, None for the built-in table.
+      also: problems found elsewhere, to be reported together with those found here.
+
+    Raises:
+      UserError: `also`, arrays that cannot be sharded as configured, a batch or loss that breaks the contract of
+        `Task`, or a pipeline with a task without stages.
+    """
+    refuse([*check_filled(config, shape, make_task, rules), *also, *_offload_problems(config, devices)])
+
+    # Where: the devices as a grid with named axes, and which of them stores which part of each weight.
+    placed = reduced_early(config, place(config, make_mesh(shape, devices), make_task, rules))
+    extension = extension_of(config, placed)
+
+    # What: functions of weights and a batch. JAX traces them later, once for all devices.
+    compute = computations(config, placed)
+
+    # How weights move. `init` is traced here with shapes in place of arrays, to learn what the state looks like.
+    moves = optimization(config, placed)
+    init = initializer(config, placed, moves, extension)
+    abstract = states(config, placed, moves, extension, init)
+    update = weight_update(config, placed, moves, extension, shardings(abstract.state))
+    step = extension.step(compute.gradients, update, moves.scaling)
+
+    # Programs: jitted functions that know where their results go. XLA compiles them when they are lowered or called.
+    functions = Functions(init, step, extension.join, compute)
+    steps = jitted(functions, abstract, placed, compiling(config, placed, extension))
+    return Assembly(config, placed, extension, abstract, steps)
+
+
+def _offload_problems(config: Config, devices: Sequence[jax.Device]) -> list[Problem]:
+    asked = {"offload.moments=True": config.offload.moments, "remat.policy=offload": config.remat.policy == "offload"}
+    return [line for what, is_asked in asked.items() if is_asked for line in offload.problems(what, devices)]

@@ -1,0 +1,99 @@
+"""How a step is compiled: the options for its devices, and the compiled programs of a run."""
+
+import dataclasses
+import hashlib
+
+import jax
+from jax.sharding import Mesh
+
+from meshtrain.assembly.placed import Placed
+from meshtrain.config.fields import Config
+from meshtrain.hardware.accelerators import find as find_accelerator
+from meshtrain.hardware.compiler_options import CompilerOption, options_of
+from meshtrain.launch import peers
+from meshtrain.models.remat import gathers_early
+from meshtrain.pipeline.program import worth_reducing_early
+from meshtrain.sharding.ring import wire_share
+from meshtrain.sharding.rules import DATA, EXPERT
+from meshtrain.sharding.stored import axes_in
+from meshtrain.step.extension import Extension
+from meshtrain.step.shardings import layer_bytes
+
+REFERENCE = "NVIDIA H100 80GB HBM3"  # the device whose rates stand for those that are not known
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiling:
+    """How a step is compiled.
+
+    Attributes:
+      options: of the compiler of the devices.
+      layer_bytes: of the gradients of one layer that a device reduces over data inside the backward loop; 0: none.
+      gathers_early: whether XLA may gather in one layer's turn of a loop for the next layer.
+    """
+
+    options: tuple[CompilerOption, ...]
+    layer_bytes: int
+    gathers_early: bool
+
+
+def compiling(config: Config, placed: Placed, extension: Extension) -> Compiling:
+    """Returns the compiler's options for a step."""
+    program, placement = placed.program, placed.placement
+    size = 0 if program else layer_bytes(placed.params, placed.axes, placed.replicas, config.remat.every)
+    early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
+    whole = jax.tree.map(lambda leaf, axes: placement.weight_spec(leaf.shape, axes), placed.params, placed.axes)
+    # Whether a weight stays split over the axis of experts while it computes.
+    splits_experts = any(EXPERT in axes_in(spec) for spec in jax.tree.leaves(whole))
+    options = options_of(
+        device_kind(placed.mesh),
+        size,
+        is_late=extension.costs.hides_transfers,
+        by_chunk=program is not None and (program.reduces_chunks or splits_experts),
+        gathers_early=early,
+        splits_experts=program is None and splits_experts,
+        is_deterministic=config.precision.deterministic,
+    )
+    return Compiling(options, size, early)
+
+
+def reduced_early(config: Config, placed: Placed) -> Placed:
+    """Returns the same with a pipeline that reduces a chunk's gradients as soon as they are complete, if that pays.
+
+    The estimate reads the configuration, the mesh and the kind of device alone, so that plan and run have one program:
+    products at the speed that large ones reach, idle rows, and replicas that are on different hosts. Devices without
+    known peaks, such as CPUs, count as REFERENCE.
+    """
+    program, task, mesh = placed.program, placed.task, placed.mesh
+    if program is None:
+        return placed
+    accelerator = find_accelerator(device_kind(mesh)) or find_accelerator(REFERENCE)
+    assert accelerator is not None
+    peak = accelerator.product_share * accelerator.bfloat16_flops_per_second
+    computing_seconds = task.flops_per_token * task.num_units / mesh.size / peak / program.cells.active.mean()
+    layers = task.stages.num_layers if task.stages else 0
+    kind_of_sum = "reduce-scatter" if config.zero.effective_level else "all-reduce"
+    of_layer = layer_bytes(placed.params, placed.axes, placed.replicas, 1)
+    rate = accelerator.network_bytes_per_second or accelerator.link_bytes_per_second
+    sending_seconds = wire_share(kind_of_sum, mesh.shape[DATA]) * layers * of_layer / rate
+    pays = worth_reducing_early(program, sending_seconds, float(computing_seconds))
+    return dataclasses.replace(placed, program=dataclasses.replace(program, reduces_chunks=pays))
+
+
+def device_kind(mesh: Mesh) -> str:
+    """Returns `jax.Device.device_kind` of a mesh, whose devices are alike."""
+    kind: str = mesh.devices.flat[0].device_kind
+    return kind
+
+
+def compiled(name: str, traced: jax.stages.Traced) -> jax.stages.Compiled:
+    """Returns a compiled program after all processes have compared it; `name` is used once. It may run in a thread.
+
+    Raises:
+      UserError: other processes traced a different program.
+    """
+    lowered = traced.lower()
+    if peers.count() > 1:
+        program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        peers.refuse_differences(f"the program of the {name}", {"hash": program})
+    return lowered.compile()

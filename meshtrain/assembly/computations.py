@@ -1,0 +1,83 @@
+"""What is computed from a batch: gradients, sums for an evaluation, and logits, in a pipeline or not."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from meshtrain.assembly.placed import Placed
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import num_microbatches
+from meshtrain.errors import Problem, UserError
+from meshtrain.models.task import Batch, Loss, Params, Sums, batch_axes
+from meshtrain.pipeline import executor, forward
+from meshtrain.sharding.rules import PIPELINE
+from meshtrain.step.accumulate import Gradients, accumulated, cut, summed
+from meshtrain.step.step import with_sequence_index
+
+
+@dataclasses.dataclass(frozen=True)
+class Computations:
+    """Functions of weights and a batch.
+
+    Attributes:
+      gradients: (params, batch, rng, seed) -> sums over the batch, with the gradients times the seed.
+      evaluate: (params, batch, rng) -> sums over the batch.
+      logits: (params, batch) -> float32 [B, T, vocabulary]; None where the task has none.
+    """
+
+    gradients: Gradients
+    evaluate: Callable[[Params, Batch, jax.Array], Loss]
+    logits: Callable[[Params, Batch], jax.Array] | None
+
+
+def computations(config: Config, placed: Placed) -> Computations:
+    """Returns the functions of a task on a mesh; each cuts its batch into microbatches.
+
+    Raises:
+      UserError: a pipeline, and a task without stages.
+    """
+    return _whole(config, placed) if placed.program is None else _staged(config, placed)
+
+
+def _whole(config: Config, placed: Placed) -> Computations:
+    """Every device computes all layers, on its part of the batch."""
+    task, axes, parts = placed.task, batch_axes(placed.batch), num_microbatches(config, placed.mesh.shape)
+    of_task = task.logits
+    return Computations(
+        gradients=accumulated(task.loss, parts, placed.placement, placed.replicas, axes),
+        evaluate=summed(task.loss, parts, placed.placement, axes),
+        logits=of_task and (lambda params, batch: of_task(params, with_sequence_index(batch))),
+    )
+
+
+def _staged(config: Config, placed: Placed) -> Computations:
+    """Each stage of the pipeline computes some of the layers, for all microbatches."""
+    task, program, mesh = placed.task, placed.program, placed.mesh
+    parts, axes, stages, specs = (
+        num_microbatches(config, mesh.shape),
+        batch_axes(placed.batch),
+        task.stages,
+        placed.replicas.specs,
+    )
+    assert program is not None
+    if stages is None:
+        size = mesh.shape[PIPELINE]
+        raise UserError(
+            Problem("mesh.pipeline", got=f"{size}, and this task has no stages", allowed=1, nearest="mesh.pipeline=1")
+        )
+    num_chunks = program.schedule.num_chunks
+
+    def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
+        microbatches = cut(batch, parts, placed.placement, axes)
+        return executor.gradients(stages, program, placed.replicas, params, microbatches, rng, seed)
+
+    def evaluate(params: Params, batch: Batch, rng: jax.Array) -> Loss:
+        microbatches = cut(batch, parts, placed.placement, axes)
+        return forward.evaluate(stages, num_chunks, mesh, specs, params, microbatches, rng)
+
+    def logits(params: Params, batch: Batch) -> jax.Array:
+        one = cut(with_sequence_index(batch), 1, placed.placement, axes)
+        return forward.logits(stages, num_chunks, mesh, specs, params, one)[0]
+
+    return Computations(gradients, evaluate, logits if stages.logits else None)

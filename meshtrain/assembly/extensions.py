@@ -1,0 +1,166 @@
+"""The extension of a step that a configuration asks for: another reduction over data, or local steps."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshtrain.assembly.placed import Placed
+from meshtrain.config import reductions
+from meshtrain.config.fields import Config
+from meshtrain.errors import Problem, UserError
+from meshtrain.models.task import AfterUpdate
+from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.placement import on_shards
+from meshtrain.sharding.reduction import Dims, Reduction
+from meshtrain.sharding.rules import DATA
+from meshtrain.sharding.stored import is_names
+from meshtrain.sharding.trees import Arrays, leaves_with_paths, merged, path_text, select
+from meshtrain.step.extension import PLAIN, Costs, Extension, FieldNames, Read, Shapes
+from meshtrain.step.shardings import shardings
+from meshtrain.step.state import COPY, TrainState
+from meshtrain.step.step import Update
+
+EXTRA = "extra/"  # how the paths of the arrays of an extension begin
+
+
+def extension(config: Config, placed: Placed) -> Extension:
+    """Returns what a configuration changes in a step; `PLAIN` where gradients are summed over data in each step."""
+    reduction, make = reductions.of(config), reductions.make_extension(config)
+    if make is not None:
+        made: Extension = make(config, placed, reduction)
+        return made
+    if reduction is None:
+        return PLAIN
+    return (reduction.extension or reducing)(reduction, placed)
+
+
+def reducing(reduction: Reduction, placed: Placed) -> Extension:
+    """Returns the extension in which a reduction takes the place of the sum; its state is `TrainState.extra`."""
+    replicas, run = placed.replicas, reduced_over_data(reduction, placed.replicas)
+
+    def update(update: Callable[..., Update], after_update: AfterUpdate | None) -> Update:
+        return update(run, after_update)
+
+    def begin(state: TrainState) -> TrainState:
+        trained, _ = select(state.params, replicas.trained)
+        return dataclasses.replace(state, extra=first_extra(reduction, replicas, trained))
+
+    def names(fields: FieldNames, state: TrainState) -> FieldNames:
+        trained, _ = select(placed.axes, replicas.trained)
+        return {**fields, "extra": [(COPY, *axes) for axes in jax.tree.leaves(trained, is_leaf=is_names)]}
+
+    costs = Costs(label="residual", reduction=reduction)
+    return Extension(begin, names, update, restore=restoring(reduction.reshard), costs=costs)
+
+
+def first_extra(reduction: Reduction, replicas: Replicas, trained: Arrays) -> Arrays:
+    """Returns zeros [replicas, ...] for what each replica keeps of its gradients, or ().
+
+    Args:
+      reduction: says what it keeps.
+      replicas: of the data axis.
+      trained: parameters that have gradients, global shapes.
+
+    Raises:
+      UserError: the reduction wants to keep other shapes than those of gradients.
+    """
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
+    kept = reduction.init(shapes)
+    if kept not in ((), shapes):
+        raise UserError(
+            Problem(
+                reductions.KEY,
+                got=f"'{reduction.name}', whose init returns {kept}",
+                allowed="the shapes that it gets, or ()",
+                nearest="lambda shapes: shapes",
+            )
+        )
+    return jax.tree.map(lambda leaf: jnp.zeros((replicas.mesh.shape[DATA], *leaf.shape), leaf.dtype), kept)
+
+
+def reduced_over_data(reduction: Reduction, replicas: Replicas) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
+    """Returns (gradients [replicas, ...] of the mean loss, state) -> (the same reduced over data, the next state)."""
+    dims = jax.tree.map(lambda weight: weight.scattered_dim, replicas.trained_stored)
+
+    def on_device(gradients: Arrays, extra: Arrays) -> tuple[Arrays, Arrays]:
+        own, kept = jax.tree.map(lambda leaf: leaf[0], (gradients, extra))
+        sums, left = checked_update(reduction, replicas, own, kept, dims)
+        return sums, jax.tree.map(lambda leaf: leaf[None], left)
+
+    def run(gradients: Arrays, extra: Arrays) -> tuple[Arrays, Arrays]:
+        before = replicas.with_replicas(replicas.trained_specs)
+        after = jax.tree.map(lambda weight: weight.moment, replicas.trained_stored)
+        of_extra, axes = before if jax.tree.leaves(extra) else extra, frozenset(replicas.mesh.axis_names)
+        return on_shards(replicas.mesh, on_device, (before, of_extra), (after, of_extra), axes=axes)(gradients, extra)
+
+    return run
+
+
+def checked_update(
+    reduction: Reduction, replicas: Replicas, gradients: Arrays, extra: Arrays, dims: Dims
+) -> tuple[Arrays, Arrays]:
+    """Returns what a reduction makes of local arrays where all axes are manual; see `Reduction.update`.
+
+    Raises:
+      UserError: it returns other trees, shapes or dtypes than it has to.
+    """
+    sum_of = lambda leaf, dim: jax.ShapeDtypeStruct(replicas.shard_shape(leaf, dim), jnp.float32)  # noqa: E731
+    wanted = (jax.tree.map(sum_of, gradients, dims), extra)
+    given = reduction.update(gradients, extra, DATA, dims)
+    arrays = [
+        [f"{path} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves_with_paths(tree)]
+        for tree in (jax.tree.map(jnp.asarray, given), wanted)
+    ]
+    for got, allowed in itertools.zip_longest(*arrays, fillvalue="nothing"):
+        if got != allowed:
+            raise UserError(
+                Problem(
+                    reductions.KEY,
+                    got=f"'{reduction.name}', whose update returns {got}",
+                    allowed=f"{allowed}, in (gradients, state)",
+                    nearest="trees like those that it gets",
+                )
+            )
+    return given
+
+
+def restoring(
+    reshard: Callable[[Arrays, int], Arrays], place: str = EXTRA
+) -> Callable[[Read, Shapes, TrainState], TrainState]:
+    """Returns `Extension.restore` for arrays [replicas, ...] of `extra` that another number of replicas has saved.
+
+    Args:
+      reshard: see `Reduction`.
+      place: how the paths of these arrays begin.
+    """
+
+    def restore(read: Read, shapes: Shapes, like: TrainState) -> TrainState:
+        def is_resharded(path: Sequence[object], _: object) -> bool:
+            return f"{EXTRA}{path_text(path)}/".startswith(place)
+
+        mask = jax.tree_util.tree_map_with_path(is_resharded, like.extra)
+        wanted, others = select(like.extra, mask)
+        saved = [shape[0] for path, shape in shapes.items() if path.startswith(place)]
+        leaves = jax.tree.leaves(wanted)
+        if not leaves or len(saved) != len(leaves) or saved[0] == leaves[0].shape[0]:
+            return read(like)
+        stored = jax.tree.map(functools.partial(_of_replicas, saved[0]), wanted)
+        state = read(dataclasses.replace(like, extra=merged(stored, others)))
+        before, others = select(state.extra, mask)
+        share = jax.jit(reshard, static_argnums=1, out_shardings=shardings(wanted))
+        return dataclasses.replace(state, extra=merged(share(before, leaves[0].shape[0]), others))
+
+    return restore
+
+
+def _of_replicas(num_replicas: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns an abstract array [replicas, ...] with another number of replicas; data splits them if it can."""
+    mesh = leaf.sharding.mesh
+    replicas = DATA if num_replicas % mesh.shape[DATA] == 0 else None
+    sharding = NamedSharding(mesh, PartitionSpec(replicas, *leaf.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct((num_replicas, *leaf.shape[1:]), leaf.dtype, sharding=sharding)

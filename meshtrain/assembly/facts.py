@@ -1,0 +1,56 @@
+"""Facts about an assembly: a row for each array, counts of weights, throughput, and weights in layer order."""
+
+import jax
+
+from meshtrain.assembly.assemble import Assembly
+from meshtrain.hardware.accelerators import peak_flops_per_second
+from meshtrain.models.task import Params
+from meshtrain.observe.throughput import Throughput
+from meshtrain.sharding.placement_text import Row, rows
+from meshtrain.sharding.trees import leaves_with_paths, select
+from meshtrain.step.precision import product_name
+from meshtrain.step.shardings import reshaper
+
+
+def array_rows(assembly: Assembly) -> list[Row]:
+    """Returns a row for each array of the state, for `layout.txt` and `explain`; layers in the shapes of memory."""
+    trained = leaves_with_paths(assembly.placed.replicas.trained)
+    frozen = {f"params/{path}" for path, is_trained in trained if not is_trained}
+    return rows(assembly.state, assembly.states.names, frozen)
+
+
+def num_trained(assembly: Assembly) -> tuple[int, int]:
+    """Returns how many stored parameters are trained and how many are frozen, without places that are empty."""
+    trained, frozen = select(assembly.states.kept.params, assembly.placed.replicas.trained)
+    return sum(leaf.size for leaf in jax.tree.leaves(trained)), sum(leaf.size for leaf in jax.tree.leaves(frozen))
+
+
+def parameters_text(assembly: Assembly) -> str:
+    """Returns the number of parameters as text, the number of trained ones if some are frozen, and a narrow dtype."""
+    trained, frozen = num_trained(assembly)
+    beside = f", {trained:,} of them trained" if frozen else ""
+    if assembly.config.precision.param_dtype == "bfloat16":
+        beside += "; weights are bfloat16 without a float32 copy, rounded at random (precision.param_dtype)"
+    return f"{assembly.task.parameters_text}{beside}"
+
+
+def stored_params(assembly: Assembly, kept_params: Params) -> Params:
+    """Returns parameters from layer order (as checkpoints store them) in the shapes and shardings of the step."""
+    return reshaper(assembly.states.kept.params, assembly.state.params, assembly.placed.stack)(kept_params)
+
+
+def kept_params(assembly: Assembly, params: Params) -> Params:
+    """Returns parameters from the shapes of the step in layer order; the inverse of `stored_params`."""
+    return reshaper(assembly.state.params, assembly.states.kept.params, assembly.placed.stack)(params)
+
+
+def throughput_of(assembly: Assembly) -> Throughput:
+    """Returns the quantities of throughput: units in a step, model FLOPs a unit, peak FLOP/s of products."""
+    task, device = assembly.task, assembly.mesh.devices.flat[0]
+    return Throughput(
+        unit=task.unit,
+        units_per_step=task.num_units,
+        flops_per_unit=task.flops_per_token,
+        num_devices=assembly.mesh.size,
+        peak_flops_per_second=peak_flops_per_second(device.device_kind, product_name(assembly.config.precision)),
+    )

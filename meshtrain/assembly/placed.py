@@ -1,0 +1,117 @@
+"""A task on a mesh: which device stores what of each weight, and how gradients cross the data axis."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh
+
+from meshtrain.config import reductions
+from meshtrain.config.fields import Config
+from meshtrain.config.mesh_checks import num_microbatches
+from meshtrain.config.tasks import MakeTask, made
+from meshtrain.errors import Problem, UserError
+from meshtrain.models.task import Entry, Params, Task, checked, entries, refuse_weights
+from meshtrain.pipeline.program import Program, executable
+from meshtrain.pipeline.schedules import chosen
+from meshtrain.pipeline.stages import Stack, stack_of
+from meshtrain.sharding.gradients import OverData, Replicas
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.reduction import SUM
+from meshtrain.sharding.rules import DATA, PIPELINE, Rules, default_rules, partitioned_axes
+from meshtrain.sharding.stored import MAX_LEVEL, axes_in, named_params, num_parts, rules_of_level, stored_tree
+from meshtrain.sharding.trainable import trained_mask
+from meshtrain.sharding.trees import NamesTree, select
+from meshtrain.step.precision import in_fp8, reduce_dtype
+from meshtrain.step.shardings import abstract_params
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A task on a mesh.
+
+    Attributes:
+      mesh: the devices, axes in mesh order.
+      rules: logical axis -> mesh axes, with the storage axes of the ZeRO level.
+      placement: the same rules for arrays inside the step, on this mesh.
+      task: what is trained.
+      batch: name -> shape, dtype and logical axes of each entry of the global batch.
+      params: abstract parameters, as the step stores them.
+      axes: the logical axes of each of them.
+      stack: how a pipeline stacks layers; None without stages.
+      program: the pipeline's schedule as tables for the executor; None on a pipeline of size 1.
+      replicas: how gradients are summed over microbatches and over data.
+    """
+
+    mesh: Mesh
+    rules: Rules
+    placement: Placement
+    task: Task
+    batch: Mapping[str, Entry]
+    params: Params
+    axes: NamesTree
+    stack: Stack | None
+    program: Program | None
+    replicas: Replicas
+
+
+def place(config: Config, mesh: Mesh, make_task: MakeTask | None, rules: Rules | None) -> Placed:
+    """Puts the task of a configuration on a mesh. It allocates nothing.
+
+    Raises:
+      UserError: an array that cannot be sharded as configured, or a task that breaks its contract.
+    """
+    rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
+    placement = Placement(rules, mesh, config.zero.keeps_gathered, in_fp8(config.precision))
+    task = checked(made(config, placement, make_task))
+    stack = stack_of(task.stages, mesh.shape[PIPELINE], config.pipeline.num_chunks)
+    params, axes = abstract_params(task, stack, mesh.size)
+    counted = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(named_params(task.init)[0]))
+    task = dataclasses.replace(task, num_parameters=counted)
+    replicas = _replicas(config, task, params, axes, rules, mesh)
+    refuse_weights(params, select(params, replicas.trained)[0])
+    program, batch = pipeline_program(config, mesh.shape), entries(task, config.batch_size)
+    return Placed(mesh, rules, placement, task, batch, params, axes, stack, program, replicas)
+
+
+def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None:
+    """Returns the schedule, proven and compiled to tables for the executor; None on a pipeline of size 1.
+
+    Raises:
+      UserError: the schedule has no table for these numbers, or a wrong one.
+    """
+    if shape[PIPELINE] == 1:
+        return None
+    parts = num_microbatches(config, shape)
+    return executable(chosen(config.pipeline, num_stages=shape[PIPELINE], num_microbatches=parts))
+
+
+def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules: Rules, mesh: Mesh) -> Replicas:
+    """Returns how gradients are summed, with the shardings of parameters.
+
+    Raises:
+      UserError: a weight that cannot be stored as configured; or level 2, or another reduction over several devices,
+        with a task that cannot be traced where data is manual: both reduce gradients in such a region.
+    """
+    level = config.zero.effective_level
+    others = "with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights split over data"
+    trained = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
+    specs = stored_tree(params, axes, rules, mesh.shape, level)
+    # A user's rule may shard weights over data. Then data has no replicas of them and is left to the partitioner.
+    splits_weights = level < MAX_LEVEL and any(DATA in axes_in(one.parameter) for one in jax.tree.leaves(specs))
+    is_manual = (task.takes_manual_axes or num_parts(partitioned_axes(), mesh.shape) == 1) and not splits_weights
+    if level == 2 and not is_manual:
+        raise UserError(
+            Problem("zero.level", got=f"2 {others}", allowed="0, 1, 3, or a task with it", nearest="zero.level=1")
+        )
+    crossing = reductions.crossing(config)
+    if crossing is OverData.STACKED and mesh.shape[DATA] > 1 and not is_manual:
+        raise UserError(
+            Problem(
+                reductions.KEY,
+                got=f"{config.reduction.name} {others}",
+                allowed=f"{SUM}, or a task with it",
+                nearest=f"{reductions.KEY}={SUM}",
+            )
+        )
+    return Replicas(mesh, specs, level, is_manual, reduce_dtype(config.precision), trained, crossing)

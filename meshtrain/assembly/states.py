@@ -1,0 +1,80 @@
+"""The abstract training state and the abstract batch: shapes, logical axes and shardings of every array."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+from jax.sharding import Mesh
+
+from meshtrain.assembly.optimization import Optimization
+from meshtrain.assembly.placed import Placed
+from meshtrain.config.fields import Config
+from meshtrain.errors import Problem, UserError, refuse
+from meshtrain.models.task import Entry, Params
+from meshtrain.sharding.rules import Rules
+from meshtrain.sharding.stored import Names, activation_sharding
+from meshtrain.step.extension import Extension
+from meshtrain.step.shardings import axes_of_fields, axes_of_leaves, placed_states, splits_masters
+from meshtrain.step.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """What a run holds; each leaf is a `jax.ShapeDtypeStruct` with its sharding.
+
+    Attributes:
+      state: as the step has it.
+      kept: with layers in layer order, as checkpoints store it.
+      names: logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
+      batch: the global batch.
+      sums: the float32 sums of gradients that a step allocates.
+    """
+
+    state: TrainState
+    kept: TrainState
+    names: list[Names]
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    sums: Params
+
+
+def states(
+    config: Config, placed: Placed, moves: Optimization, extension: Extension, init: Callable[[jax.Array], TrainState]
+) -> States:
+    """Returns the state that `init` makes and the batch, abstract.
+
+    Raises:
+      UserError: one line for each array that cannot be sharded as the rules say.
+    """
+    replicas = placed.replicas
+    abstract = jax.eval_shape(lambda: init(jax.random.key_data(jax.random.key(0))))
+    of_fields = axes_of_fields(abstract, moves.transformation, placed.params, placed.axes, replicas.trained)
+    names = axes_of_leaves(abstract, extension.names(of_fields, abstract))
+    split = splits_masters(placed.task, config.precision, replicas.level, placed.mesh.shape, replicas.trained)
+    on_host = config.offload.moments
+    state, kept = placed_states(
+        abstract, names, placed.rules, replicas, placed.stack, moments_on_host=on_host, masters_are_split=split
+    )
+    sums = extension.costs.accumulators(replicas.accumulators(state.params))
+    return States(state, kept, names, placed_batch(placed.batch, placed.rules, placed.mesh), sums)
+
+
+def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the abstract global batch, each entry with its sharding by the activation rules.
+
+    Raises:
+      UserError: one line for each dim that has no rule or that the mesh does not divide.
+    """
+    abstract, problems = {}, list[Problem]()
+    for name, entry in batch.items():
+        try:
+            sharding = activation_sharding(entry.shape, entry.axes, rules, mesh, path=f"batch/{name}")
+            abstract[name] = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding)
+        except UserError as error:
+            # A user's own model may have dims that the built-in table does not list.
+            hint = ", or a rule of its own: sharding.rules.extend(rules, Rule('...'))"
+            problems += [
+                one.with_parts(fix=f"{one.fix}{hint}") if "logical axis of dim" in one.key else one
+                for one in error.problems
+            ]
+    refuse(problems)
+    return abstract

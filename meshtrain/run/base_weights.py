@@ -1,0 +1,109 @@
+"""The weights of `init_from`, with which a new run begins: of another run or of a Hugging Face folder."""
+
+import shlex
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshtrain.assembly.assemble import Assembly
+from meshtrain.errors import Problem, UserError, warn
+from meshtrain.hf import adapters
+from meshtrain.hf.folder import by_name, read_by_name
+from meshtrain.launch import peers
+from meshtrain.models import lora
+from meshtrain.models.layers import A
+from meshtrain.models.task import Params
+from meshtrain.run import weights, workdir
+from meshtrain.sharding.stored import named_params
+from meshtrain.sharding.trainable import is_adapter, is_frozen
+from meshtrain.sharding.trees import leaves_with_paths, select
+from meshtrain.step.shardings import shardings
+
+
+def refuse_other_weights(assembly: Assembly, run: Path) -> None:
+    """Compares the weights of `init_from` with those of this model, before anything is written.
+
+    Raises:
+      UserError: they differ, or its adapters are not those of `lora`.
+    """
+    config = assembly.config
+    if not config.init_from or workdir.saved_step(run, config.checkpoint.directory):
+        return
+    base, found = weights.beneath(config)
+    params, rounded = _taken(assembly, base, found)
+    if peers.count() > 1:  # each reads its own copy
+        peers.refuse_differences("init_from", weights.content(config), peers.SAME_FILES)
+    if weights.is_by_name(config, base):
+        by_name(base, params)
+    else:
+        weights.refuse_other_params(base, params, rounded)
+    if found is None:
+        return
+    theirs, factors = adapters.factors(found, base, config.model)
+    own = {path.removesuffix(A) for path, _ in leaves_with_paths(assembly.states.kept.params) if path.endswith(A)}
+    wanted = {key: value for key, value in vars(theirs).items() if value != getattr(config.lora, key)}
+    wanted = {key: value for key, value in wanted.items() if key != "targets" or own != factors.keys()}
+    if config.lora.rank and wanted:
+        fix = " ".join(shlex.quote(f"--config.lora.{key}={value}") for key, value in wanted.items())
+        raise UserError(
+            Problem(
+                "init_from",
+                got="adapters unlike those of lora",
+                allowed="equal ones, or lora.rank=0, which merges them",
+                nearest=fix,
+            )
+        )
+    if config.lora.rank and peers.is_main_process():
+        for paths in adapters.split_factors(factors):
+            together = f"{', '.join(paths)} have one lora_A together"
+            effect = "its losses differ from peft's after the first step; lora.rank=0 merges the adapters"
+            warn(f"{config.init_from}: {together}, and this run trains a copy each, another parametrization: {effect}")
+
+
+def read(assembly: Assembly) -> Params:
+    """Returns the weights of `init_from` in layer order, with None in place of each weight that it lacks.
+
+    Raises:
+      UserError: the other run's weights have other shapes or dtypes.
+    """
+    base, found = weights.beneath(assembly.config)
+    params, rounded = _taken(assembly, base, found)
+    is_by_name = weights.is_by_name(assembly.config, base)
+    kept = read_by_name(base, params) if is_by_name else weights.restore_params(base, None, params, rounded)[0]
+    return kept if found is None else _with_adapters(assembly, base, found, kept)
+
+
+def _taken(assembly: Assembly, base: str, found: adapters.Adapters | None) -> tuple[Params, list[str]]:
+    """Returns which of its abstract parameters a run takes from `init_from`, and the paths of those that it rounds.
+
+    It takes all of them. From weights without adapters, or beneath those of peft, it takes all but the adapters, and
+    None stands in their place; likewise of those that a task never trains. Frozen weights may have been saved in
+    another dtype than that of `precision.frozen_dtype`. `base` and `found` are what `weights.beneath` returns.
+    """
+    params, config = assembly.states.kept.params, assembly.config
+    if config.lora.rank or assembly.task.begin is not None:
+        is_bare = bool(found) or weights.is_by_name(config, base)
+        missing = [kind for kind in (is_adapter, is_frozen) if is_bare or not any(map(kind, weights.paths(base)))]
+        own = [not any(kind(path) for kind in missing) for path, _ in leaves_with_paths(params)]
+        params = select(params, jax.tree.unflatten(jax.tree.structure(params), own))[0]
+    if config.precision.frozen_dtype == "auto":
+        return params, []
+    return params, [path for path, is_trained in leaves_with_paths(assembly.placed.replicas.trained) if not is_trained]
+
+
+def _with_adapters(assembly: Assembly, base: str, found: adapters.Adapters, kept: Params) -> Params:
+    """Returns weights with the adapters of a folder beside them; merged into them in a run without adapters."""
+    options, given = adapters.factors(found, base, assembly.config.model)
+    like = whole = assembly.states.kept.params
+    if not assembly.config.lora.rank:
+        everywhere = NamedSharding(assembly.mesh, PartitionSpec())
+        shapes, _ = named_params(lora.initializer(assembly.task.init, options))
+        whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes)
+    leaves = dict(leaves_with_paths(kept)) | adapters.read(given, dict(leaves_with_paths(whole)))
+    params = jax.tree.unflatten(jax.tree.structure(whole), [leaves[path] for path, _ in leaves_with_paths(whole)])
+
+    def merge(params: Params) -> Params:
+        return jax.tree.map(lambda weight, of: weight.astype(of.dtype), lora.merged(params, options), like)
+
+    return params if assembly.config.lora.rank else jax.jit(merge, out_shardings=shardings(like))(params)

@@ -1,0 +1,132 @@
+"""The state that a run starts from: its own newest checkpoint, another run's weights, or initial weights."""
+
+import dataclasses
+import functools
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+
+from meshtrain.assembly.assemble import Assembly
+from meshtrain.assembly.compiling import compiled
+from meshtrain.assembly.facts import array_rows, kept_params, parameters_text, stored_params
+from meshtrain.assembly.steps import compiled_step, traced_steps
+from meshtrain.checkpoint.checkpoint import AVERAGES, Checkpoints
+from meshtrain.errors import warn
+from meshtrain.launch import peers
+from meshtrain.launch.endings import telling_errors
+from meshtrain.observe.progress import phase
+from meshtrain.optim.average import Averaged
+from meshtrain.run import base_weights, memory_check, workdir
+from meshtrain.run.session import Session, Start
+from meshtrain.sharding.placement_text import table
+from meshtrain.sharding.trees import Arrays, leaves_with_paths, merged, path_text
+from meshtrain.step.shardings import shardings
+from meshtrain.step.state import TrainState
+
+
+def begin(session: Session) -> Start:
+    """Creates or restores the state while the step compiles, and records the run in its folder.
+
+    Raises:
+      UserError: the checkpoint has other arrays than the model, all checkpoints are damaged, or the memory runs out.
+    """
+    assembly, run, is_main = session.assembly, session.run, peers.is_main_process()
+    config = assembly.config
+    with memory_check.explained(assembly), ThreadPoolExecutor(1) as thread, telling_errors():
+        is_saved = workdir.saved_step(run, config.checkpoint.directory) > 0
+        with phase("restore" if is_saved else "init", is_main=is_main) as say:
+            # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
+            traced = traced_steps(assembly.steps, assembly.states)
+            compiling = thread.submit(compiled_step, traced, assembly.extension.join)
+            state, step, restored = starting_state(assembly, session.checkpoints)
+            say(f"from {config.init_from}" if config.init_from and not step else f"step {step}")
+        if is_main and step:
+            workdir.warn_of_another_rate(assembly, run, state)
+        workdir.record(run, config, session.corpus.fingerprint, table(array_rows(assembly)))
+        with phase("compile", is_main=is_main) as say:
+            program, train_step = compiling.result()
+            workdir.record_device(run, assembly, program)
+            memory_check.warn_of_large_step(assembly, program)
+            say(parameters_text(assembly))
+    return Start(state, step, restored, program, train_step)
+
+
+def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainState, int, dict[str, float]]:
+    """Returns the newest undamaged saved state, its step, and values to log about the restore.
+
+    If nothing was saved: the initial state, or one with the weights of `init_from`, and step 0.
+
+    Raises:
+      UserError: the checkpoint has other arrays than this model; or all checkpoints are damaged.
+    """
+    start_seconds = time.perf_counter()
+    step, damaged = checkpoints.newest_whole()
+    for line in damaged if peers.is_main_process() else ():
+        warn(f"{line}; set aside, the one before it is used")
+    if step is None:
+        return beginning(assembly), 0, {}
+    state = assembly.steps.from_kept(_restored(assembly, checkpoints, step))
+    jax.block_until_ready(state)
+    return state, step, {"restore_seconds": time.perf_counter() - start_seconds}
+
+
+def _restored(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
+    """Returns the saved state of a step, whatever number of replicas had residuals, with averages or without."""
+    kept, has = assembly.states.kept, isinstance(assembly.states.kept.opt_state, Averaged)
+    had = any(path.startswith(f"{AVERAGES}/") for path in checkpoints.shapes(step))
+    if has == had:
+        return _as_today(assembly, checkpoints, step, kept)
+    if peers.is_main_process():
+        what = "no averages, which begin at its weights" if has else "averages, which this run leaves out"
+        warn(f"optimizer.average: got {assembly.config.optimizer.average}, and step {step} has {what}")
+    saved = kept.opt_state.inner if has else Averaged(kept.opt_state, ())
+    state = _as_today(assembly, checkpoints, step, dataclasses.replace(kept, opt_state=saved))
+    return averages_begun(state, kept) if has else dataclasses.replace(state, opt_state=state.opt_state.inner)
+
+
+def _as_today(assembly: Assembly, checkpoints: Checkpoints, step: int, kept: TrainState) -> TrainState:
+    """Returns the saved state of a step like `kept`; an extension's arrays may have been those of another mesh."""
+    read = functools.partial(checkpoints.restore, step)
+    return assembly.extension.restore(read, checkpoints.shapes(step), kept)
+
+
+def averages_begun(state: TrainState, like: TrainState) -> TrainState:
+    """Returns a state whose averages are its weights, whatever averages it has had.
+
+    Args:
+      state: with the optimizer's state inside an `Averaged`, or without one.
+      like: abstract, with averages, each leaf with its sharding.
+    """
+    averages = like.opt_state.averaged_weights
+
+    def begun(weights: dict[str, jax.Array]) -> Arrays:
+        return jax.tree_util.tree_map_with_path(lambda path, of: weights[path_text(path)].astype(of.dtype), averages)
+
+    first = jax.jit(begun, out_shardings=shardings(averages))(dict(leaves_with_paths(state.params)))
+    inner = state.opt_state.inner if isinstance(state.opt_state, Averaged) else state.opt_state
+    return dataclasses.replace(state, opt_state=Averaged(inner, first))
+
+
+def beginning(assembly: Assembly) -> TrainState:
+    """Returns the state before the first step: initial weights, or those of `init_from` with adapters beside them.
+
+    Raises:
+      UserError: the other run's weights have other shapes or dtypes.
+    """
+    config = assembly.config
+    # Restored first: weights of other shapes are refused before the initial state is compiled.
+    kept = base_weights.read(assembly) if config.init_from else None
+    key = jax.random.key_data(jax.random.key(config.seed))
+    init = assembly.steps.init
+    state = compiled("initial state", init.trace(key))(key) if peers.count() > 1 else init(key)
+    if kept is None:
+        return state
+    if config.lora.rank or assembly.task.begin is not None:
+        kept = merged(kept, kept_params(assembly, state.params))
+    if assembly.task.begin is not None:
+        kept = jax.jit(assembly.task.begin, out_shardings=shardings(assembly.states.kept.params))(kept)
+    weights_of_step = stored_params(assembly, kept)
+    if config.optimizer.average:  # those of `init` are of the weights that others have replaced
+        return averages_begun(dataclasses.replace(state, params=weights_of_step), assembly.state)
+    return assembly.extension.with_weights(state, weights_of_step)

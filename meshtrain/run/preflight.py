@@ -1,0 +1,196 @@
+"""All checks of a run before it writes, compiles or trains: each failure later would cost more time."""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from meshtrain.assembly.assemble import Assembly
+from meshtrain.checkpoint.checkpoint import CHECKPOINTS
+from meshtrain.checkpoint.other_runs import find, newest
+from meshtrain.cli import flags
+from meshtrain.config.fields import Config
+from meshtrain.config.tasks import MakeTask, abstract_task
+from meshtrain.data.own_source import Data, MakeData
+from meshtrain.errors import Problem, UserError, refuse, warn
+from meshtrain.files import hash_of_sources, is_url, url_problems, what_is_at
+from meshtrain.launch import peers
+from meshtrain.observe import trackers
+from meshtrain.observe.progress import phase
+from meshtrain.options import Values
+from meshtrain.run import base_weights, elastic, saving, weights, workdir
+from meshtrain.run.opened import open_data, refuse_unequal_data, warn_of_repeats, with_steps
+from meshtrain.sharding.mesh import advice, describe
+from meshtrain.sharding.rules import Rules
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def check_arguments(directory: object, make_task: object, make_data: object, rules: object) -> None:
+    """Compares the types of the arguments of `meshtrain.train` with what it takes.
+
+    Raises:
+      UserError: one line for each wrong argument.
+    """
+    task_fix = f"default(task='{make_task}')" if isinstance(make_task, str) else "train(config, directory, my_task)"
+    data_fix = "train(..., rules=rules)" if isinstance(make_data, Rules) else "lambda config: Data(...)"
+    rules_fix = "sharding.rules.extend(default_rules(LayoutOptions()), Rule(...))"
+    arguments = (
+        ("directory", directory, isinstance(directory, str | os.PathLike), "a folder's path", "runs/default"),
+        ("make_task", make_task, callable(make_task), "a function (config, placement) -> Task", task_fix),
+        ("make_data", make_data, callable(make_data), "a function config -> Data", data_fix),
+        ("rules", rules, isinstance(rules, Rules), "sharding.rules.Rules", rules_fix),
+    )
+    problems = [
+        Problem(name, got=type(given).__name__, allowed=wanted, nearest=fix)
+        for name, given, is_right, wanted, fix in arguments
+        if not is_right and (given is not None or name == "directory")
+    ]
+    refuse(problems or url_problems("directory", str(directory)))
+
+
+def set_num_steps(
+    config: Config, make_task: MakeTask | None, make_data: MakeData | None
+) -> tuple[Config, tuple[Data, str] | None]:
+    """Returns the configuration with `num_steps` in place of `num_epochs`, and the opened data with a line about it.
+
+    Without `num_epochs` the configuration is unchanged and no data is opened: None.
+    """
+    if not config.num_epochs:
+        return config, None
+    corpus = open_data(config, abstract_task(config, make_task), make_data)
+    config, line = with_steps(config, corpus)
+    return config, (corpus, line)
+
+
+def checked_assembly(
+    config: Config,
+    devices: tuple[Sequence[jax.Device], Sequence[str]],
+    make_task: MakeTask | None,
+    rules: Rules | None,
+    run: Path,
+) -> Assembly:
+    """Returns the assembly of a run after the processes, the run's folder and the memory were checked.
+
+    Args:
+      config: from `resolve`.
+      devices: from `elastic.start_devices`.
+      make_task: see `assemble`.
+      rules: see `assemble`.
+      run: the run's folder.
+
+    Raises:
+      UserError: processes with other versions or configurations, problems of the folder, and those of `assemble`.
+    """
+    refuse_unequal_processes(config, run)
+    saved = workdir.saved_step(run, config.checkpoint.directory)
+    problems = peers.share_problems("workdir", check(config, run, saved))
+    with phase("mesh", is_main=peers.is_main_process()) as say:
+        assembly, lines = elastic.assemble_run(config, devices[0], make_task, rules, problems)
+        machines = peers.num_machines()
+        say("; ".join([describe(assembly.mesh, machines), *assembly.cost.exchanges, *devices[1], *lines]))
+    for what, change in advice(assembly.mesh, machines) if peers.is_main_process() else ():
+        warn(f"mesh: {what}; nearest: {change}")
+    return assembly
+
+
+def checked_data(assembly: Assembly, opened: tuple[Data, str] | None, make_data: MakeData | None, run: Path) -> Data:
+    """Returns the data of a run after it was compared with the run's folder and between the processes.
+
+    Args:
+      assembly: states the task and the batch.
+      opened: from `set_num_steps`.
+      make_data: the caller's data function; None for `config.data`.
+      run: the run's folder.
+
+    Raises:
+      UserError: other data than the run began with, other weights to start from, or a metric that nothing computes.
+    """
+    config = assembly.config
+    with phase("data", is_main=peers.is_main_process()) as say:
+        corpus, line = opened or (open_data(config, assembly.task, make_data), "")
+        workdir.refuse_other_corpus(run, corpus.fingerprint, config.checkpoint.directory)
+        refuse_unequal_data(config, corpus, workdir.saved_step(run, config.checkpoint.directory))
+        say("; ".join(filter(None, (corpus.summary, line))))
+    warn_of_repeats(config, assembly.task, corpus)
+    base_weights.refuse_other_weights(assembly, run)
+    saving.refuse_unknown_metric(assembly, corpus)
+    return corpus
+
+
+def check(config: Config, run: Path, start_step: int) -> list[Problem]:
+    """Returns one line for each reason why a run cannot begin or resume in its folder; reads no array, writes nothing.
+
+    Args:
+      config: of the run.
+      run: its folder; it need not exist.
+      start_step: from `saved_step`. From 1 on the run resumes from its own weights, and `init_from` is not read.
+    """
+    problems = workdir.check(run, config, is_saved=start_step > 0) or trackers.check(run)
+    if not start_step and not problems:
+        problems = workdir.vanished(run, config.checkpoint.directory or str(run / CHECKPOINTS))
+    problems += trackers.missing(config.observe)
+    if start_step > config.num_steps:
+        problems.append(
+            Problem(
+                "num_steps",
+                got=f"{config.num_steps}, and the workdir's run is at step {start_step}",
+                allowed=f"at least {start_step}",
+                nearest=start_step,
+            )
+        )
+    if not start_step and _has_weights_alone(run):
+        problems.append(
+            Problem(
+                "workdir",
+                got=f"{run}, which has imported weights and no state of training",
+                allowed="a new workdir that begins with them",
+                nearest=f"--config.init_from={run} with another --workdir",
+            )
+        )
+    if config.init_from and not start_step:
+        problems += [problem.at("init_from") for problem in weights.weights_problems(config, config.init_from)]
+    if (warmup := config.learning_rate.warmup_steps) > config.num_steps and peers.is_main_process():
+        warn(f"learning_rate.warmup_steps: got {warmup}, and num_steps = {config.num_steps} end before the peak; "
+             f"nearest: --config.learning_rate.warmup_steps={config.num_steps // 10}")  # fmt: skip
+    return problems
+
+
+def _has_weights_alone(run: Path) -> bool:
+    """Returns whether a folder's only checkpoint is an import; an interruption before the first step saves a state."""
+    if what_is_at(run / CHECKPOINTS / "0") != "a folder":
+        return False
+    try:
+        with find(run / CHECKPOINTS, is_place=True) as checkpoints:
+            return checkpoints.latest_step() == 0 and all(path.startswith("params/") for path in checkpoints.shapes(0))
+    except UserError:
+        return False
+
+
+def refuse_unequal_processes(config: Config, run: Path) -> None:
+    """Compares versions and configuration of all processes: different ones would deadlock in their first collective.
+
+    Raises:
+      UserError: all differences of the versions, else those of the configuration; the same lines in all processes.
+    """
+    if peers.count() == 1:
+        return
+    versions = {name: importlib.metadata.version(name) for name in ("meshtrain", "jax", "jaxlib", "flax", "optax")}
+    # Two commits of one version have other sources.
+    versions |= {"python": platform.python_version(), "meshtrain's source": hash_of_sources(_PACKAGE)}
+    peers.refuse_differences("versions", versions)
+    peers.refuse_differences("configuration", compared(config, run))
+    saved = {"newest checkpoint": newest(config.checkpoint.directory or run / CHECKPOINTS)}
+    peers.refuse_differences("workdir", saved, peers.SAME_FILES)
+
+
+def compared(config: Config, run: Path) -> Values:
+    """Returns name -> value of what has to be the same in all processes besides versions: workdir and configuration.
+
+    With a bucket between them, each machine may have a workdir of its own.
+    """
+    own = {} if is_url(config.checkpoint.directory) else {"workdir": str(run)}
+    return {**own, **flags.flatten(config)}

@@ -1,0 +1,126 @@
+"""The loop of a run, with what it calls and what observes its steps."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+
+import jax
+
+from meshtrain import loop
+from meshtrain.assembly.assemble import Assembly
+from meshtrain.assembly.facts import throughput_of
+from meshtrain.assembly.steps import StepFunction
+from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.config.fields import Config
+from meshtrain.data.own_source import Data
+from meshtrain.launch import peers
+from meshtrain.launch.watchdog import Watchdog
+from meshtrain.models.task import Params
+from meshtrain.observe.goodput import Goodput
+from meshtrain.observe.process_times import OwnTimes
+from meshtrain.observe.profiler import Profiler
+from meshtrain.observe.progress import Progress
+from meshtrain.observe.trackers import Trackers
+from meshtrain.run import memory_check, saving, workdir
+from meshtrain.run.evaluation import evaluate_with_texts
+from meshtrain.run.opened import drawn, training_batches
+from meshtrain.step.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What the phases of a run share.
+
+    Attributes:
+      assembly: mesh, task, shardings and functions.
+      corpus: the data.
+      checkpoints: of the run.
+      run: the run's folder.
+      watchdog: ends the process if no step completes in time.
+      begun_seconds: when the program began, by `time.monotonic`; goodput counts from there.
+    """
+
+    assembly: Assembly
+    corpus: Data
+    checkpoints: Checkpoints
+    run: Path
+    watchdog: Watchdog
+    begun_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A run before the first step of this process.
+
+    Attributes:
+      state: initial, or restored.
+      step: the number of steps that the state has behind it.
+      restored: values about the restore, for the metrics.
+      program: the compiled training step.
+      train_step: (step, state, batch) -> (state, metrics), for the loop.
+    """
+
+    state: TrainState
+    step: int
+    restored: Mapping[str, float]
+    program: jax.stages.Compiled
+    train_step: StepFunction
+
+
+def run_loop(
+    session: Session, start: Start, texts: Callable[[Params], Sequence[tuple[str, str]]]
+) -> tuple[TrainState, Mapping[str, float | None]]:
+    """Runs the training loop to its end; for the result and the errors see `loop.run`.
+
+    Args:
+      session: the run.
+      start: from `initial_state.begin`.
+      texts: weights -> prompts with the texts after them, for evaluations; see `generating.continuations`.
+    """
+    assembly, corpus, run, checkpoints = session.assembly, session.corpus, session.run, session.checkpoints
+    with memory_check.explained(assembly, start.program), observing(session, start) as (observers, trackers):
+        actions = loop.Actions(
+            train_step=start.train_step,
+            evaluate=functools.partial(evaluate_with_texts, assembly, corpus, texts, run, observers.progress.line),
+            **saving.actions(assembly, checkpoints, corpus, run, start.step),
+            write=trackers.write,
+            drawn=functools.partial(drawn, assembly.config, assembly.task, corpus),
+        )
+        when, throughput = timetable(assembly.config), throughput_of(assembly)
+        stream = training_batches(assembly, corpus, start.step)
+        with saving.guarded(actions, checkpoints, trackers) as actions:
+            last = loop.run(start.state, start.step, stream, when, throughput, actions, observers)
+        with session.watchdog.patient():
+            trackers.close()  # one may send what is left over the network
+        return last
+
+
+@contextmanager
+def observing(session: Session, start: Start) -> Iterator[tuple[loop.Observers, Trackers]]:
+    """Opens the trackers, the progress bar and the profiler of a run, and closes them at its end."""
+    config, run, is_main, n = session.assembly.config, session.run, peers.is_main_process(), peers.count()
+    with (
+        closing(Trackers(config.observe, run, start.step, is_main=is_main)) as trackers,
+        closing(Progress(config.num_steps, start.step, is_main=is_main, show_bar=config.observe.progress)) as progress,
+        closing(Profiler(config.profile, run)) as profiler,
+        OwnTimes() if n > 1 else nullcontext() as own_times,
+    ):
+        if start.restored and start.step < config.num_steps:
+            trackers.write(start.step, start.restored)
+        since = workdir.begun_seconds(run, session.begun_seconds, trackers.done.passed_seconds)
+        goodput = Goodput(since, trackers.done, num_processes=n)
+        yield loop.Observers(progress, profiler, session.watchdog, goodput, own_times), trackers
+
+
+def timetable(config: Config) -> loop.Timetable:
+    """Returns when the loop logs, evaluates, saves and stops."""
+    return loop.Timetable(
+        num_steps=config.num_steps,
+        log_every=config.log_every,
+        eval_every=config.eval_every,
+        save_every=config.checkpoint.every,
+        max_skipped_in_a_row=config.guard.max_skipped_in_a_row,
+        can_stop=config.early_stop.patience > 0,
+    )
