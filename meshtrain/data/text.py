@@ -288,7 +288,7 @@ def read_rows(path: Place, column: str = "") -> Iterator[tuple[str, bytes | Json
 
     Args:
       path: a file for which `is_table` is true.
-      column: the only column to read of a .parquet, with texts; ``: all columns.
+      column: the only column to read of a .parquet file, which has the texts; '': all columns.
 
     Yields:
       The position for errors; the line, or the row's values by their column, without nulls; and the number of bytes

@@ -109,7 +109,7 @@ def _scaling(function: Callable[..., Arrays], scale: float) -> Callable[..., Arr
 def scaled(params: Params, scale: float) -> Params:
     """Multiplies each B by the scale, in float32; other weights are unchanged.
 
-    This is done outside of the layers because they do not have the options. B is the smallest factor.
+    The layers do not know the scale, so it is applied to their weights. B is scaled because it is the smallest factor.
     """
 
     def one(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:

@@ -64,7 +64,7 @@ class Placement:
     def weight(self, w: jax.Array, names: Names) -> jax.Array:
         """Returns `w`, a weight in its compute dtype, gathered over the axes that split it for storage only.
 
-        Without this constraint the partitioner may leave the weight sharded and move activations instead, which are
+        Without this constraint the partitioner may leave the weight sharded and move activations instead, which takes
         more bytes. Returns `w` itself if no axis splits weights for storage only.
         """
         spec_of_weight = self.weight_spec(w.shape, names)

@@ -56,7 +56,7 @@ def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> jax.Array:
-    """Returns heads; sinks have the shape of the kernel's logarithms."""
+    """Returns the attention output of all heads; `sinks` has the shape of the kernel's log-sums, or is None."""
     return _forward(kernel, sinks, *given)[0]
 
 

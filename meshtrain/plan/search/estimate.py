@@ -255,9 +255,9 @@ def _sending_seconds(
         return (GATHERS + SCATTERS) * itemsize * elements * parts / speed if num_devices > 1 else 0.0
 
     def of_activations(axis: str) -> float:
-        """Returns the seconds of an axis' activations.
+        """Returns the seconds that a step spends on sending activations over a mesh axis.
 
-        Links are fast if the axis and tensor together stay within a host.
+        It uses the speed within a host if the devices of this axis and the tensor axis fit in one host.
         """
         sent = parts * sum(each[axis] for each in (cost.layer_bytes, cost.other_bytes) if axis in each)
         is_inside = axis == TENSOR or shape[axis] * shape[TENSOR] <= devices_each
