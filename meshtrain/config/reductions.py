@@ -1,6 +1,6 @@
-"""What crosses data as a configuration says: gradients, by a reduction with a name, or weights of groups apart.
+"""Finds the reduction of gradients, or the training of separate groups, that a configuration chooses.
 
-A reduction's function is (options, dtype) -> `Reduction`: see `sharding/reduction.py`.
+A reduction is made by a function (options, dtype) -> `Reduction`: see `sharding/reduction.py`.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ FLOAT32_BYTES = 4
 
 
 def of(config: Config) -> Reduction | None:
-    """Returns the reduction of a configuration; None for the built-in sum.
+    """Returns the reduction that a configuration names; None for the built-in sum.
 
     Raises:
-      UserError: one line: there is no such function, it raises, or returns something else.
+      UserError: there is no such function, it raises, or it does not return a `Reduction`.
     """
     name = config.reduction.name
     if name == SUM:
@@ -54,17 +54,17 @@ def of(config: Config) -> Reduction | None:
 
 
 def crossing(config: Config) -> OverData:
-    """Returns what becomes of the gradients of each replica."""
+    """Returns how the gradients of the replicas are combined."""
     if config.local_steps.period:
         return OverData.INSIDE
     return OverData.SUMMED if config.reduction.name == SUM else OverData.STACKED
 
 
 def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns one line for each reason why gradients cannot be reduced, or groups train apart, as a configuration says.
+    """Returns an error line for each reason why a configuration cannot reduce gradients or train separate groups.
 
     Args:
-      config: with the options of the reduction that it names.
+      config: includes the options of the reduction that it names.
       mesh_shape: the size of each mesh axis.
     """
     try:
@@ -91,20 +91,21 @@ def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
 
 
 def unread(config: Config) -> dict[str, str]:
-    """Returns dotted key -> why the option has no effect, for options that the reduction or the extension ignores."""
+    """Returns dotted key -> reason, for each option that has no effect with this reduction or extension."""
     make, reduction = make_extension(config), of(config)
     reasons = dict.fromkeys(reduction.unread, f"{KEY}={reduction.name}") if reduction else {}
     return reasons | (dict.fromkeys(make.unread, f"{PERIOD}={config.local_steps.period}") if make else {})
 
 
 def make_extension(config: Config) -> Imported:
-    """Returns (configuration, task on its mesh, reduction) -> `Extension`; None without a period.
+    """Returns the function (configuration, task on its mesh, reduction) -> `Extension`, for separate groups.
 
-    The function has three attributes: `check`, a function (config, mesh_shape) -> one line for each problem;
-    `estimate`, a function (config, mesh_shape) -> `Estimate`; and `unread`, dotted keys of options that it ignores.
+    It is None if `local_steps.period` is 0. The function has three attributes: `check`, a function (config, mesh_shape)
+    -> a list of problems; `estimate`, a function (config, mesh_shape) -> `Estimate`; and `unread`, dotted keys
+    of options that it ignores.
 
     Raises:
-      UserError: one line: the side room's folder is not there.
+      UserError: the folder `meshtrain/lab` is not there.
     """
     period = config.local_steps.period
     names = side_names(PERIOD)
@@ -114,10 +115,10 @@ def make_extension(config: Config) -> Imported:
 
 
 def estimate(config: Config, mesh_shape: Mapping[str, int], params: Arrays = ()) -> Estimate:
-    """Returns what the reduction and the extension of a configuration store and send, by arithmetic alone.
+    """Returns the memory and traffic of a configuration's reduction and extension, computed without compiling.
 
     Args:
-      config: legal on this mesh.
+      config: valid on this mesh.
       mesh_shape: the size of each mesh axis.
       params: abstract parameters; a reduction may keep an array for each.
     """

@@ -88,7 +88,7 @@ def written(
     Args:
       lines: of all files.
       tokenizer: `data.tokenizer`; its folder may contain the chat template.
-      template_file: `data.chat_template`; `` uses the template of the folder.
+      template_file: `data.chat_template`; '' uses the template of the folder.
       problems: receives an error line for each conversation that the template rejects, and if the template is missing.
       special: the special tokens of the tokenizer.
       last_only: whether only the last answer of a conversation is trained on.

@@ -95,11 +95,11 @@ class ChatTemplate:
 
 
 def open_template(tokenizer: str, file: str) -> ChatTemplate:
-    """Returns the chat template in `file`, or if it is `` the template in the tokenizer's folder.
+    """Returns the chat template in `file`, or if it is '' the template in the tokenizer's folder.
 
     Args:
       tokenizer: `data.tokenizer`; the template may use the names of the special tokens in its folder.
-      file: `data.chat_template`; `` uses the template of the folder.
+      file: `data.chat_template`; '' uses the template of the folder.
 
     Raises:
       UserError: there is no template, or it cannot be read or compiled.
@@ -142,7 +142,7 @@ def template_text(file: str | Path) -> str:
 
 
 def _of_settings(content: JsonObject) -> str:
-    """Returns the template in a tokenizer_config.json, or `` if it has none.
+    """Returns the template in a tokenizer_config.json, or '' if it has none.
 
     If there are several templates, it is the template called `default`.
     """

@@ -141,7 +141,7 @@ def order_hash(examples: Examples, *, seed: int, first_sample: int) -> str:
 def content_hash(examples: Examples) -> str:
     """Returns a hexadecimal hash of the first, middle and last example.
 
-    Returns `` if reading an example twice gives two results.
+    Returns '' if reading an example twice gives two results.
     """
     digest = hashlib.sha256()
     for number in sorted({0, len(examples) // 2, len(examples) - 1} if len(examples) else ()):

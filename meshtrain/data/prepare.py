@@ -237,7 +237,7 @@ def prepare(
       path: files, objects of buckets (`gs://`), or globs, comma separated.
       output: the .bin file to write; or, with / at its end, a folder to create, with a NAME.bin for each file NAME.
       tokenizer: `bytes`, or the path of a tokenizer.json or its folder.
-      end_token: the token that ends a document; `` uses the folder's, else a well-known one, or adds one id.
+      end_token: the token that ends a document; '' uses the folder's, else a well-known one, or adds one id.
       begin_token, special_tokens: see `file_tokenizer`.
       text_field: the field of a line, or the column of a table, that contains the document.
       overwrite: replace existing files.
@@ -283,7 +283,7 @@ def prepare(
 def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str) -> TokenFile:
     """Returns the description of the token file `name` before it is written.
 
-    `name` is `` for a folder, whose files share one copy of the tokenizer.json. `content` is the tokenizer.json, b"" if
+    `name` is '' for a folder, whose files share one copy of the tokenizer.json. `content` is the tokenizer.json, b"" if
     there is none.
     """
     digest = hashlib.sha256(content).hexdigest() if content else ""

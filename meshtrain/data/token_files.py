@@ -50,11 +50,11 @@ class TokenFile:
       num_documents: number of documents.
       end_id: the id that ends each document; -1 for none.
       tokenizer: `bytes`, or the name of a tokenizer.json in the same folder.
-      tokenizer_sha256: of this tokenizer.json; `` for bytes.
+      tokenizer_sha256: of this tokenizer.json; '' for bytes.
       end_token: the value of data.end_token when the file was prepared.
-      sha256: hexadecimal, of the file; `` if an earlier version prepared it.
-      text_field: the field of the lines or rows that were read; `` for files of plain text, which have no fields.
-      source: the resolved path or the URL of the file of text; `` for several files, or if an earlier version prepared
+      sha256: hexadecimal, of the file; '' if an earlier version prepared it.
+      text_field: the field of the lines or rows that were read; '' for files of plain text, which have no fields.
+      source: the resolved path or the URL of the file of text; '' for several files, or if an earlier version prepared
         it.
       source_bytes: size of the file of text.
       source_version: its time of modification in nanoseconds; in a bucket, its CRC32C.

@@ -75,7 +75,7 @@ class Tokenizer:
 
     @property
     def end_text(self) -> str:
-        """The text of the end token; `` if it has none."""
+        """The text of the end token; '' if it has none."""
         return next((text for text, index in self.special.ids.items() if index == self.end_id), "")
 
     def encode(self, text: str) -> list[int]:
@@ -282,7 +282,7 @@ def with_begin_token(path: str, begin_token: str) -> str:
       begin_token: as in `file_tokenizer`.
 
     Returns:
-      The text; `` if the file's post-processor already adds the token.
+      The text; '' if the file's post-processor already adds the token.
 
     Raises:
       UserError: the file cannot be read, or lacks the token.
@@ -414,9 +414,9 @@ def file_tokenizer(
 
     Args:
       path: the tokenizer.json, or its folder.
-      end_token: the token that ends a document; `` uses the folder's `eos_token`, else a well-known one, or adds one id
+      end_token: the token that ends a document; '' uses the folder's `eos_token`, else a well-known one, or adds one id
         after the last.
-      begin_token: the token before a text, or ids; `` uses the tokens that the tokenizer.json's post-processor adds,
+      begin_token: the token before a text, or ids; '' uses the tokens that the tokenizer.json's post-processor adds,
         `none` uses no token.
       special_tokens: how special tokens in texts are encoded: `encode` (as these tokens) or `text`.
 
@@ -563,7 +563,7 @@ def special_tokens(content: JsonObject) -> dict[str, str]:
 
 
 def folder_end_token(path: str) -> str:
-    """Returns the token that ends a document according to the folder's tokenizer_config.json; `` if it names none.
+    """Returns the token that ends a document according to the folder's tokenizer_config.json; '' if it names none.
 
     Raises:
       UserError: the file cannot be read, or is no JSON object.

@@ -24,7 +24,7 @@ class Part(NamedTuple):
     """A source of a mixture, or a validation set.
 
     Attributes:
-      name: `` for the only source.
+      name: '' for the only source.
       paths: its files or globs, comma separated.
       files: the resolved files in order, in a bucket or on a disk.
       key: the option that names them.

@@ -1,11 +1,11 @@
-"""Gradients over the data axis: each replica sums those of its own microbatches, and the sums are reduced once a step.
+"""Sums gradients over the data axis: each replica adds up its own microbatches, and the sums are reduced once a step.
 
-The axis is manual while gradients are computed (`jax.shard_map`). The partitioner would instead reduce the gradients of
-each of M microbatches, which is M times the traffic.
+The data axis is manual while gradients are computed (`jax.shard_map`). The partitioner would instead reduce the
+gradients of each of M microbatches, which is M times the traffic.
 
-Gradients of layers that a loop computes one after the other are reduced inside the backward loop of the last
-microbatch (`reducing_layers`), so that the products of the next layer run beside the collective. All others are reduced
-when the last microbatch is over.
+If a loop computes layers one after the other, their gradients are reduced inside the backward loop of the last
+microbatch (`reducing_layers`). Then the matrix products of the next layer run while the collective is in flight. All
+other gradients are reduced after the last microbatch.
 
 M: microbatches.
 """
@@ -30,10 +30,10 @@ Compute = Callable[..., tuple[Arrays, Arrays]]
 
 
 class OverData(enum.Enum):
-    """What becomes of the gradients of each replica.
+    """How the gradients of the replicas are combined.
 
-    SUMMED: they are added up over data. STACKED: they leave as [replicas, ...], and what follows adds them up.
-    INSIDE: whoever calls has entered the region of the data axis; they stay as they are.
+    SUMMED: they are added up over the data axis. STACKED: they are returned as [replicas, ...], and the caller adds
+    them up. INSIDE: the caller is already in the manual region of the data axis; each replica keeps its own gradients.
     """
 
     SUMMED = "summed"
@@ -44,10 +44,10 @@ class OverData(enum.Enum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """A gradient sum that is reduced over data already, in place of the sum of one replica.
+    """A gradient that is already summed over the data axis; it stands where the sum of one replica would stand.
 
     Attributes:
-      value: float32; at level 1 the shard of this replica.
+      value: float32; at ZeRO level 1 the shard of this replica.
     """
 
     value: jax.Array
@@ -59,12 +59,14 @@ class Replicas:
 
     Attributes:
       mesh: the mesh.
-      stored: a tree of `Stored` like the parameters.
-      level: of ZeRO (`stored.py`). At level 3 weights are sharded over data, which is then left to the partitioner.
-      is_manual: whether data is manual at levels 0 to 2; otherwise it is left to the partitioner.
-      wire_dtype: the dtype in which gradients are reduced over data. The sums over microbatches are float32.
-      trained: a tree of bool like the parameters, true for each with a gradient; None: all of them.
-      crossing: what becomes of the gradients of each replica.
+      stored: a pytree of `Stored` with the structure of the parameters.
+      level: the ZeRO level (`stored.py`). At level 3 weights are sharded over the data axis, which the partitioner
+        handles.
+      is_manual: whether the data axis is manual at levels 0 to 2; if not, the partitioner handles it.
+      wire_dtype: the dtype in which gradients are reduced over the data axis. Sums over microbatches are float32.
+      trained: a pytree of bool with the structure of the parameters, true for each parameter with a gradient; None:
+        all.
+      crossing: how the gradients of the replicas are combined.
     """
 
     mesh: Mesh
@@ -77,7 +79,7 @@ class Replicas:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes that are manual while gradients are computed: data, or none."""
+        """The mesh axes that are manual while gradients are computed: the data axis, or none."""
         return frozenset({DATA}) if self.has_copies and self.crossing is not OverData.INSIDE else frozenset()
 
     @property
@@ -101,15 +103,17 @@ class Replicas:
         return select(self.specs, self.trained)[0]
 
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
-        """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
+        """Returns `compute` run on each replica's shard of the batch.
 
-        STACKED gradients are not: each leaf is [replicas, ...].
+        Its sums and gradients are reduced over the data axis.
+
+        With `OverData.STACKED` gradients are not reduced: each leaf is [replicas, ...].
 
         Args:
-          compute: (parameters, batch, further arrays that are replicated) -> (sums, gradients): any tree of scalars,
-            and the tree that `zeros` and `part` make for `trained_stored`, with `Reduced` in place of an array where
-            `compute` has reduced it. Its arrays are local along the manual axes.
-          manual: axes that are manual besides data.
+          compute: a function (parameters, batch, further replicated arrays) -> (sums, gradients). `sums` is a pytree of
+            scalars. `gradients` has the structure of `trained_stored` and the shapes of `zeros` and `part`, with
+            `Reduced` in place of each array that `compute` has already reduced. Arrays are local along the manual axes.
+          manual: axes that are manual besides the data axis.
         """
         axes, is_stacked = self.axes | manual, self.crossing is OverData.STACKED
         if not axes and not is_stacked:
@@ -135,7 +139,7 @@ class Replicas:
     def zeros(self, params: Arrays, stored: StoredTree) -> Arrays:
         """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.
 
-        At level 2 a dim that divides over data has the size of one shard.
+        At level 2, a dim that the data axis divides has the size of one shard.
         """
 
         def zeros(leaf: jax.Array, weight: Stored) -> jax.Array:
@@ -145,20 +149,25 @@ class Replicas:
         return jax.tree.map(zeros, params, stored)
 
     def shard_shape(self, leaf: jax.Array, dim: int) -> list[int]:
-        """Returns the shape of an array that data splits along a dim, counted from the end; 0: along none."""
+        """Returns the shape of one replica's shard, if the data axis splits dim `dim`.
+
+        Args:
+          leaf: the whole array.
+          dim: counted from the end (-1 is the last); 0: no dim is split.
+        """
         shape = list(leaf.shape)
         if dim:
             shape[dim] //= self.mesh.shape[DATA]
         return shape
 
     def accumulators(self, params: Arrays) -> Arrays:
-        """Returns the abstract float32 sums that `zeros` allocates for trained parameters, each with its sharding.
+        """Returns the abstract float32 sums that `zeros` allocates for the trained parameters, each with its sharding.
 
-        Shapes are global: at level 2, where `zeros` returns one shard, this is the whole array with that sharding. At
-        other levels a sum has the shape and the sharding of its parameter.
+        Shapes are global. At level 2, where `zeros` returns one shard, the shape is that of the whole array, and its
+        sharding splits it. At other levels a sum has the shape and the sharding of its parameter.
 
         Args:
-          params: arrays or `jax.ShapeDtypeStruct`s, global shapes; all of them, trained or not.
+          params: arrays or `jax.ShapeDtypeStruct`s with global shapes, for all parameters, trained or not.
         """
 
         def accumulator(leaf: Shaped, weight: Stored) -> jax.ShapeDtypeStruct:
@@ -167,17 +176,20 @@ class Replicas:
         return jax.tree.map(accumulator, select(params, self.trained)[0], self.trained_stored)
 
     def part(self, gradients: Arrays, stored: StoredTree) -> Arrays:
-        """Returns what a microbatch adds to this replica's sums, float32; at level 2 reduce-scattered over data.
+        """Returns the float32 arrays that a microbatch adds to this replica's sums.
+
+        At level 2 the arrays are reduce-scattered over the data axis.
 
         Args:
-          gradients: like the parameters, in any float dtype; a leaf may lack leading dims (one layer of a stack).
+          gradients: a pytree with the structure of the parameters, in any float dtype; a leaf may lack leading dims
+            (one layer of a stack).
           stored: `Stored` of these parameters.
         """
         gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
         if not any(self._scatters_each(weight) for weight in jax.tree.leaves(stored)):
             return gradients
 
-        # A weight that data does not divide is reduced once, after the last microbatch (`_reduced`).
+        # A weight that the data axis does not divide is reduced once, after the last microbatch (`_reduced`).
         def scatter(leaf: jax.Array, weight: Stored) -> jax.Array:
             return self._reduce(leaf, weight) if self._scatters_each(weight) else leaf
 
@@ -187,16 +199,18 @@ class Replicas:
     def reduces_in_loops(self) -> bool:
         """Whether gradients of layers in a loop are reduced inside the backward loop of the last microbatch.
 
-        At level 2 those of every microbatch are scattered when its loops are over.
+        At level 2 they are instead reduce-scattered after the loops of each microbatch.
         """
         return bool(self.axes) and self.level < GRADIENTS_LEVEL and self.crossing is OverData.SUMMED
 
     def reduced_zeros(self, leaf: jax.Array, weight: Stored) -> jax.Array:
-        """Returns float32 zeros with the local shape of a reduced gradient: at level 1 of one shard."""
+        """Returns float32 zeros with the local shape of a reduced gradient; at level 1 the shape of one shard."""
         return jnp.zeros(self.shard_shape(leaf, weight.scattered_dim), jnp.float32)
 
     def reduced_layers(self, gradients: Arrays, stored: StoredTree) -> Arrays:
-        """Returns the gradients of layers reduced over data, in `wire_dtype`; at level 1 the shards of this replica.
+        """Returns the gradients of layers reduced over the data axis, in `wire_dtype`.
+
+        At level 1 the arrays are the shards of this replica.
 
         Args:
           gradients: float32 sums of one replica, local along the manual axes.
@@ -207,10 +221,11 @@ class Replicas:
     def reducing_layers(self, stored: Mapping[int, Stored]) -> Hook:
         """Returns the hook that reduces the gradients of one layer in its backward pass.
 
-        What goes with the slices of a weight is (the local sum of the earlier microbatches or None, zeros from
-        `reduced_zeros`). Forward it is the identity on the weights. Backward the gradient of the zeros is the reduced
-        sum of all microbatches; the weights themselves have to be constants of the differentiation. So sums are float32
-        and may be scattered, whatever dtype and shape the weights have.
+        The hook gets the weights of a layer and, for each weight, a pair: the local gradient sum of the earlier
+        microbatches or None, and zeros from `reduced_zeros`. In the forward pass it returns the weights unchanged. In
+        the backward pass it returns the reduced sum of all microbatches as the gradient of the zeros. The weights
+        themselves have to be constants of the differentiation. So sums are float32 and may be scattered, whatever dtype
+        and shape the weights have.
 
         Args:
           stored: index of a weight -> its `Stored`.
@@ -240,7 +255,7 @@ class Replicas:
     def _on_each(
         self, function: Callable[[jax.Array, Stored], jax.Array], gradients: Arrays, stored: StoredTree
     ) -> Arrays:
-        """Returns the function of each gradient, run where all axes are manual; a leaf may lack leading dims."""
+        """Applies a function to each gradient, where all mesh axes are manual; a leaf may lack leading dims."""
 
         def trailing(leaf: jax.Array, weight: Stored) -> PartitionSpec:
             return spec_of_dims(axes_of_dims(weight.parameter, weight.num_dims)[-leaf.ndim :])
@@ -249,7 +264,7 @@ class Replicas:
             return jax.tree.map(function, gradients, stored)
 
         specs = jax.tree.map(trailing, gradients, stored)
-        # XLA's CPU compiler aborts on a 16-bit all-reduce where an axis, be it of size 1, is not manual.
+        # XLA's CPU compiler aborts on a 16-bit all-reduce if any axis, even of size 1, is not manual.
         is_narrow = jnp.dtype(self.wire_dtype).itemsize < 4
         return on_shards(self.mesh, on_all, (specs,), specs, is_opaque=is_narrow)(gradients)
 
@@ -260,19 +275,22 @@ class Replicas:
         return self._sent(x, weight).astype(jnp.float32)
 
     def _sent(self, x: jax.Array, weight: Stored) -> jax.Array:
-        """Returns a gradient reduced over data in `wire_dtype`; where it is scattered, the shard of this replica."""
+        """Returns a gradient reduced over the data axis in `wire_dtype`.
+
+        If the gradient is scattered, the result is the shard of this replica.
+        """
         return summed(x.astype(self.wire_dtype), DATA, weight.scattered_dim)
 
     def with_replicas(self, specs: Specs) -> Specs:
-        """Returns the specs of arrays of which each replica along data has one, stacked in front."""
+        """Returns the specs of arrays that have a leading dim of replicas, split over the data axis."""
         replicas = DATA if self.mesh.shape[DATA] > 1 else None
         return jax.tree.map(lambda spec: PartitionSpec(replicas, *spec), specs)
 
     def _reduced(self, gradients: Arrays) -> Arrays:
-        """Reduces the gradients [replicas, ...] over data: an all-reduce at level 0, else a reduce-scatter.
+        """Reduces the gradients [replicas, ...] over the data axis: by an all-reduce at level 0, else a reduce-scatter.
 
-        At level 2 `part` has scattered them already, except for weights in which no dim divides over data. Those of
-        layers in a loop may be `Reduced`.
+        At level 2 `part` has already scattered them, except for weights without a dim that the data axis divides.
+        Gradients of layers in a loop may be `Reduced`, and are returned as they are.
         """
         stored = self.trained_stored
 

@@ -1,8 +1,8 @@
-"""How gradients cross the data axis, where a reduction of one's own takes the place of the built-in sum.
+"""Defines `Reduction`, with which a user's function replaces the built-in sum of gradients over the data axis.
 
-`reduction.name` names a function (options, dtype) -> `Reduction`. Its attribute `options`, if it has one, is a frozen
-dataclass; the fields stand under `config.reduction`. It may have an attribute `check`, a function (config, mesh_shape)
--> one line for each problem.
+`reduction.name` names a function (options, dtype) -> `Reduction`. The function may have two attributes. `options` is a
+frozen dataclass, whose fields become options under `config.reduction`. `check` is a function (config, mesh_shape) -> an
+error line for each problem.
 
 n: replicas.
 """
@@ -29,7 +29,7 @@ Extension: TypeAlias = Any  # `step.extension.Extension`, which this package doe
 
 @dataclasses.dataclass(frozen=True)
 class ReductionOptions:
-    """How gradients are reduced over data; a reduction's own options stand beside the name."""
+    """How gradients are reduced over the data axis; the options of a user's reduction are added to the same group."""
 
     name: str = option(
         SUM,
@@ -40,12 +40,12 @@ class ReductionOptions:
 
 
 def summed(x: jax.Array, over: str, dim: int) -> jax.Array:
-    """Returns the sum of an array over a manual axis: all of it for dim 0, else this device's shard along that dim.
+    """Returns the sum of an array over a manual axis: the whole sum, or this device's shard of it along `dim`.
 
     Args:
       x: this device's array, in the dtype that is sent.
       over: the axis.
-      dim: counted from the end (-1 is the last); 0: none.
+      dim: counted from the end (-1 is the last); 0: the whole sum.
     """
     if dim == 0:
         return jax.lax.psum(x, over)
@@ -53,40 +53,40 @@ def summed(x: jax.Array, over: str, dim: int) -> jax.Array:
 
 
 def nothing(shapes: Arrays) -> Arrays:
-    """Returns the residual of a reduction that sends everything."""
+    """Returns the state of a reduction that keeps nothing from step to step."""
     return ()
 
 
 def in_equal_parts(residual: Arrays, replicas: int) -> Arrays:
-    """Returns residuals for another number of replicas: each gets the same part of their sum.
+    """Returns residuals for another number of replicas: each replica gets the same part of their sum.
 
-    Equal parts are packed with smaller scales than the whole in one place.
+    Equal parts can be compressed with smaller scales than the whole sum on one replica.
 
     Args:
-      residual: a tree of float32 [saved replicas, ...].
-      replicas: n, of today.
+      residual: a pytree of float32 [saved replicas, ...].
+      replicas: the current number of replicas, n.
     """
     share = lambda leaf: jnp.broadcast_to(jnp.sum(leaf, axis=0) / replicas, (replicas, *leaf.shape[1:]))  # noqa: E731
     return jax.tree.map(share, residual)
 
 
 def no_advice(replicas: int, is_scattered: bool) -> list[tuple[str, str]]:
-    """Returns the advice of a reduction that has none."""
+    """Returns no advice; the default of `Reduction.advice`."""
     return []
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfers:
-    """What the built-in sum would send in a step from a device, and how fast; for the advice on a reduction.
+    """The bytes that the built-in sum would send from a device in a step, and their speed; for advice on a reduction.
 
     Attributes:
       num_replicas: n.
       reduced: elements of gradients that are all-reduced.
       scattered: elements of gradients that are reduce-scattered.
       itemsize: bytes of an element.
-      wire_bytes_per_second: of a device over data.
-      memory_bytes_per_second: of a device.
-      backward_seconds: of one microbatch, whose computation hides a part of the transfers.
+      wire_bytes_per_second: bandwidth of a device over the data axis.
+      memory_bytes_per_second: bandwidth of a device's memory.
+      backward_seconds: duration of the backward pass of one microbatch, which hides a part of the transfers.
     """
 
     num_replicas: int
@@ -104,20 +104,23 @@ class Reduction:
 
     Attributes:
       update: (gradients, state, over, scattered) -> (their sums over replicas, the state of the next step). It is
-        traced where all axes are manual, for any number of replicas, 1 among them. `gradients` is a tree of this
-        device's float32 shards, of the mean loss; `state` is like them, or `()`; `over` is the axis. `scattered` is
-        a tree of int: 0 where each replica gets the whole sum, which has to be bitwise the same on all; otherwise the
-        dim, counted from the end (-1 is the last), along which each replica gets its shard of the sum.
-      sent_bytes: (elements, replicas, is_scattered) -> the bytes that a device sends in a step for that many elements
-        of its gradients, without padding.
-      init: (shapes of the gradients) -> those shapes if each replica keeps a float32 array for each gradient from
-        step to step, `()` if not. It is zeros at first, and a part of checkpoints.
-      reshard: (state [saved replicas, ...], replicas) -> the same for another number of replicas.
-      extension: (reduction, the task on its mesh) -> `Extension`, where it changes more than the sum; else None.
-      moved_bytes: of a device's memory that packing an element reads and writes, for the advice of `plan`.
-      advice: (replicas, is_scattered) -> (what, change) for each reason of its own to choose another reduction.
+        traced where all mesh axes are manual, for any number of replicas, including 1. `gradients` is a tree of this
+        device's float32 shards, of the mean loss; `state` has their structure, or is `()`; `over` is the axis.
+        `scattered` is a tree of int: 0 if each replica gets the whole sum, which has to be bitwise the same on all
+        replicas; otherwise the dim, counted from the end (-1 is the last), along which each replica gets its shard of
+        the sum.
+      sent_bytes: (elements, replicas, is_scattered) -> the bytes that a device sends in a step for that many gradient
+        elements, without padding.
+      init: (shapes of the gradients) -> the same shapes if each replica keeps a float32 array for each gradient from
+        step to step, else `()`. The arrays start as zeros and are saved in checkpoints.
+      reshard: (state [saved replicas, ...], replicas) -> the state for that number of replicas.
+      extension: (reduction, the task on its mesh) -> `Extension`, if the reduction changes more than the sum; else
+        None.
+      moved_bytes: bytes of device memory that compressing one element reads and writes, for the advice of `plan`.
+      advice: (replicas, is_scattered) -> (what is wrong, which option to change) for each further reason to choose
+        another reduction.
       unread: dotted keys of options that the built-in sum reads, and this reduction does not.
-      name: by which the configuration names it.
+      name: the value of `reduction.name` that selects it.
     """
 
     update: Callable[[Arrays, Arrays, str, Dims], tuple[Arrays, Arrays]]
@@ -131,10 +134,10 @@ class Reduction:
     name: str = SUM
 
     def slower_than_sum(self, transfers: Transfers) -> list[tuple[str, str]]:
-        """Returns (what, change) if packing takes longer than the transfers that it saves.
+        """Returns (what is wrong, which option to change) if compressing takes longer than the transfers that it saves.
 
         The built-in sum reduces gradients of layers in the backward pass of the last microbatch, which hides a part of
-        them. Another reduction sends after the backward pass, so it saves nothing of what was hidden.
+        them. Any other reduction sends after the backward pass, so it saves no time on the hidden part.
         """
         n, reduced, scattered = transfers.num_replicas, transfers.reduced, transfers.scattered
         speed = transfers.wire_bytes_per_second
