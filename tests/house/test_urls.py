@@ -28,6 +28,9 @@ TAKE_BUCKETS = {
 }
 # Texts that are no paths. A new text stands here, or the metavar of its argument says FILE, DIR or RUN.
 TEXTS = {
+    "--forward",
+    "--backward",
+    "--transfer",
     *("--cluster", "--copy", "--search", "--search-compiles", "--scaling", "--programs", "--schedule"),
     *(
         "--prompt",

@@ -73,7 +73,7 @@ def test_a_seventh_axis_is_one_record():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     (option,) = (line for line in lines if line.startswith("mesh.share "))
-    assert option.endswith("parts of a share; -1: what is left")
+    assert option.endswith("parts of a share; -1: the remaining devices")
     (refused,) = (line for line in lines if line.startswith("batch_size: got"))
     assert "a multiple of 6 = mesh.data 2 x mesh.share 3 x mesh.fsdp 1 x 1 microbatches" in refused
     assert any("data 2 x share 2 x fsdp 2: 8 x cpu" in line for line in lines)
