@@ -117,7 +117,7 @@ def held_text(bytes_held: Held, label: str) -> str:
     names = {"parameters": "parameters", "gradients": "gradients", "moments": "moments"}
     names |= {"extra": label} if bytes_held.extra else {}
     sizes = ", ".join(f"{name} {format_bytes(getattr(bytes_held, field))}" for field, name in names.items())
-    beside = f"; {format_bytes(bytes_held.on_host)} of moments on its host" if bytes_held.on_host else ""
+    beside = f"; {format_bytes(bytes_held.on_host)} of moments in host memory" if bytes_held.on_host else ""
     return f"a device     {sizes}{beside}"
 
 
@@ -134,12 +134,12 @@ def stages_text(assembly: Assembly) -> list[str]:
         held = layers_of_stage(stage, schedule.num_stages, stages.num_layers, schedule.num_chunks)
         parts = (f"{part.start} to {part.stop - 1}" if len(part) > 1 else f"{part.start}" for part in held if part)
         num_empty = layers * schedule.num_chunks - sum(map(len, held))
-        empty = f" and {num_empty} empty place{'s' if num_empty > 1 else ''}" if num_empty else ""
+        empty = f" and {num_empty} padding layer{'s' if num_empty > 1 else ''}" if num_empty else ""
         lines.append(f"stage {stage:<6} layers {', '.join(parts)}{empty}; {share}")
     policy = assembly.config.remat.policy
     most = f"at most {program.num_kept_slots} microbatches x chunks on a stage"
     each = "1 layer" if layers == 1 else f"{layers} layers"
-    lines.append(f"kept         for backward rows: residuals of {most}, {each} each (remat.policy={policy})")
+    lines.append(f"saved        for backward passes: residuals of {most}, {each} each (remat.policy={policy})")
     return lines
 
 
@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
     """
     tell_before_meeting(os.environ)
     extra = argparse.ArgumentParser(
-        prog="python -m meshtrain explain", description="Where each array of a configuration lives.", add_help=False
+        prog="python -m meshtrain explain", description="Prints how each array of a configuration is sharded.", add_help=False
     )
     extra.add_argument("--draw", metavar="FILE", default="", help="also draw the mesh (.png, .svg or .pdf)")
     config, arguments = parse(argv, extra, reads_data=False)

@@ -146,7 +146,7 @@ def run(
                 if is_last or stops or reason:
                     actions.finish_saving()
             if stops:
-                raise Interrupted(f"saved at step {step} of {when.num_steps}; the same command goes on from there")
+                raise Interrupted(f"saved at step {step} of {when.num_steps}; the same command resumes from there")
             if reason:
                 break
     if reason:

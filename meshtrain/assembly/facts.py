@@ -30,7 +30,7 @@ def parameters_text(assembly: Assembly) -> str:
     trained, frozen = num_trained(assembly)
     beside = f", {trained:,} of them trained" if frozen else ""
     if assembly.config.precision.param_dtype == "bfloat16":
-        beside += "; weights are bfloat16 without a float32 copy, rounded at random (precision.param_dtype)"
+        beside += "; weights are bfloat16 without a float32 copy, with stochastic rounding (precision.param_dtype)"
     return f"{assembly.task.parameters_text}{beside}"
 
 

@@ -93,7 +93,7 @@ def as_file(directory: str | Path, config: Config, num_sequences: int = 0) -> st
     """
     values, defaults = (flags.flatten(one) for one in (config, defaults_of(config)))
     shown = [key for key, value in values.items() if value != defaults[key] or key in _SHOWN]
-    about = "The mesh and the data are examples. Files of one's own: data.source = 'text' and data.path."
+    about = "The mesh and the data are examples. For your own files: data.source = 'text' and data.path."
     if num_sequences:
         about = f"Batch, steps and rates are for {num_sequences:,} sequences. The mesh is an example."
     folder_content = described(directory, config.init_ignore)

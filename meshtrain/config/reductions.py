@@ -39,7 +39,7 @@ def of(config: Config) -> Reduction | None:
         [config.reduction, reduce_dtype(config.precision)],
         takes="options and a dtype",
         gives="a function (options, dtype) -> Reduction",
-        fix=f"mend it there, or {KEY}={SUM}",
+        fix=f"fix it there, or {KEY}={SUM}",
     )
     if not isinstance(made, Reduction):
         raise UserError(

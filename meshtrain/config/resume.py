@@ -16,7 +16,7 @@ from meshtrain.sharding.rules import AXES, DATA
 # Options that may change when a run resumes, and why. The longest matching name counts: `model.attention` before
 # `model`.
 FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
-    "where arrays live and in what order stages run: the same sums on every mesh": (
+    "where arrays are stored and in which order stages run: the sums are the same on every mesh": (
         "mesh", "zero", "offload", "layout", "pipeline",
     ),
     "what the backward pass saves or recomputes, and which kernel runs: the same function": (
@@ -26,31 +26,31 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     # Dropout is keyed by a sequence's index in the global batch, and the loss scale applies to the mean loss: neither
     # depends on the number of parts. Only the order of a sum changes, as with another mesh or number of microbatches.
     # An auxiliary loss that is not a sum over sequences depends on both.
-    "into how many parts a batch is cut: the gradient is that of the whole batch": ("accumulation_steps",),
+    "the number of parts of a batch: their gradients add up to the same sum": ("accumulation_steps",),
     "where data are read from and how fast: the fingerprint of their ids and their split is compared instead": (
         "data.source", "data.path", "data.validation_path", "data.text_field", "data.tokenizer", "data.end_token",
         "data.begin_token", "data.special_tokens",
         "data.chat_template", "data.validation_fraction", "data.num_threads", "data.num_prefetch_batches",
     ),
-    "what is shown, measured and saved": (
+    "logs, measurements and saves": (
         "log_every", "eval_every", "num_eval_batches", "eval_prompts", "eval_tokens", "sample_tokens",
         "checkpoint", "profile", "observe",
     ),
     # These two change the learning rates after the resumed step; `run.workdir` warns of a jump.
-    "how long the run goes on, and the decay of the learning rate that belongs to it": (
+    "the length of the run, and the decay of its learning rate": (
         "num_steps", "num_epochs", "learning_rate.decay_steps",
     ),
-    "what is averaged beside the weights: averages move none of them": ("optimizer.average",),
+    "averages of the weights: they do not change the weights": ("optimizer.average",),
     # A spike rule determines which later steps are skipped; users change it on resume to skip other steps.
-    "when a run gives up": ("guard", "early_stop", "watchdog_seconds"),
+    "when a run stops early": ("guard", "early_stop", "watchdog_seconds"),
 }  # fmt: skip
 FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "another model, or another shape of its arrays": ("task", "model", "lora"),
     "other sequences in a step": ("seed", "batch_size", "sequence_length", "data.packing", "data.loss_on"),
     "other gradients": ("precision", "loss_scale", "reduction"),
     "other updates": ("optimizer", "learning_rate", "local_steps"),
-    "where the weights came from: config.json is the record of it": ("init_from", "init_base", "init_ignore"),
-    "another place of the run's checkpoints, where it would begin anew": ("checkpoint.directory",),
+    "the origin of the weights, which config.json records": ("init_from", "init_base", "init_ignore"),
+    "another directory of checkpoints, in which the run would start from the beginning": ("checkpoint.directory",),
 }
 
 

@@ -70,7 +70,7 @@ def read_lines(path: Place, problems: Problems) -> list[Line]:
     except UserError as error:
         problems.add(*error.problems)
     if num_marks and peers.is_main_process():
-        warn(f"{path}: got {num_marks} byte order mark(s), which are left out")
+        warn(f"{path}: got {num_marks} byte order mark(s), which are removed")
     return result
 
 
@@ -326,7 +326,7 @@ def summary(fitted: Sequence[Fitted]) -> str:
         [one.num_lines for one in fitted], [len(one.examples) for one in fitted]))  # fmt: skip
     counted = [one.examples.counted for one in fitted if one.examples.counted is not None]
     num_tokens, num_answers = sum(map(len, counted)), sum(int(one.sum()) for one in counted)
-    text = f"{lines} lines in {rows} sequences; {num_answers:,} of {num_tokens:,} tokens are answers'"
+    text = f"{lines} lines in {rows} sequences; {num_answers:,} of {num_tokens:,} tokens belong to answers"
     return f"{text}; {losses(fitted)}"
 
 

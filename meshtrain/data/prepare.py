@@ -368,9 +368,9 @@ def _write_each(
     refuse(problems.lines())
     folder.mkdir(exist_ok=True)
     for part, why in again.items():
-        print(f"{part}: {why}; it is made again", flush=True)
+        print(f"{part}: {why}; it is prepared again", flush=True)
     if whole:
-        print(f"{folder}: {len(whole):,} of {len(parts):,} files are whole", flush=True)
+        print(f"{folder}: {len(whole):,} of {len(parts):,} files are complete", flush=True)
     with _progress(files[parts[part]] for part in left) as bar:
         for part in left:
             try:
@@ -437,7 +437,7 @@ def _difference(part: Path, old: TokenFile, new: TokenFile) -> tuple[Problem | N
         return Problem("--output", fault=fault, allowed="a folder for each way to prepare", nearest=fix), ""
     if differing:
         return None, f"'{new.source}' has changed since"
-    return None, "" if is_intact(part, old) else "it is damaged, its ids are not those that were written"
+    return None, "" if is_intact(part, old) else "it is damaged: its ids differ from its checksum"
 
 
 def _as_flags(problem: Problem) -> Problem:

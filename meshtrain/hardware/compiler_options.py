@@ -97,7 +97,8 @@ LATE_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         64,
-        "late gradients are reduced beside the whole step; of one collective at a time all but one wait for its end",
+        "gradients of one step late are reduced during the next step; one collective at a time would let the others "
+        "wait",
     ),
 )
 
@@ -109,12 +110,12 @@ CHUNK_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         64,
-        "gradients are reduced beside loops over rows; the limit counts all collectives of a loop",
+        "gradients are reduced during loops over rows; the limit counts all collectives of a loop",
     ),
     CompilerOption(
         "xla_gpu_memory_limit_slop_factor",
         200,
-        "reductions of chunks run beside rows although the scheduler estimates more memory than the step takes",
+        "reductions of chunks overlap rows although the scheduler estimates more memory than the step needs",
     ),
 )
 
@@ -124,11 +125,11 @@ DETERMINISTIC_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_deterministic_ops",
         True,
-        "the same bits each time: rows that are added up are sorted first, and no kernel is chosen by its time",
+        "deterministic: rows are sorted before they are added, and kernels are not chosen by their time",
     ),
     # With the first option, jaxlib 0.12 cannot compile Triton products for a GPU that is not present.
     CompilerOption(
-        "xla_gpu_enable_triton_gemm", False, "products are cuBLAS', by its own choice of kernel", since="0.12"
+        "xla_gpu_enable_triton_gemm", False, "cuBLAS computes products, with the kernels that it selects", since="0.12"
     ),
 )
 
@@ -158,7 +159,7 @@ def joining(layer_bytes: int) -> tuple[CompilerOption, ...]:
     """
     if layer_bytes <= JOINED_BYTES:
         return ()
-    reason = "joins what a layer's gradients send: products run beside one collective, not beside each of several"
+    reason = "combines the transfers of a layer's gradients: products overlap one collective instead of several"
     kinds = ("all_reduce", "reduce_scatter")
     return tuple(CompilerOption(f"xla_gpu_{kind}_combine_threshold_bytes", layer_bytes, reason) for kind in kinds)
 

@@ -174,7 +174,7 @@ def choose(
                 nearest=fix,
             )
         )
-    return list(found[:num_devices_needed]), [f"the mesh takes the first {num_devices_needed} of {len(found)} devices"]
+    return list(found[:num_devices_needed]), [f"the mesh uses the first {num_devices_needed} of {len(found)} devices"]
 
 
 def _setting(name: str) -> Any:

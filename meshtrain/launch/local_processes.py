@@ -168,7 +168,7 @@ def run(job: Job, num_restarts: int = 0) -> int:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         index, code = workers.wait(left.until)
         if code:
-            _say(f"process {index} ended first, with code {code}; its last words:")
+            _say(f"process {index} ended first, with code {code}; its last output:")
             print(*(f"    {line}" for line in workers.last_words[index]), sep="\n", file=sys.stderr, flush=True)
         if code in NEVER_RETRIED or arrived:
             return code
@@ -176,13 +176,13 @@ def run(job: Job, num_restarts: int = 0) -> int:
             if not left.one_less():
                 return code
         elif left.until is not None and time.monotonic() >= left.until:
-            _say("all processes start again")
+            _say("all processes are restarted")
         elif num_restarts == 0:
             return code
         else:
             num_restarts -= 1
             left.failed(index, code)
-            _say(f"starting again, {num_restarts} more times at most")
+            _say(f"restarting, at most {num_restarts} more times")
 
 
 class Left:

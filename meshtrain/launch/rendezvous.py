@@ -63,7 +63,7 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
             tried(lambda: socket.getaddrinfo(meeting.host, meeting.port), TRY_SECONDS)
     except OSError as failure:
         got = f"{meeting.address}, which does not resolve ({failure.strerror})"
-        fix = "its IP address, or mend DNS"
+        fix = "its IP address, or fix DNS"
         raise UserError(Problem(key, got=got, allowed="host:port of process 0", nearest=fix)) from failure
     try:
         return _answers(*roll_call(meeting, environ, None, MEET_SECONDS, needs_all=True))
@@ -286,7 +286,7 @@ class Hub:
         if count != expected:
             why = f"{one.address} was started as one of {count} processes, process 0 as one of {expected}"
         elif process in self._own or not 0 < process < expected:
-            why = f"{one.address} says that it is process {process}, and so does another process"
+            why = f"{one.address} reports that it is process {process}, and so does another process"
         else:
             self._own[process] = one
             one.send(_AWAITED, [])  # shows the process that it has not reached another program's port
@@ -366,7 +366,7 @@ class Member:
         one = self._connection
         while not self._unread:
             if one.strange:
-                raise Unreachable(f"{one.address} is another program's: {one.strange[:40]!r}")
+                raise Unreachable(f"{one.address} belongs to another program: {one.strange[:40]!r}")
             if not one.is_open:
                 raise Unreachable("process 0 has ended")
             one.socket.settimeout(max(0.01, deadline - time.monotonic()))

@@ -30,7 +30,7 @@ _MEDIANS = 10
 _PATIENT_SECONDS = 1800.0
 _POLL_SECONDS = 1.0
 _LAST_SECONDS = 5.0  # to send the last heartbeat
-_ADVICE = "started again, the run goes on from its last checkpoint"
+_ADVICE = "start it again to resume from its last checkpoint"
 _ABSENT_SECONDS = 10.0  # between two checks: a longer time means that this process was stopped (SIGSTOP, suspend)
 _NUM_STEPS_REMEMBERED = 64
 _NO_SIGN = "0 none"  # placeholder before the first heartbeat; it starts with the step
@@ -148,7 +148,7 @@ class Watchdog:
         self._discount_own_absence()
         if lost := self.lost():
             process, seconds = min(lost.items())
-            return f"process {process} has given no sign of life for {seconds:.0f} s"
+            return f"process {process} has sent no heartbeat for {seconds:.0f} s"
         waited = self._now() - self._last_seconds
         if waited <= self.limit_seconds():
             return ""

@@ -150,7 +150,7 @@ def _note(shape: Mapping[str, int]) -> str:
     split = f" Weights are split by {' and by '.join(into)}." if into else ""
     sequences = [axis for axis in sequence_axes() if shape[axis] > 1]
     down = f" The batch is split by {' and '.join(sequences)} into rows: parts of each sequence." if sequences else ""
-    return f"Filled: what a device holds.{split}{down}"
+    return f"Filled: the parts on this device.{split}{down}"
 
 
 def _above(shape: Mapping[str, int]) -> float:

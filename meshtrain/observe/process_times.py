@@ -40,8 +40,8 @@ _CPU_DIM, _CPU_NUM_PRODUCTS = 192, 4
 _MEASURED = ("step_seconds", "data_seconds", "host_seconds", "device_wait_seconds")
 CAUSES = {
     "data": "waiting for data",
-    "host": "its own work before a step is dispatched",
-    "device": "what its devices compute (by a product of its own)",
+    "host": "host work before a step is dispatched",
+    "device": "device computation (measured by a fixed product)",
 }
 
 
@@ -83,8 +83,9 @@ class Slow:
 
     def line(self) -> str:
         """Returns the warning for the terminal."""
-        lost = "; ".join(f"{seconds:.3g} s a step with {CAUSES[cause]}" for cause, seconds in self.lost_seconds.items())
-        return f"meshtrain: WARNING: process {self.process} is slow: against the median of the others it loses {lost}"
+        lost = "; ".join(f"{seconds:.3g} s a step on {CAUSES[cause]}" for cause, seconds in self.lost_seconds.items())
+        return f"meshtrain: WARNING: process {self.process} is slow: compared with the median of the others it loses "
+        f"{lost}"
 
 
 def lost_seconds(times: Mapping[int, Times], probes: Mapping[int, float]) -> dict[tuple[int, str], float]:

@@ -129,4 +129,4 @@ class Profiler:
     def _give_up(self, error: Exception) -> None:
         # A failed trace must not end the run.
         self._steps = None
-        print(f"meshtrain: WARNING: no trace in {self.directory}: {error}; training goes on", file=sys.stderr)
+        print(f"meshtrain: WARNING: no trace in {self.directory}: {error}; training continues", file=sys.stderr)

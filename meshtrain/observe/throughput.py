@@ -71,7 +71,7 @@ class Uneven:
             return ""
         self._has_said = True
         return (
-            f"{self.metric} is {parts:.0f} and has been above 1 since step {self.since}: a device has many more tokens "
-            "than an even load of experts, and steps take longer; a larger model.balance_weight or "
-            "optimizer.balance_rate evens it out"
+            f"{self.metric} is {parts:.0f} and has been above 1 since step {self.since}: a device has many more "
+            "tokens than under an even load of experts, so steps take longer; a larger model.balance_weight or "
+            "optimizer.balance_rate balances the load"
         )

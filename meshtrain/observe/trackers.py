@@ -178,7 +178,9 @@ class MetricsFile:
                 os.ftruncate(self._file.fileno(), size_bytes)
                 raise
         except OSError as error:
-            self._has_warned = _warn_once(self._has_warned, f"{self.path}: {error}; training goes on, rows are missing")
+            self._has_warned = _warn_once(
+                self._has_warned, f"{self.path}: {error}; training continues, rows are missing"
+            )
 
     def close(self) -> None:
         """Closes the file. It may be called again."""
@@ -257,7 +259,7 @@ class TensorBoard:
             action()
         except OSError as error:
             # Readers stop at an incomplete record of an event file, so later events would be lost.
-            warn(f"{self.directory}: {error}; training goes on, without TensorBoard")
+            warn(f"{self.directory}: {error}; training continues, without TensorBoard")
             self._writer = None
 
 
@@ -280,7 +282,7 @@ class Guarded:
         try:
             action()
         except (Exception, SystemExit) as error:  # noqa: BLE001  a service or user code may raise anything
-            line = f"{self._name}: {type(error).__name__}: {error}; training goes on, rows are missing there"
+            line = f"{self._name}: {type(error).__name__}: {error}; training continues, rows are missing there"
             self._has_warned = _warn_once(self._has_warned, line)
 
 
@@ -293,7 +295,7 @@ def _own(options: ObserveOptions, directory: pathlib.Path, resume_step: int) -> 
         [options, directory, resume_step],
         takes="options, a folder and a step",
         gives="an object with write(step, values) and close()",
-        fix="mend it there, or none",
+        fix="fix it there, or none",
     )
     missing = [name for name in ("write", "close") if not callable(getattr(given, name, None))]
     if missing:

@@ -202,7 +202,7 @@ def _own(options: LearningRateOptions) -> Share:
     Raises UserError if the function is invalid.
     """
     wanted = "a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
-    share = called(KEY, options.name, NAMES, [options], takes="options", gives=wanted, fix="mend it there")
+    share = called(KEY, options.name, NAMES, [options], takes="options", gives=wanted, fix="fix it there")
     fix = "jnp.where, jnp.minimum and their like in place of `if`"
     with told(Problem(KEY, got=f"'{options.name}', whose result", allowed=wanted, nearest=fix)):
         got = jax.eval_shape(lambda count: jnp.asarray(share(count)), jax.ShapeDtypeStruct((), jnp.int32))

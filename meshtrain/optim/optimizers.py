@@ -250,7 +250,7 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
     Its `init` traces an update and raises UserError if the update is invalid.
     """
     takes, wanted = "options, learning rates and logical axes", "an optax.GradientTransformation"
-    fix = "mend it there"
+    fix = "fix it there"
     given = called(KEY, options.name, NAMES, [options, rates, axes], takes=takes, gives=wanted, fix=fix)
     if not isinstance(given, optax.GradientTransformation):
         raise UserError(
@@ -280,7 +280,7 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
                     KEY,
                     got=f"'{options.name}', whose update returns {wrong}",
                     allowed="updates like the weights and a state like that of init, in shapes and dtypes",
-                    nearest="mend it there",
+                    nearest="fix it there",
                 )
             )
         return as_data(given.init(params))

@@ -34,8 +34,8 @@ def caption(schedule: Schedule, costs: Costs) -> list[str]:
     what = "microbatches" if schedule.num_chunks == 1 else "microbatches x chunks"
     return [
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches{chunks}; {durations}",
-        f"bubble {free:.1%} where stages run freely, {step:.1%} where they move in step",
-        f"memory: stages hold at most {held} {what} (first to last stage)",
+        f"bubble {free:.1%} if stages run freely, {step:.1%} if they run in lock step",
+        f"memory: at most {held} {what} in flight (first to last stage)",
     ]
 
 

@@ -318,7 +318,7 @@ def _own_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int
         [num_stages, num_microbatches, num_chunks],
         takes="three numbers",
         gives="rows for them",
-        fix="mend it there, or other numbers",
+        fix="fix it there, or other numbers",
         call=f" for {num_stages} stages, {num_microbatches} microbatches and {num_chunks} chunks",
     )
     if wrong := _no_rows(given, num_stages):

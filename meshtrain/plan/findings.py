@@ -34,7 +34,7 @@ ADDED = 0.02
 MUCH_IDLE = 0.15
 BACKWARD_SHARE = 2 / 3  # share of a microbatch's time
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
-APART = "model.within_documents=false where neighbouring documents may see each other"
+APART = "model.within_documents=false, if neighbouring documents may see each other"
 SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length that is a multiple of 128"
 
 
@@ -63,14 +63,14 @@ def findings(plan: Plan) -> list[Finding]:
     if plan.added_share is not None and plan.added_share > ADDED:
         results.append(
             Finding(
-                f"the compiler added {plan.added_share:.1%} of matrix products to those traced",
-                "it recomputes to save memory, or repeats on several devices what it could not split",
+                f"the compiler added {plan.added_share:.1%} to the traced matrix products",
+                "it recomputes to save memory, or repeats work that it could not split on several devices",
             )
         )
     if (idle := idle_share(assembly)) > MUCH_IDLE:
         results.append(
             Finding(
-                f"the pipeline idles {idle:.0%} of its rows",
+                f"the pipeline is idle in {idle:.0%} of its rows",
                 "more pipeline.num_microbatches, or interleaved_1f1b with more pipeline.num_chunks",
             )
         )
@@ -88,9 +88,9 @@ def _memory(plan: Plan) -> list[Finding]:
     if stats and device and cluster.platform == "cuda" and memory.fits is not False:
         default = DEFAULT_MEMORY_FRACTION * device
         if stats.peak_bytes + memory.uncertainty_bytes > default:
-            taken = f"JAX by default takes {format_bytes(int(default))} of the GPU's memory, and the step needs more"
+            taken = f"by default JAX uses {format_bytes(int(default))} of the GPU's memory, and the step needs more"
             setting = f"{FRACTION_VARIABLE}={POOL_FRACTION}"
-            results.append(Finding(taken, f"{setting}, which train sets where it is not set"))
+            results.append(Finding(taken, f"{setting}, which train sets if it is not set"))
     return results
 
 
@@ -101,7 +101,7 @@ def layers_in_loop(assembly: Assembly, cluster: Cluster) -> list[Finding]:
     spares = config.task in tasks.names() and "remat.unroll" not in effects.without_effect(unrolled, shape)
     if cluster.platform == "cpu" or config.remat.unroll or not spares:
         return []
-    what = "layers are a loop, which copies what they save into arrays of all layers and out again"
+    what = "layers run in a loop, which copies saved activations into arrays of all layers and back"
     return [Finding(what, "remat.unroll=true, which takes longer to compile")]
 
 
@@ -122,12 +122,12 @@ def _messages(messages: Sequence[str], remat: str) -> list[Finding]:
     for line in messages:
         if "nvoluntary full rematerialization" in line:
             results["rematerialization"] = Finding(
-                "the partitioner gathers a whole array to split it differently (involuntary full rematerialization)",
+                "the partitioner gathers a complete array to split it differently (involuntary full rematerialization)",
                 "constrain the activation there, or change the rule that splits it",
             )
         if budget := BUDGET.search(line):
             results["budget"] = Finding(
-                f"the compiler's memory budget is {budget[1]}, and it got no lower than {budget[2]}: it has traded "
+                f"the compiler's memory budget is {budget[1]}, and it could not get below {budget[2]}: it traded "
                 "time for memory",
                 f"smaller microbatches (accumulation_steps), {recomputed}or more devices for the weights",
             )
@@ -147,16 +147,16 @@ def _traffic(axis: str, bound: float, rows: Sequence[Traffic]) -> list[Finding]:
     if sent > FAR_ABOVE_MINIMUM * bound and sent - bound > MATTERS_BYTES:
         most = max(mine, key=lambda row: row.wire_bytes)
         where = ", ".join((most.kind, *most.sources[:1]))
-        times = f"{sent / bound:.2f} times what it has to" if bound else "and has to send nothing"
-        what = f"{axis} sends {format_bytes(int(sent))}, {times} (most of it {where})"
+        times = f"{sent / bound:.2f} times the minimum" if bound else "though the minimum is 0"
+        what = f"{axis} sends {format_bytes(int(sent))}, {times} (mostly {where})"
         results.append(Finding(what, "look at the constraint in that line"))
     if axis in (CONTEXT, EXPERT):
         return results  # matrix products depend on an exchange before and after it, so larger microbatches do not help
     hidden = sum(row.wire_bytes * row.overlapped_fraction for row in mine)
     of_all = sent / max(1.0, sum(row.wire_bytes for row in rows))
     if sent > MATTERS_BYTES and of_all > MATTERS_SHARE and hidden < LITTLE_OVERLAP * sent:
-        what = f"only {hidden / sent:.0%} of what {axis} sends is overlapped by matrix products"
-        results.append(Finding(what, "larger microbatches, or less along this axis"))
+        what = f"only {hidden / sent:.0%} of the bytes sent along {axis} overlap matrix products"
+        results.append(Finding(what, "larger microbatches, or fewer devices along this axis"))
     return results
 
 
@@ -195,26 +195,26 @@ def fewer_microbatches(parts: int, activations_bytes: int, free_bytes: int) -> F
     """
     fewer = divisors(parts)[-2]
     needed = activations_bytes * parts // fewer
-    taken = f"in {fewer} activations would take about {format_bytes(needed)} of {format_bytes(free_bytes)}"
+    taken = f"with {fewer}, activations would take about {format_bytes(needed)} of {format_bytes(free_bytes)}"
     if needed <= free_bytes:
         what = f"weights of experts are gathered for each of {parts} microbatches, and fewer fit: {taken}"
         return Finding(what, f"accumulation_steps={fewer}")
-    what = f"memory forces {parts} microbatches, for each of which weights of experts are gathered: {taken}"
-    return Finding(what, "a remat.policy that keeps less (save_attention, full), or zero.level=1 with mesh.fsdp=1")
+    what = f"memory requires {parts} microbatches, and weights of experts are gathered for each: {taken}"
+    return Finding(what, "a remat.policy that saves less (save_attention, full), or zero.level=1 with mesh.fsdp=1")
 
 
 def _attention(plan: Plan) -> list[Finding]:
     length, by, platform = plan.compiled.assembly.config.sequence_length, plan.compiled.attention, plan.cluster.platform
     if by == "cudnn" and platform == "cuda":
-        unseen = "attention is cuDNN's kernel, compiled without cuDNN at hand: its workspace is not in these numbers"
+        unseen = "attention is cuDNN's kernel, compiled without cuDNN: its workspace is not in these numbers"
         return [Finding(unseen, "leave some memory to spare")]
     if by == "splash" and platform != "tpu":
-        return [Finding("attention is a TPU's kernel, which is interpreted here, slowly", "model.attention=auto")]
+        return [Finding("attention is a TPU kernel, which is interpreted here, slowly", "model.attention=auto")]
     chosen = _kernel(plan, ATTENTION)
     if chosen is None:
         return []  # other tasks have no options of attention to advise on
     if by == "xla" and length >= 2048:
-        keeps = f"attention keeps {length} x {length} numbers for each head"
+        keeps = f"attention stores {length} x {length} numbers for each head"
         return [Finding(f"{keeps}: {chosen.why}", "model.attention=auto")]
     if by == "triton":
         slower = f"attention is a kernel that was half as fast on an H100 as cuDNN's: {chosen.why}"

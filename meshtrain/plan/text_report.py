@@ -29,7 +29,7 @@ def verdict(plan: Plan) -> str:
     """Returns a text that states whether the step fits its device, with the margin."""
     memory = plan.memory
     if memory.capacity_bytes is None:
-        return "whether it fits is not known: nothing is known about this device's memory"
+        return "whether it fits is not known: this device's memory is not known"
     if memory.margin_bytes is None:
         return f"{VERDICTS[memory.fits]}: the compiler gave up for lack of memory"
     side = "to spare" if memory.margin_bytes >= 0 else "too much"
@@ -66,7 +66,7 @@ def _memory(plan: Plan) -> str:
         ("parameters", _bytes(memory.state.parameters), "from shardings"),
         ("gradients", _bytes(memory.state.gradients), "from shardings, float32"),
         ("optimizer", _bytes(memory.state.moments), "from shardings"),
-        ("activations and temporaries", _bytes(memory.activations_bytes), "the compiler's temporaries less gradients"),
+        ("activations and temporaries", _bytes(memory.activations_bytes), "the compiler's temporaries minus gradients"),
         ("batch", _bytes(memory.batch_bytes), "from shardings"),
     ]
     if memory.state.extra:
@@ -83,11 +83,11 @@ def _memory(plan: Plan) -> str:
         ]  # fmt: skip
         if stats.host_bytes:
             rows.append(("on the host", _bytes(stats.host_bytes), "by the compiler"))
-    kept = f"of {_bytes(memory.device_bytes)}; the rest is left to runtime and allocator" if memory.device_bytes else ""
+    kept = f"of {_bytes(memory.device_bytes)}; the rest is for the runtime and allocator" if memory.device_bytes else ""
     rows.append(("capacity", _bytes(memory.capacity_bytes), kept))
     if (tokens := longest(plan.compiled.assembly.config, memory)) and plan.compiled.attention != "xla":
         rows.append(
-            ("longest sequence", f"{_two_digits(tokens):,}", "tokens that would fit, if temporaries grow as they do")
+            ("longest sequence", f"{_two_digits(tokens):,}", "tokens that would fit if temporaries grow at this rate")
         )
     shown = aligned(rows, ("memory", "a device", ""), "<>")
     if not memory.buffers:
@@ -117,17 +117,17 @@ def _communication(plan: Plan) -> str:
         for axis in (PIPELINE, CONTEXT, TENSOR)
         if shape[axis] > 1 and axis not in plan.minimum
     ]
-    parts = [table, aligned(bounds, ("axis", "on the wire", "least", "ratio"), "<>>")]
+    parts = [table, aligned(bounds, ("axis", "on the wire", "minimum", "ratio"), "<>>")]
     if working := working_ratios(plan):
         parts.append(
-            "sent on rows that work / least: "
+            "sent in working rows / minimum: "
             + ", ".join(f"{axis} {ratio:.3f}" for axis, ratio in working.items())
             + "\nidle rows send "
-            + ", ".join(f"{idle / sent_along(plan, axis):.1%} of {axis}" for axis, idle in plan.idle_bytes.items())
+            + ", ".join(f"{idle / sent_along(plan, axis):.1%} of {axis}'s bytes" for axis, idle in plan.idle_bytes.items())
         )
     if layers := plan.layer_gradients:
         by = "the backward loop" if plan.compiled.assembly.placed.program is None else "later rows"
-        hidden = f"{layers.overlapped_fraction:.0%} of the bytes beside products of {by}"
+        hidden = f"{layers.overlapped_fraction:.0%} of the bytes overlap products of {by}"
         parts.append(f"gradients of stacked layers: {_bytes(layers.wire_bytes)} over data, {hidden}")
     return "\n\n".join(parts)
 
@@ -147,7 +147,7 @@ def _collectives(traffic: Sequence[collectives.Traffic], timing: Timing | None, 
         )
         for row in traffic
     ]
-    header = ("axis", "collective", when, "whole", "on the wire", "async", "alone", "hidden", "mostly from")
+    header = ("axis", "collective", when, "array", "on the wire", "async", "time", "hidden", "mostly from")
     return aligned(rows, header, "<<>>>>>>")
 
 
@@ -166,7 +166,7 @@ def _other(program: OtherProgram) -> str:
     parts = [_collectives(program.traffic, program.timing, when)] if program.traffic else []
     parts.append(aligned(rows, (program.name, "on the wire of data", "least"), "<>>"))
     if program.timing:
-        seconds = f"{step_interval(program.timing)} {when}, which is not in the step below"
+        seconds = f"{step_interval(program.timing)} {when}, not included in the step below"
         parts.append(aligned([(program.name, seconds, "modelled")], ("time", "a run", "")))
     return "\n\n".join(parts)
 
@@ -200,9 +200,9 @@ def _compute(plan: Plan) -> str:
     if plan.work is None:
         return ""
     rows = [
-        ("compiled", f"{plan.work.total:.4g}", "matrix products; of causal attention kernels what they do not skip")
+        ("compiled", f"{plan.work.total:.4g}", "matrix products; causal attention kernels without skipped blocks")
     ]
-    rows.append(("traced", f"{plan.compiled.traced_flops:.4g}", "before the compiler, attention kernels in full"))
+    rows.append(("traced", f"{plan.compiled.traced_flops:.4g}", "before compilation, attention kernels in full"))
     if plan.model_flops:
         causal, full = plan.model_flops
         if causal == full:
@@ -211,7 +211,7 @@ def _compute(plan: Plan) -> str:
             rows.append(("model, causal", f"{causal:.4g}", "6 N and causal attention"))
             rows.append(("model, full", f"{full:.4g}", "6 N and full attention"))
     if plan.recomputed_share is not None:
-        what = "computed again or on idle rows" if plan.compiled.assembly.placed.program else "computed again"
+        what = "recomputed or on idle rows" if plan.compiled.assembly.placed.program else "computed again"
         rows.append(("more than the model", f"{max(0.0, plan.recomputed_share):.1%}", f"of the compiled work: {what}"))
     return aligned(rows, ("FLOPs", "a device", ""), "<>")
 
@@ -224,15 +224,15 @@ def _time(plan: Plan) -> str:
     rates = units / timing.high_seconds, units / timing.step_seconds, units / timing.low_seconds
     rows = [("step", step_interval(timing)), (f"{task.unit}/s", interval(rates, ",.0f"))]
     if plan.mfu:
-        rows.append(("MFU", f"{interval(plan.mfu, '.0%')}, full attention counted"))
+        rows.append(("MFU", f"{interval(plan.mfu, '.0%')}, counting full attention"))
     rows += [
-        ("computing alone", f"{timing.compute_seconds * timing.factor:.3g} s"),
-        ("sending alone", f"{timing.wire_seconds * timing.factor:.3g} s"),
+        ("all computation", f"{timing.compute_seconds * timing.factor:.3g} s"),
+        ("all transfers", f"{timing.wire_seconds * timing.factor:.3g} s"),
     ]
     if plan.compiled.assembly.placed.program is not None:
         idle = idle_share(plan.compiled.assembly)
-        rows.append(("bubble", f"{idle:.1%} of the rows idle on a stage; it is in the step"))
-    how = f"calibrated: measured is {timing.factor:.2f} of the bare model" if timing.factor != 1 else "no step measured"
+        rows.append(("bubble", f"{idle:.1%} of the rows are idle on a stage; included in the step"))
+    how = f"calibrated: the measured step is {timing.factor:.2f} of the uncalibrated model" if timing.factor != 1 else "no step measured"
     marked = [(name, value, "modelled") for name, value in rows]
     ends = plan.assumptions.interval_line(accelerator, is_calibrated=timing.factor != 1)
     of_model = plan.assumptions.lines(accelerator, plan.cluster.num_slices)
@@ -244,7 +244,7 @@ def _options(plan: Plan) -> str:
     rows = [
         (option.name, str(option.value), option.reason) for option in plan.compiled.assembly.steps.compiling.options
     ]
-    why = "compiled a second time: with nothing to tune on, the compiler found no tiles for a product of Triton's"
+    why = "compiled a second time: without a device to tune on, the compiler found no tiles for a Triton product"
     rows += [(name, str(value), why) for name, value in plan.compiled.added_options.items()]
     if not rows:
         return ""

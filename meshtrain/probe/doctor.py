@@ -128,8 +128,8 @@ def _together(arguments: argparse.Namespace, meeting: Meeting, call: Hub | Membe
     theirs += all_processes.registered(meeting, hosts, [*(hub.refused if hub else []), *strangers], seconds)
     for check, fix, made in (
         ("versions", "install the same on all machines, from one image or one shared folder", verdicts.error),
-        ("environment", "set it in all processes alike", verdicts.error),
-        ("libraries", "the same driver and libraries on all machines, if a job fails", verdicts.warning),
+        ("environment", "set the same value in all processes", verdicts.error),
+        ("libraries", "install the same driver and libraries on all machines, if a job fails", verdicts.warning),
     ):
         theirs += all_processes.same(check, {process: each[check] for process, each in said.items()}, fix, made)
     writers = set(said) - {each.process for each in theirs if (each.verdict, each.check) == (verdicts.ERROR, "workdir")}
@@ -215,7 +215,7 @@ def _within_limit(limit: float, first: str, work: _Work) -> JsonObject:
         except UserError as failure:
             result["refused"] = list(failure.problems)
         except Exception as failure:  # noqa: BLE001  whatever JAX raises is a finding
-            result["failed"] = [f"{type(failure).__name__}: {str(failure) or 'no more is said'}"]
+            result["failed"] = [f"{type(failure).__name__}: {str(failure) or 'no details'}"]
 
     thread = threading.Thread(target=act, daemon=True)
     thread.start()

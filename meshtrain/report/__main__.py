@@ -84,7 +84,7 @@ def schedules(runs: Sequence[Run]) -> list[str]:
         sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
         what = f"{html.escape(schedule.name)}: {sizes}"
         if is_own(schedule.name):
-            parts.append(f"<p>{what}, a function of one's own, which a page does not run</p>")
+            parts.append(f"<p>{what}, a custom function, which a page does not run</p>")
         elif not schedule.rows:
             parts.append(f"<p>{what}, too many to draw here</p>")
         else:

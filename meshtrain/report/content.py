@@ -41,7 +41,7 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
         part for run in runs for load in loads.of_experts(run.log) for part in (heading(run.name, 3), loads.chart(load))
     ]
     if drawn:
-        parts += [heading("Load of each expert over the mean, mean of layers"), *drawn]
+        parts += [heading("Load of each expert relative to the mean, averaged over layers"), *drawn]
     for run in runs:
         parts += [part for norms in loads.of_layers(run.log)
                   for part in (heading(f"{run.name}: {norms.what}", 3), loads.chart(norms))]  # fmt: skip
@@ -55,7 +55,7 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
         parts += [heading(f"Prompts at evaluations of {run.name}"), table(run.texts, ["step", "prompt", "text"], ">")]
     samples = [part for run in runs if run.sample for part in (heading(run.name, 3), as_it_stands(run.sample))]
     if samples:
-        parts += [heading("Samples, drawn at the end"), *samples]
+        parts += [heading("Samples, generated at the end"), *samples]
     return page(", ".join(run.name for run in runs), parts)
 
 
@@ -157,7 +157,7 @@ def _configurations(runs: Sequence[Run]) -> list[str]:
         names = [run.name for run in runs]
         parts.append(table(rows, ["field", *names]) if rows else "<p>The configurations are the same.</p>")
     for run in runs:
-        parts.append(folded(f"the whole of {run.name}", as_it_stands(json.dumps(run.config, indent=2))))
+        parts.append(folded(f"all of {run.name}", as_it_stands(json.dumps(run.config, indent=2))))
     return parts
 
 

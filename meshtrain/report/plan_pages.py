@@ -29,13 +29,13 @@ def plan_page(plan: Plan) -> str:
     charts += [heading("Memory of a device"), bars([(name, float(size)) for name, size in held], limit)]
     if plan.traffic:
         rows = [(f"{row.axis}, {row.kind}", row.wire_bytes) for row in plan.traffic]
-        charts += [heading("On the wire, a step and device"), bars(rows, None)]
+        charts += [heading("Sent by a device in a step"), bars(rows, None)]
         least = [
             pair
             for axis, size in plan.minimum.items()
             for pair in ((f"{axis}, sent", text_report.sent_along(plan, axis)), (f"{axis}, least", size))
         ]
-        charts += [heading("Beside the least that each axis has to send"), bars(least, None, step=2)]
+        charts += [heading("Compared with the minimum of each axis"), bars(least, None, step=2)]
     charts += [heading("The whole report"), as_it_stands(text_report.text(plan))]
     return page(f"Plan for {plan.cluster.text}", charts)
 

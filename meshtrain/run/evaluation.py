@@ -60,7 +60,7 @@ def evaluate_with_texts(
             with (run / PROMPTED_FILE).open("a", encoding="utf-8") as file:
                 file.writelines(f"{json.dumps(row)}\n" for row in rows)
     except OSError as error:
-        warn(f"{run / PROMPTED_FILE}: {error}; the texts are shown here only")
+        warn(f"{run / PROMPTED_FILE}: {error}; the texts are only printed here")
     return values
 
 

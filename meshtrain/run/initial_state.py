@@ -63,7 +63,7 @@ def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainS
     start_seconds = time.perf_counter()
     step, damaged = checkpoints.newest_whole()
     for line in damaged if peers.is_main_process() else ():
-        warn(f"{line}; set aside, the one before it is used")
+        warn(f"{line}; it is set aside, and the checkpoint before it is used")
     if step is None:
         return beginning(assembly), 0, {}
     state = assembly.steps.from_kept(_restored(assembly, checkpoints, step))
@@ -78,7 +78,7 @@ def _restored(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainS
     if has == had:
         return _as_today(assembly, checkpoints, step, kept)
     if peers.is_main_process():
-        what = "no averages, which begin at its weights" if has else "averages, which this run leaves out"
+        what = "no averages; they start from its weights" if has else "averages, which this run ignores"
         warn(f"optimizer.average: got {assembly.config.optimizer.average}, and step {step} has {what}")
     saved = kept.opt_state.inner if has else Averaged(kept.opt_state, ())
     state = _as_today(assembly, checkpoints, step, dataclasses.replace(kept, opt_state=saved))

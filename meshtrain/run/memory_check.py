@@ -70,7 +70,7 @@ def room_of(assembly: Assembly) -> Room | None:
     stats = own[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
-    what = f"what JAX takes of one {own[0].device_kind}"
+    what = f"the part that JAX uses of one {own[0].device_kind}"
     return Room(int(stats["bytes_limit"]), 1, is_host=False, what=what)
 
 
@@ -248,7 +248,7 @@ def _step_fix(assembly: Assembly, room: Room | None, planned: Statistics | None)
         except UserError:
             continue
         if not problems_of(changed, sizes):
-            return f"{arguments(change)} (meshtrain plan compiles others)"
+            return f"{arguments(change)} (meshtrain plan compiles alternatives)"
     return _plan(state_bytes(assembly, with_host=True) * assembly.mesh.size)
 
 

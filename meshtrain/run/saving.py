@@ -96,9 +96,9 @@ def finish(checkpoints: Checkpoints) -> None:
     if error := checkpoints.newest_failure:
         try:
             step = checkpoints.latest_step()
-            where = "begins anew" if step is None else f"goes on from step {step}"
+            where = "begins anew" if step is None else f"resumes from step {step}"
         except Unreached:
-            where = "goes on from the newest step there"
+            where = "resumes from the newest step there"
         raise SaveFailed(f"{error}; the same command {where}")
 
 
@@ -207,7 +207,7 @@ def guarded(actions: Actions, checkpoints: Checkpoints, trackers: Trackers) -> I
             raise FolderLost(f"{line}; {error}") from error
         raise
     if line := trackers.lost():
-        raise FolderLost(f"{line}; the run is done")
+        raise FolderLost(f"{line}; the run is complete")
 
 
 def stops_without(lost: Callable[[], str], asked: list[str]) -> bool:

@@ -79,7 +79,7 @@ def show(
         try:
             write_whole(run / SAMPLES_FILE, sampled)
         except OSError as error:
-            warn(f"{run / SAMPLES_FILE}: {error}; the sample is shown here only")
+            warn(f"{run / SAMPLES_FILE}: {error}; the sample is only printed here")
     print("\n".join(lines), flush=True)
 
 

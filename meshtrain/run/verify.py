@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     for directory in checkpoints:
         damage = integrity.damage(directory) or renamed(directory)
         is_damaged |= bool(damage)
-        print(f"{directory}: {f'damaged: {damage[0]}' if damage else 'whole'}", flush=True)
+        print(f"{directory}: {f'damaged: {damage[0]}' if damage else 'undamaged'}", flush=True)
         for line in damage[1:]:
             print(f"    {line}")
     return int(is_damaged)
@@ -68,7 +68,7 @@ def _token_file(path: Path) -> int:
             )
         )
     is_whole = is_intact(path, described)
-    print(f"{path}: {'whole' if is_whole else 'damaged: its ids are not those that were written'}")
+    print(f"{path}: {'undamaged' if is_whole else 'damaged: its ids differ from its checksum'}")
     return int(not is_whole)
 
 

@@ -283,7 +283,7 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
         for note in hf_config.notes(directory, opened.model):
             warn(note)
     if opened.left_out and not lines and peers.is_main_process():
-        warn(f"{directory}: {opened.left_out} tensors of its model of images are left out; this is its model of text")
+        warn(f"{directory}: {opened.left_out} tensors of its image model are left out; this is its text model")
     if 0 < opened.model.max_length < config.sequence_length and not lines and peers.is_main_process():
         most = opened.model.max_length
         warn(f"sequence_length: got {config.sequence_length}; the model in {directory} was trained on at most {most}")

@@ -242,7 +242,7 @@ def advice(mesh: Mesh, num_machines: int = 0) -> list[tuple[str, str]]:
     if platform == "cpu" or not near or (platform != "tpu" and 0 < num_machines < len(set(numbers.flat))):
         return []
     return [
-        (f"{', '.join(near)} leaves a {what} and sends in each layer", f"let {DATA} or {PIPELINE} leave it instead")
+        (f"{', '.join(near)} crosses {what}s and sends in each layer", f"let {DATA} or {PIPELINE} cross them instead")
     ]
 
 
@@ -269,7 +269,7 @@ def describe(mesh: Mesh, num_machines: int = 0) -> str:
         "slices": "slices outermost",
         "hosts": "hosts outermost",
         "torus": "along the torus",
-        "listed": "in the order listed",
+        "listed": "in JAX's device order",
     }[_arrangement(devices)]
     num_processes = len({getattr(device, "process_index", None) or 0 for device in devices})
     processes = "hosts"
@@ -281,5 +281,5 @@ def describe(mesh: Mesh, num_machines: int = 0) -> str:
         groups = _numbers(mesh, key)
         num_groups = len(set(groups.flat))
         if num_groups > 1:
-            parts.append(f"{num_groups} {what}, left by {', '.join(_crossing(groups))}")
+            parts.append(f"{num_groups} {what}, crossed by {', '.join(_crossing(groups))}")
     return "; ".join(parts)

@@ -82,6 +82,6 @@ def table(rows: Sequence[Row]) -> str:
         format_bytes(sum(row.num_bytes_per_device for row in rows if row.is_on_host == where))
         for where in (False, True)
     )
-    beside = f", {on_host} for each in its host's memory" if any(row.is_on_host for row in rows) else ""
+    beside = f", {on_host} for each device in host memory" if any(row.is_on_host for row in rows) else ""
     text = aligned(lines, header, align="<<<<<>")
     return f"{text}\n\n{len(rows)} arrays, {num_elements:,} elements, {total}; {on_device} on each device{beside}\n"

@@ -75,7 +75,7 @@ def test_a_folder_of_shards_is_prepared_and_goes_on(places, tmp_path, capsys):
     folder, prefix = places
     for place in (folder, prefix, prefix):
         prepare(f"{place}/[ab].*", f"{tmp_path / ('disk' if place is folder else 'bucket')}/")
-    assert "2 of 2 files are whole" in capsys.readouterr().out
+    assert "2 of 2 files are complete" in capsys.readouterr().out
     for name in ("a.parquet.bin", "b.jsonl.gz.bin"):
         assert (tmp_path / "bucket" / name).read_bytes() == (tmp_path / "disk" / name).read_bytes()
 

@@ -118,7 +118,7 @@ def test_byte_order_marks_are_left_out_with_a_note(tmp_path, capsys):
     problems = Problems()
     assert [line.pair for line in read_lines(path, problems)] == [tuple(PAIR.values())] * 2
     assert problems.lines() == []
-    assert capsys.readouterr().err == f"meshtrain: WARNING: {path}: got 2 byte order mark(s), which are left out\n"
+    assert capsys.readouterr().err == f"meshtrain: WARNING: {path}: got 2 byte order mark(s), which are removed\n"
 
 
 def saved(tmp_path, *contents):

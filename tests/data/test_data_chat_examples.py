@@ -116,7 +116,7 @@ def test_what_is_truncated_or_dropped_is_counted(tmp_path, capsys):
         "65\n"
     )
     assert data.summary.endswith(
-        "a.jsonl: 5 + 0 lines in 4 + 0 sequences; 25 of 56 tokens are answers'; 2 lines truncated, "
+        "a.jsonl: 5 + 0 lines in 4 + 0 sequences; 25 of 56 tokens belong to answers; 2 lines truncated, "
         "1 dropped without a token of an answer"
     )
     rows = [data.train[index] for index in range(len(data.train))]

@@ -154,7 +154,7 @@ def test_a_folder_has_a_token_file_for_each_file_and_goes_on_where_it_was(tmp_pa
     (out / "part-3.jsonl.bin.json").unlink()  # killed between a file and its description
     write(paths[2], [{"text": "words 2"}] * 3)
     assert prepare(glob, f"{out}/").num_documents == 12
-    assert "2 of 4 files are whole" in capsys.readouterr().out
+    assert "2 of 4 files are complete" in capsys.readouterr().out
     again = {path.name: path.stat().st_mtime_ns for path in out.glob("*.bin")}
     assert {name for name in made if again[name] == made[name]} == {"part-0.jsonl.bin", "part-1.jsonl.bin"}
     prepare(glob, str(tmp_path / "one.bin"))
@@ -178,7 +178,7 @@ def test_killed_prepares_end_with_the_same_files(tmp_path):
     whole = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("tokens/*.bin.json")}
     assert 2 <= len(whole) < 6
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert f"tokens: {len(whole)} of 6 files are whole" in done.stdout
+    assert f"tokens: {len(whole)} of 6 files are complete" in done.stdout
     assert {name: os.stat(tmp_path / "tokens" / name).st_mtime_ns for name in whole} == whole
     assert len({path.read_bytes() for path in tmp_path.glob("tokens/*.bin")}) == 1
     assert len([*tmp_path.glob("tokens/*.bin.json")]) == 6

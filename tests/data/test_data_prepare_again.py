@@ -61,13 +61,13 @@ def test_a_token_file_of_changed_text_and_a_damaged_one_are_made_again(made, cap
     before = tokens_of(folder)
     again()
     assert tokens_of(folder) == before
-    assert "2 of 2 files are whole" in capsys.readouterr().out
+    assert "2 of 2 files are complete" in capsys.readouterr().out
     change(folder)
     again()
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{folder}/tokens/a.jsonl.bin: ")
     assert why in first
-    assert second.endswith("1 of 2 files are whole")
+    assert second.endswith("1 of 2 files are complete")
     after = tokens_of(folder)
     prepare(f"{folder}/a.jsonl", f"{folder}/direct.bin")
     assert after["a.jsonl.bin"][0] == (folder / "direct.bin").read_bytes()
@@ -106,7 +106,7 @@ def test_a_file_of_text_has_no_field(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("words")
     for text_field in ("text", "other"):
         prepare(f"{tmp_path}/a.txt", f"{tmp_path}/tokens/", text_field=text_field)
-    assert "1 of 1 files are whole" in capsys.readouterr().out
+    assert "1 of 1 files are complete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["earlier", "{", "[]"])

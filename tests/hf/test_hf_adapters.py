@@ -304,7 +304,7 @@ def test_a_run_states_that_one_lora_a_of_several_matrices_becomes_several(name, 
         assert preflight.check(config, tmp_path / "run", 0) == []
         base_weights.refuse_other_weights(assemble(config, dict.fromkeys(AXES, 1), jax.devices()), tmp_path / "run")
         said = capsys.readouterr().err
-        one = "layers/attention/query, layers/attention/key, layers/attention/value have one lora_A together, and this"
+        one = "layers/attention/query, layers/attention/key, layers/attention/value share one lora_A, and this"
         assert said.count(one) == bool(lora.rank)
 
 

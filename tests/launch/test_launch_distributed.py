@@ -129,7 +129,7 @@ def test_one_process_takes_the_first_devices_and_says_so():
     devices = jax.devices()
     assert distributed.choose(devices, None, 1) == (devices, [])
     assert distributed.choose(devices, 8, 1) == (devices, [])
-    assert distributed.choose(devices, 3, 1) == (devices[:3], ["the mesh takes the first 3 of 8 devices"])
+    assert distributed.choose(devices, 3, 1) == (devices[:3], ["the mesh uses the first 3 of 8 devices"])
 
 
 class Card:
@@ -167,7 +167,7 @@ assert len(devices) == 6 and lines == ["6 devices are simulated on this machine'
 assert is_main_process() and jax.config.jax_platforms == "cpu"
 jax.jit(lambda x: x + 1)(1)
 assert len(start(6)[0]) == 6
-assert start(4)[1][-1] == "the mesh takes the first 4 of 6 devices"
+assert start(4)[1][-1] == "the mesh uses the first 4 of 6 devices"
 assert len(start(None)[0]) == len(start(8, is_open=True)[0]) == 6
 assert len(start(3, is_open=True)[0]) == 3
 run(lambda: start(7) and 1)

@@ -179,4 +179,4 @@ def test_an_error_before_the_processes_connect_ends_both(finder):
     done = two_processes(FINDS.format(finder=finder))
     assert done.returncode == 2
     assert [f"[{number}] {LINE}" in done.stderr for number in (0, 1)] == [True, True], done.stderr
-    assert "ended first, with code 2; its last words:" in done.stderr
+    assert "ended first, with code 2; its last output:" in done.stderr

@@ -70,7 +70,7 @@ def test_one_that_fails_ends_all_with_its_code_and_last_words():
     assert returned == 1
     assert time.monotonic() - begun < 30
     assert "[1] out of luck\n" in err
-    assert err.endswith("process 1 ended first, with code 1; its last words:\n    out of luck\n")
+    assert err.endswith("process 1 ended first, with code 1; its last output:\n    out of luck\n")
 
 
 def test_a_kill_is_told_as_shells_tell_it():
@@ -202,7 +202,7 @@ def test_one_that_is_killed_is_left_out_until_it_is_there_again(tmp_path):
     code, starts, err = starts_of(tmp_path, then, *words)
     assert (code, starts) == (0, ["44", "34", "44"]), err
     assert "3 of 4 processes start, without 2\n" in err
-    assert err.endswith("all processes start again\n")
+    assert err.endswith("all processes are restarted\n")
 
 
 def test_where_a_number_does_not_fit_one_less_is_started(tmp_path):

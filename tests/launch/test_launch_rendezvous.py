@@ -214,7 +214,7 @@ def test_without_process_0_the_line_says_what_is_seen_and_the_wait_has_an_end(ca
 def test_a_name_that_does_not_resolve_is_one_line(address, index, soon):
     said = refusal(Meeting(address, 2, index))
     assert said.startswith(f"JAX_COORDINATOR_ADDRESS: got {address}, which does not resolve (")
-    assert said.endswith("; allowed: host:port of process 0; nearest: its IP address, or mend DNS")
+    assert said.endswith("; allowed: host:port of process 0; nearest: its IP address, or fix DNS")
 
 
 def test_pods_wait_for_a_name(capsys, soon, monkeypatch):

@@ -80,13 +80,13 @@ def test_a_process_without_a_sign_of_life_is_lost_and_one_that_has_finished_is_n
         dog.note({0: f"4 {second}", 1: "3 0", 2: peers.FINISHED})
         if found := dog.look():
             break
-    assert found == "process 1 has given no sign of life for 21 s"
+    assert found == "process 1 has sent no heartbeat for 21 s"
 
 
 def test_the_one_that_keeps_the_signs_is_lost_where_it_does_not_answer(clock):
     dog = watchdog(clock, num_processes=2)
     dog.note({0: "1 1", 1: "1 1"})
-    assert after(dog, clock, 30).startswith("process 0 has given no sign of life for")
+    assert after(dog, clock, 30).startswith("process 0 has sent no heartbeat for")
 
 
 def test_the_processes_that_are_behind_are_named(clock):

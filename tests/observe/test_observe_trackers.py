@@ -316,7 +316,7 @@ def test_a_service_that_fails_later_is_one_warning(tmp_path, wandb, capsys):
     with closing(trackers.Trackers(WANDB, tmp_path)) as run:
         for step in range(3):
             run.write(step, {"loss": 1.0})
-    assert capsys.readouterr().err.count("WARNING: wandb: Error: no log; training goes on") == 1
+    assert capsys.readouterr().err.count("WARNING: wandb: Error: no log; training continues") == 1
     assert len(rows(tmp_path / "metrics.jsonl")) == 3
 
 

@@ -217,7 +217,7 @@ def test_far_above_the_minimum_is_a_finding_and_near_it_none():
 
 def test_an_axis_that_has_to_send_nothing_and_does_is_a_finding():
     (found,) = findings._traffic("data", 0.0, [row("data", 2e9)])
-    assert found.what.startswith("data sends 1.86 GiB, and has to send nothing")
+    assert found.what.startswith("data sends 1.86 GiB, though the minimum is 0")
 
 
 def test_unhidden_traffic_is_a_finding():

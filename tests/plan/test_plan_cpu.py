@@ -129,7 +129,7 @@ def test_each_interval_has_its_middle_beside_it(plan, small):
     for line in (
         "step 0.5 to 2 s, middle 1 s modelled",
         "tokens/s 256 to 1,024, middle 512 modelled",
-        "MFU 10% to 40%, middle 20%, full attention counted modelled",
+        "MFU 10% to 40%, middle 20%, counting full attention modelled",
     ):
         assert line in " ".join(text_report.text(made).split())
     content = text_report.to_json(made)["modelled"]
@@ -149,7 +149,7 @@ def test_idle_rows_are_reported_apart(plan, small):
     sent, idle, least = text_report.sent_along(made, "tensor"), made.idle_bytes["tensor"], made.minimum["tensor"]
     assert 0 < idle < sent / 3
     shown = text_report.text(made).splitlines()
-    assert f"sent on rows that work / least: tensor {(sent - idle) / least:.3f}" in shown
+    assert f"sent in working rows / minimum: tensor {(sent - idle) / least:.3f}" in shown
     assert f"idle rows send {idle / sent:.1%} of tensor" in shown
     assert text_report.to_json(made)["wire_bytes_idle_rows"] == made.idle_bytes
     assert "idle rows send" not in text_report.text(plan("cpu:8", small({"data": 8})))

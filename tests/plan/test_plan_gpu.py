@@ -195,7 +195,7 @@ def test_all_but_one_layer_of_the_gradients_are_hidden_by_the_backward_loop():
         assert plan.layer_gradients.overlapped_fraction == pytest.approx(11 / 12)
         assert share_hidden(plan.traffic) > 0.58
     assert sum(row.wire_bytes for row in plan.traffic) == pytest.approx(plan.minimum["data"], rel=1e-3)
-    assert f"{plan.layer_gradients.overlapped_fraction:.0%} of the bytes beside products" in text_report.text(plan)
+    assert f"{plan.layer_gradients.overlapped_fraction:.0%} of the bytes overlap products" in text_report.text(plan)
     assert text_report.to_json(plan)["layer_gradients"]["wire_bytes"] == plan.layer_gradients.wire_bytes
 
 

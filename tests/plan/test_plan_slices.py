@@ -151,7 +151,7 @@ def test_axes_that_leave_a_slice_or_a_host_of_gpus_are_warned_of(monkeypatch):
     assert advice(mesh_of(data=2, fsdp=8)) == advice(mesh_of(pipeline=2, fsdp=8)) == []
     ((what, change),) = advice(mesh_of(fsdp=16))
     assert what == "fsdp leaves a slice and sends in each layer"
-    assert change == "let data or pipeline leave it instead"
+    assert change == "let data or pipeline cross them instead"
     monkeypatch.setattr(Chip, "platform", "gpu")
     assert advice(mesh_of(fsdp=16)) == []
     ((what, _),) = advice(mesh_of(data=2, tensor=8))

@@ -77,7 +77,7 @@ def test_a_healthy_2_x_4_has_nothing_to_do(tmp_path):
 def test_a_process_that_dies_in_jax_is_named_and_leaves_nobody_waiting(tmp_path):
     codes, (lines, _) = together(tmp_path, ["well", "dies"], "--limit=5")
     assert codes == [2, 9]
-    assert f"process 1 ({socket.gethostname()}): it ended, or says nothing more" in problems(lines)[0]
+    assert f"process 1 ({socket.gethostname()}): it ended, or sends nothing more" in problems(lines)[0]
 
 
 def test_the_job_is_judged_on_its_mesh_and_in_its_workdir(tmp_path, capsys):

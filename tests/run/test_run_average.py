@@ -39,7 +39,7 @@ def restored(ran, directory, step=None, **chosen):
 
 def test_a_run_without_begins_them_at_its_weights_and_saves_them(begun):
     said, ran = begun
-    line = "meshtrain: WARNING: optimizer.average: got 0.9, and step 5 has no averages, which begin at its weights"
+    line = "meshtrain: WARNING: optimizer.average: got 0.9, and step 5 has no averages; they start from its weights"
     assert line in said.getvalue().splitlines()
     before, after, saved = (
         restored(ran, ran.directory, step, averaged=averaged) for step, averaged in ((5, False), (6, False), (6, True))
@@ -53,7 +53,7 @@ def test_a_run_without_begins_them_at_its_weights_and_saves_them(begun):
 
 def test_a_run_with_averages_leaves_them_out(begun, run, straight, capsys):
     resumed = run(begun[1].directory, *FSDP)
-    line = "meshtrain: WARNING: optimizer.average: got 0.0, and step 6 has averages, which this run leaves out"
+    line = "meshtrain: WARNING: optimizer.average: got 0.0, and step 6 has averages, which this run ignores"
     assert line in capsys.readouterr().err.splitlines()
     assert resumed.losses == pytest.approx(straight.losses, rel=1e-6)
     ours, theirs = resumed.result.state.opt_state, straight.result.state.opt_state

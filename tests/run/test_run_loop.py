@@ -180,7 +180,7 @@ def test_nothing_left_to_do_is_evaluated_and_not_saved(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_once_and_does_not_wait_for_an_evaluation(tmp_path, number):
     run = Run(tmp_path, at={4: lambda: signal.raise_signal(number)}, eval_every=2, save_every=2)
-    with pytest.raises(Interrupted, match=r"saved at step 4 of 10; the same command goes on from there"):
+    with pytest.raises(Interrupted, match=r"saved at step 4 of 10; the same command resumes from there"):
         run.go()
     assert run.did == ["save 2", "evaluate 2", "save 4"]
     assert run.also == ["rate 2 0.5", "finish"], "it says that it has saved"

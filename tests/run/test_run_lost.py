@@ -173,7 +173,7 @@ def test_a_lost_file_of_rows_stops_the_run_after_a_save(during, capsys, tmp_path
     assert line.startswith(
         f"meshtrain: not saved: {tmp_path / 'metrics.jsonl'}: got nothing in place of the run's rows"
     )
-    assert line.endswith("; saved at step 3 of 9; the same command goes on from there")
+    assert line.endswith("; saved at step 3 of 9; the same command resumes from there")
     assert saved_steps(tmp_path / CHECKPOINTS) == [3]
     assert trained(tmp_path, steps=9).state.step == 9
     during(9, (tmp_path / "metrics.jsonl").unlink)

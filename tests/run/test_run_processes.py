@@ -161,7 +161,7 @@ def test_a_worker_that_is_gone_or_stands_still_ends_all(launched, tmp_path, numb
     assert process.returncode == code, out
     assert time.monotonic() - begun < 55, "the watchdog's own limit is a minute"
     if code == 4:
-        assert "meshtrain: hang: process 1 has given no sign of life for" in out
+        assert "meshtrain: hang: process 1 has sent no heartbeat for" in out
         assert "in _complete" in out, "the stacks say where it stood"
 
 

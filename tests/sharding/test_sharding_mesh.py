@@ -130,7 +130,7 @@ def test_a_mesh_has_auto_axes_and_takes_the_first_devices():
     assert mesh.axis_names == AXES
     assert mesh.axis_types == (AxisType.Auto,) * len(AXES)
     assert list(mesh.devices.flat) == jax.devices()[:4]
-    assert describe(mesh) == "data 2 x tensor 2: 4 x cpu, in the order listed"
+    assert describe(mesh) == "data 2 x tensor 2: 4 x cpu, in JAX's device order"
 
 
 def test_too_few_devices_are_refused():

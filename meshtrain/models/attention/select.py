@@ -60,22 +60,22 @@ def chosen(case: Case) -> tuple[str, str]:
         return attention.asked, f"model.attention={attention.asked}"
     why = f"there is no kernel for {case.platform}"
     if case.gathers_keys:
-        why = "no kernel takes a part of the queries with all keys"
+        why = "no kernel supports a part of the queries with all keys"
     elif case.platform == "tpu":
         # The gcd is a multiple of splash's blocks exactly if both lengths are.
         if splash.fits(attention.head_dim, math.gcd(*case.lengths), case.dtype):
-            return "splash", "JAX's kernel for TPUs takes it"
-        why = "JAX's kernel takes bfloat16, heads of 64, 128 or 256, and multiples of 128 tokens"
+            return "splash", "JAX's TPU kernel supports it"
+        why = "JAX's kernel supports only bfloat16, heads of 64, 128 or 256, and multiples of 128 tokens"
     elif case.platform in GPU:
         refused = _refused("cudnn", case)
         if not refused:
-            return "cudnn", "cuDNN's kernel takes it"
-        why = f"cuDNN's kernel takes no {' and no '.join(refused)}"
+            return "cudnn", "cuDNN's kernel supports it"
+        why = f"cuDNN's kernel does not support {' or '.join(refused)}"
         refused = _refused("triton", case)
         # The module is imported only if the kernel would be used.
         if not refused and triton.is_there():
-            return "triton", f"{why}, JAX's Pallas kernel does"
-        why = f"{why}, JAX's Pallas kernel no {' and no '.join(refused or ['call from this version of JAX'])}"
+            return "triton", f"{why}; JAX's Pallas kernel does"
+        why = f"{why}; JAX's Pallas kernel does not support {' or '.join(refused or ['this version of JAX'])}"
     if math.prod(case.lengths) >= blockwise.FROM**2:
         return "blockwise", why
     return "xla", f"{why}, and scores are small below {blockwise.FROM:,} tokens"
@@ -171,13 +171,11 @@ def exchange(attention: Attention, more: float, mesh_shape: Mapping[str, int]) -
     if size == 1:
         return ""
     if gathers_keys(attention, mesh_shape):
-        return (
-            f"all-gather of keys and values over {CONTEXT}, as {num_heads} heads are no multiple of {num_shards} "
-            f"devices a sequence: a device computes its queries with all keys, {more:.3g} times the products of "
-            "attention"
-        )
+        return f"all-gather of keys and values over {CONTEXT}, as {num_heads} heads are not a multiple of "
+        f"{num_shards} devices a sequence: each device computes its queries with all keys, {more:.3g} times the "
+        "products of attention"
     of_tensor = attention.num_kv_heads // (num_shards // size)
     times = math.lcm(of_tensor, size) // of_tensor
-    repeated = f", each key and value head {times} times" if times > 1 else ""
+    repeated = f", with each key and value head repeated {times} times" if times > 1 else ""
     here = num_heads // num_shards
-    return f"all-to-all over {CONTEXT}: a device attends with {here} of {num_heads} heads{repeated}"
+    return f"all-to-all over {CONTEXT}: each device computes {here} of {num_heads} heads{repeated}"

@@ -39,10 +39,10 @@ OF_TOKENS, OF_CHOICES = 4, 3  # gathers and scatters of a layer, forward and bac
 TOKENS_AGAIN, CHOICES_AGAIN = 1, 2
 CHOICE_BYTES = 4
 _BY = {"gpu": "products by Pallas", "tpu": "products by megablox", "loop": LOOP}
-_WHY = {"gpu": "the program's own kernels for GPUs take them", "tpu": "JAX's kernels for TPUs take them"}
+_WHY = {"gpu": "meshtrain's GPU kernels support these shapes", "tpu": "JAX's TPU kernels support these shapes"}
 _WHY_NOT = {
-    "cuda": "the kernels take widths on a device that are multiples of 16, and arrays of less than 2^31 numbers",
-    "tpu": "the kernels take widths on a device that are multiples of 128, in float32 and bfloat16",
+    "cuda": "the kernels need widths on a device that are multiples of 16, and arrays of less than 2^31 numbers",
+    "tpu": "the kernels need widths on a device that are multiples of 128, in float32 or bfloat16",
 }
 
 

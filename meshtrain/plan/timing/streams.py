@@ -116,7 +116,7 @@ class Assumptions:
         launch = f", and {self.launch_seconds * 1e6:.0f} us a kernel" if accelerator.num_units else ""
         return [
             f"large matrix products at {accelerator.product_share:.0%} of the peak{shapes}",
-            f"that share of {accelerator.name}: {accelerator.product_source}",
+            f"source of this share for {accelerator.name}: {accelerator.product_source}",
             f"attention kernels at {self.attention_efficiency:.0%}, JAX's own for GPUs (triton) at "
             f"{self.triton_efficiency:.0%}",
             f"everything else at {self.memory_efficiency:.0%} of the memory's speed, each array read and written once"
@@ -129,7 +129,7 @@ class Assumptions:
     def interval_line(self, accelerator: Accelerator, *, is_calibrated: bool) -> str:
         """Returns a line of text that describes the ends of the interval."""
         if is_calibrated:
-            return f"the interval reaches {self.calibrated_margin:.0%} to both sides of the measured step"
+            return f"the interval extends {self.calibrated_margin:.0%} to both sides of the measured step"
         fast, slow = accelerator.product_share + self.product_faster, accelerator.product_share - self.product_slower
         grouped, launch = self.slow_grouped_efficiency * slow, self.slow_launch_seconds * 1e6
         kernels = f", experts' at {grouped:.0%}, {launch:.0f} us a kernel" if accelerator.num_units else ""
@@ -249,7 +249,7 @@ def link_lines(used: Mapping[tuple[str, str], Link | None]) -> list[str]:
     lines = []
     for (axes, kind), link in used.items():
         if link is None:
-            lines.append(f"assumed: {kind} along {axes}, which was not measured like this, as above")
+            lines.append(f"assumed, as above: {kind} along {axes}, which was not measured in this form")
             continue
         hosts = f"{link.num_hosts} hosts" if link.num_hosts > 1 else "a host"
         speed = f"{link.latency_seconds * 1e6:.1f} us and its bytes at {link.bytes_per_second / 1e9:.3g} GB/s"

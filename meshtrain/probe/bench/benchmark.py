@@ -52,7 +52,7 @@ def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: fl
     all_bytes = sizes(ends[0], max(ends[0], min(ends[1], room_bytes(mesh))))
     num_machines = peers.num_machines()
     if is_main:
-        room = "" if all_bytes == sizes(*ends) else "; a device has no room for larger ones"
+        room = "" if all_bytes == sizes(*ends) else "; larger sizes do not fit on a device"
         lines = [f"mesh         {describe(mesh, num_machines)}", *(f"note         {note}" for note in notes)]
         lines.append(f"sizes        {format_bytes(all_bytes[0])} to {format_bytes(all_bytes[-1])}{room}")
         print("\n".join(lines), flush=True)

@@ -54,8 +54,8 @@ def fit(rows: Sequence[Timed], num_hosts: int) -> Fit:
     (latency, rise), *_ = np.linalg.lstsq(matrix, np.ones(len(rows)))
     error = float(np.median(np.abs((latency + rise * wire_bytes / scale) / seconds - 1)))
     if latency < 0 or rise <= 0 or error > MOST_ERROR:
-        nearest = f"the nearest has a latency of {latency * 1e6:.1f} us, and a GB takes {rise / scale * 1e9:.3g} s"
-        return Fit(axis, operation, None, error, f"the times do not rise with the bytes along a line; {nearest}")
+        nearest = f"the best fit has a latency of {latency * 1e6:.1f} us, and a GB takes {rise / scale * 1e9:.3g} s"
+        return Fit(axis, operation, None, error, f"the times are not linear in the bytes; {nearest}")
     link = Link(axis, operation, rows[0].group_size, num_hosts, float(latency), float(scale / rise))
     return Fit(axis, operation, link, error, "")
 
@@ -72,5 +72,5 @@ def _unusable(rows: Sequence[Timed]) -> str:
             f"times the fastest, {worst.spread:.2f} times at {format_bytes(worst.num_bytes)}"
         )
     if len(rows) < LEAST_SIZES:
-        return f"a line takes {LEAST_SIZES} sizes, and {len(rows)} were measured"
+        return f"a fit needs {LEAST_SIZES} sizes, and {len(rows)} were measured"
     return ""

@@ -6,10 +6,8 @@ from meshtrain.hardware.links import Link, Links, to_json
 from meshtrain.probe.bench.sweep import Sweep
 from meshtrain.probe.bench.timed import Timed
 
-SIMULATED = (
-    "these devices are simulated: the times are of copies in one memory, of waiting threads and of what else this "
-    "machine does, and say nothing about a network"
-)
+SIMULATED = "these devices are simulated: the times measure copies in one memory, waiting threads and other work of "
+"this machine, not a network"
 _MEASURED = ("axis", "operation", "group_size", "num_bytes", "wire_bytes", "fastest_seconds", "spread",
              "algorithm_bytes_per_second", "bus_bytes_per_second")  # fmt: skip
 
@@ -35,7 +33,7 @@ def _left_out(found: Sweep) -> list[str]:
         if count < len(found.sizes):
             first = format_bytes(found.sizes[count])
             which = f"{one.operation} on {one.axis} from {first} on"
-            lines.append(f"left out     {which}: it would take longer than --limit")
+            lines.append(f"skipped      {which}: it would take longer than --limit")
     return lines
 
 

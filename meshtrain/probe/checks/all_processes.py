@@ -30,7 +30,7 @@ _OWN = (
 )
 
 
-NOT_RUN = warning("collectives", "not run", "mend the errors, and start the doctor again")
+NOT_RUN = warning("collectives", "not run", "fix the errors, and start the doctor again")
 _START_ONCE = "start each process once, with its own number"
 
 
@@ -48,7 +48,7 @@ def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str
     if missing:
         names = {process: meeting.names[process] for process in missing} if meeting.names else {}
         seen = f"{named(missing, names)} of {meeting.num_processes} did not register in {seconds:.0f} s"
-        fix = f"see what it has printed on its machine; can that one reach {meeting.address}?"
+        fix = f"see its output on its machine; can that machine reach {meeting.address}?"
         return [*results, error("registered", seen, fix)]
     machines = len(set(hosts.values()))
     return results or [ok("registered", f"all {len(hosts)} processes, on {machines} machine{'s' * (machines > 1)}")]
@@ -59,13 +59,14 @@ def cut_off(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Fin
     if isinstance(reason, Refused):
         return error("registered", str(reason), _START_ONCE)
     if isinstance(reason, Occupied):
-        fix = "end the program that has it (ss -ltnp shows it), or another port in JAX_COORDINATOR_ADDRESS"
-        fix = f"{fix}; or its own number in JAX_PROCESS_ID, if another process 0 has it"
+        fix = "end the program that uses it (ss -ltnp shows it), or set another port in JAX_COORDINATOR_ADDRESS"
+        fix = f"{fix}; or set its own number in JAX_PROCESS_ID, if another process 0 uses the port"
         return error("port", f"{meeting.port}: {reason}", fix)
     if is_this_machine:
         seen = f"{reason}, and this address is this machine itself"
-        return error("port", seen, "the address of process 0's machine in the network")
-    fix = f"is process 0 running at {meeting.host}? open port {meeting.port} in the firewall, and those that NCCL takes"
+        return error("port", seen, "use the address of process 0's machine in the network")
+    fix = f"is process 0 running at {meeting.host}? open port {meeting.port} in the firewall, and the ports that NCCL "
+    "uses"
     return error("port", str(reason), fix)
 
 
@@ -139,15 +140,15 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
     results = []
     for process, (folder, missing, _) in seen.items():
         if others := [other for other in missing if other != process and other in seen]:
-            what = f"{folder} has no file of {named(others, {})}: it is not the same folder"
-            fix = "a workdir on a file system that all machines mount"
+            what = f"{folder} has no file of {named(others, {})}: it is not the same folder on all machines"
+            fix = "use a workdir on a file system that all machines mount"
             results.append(error("shared", what, fix, process))
     slowest = max((seconds for _, _, seconds in seen.values()), default=0.0)
     if results or num_processes == 1 or not seen:
         return results
     folder = seen[min(seen)][0]
     if slowest > _VISIBLE_SECONDS:
-        what = f"files of others are visible in {folder} after {slowest:.1f} s only"
+        what = f"files of other processes are visible in {folder} only after {slowest:.1f} s"
         return [warning("shared", what, "mount it with less caching of attributes (NFS: actimeo=1)")]
     return [ok("shared", f"{folder}: each of {num_processes} sees the files of all")]
 
@@ -186,12 +187,12 @@ def held_up(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: f
       num_processes: the number of processes of the job; processes without a report have ended or are stopped.
       limit: seconds that each part may take.
     """
-    fix = "try the same on that machine alone"
+    fix = "try the same on only that machine"
     results = [error("job", line, "", process) for process, one in said.items() if "refused" in one
              for line in one["refused"]]  # fmt: skip
     results += [error("collectives", line, fix, process) for process, one in said.items() if "failed" in one
               for line in one["failed"]]  # fmt: skip
-    gone, see = "it ended, or says nothing more", "see its output, and dmesg on its machine"
+    gone, see = "it ended, or sends nothing more", "see its output, and dmesg on its machine"
     results += [error("collectives", gone, see, process) for process in range(num_processes) if process not in said]
     waiting = {process: one["stuck"] for process, one in said.items() if "stuck" in one}
     if results or not waiting:
@@ -242,8 +243,9 @@ def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
     for process, seconds in sorted(best.items()):
         fastest, spread = min(seconds), statistics.median(seconds) - min(seconds)
         if fastest > _SLOW * median and fastest - median > spread:
-            seen = f"{1e3 * fastest:.2f} ms to exchange 1 MiB with any other, and {1e3 * median:.2f} ms is the median"
+            seen = f"{1e3 * fastest:.2f} ms to exchange 1 MiB with any other process, and {1e3 * median:.2f} ms is "
+            "the median"
             fix = "look at its network adapter and cable (ibstat, ethtool), or take the machine out of the job"
             results.append(warning("slow", seen, fix, process))
-    only = "; one pair tells nobody from the other" if len(pairs) == 1 else ""
+    only = "; one pair does not show which of the two is slow" if len(pairs) == 1 else ""
     return results or [ok("slow", f"none: {1e3 * median:.2f} ms to exchange 1 MiB in pairs{only}")]

@@ -48,9 +48,13 @@ def coordinator(meeting: Meeting, addresses: Sequence[str], failure: str = "") -
     seen = f"{meeting.address} is {', '.join(addresses)}"
     if not is_loopback(addresses) or not meeting.num_hosts or meeting.num_hosts == 1:
         return ok("coordinator", seen)
-    fix = "name its address in the network; /etc/hosts may have the name as 127.0.1.1, as on Debian"
+    fix = "use its address in the network; /etc/hosts may map the name to 127.0.1.1, as on Debian"
     if meeting.index == 0:
-        return warning("coordinator", f"{seen}, this machine only, though {meeting.num_hosts} machines meet there", fix)
+        return warning(
+            "coordinator",
+            f"{seen}, which only this machine can reach, though {meeting.num_hosts} machines meet there",
+            fix,
+        )
     return error("coordinator", f"{seen}: this machine, and process 0 is on another one", fix)
 
 
@@ -135,8 +139,10 @@ def interface(wanted: str, interfaces: Mapping[str, tuple[bool, bool]], num_host
     loops = [name for name in up if interfaces[name][1]]
     if loops and num_hosts > 1:
         fix = f"NCCL_SOCKET_IFNAME={wanted},{loops[0]}" if wanted.startswith("^") else fix
-        return error("interface", f"NCCL_SOCKET_IFNAME={wanted} takes {loops[0]}, which leaves no machine", fix)
-    return ok("interface", f"NCCL_SOCKET_IFNAME={wanted} takes {', '.join(up)}")
+        return error(
+            "interface", f"NCCL_SOCKET_IFNAME={wanted} selects {loops[0]}, which reaches no other machine", fix
+        )
+    return ok("interface", f"NCCL_SOCKET_IFNAME={wanted} selects {', '.join(up)}")
 
 
 def _matching(wanted: str, names: Mapping[str, object]) -> list[str]:
@@ -164,7 +170,7 @@ def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
         return ok(what, f"{path}: 16 MiB in {seconds:.2f} s")
     if what == "cache":
         return warning(what, f"{path}: {failure}: each start compiles again", "JAX_COMPILATION_CACHE_DIR=DIR")
-    return error(what, f"{path}: {failure}", "a folder that every process may write, or more space in it")
+    return error(what, f"{path}: {failure}", "use a folder that every process may write, or free some space in it")
 
 
 def disk(path: str, free_bytes: int, free_files: int) -> Finding:
@@ -176,7 +182,7 @@ def disk(path: str, free_bytes: int, free_files: int) -> Finding:
       free_files: files that may still be created; negative if the file system has no such limit.
     """
     if free_bytes < LEAST_BYTES:
-        return error("disk", f"{path} has {format_bytes(free_bytes)} left", "free space, or another workdir")
+        return error("disk", f"{path} has {format_bytes(free_bytes)} left", "free some space, or use another workdir")
     if free_files == 0:
         return error("disk", f"{path} has space, but no file can be made in it", "delete files: its inodes are used up")
     return ok("disk", f"{path} has {format_bytes(free_bytes)} left")
@@ -200,11 +206,11 @@ def memory_fraction(environ: Mapping[str, str], num_gpus: int) -> Finding:
     try:
         share = float(environ[name])
     except ValueError:
-        return error("memory fraction", f"{seen}, which JAX refuses: it is no number", fix)
+        return error("memory fraction", f"{seen}, which JAX rejects: it is not a number", fix)
     if others:
-        return error("memory fraction", f"{seen} and {others[0]}, which JAX refuses together", f"leave {name} out")
+        return error("memory fraction", f"{seen} and {others[0]}, which JAX rejects together", f"leave {name} out")
     if share != POOL_FRACTION:
-        return warning("memory fraction", f"{seen}: plan assumes {POOL_FRACTION} where it says what fits", fix)
+        return warning("memory fraction", f"{seen}: plan assumes {POOL_FRACTION} for its verdict", fix)
     return ok("memory fraction", seen)
 
 
