@@ -84,8 +84,10 @@ class Slow:
     def line(self) -> str:
         """Returns the warning for the terminal."""
         lost = "; ".join(f"{seconds:.3g} s a step on {CAUSES[cause]}" for cause, seconds in self.lost_seconds.items())
-        return f"meshtrain: WARNING: process {self.process} is slow: compared with the median of the others it loses "
-        f"{lost}"
+        return (
+            f"meshtrain: WARNING: process {self.process} is slow: compared with the median of the others it loses "
+            f"{lost}"
+        )
 
 
 def lost_seconds(times: Mapping[int, Times], probes: Mapping[int, float]) -> dict[tuple[int, str], float]:

@@ -16,15 +16,15 @@ pytestmark = pytest.mark.quick
     ("sizes", "model", "text"),
     [
         ({}, {}, ""),
-        ({"context": 4}, {}, "all-to-all over context: a device attends with 2 of 8 heads"),
+        ({"context": 4}, {}, "all-to-all over context: each device computes 2 of 8 heads"),
         (
             {"context": 4, "tensor": 2}, {},
-            "all-to-all over context: a device attends with 1 of 8 heads, each key and value head 2 times",
+            "all-to-all over context: each device computes 1 of 8 heads, with each key and value head repeated 2 times",
         ),
         (
             {"context": 8, "tensor": 2}, {"window": 64, "global_every": 2},
-            "all-gather of keys and values over context, as 8 heads are no multiple of 16 devices a sequence: a device "
-            "computes its queries with all keys, 2.78 times the products of attention",
+            "all-gather of keys and values over context, as 8 heads are not a multiple of 16 devices a sequence: "
+            "each device computes its queries with all keys, 2.78 times the products of attention",
         ),
     ],
     ids=["one device", "heads", "repeated heads", "keys"],

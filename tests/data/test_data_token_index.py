@@ -142,7 +142,7 @@ def test_verify_hashes_a_token_file(path, capsys):
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # as a disk damages it
     assert verify.main([str(path)]) == 1
     said = capsys.readouterr().out
-    assert f"{path}: whole\n{path}: damaged: " in said
+    assert f"{path}: undamaged\n{path}: damaged: " in said
     described = json.loads(sidecar_path(path).read_text())
     del described["sha256"]
     sidecar_path(path).write_text(json.dumps(described))

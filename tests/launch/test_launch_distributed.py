@@ -289,7 +289,7 @@ def test_of_two_processes_with_one_number_each_says_so_in_a_line_and_no_stack():
     ended = [process.communicate(timeout=120)[1].splitlines() for process in started]
     assert sorted(process.returncode for process in started) == [2, 2, 4]
     assert ended[0][-1] == (
-        "meshtrain: error: processes: 127.0.0.1 says that it is process 1, and so does another process; "
+        "meshtrain: error: processes: 127.0.0.1 reports that it is process 1, and so does another process; "
         "allowed: each number once; nearest: start each process once, with its own JAX_PROCESS_ID"
     )
     assert {line.split(": ")[1] for lines in ended for line in lines} <= {"error", "lost", "waiting"}, ended

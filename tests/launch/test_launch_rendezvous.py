@@ -123,8 +123,8 @@ def test_a_wrong_number_is_refused_and_a_stranger_is_hung_up_on(threads):
         assert hub.exchange("a", 0, 2.0) == {0: 0, 1: 1}
         assert right.result(20) == {0: 0, 1: 1}
         said = [call.result(20) for call in calls]
-        assert "says that it is process 1, and so does another process" in said[0]
-        assert "says that it is process 0, and so does another process" in said[1]
+        assert "reports that it is process 1, and so does another process" in said[0]
+        assert "reports that it is process 0, and so does another process" in said[1]
         assert "one of 4 processes, process 0 as one of 3" in said[2]
         assert sorted(hub.refused) == sorted(said)
         assert stranger.recv(1) == b""
@@ -145,7 +145,7 @@ def test_another_program_at_the_port_is_told_from_process_0(threads):
             return connected
 
         accepted = threads.submit(other_program)
-        with pytest.raises(Unreachable, match=r"another program's: b'SSH-2\.0"):
+        with pytest.raises(Unreachable, match=r"belongs to another program: b'SSH-2\.0"):
             once(second, 1)
         accepted.result(20).close()
 
@@ -235,7 +235,7 @@ def test_two_processes_0_are_named_as_such(threads, soon):
     first, _ = meetings(2)
     calls = [threads.submit(refusal, first) for _ in range(2)]
     for call in calls:
-        assert "says that it is process 0, and so does another process; allowed: each number" in call.result(20)
+        assert "reports that it is process 0, and so does another process; allowed: each number" in call.result(20)
 
 
 def test_two_with_one_number_are_refused_and_named_by_its_variable(threads, soon):
@@ -243,7 +243,7 @@ def test_two_with_one_number_are_refused_and_named_by_its_variable(threads, soon
     slurm = {"SLURM_STEP_NODELIST": "node[1-3]", "SLURM_PROCID": "1"}
     calls = [threads.submit(meet, second, slurm) for _ in range(2)]
     said = refusal(first)
-    assert "says that it is process 1, and so does another process; allowed: each number once" in said
+    assert "reports that it is process 1, and so does another process; allowed: each number once" in said
     ends = [call.exception(20) for call in calls]
     assert sorted(type(end).__name__ for end in ends) == ["LostPeer", "UserError"]
     assert any("nearest: start each process once, with its own SLURM_PROCID" in str(end) for end in ends)

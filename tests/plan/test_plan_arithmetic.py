@@ -379,7 +379,7 @@ def test_measured_links_replace_the_assumptions_where_they_are_alike():
         assert seconds[name] == assumed[name], name
     lines = link_lines(links_of(found, mesh, assumptions))
     assert "measured: all-reduce along data, 2 devices on 2 hosts, takes 50.0 us and its bytes at 20 GB/s" in lines
-    assert [line.split()[0] for line in lines].count("assumed:") == 3
+    assert [line.split()[0] for line in lines].count("assumed,") == 3
     assert links_of(found, mesh, Assumptions()) == {}
 
 

@@ -199,5 +199,5 @@ def test_a_plan_says_what_forces_microbatches():
     assert fits.change == "accumulation_steps=2"
     assert "gathered for each of 4 microbatches, and fewer fit: in 2 activations would take about 20 GiB" in fits.what
     forced = findings.fewer_microbatches(4, 10 * 2**30, 19 * 2**30)
-    assert forced.what.startswith("memory forces 4 microbatches")
+    assert forced.what.startswith("memory requires 4 microbatches")
     assert "zero.level=1 with mesh.fsdp=1" in forced.change

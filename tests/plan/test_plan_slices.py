@@ -150,12 +150,12 @@ def test_inside_a_slice_nothing_waits_for_what_goes_between_slices():
 def test_axes_that_leave_a_slice_or_a_host_of_gpus_are_warned_of(monkeypatch):
     assert advice(mesh_of(data=2, fsdp=8)) == advice(mesh_of(pipeline=2, fsdp=8)) == []
     ((what, change),) = advice(mesh_of(fsdp=16))
-    assert what == "fsdp leaves a slice and sends in each layer"
+    assert what == "fsdp crosses slices and sends in each layer"
     assert change == "let data or pipeline cross them instead"
     monkeypatch.setattr(Chip, "platform", "gpu")
     assert advice(mesh_of(fsdp=16)) == []
     ((what, _),) = advice(mesh_of(data=2, tensor=8))
-    assert what == "tensor leaves a host and sends in each layer"
+    assert what == "tensor crosses hosts and sends in each layer"
     assert advice(mesh_of(data=2, tensor=8), num_machines=1) == []
 
 
@@ -216,6 +216,6 @@ def test_a_plan_of_two_slices_has_what_goes_between_them():
     assert between == {"data": pytest.approx(plan.minimum["data"], rel=0.2)}
     assert text_report.sent_along(plan, "fsdp") > 0.7 * plan.minimum["fsdp"]
     said = text_report.text(plan)
-    assert "slices outermost; 2 slices, left by data" in said
+    assert "slices outermost; 2 slices, crossed by data" in said
     assert "between slices at 80% of 3.125 GB/s a chip (cloud.google.com/tpu/docs/v5e" in said
-    assert "leaves a slice" not in said
+    assert "crosses slices" not in said

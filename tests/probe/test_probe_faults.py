@@ -18,7 +18,7 @@ TINY, MESH_3D = (str(Path(__file__).parents[2] / "configs" / name) for name in (
 WELL = {"devices": (4, "H100"), "without_gpus": False, "times": {"data": (2, 1e-3)}, "wrong": [], "pairs": {}}
 HOST = socket.gethostname()
 BUCKET = "--config.checkpoint.directory=gs://bucket/run"
-NOT_RUN = "collectives    not run; do: mend the errors"
+NOT_RUN = "collectives    not run; do: fix the errors"
 
 
 def process(*words, limit=20, software=None, clock=0.0, ran=WELL, does="", **environ):
@@ -48,7 +48,7 @@ FAULTS = [
       "registered     127.0.0.1 was started as one of 2 processes, process 0 as one of 3; do: start",
       "registered     processes 1, 2 of 3 did not register", NOT_RUN]),
     ("XLA_FLAGS", [process(), process(XLA_FLAGS="--a")],
-     [f"environment    process 1 ({HOST}): XLA_FLAGS is --a, and not set in process 0; do: set it in all"]),
+     [f"environment    process 1 ({HOST}): XLA_FLAGS is --a, and not set in process 0; do: set the same value in all"]),
     ("x64", [process(), process(JAX_ENABLE_X64="1")],
      [f"environment    process 1 ({HOST}): JAX_ENABLE_X64 is 1, and not set in process 0"]),
     ("devices", [process(), process(ran=WELL | {"devices": (3, "H100")})],
@@ -67,13 +67,13 @@ FAULTS = [
     ("a process that fails", [process(does="waits", limit=2), process(does="fails", limit=2)],
      [f"collectives    process 1 ({HOST}): RuntimeError: no device; do: try the same on only that machine"]),
     ("a process that never comes", [process(limit=1), None],
-     ["registered     process 1 of 2 did not register in 1 s; do: see what it has printed", NOT_RUN]),
+     ["registered     process 1 of 2 did not register in 1 s; do: see its output", NOT_RUN]),
     ("two with number 0", [process(), process(JAX_PROCESS_ID="0")],
-     ["127.0.0.1 says that it is process 0, and so does another process; do: start each process once, with"] * 2
+     ["127.0.0.1 reports that it is process 0, and so does another process; do: start each process once, with"] * 2
      + ["registered     process 1 of 2 did not register", NOT_RUN]),
     ("two with number 1", [process(JAX_NUM_PROCESSES="3"), process(JAX_NUM_PROCESSES="3"),
                            process(JAX_NUM_PROCESSES="3", JAX_PROCESS_ID="1")],
-     ["127.0.0.1 says that it is process 1, and so does another process; do: start each process once, with"] * 2
+     ["127.0.0.1 reports that it is process 1, and so does another process; do: start each process once, with"] * 2
      + ["registered     process 2 of 3 did not register", NOT_RUN]),
     ("a workdir that is a file", [process(f"--workdir={TINY}"), process(f"--workdir={TINY}")],
      [f"workdir        processes 0 ({HOST}), 1 ({HOST}): --workdir: got '{TINY}': '{TINY}' is not a folder but a"]),
@@ -83,7 +83,8 @@ FAULTS = [
      [f"configuration  process 1 ({HOST}): workdir is 'FOLDER/other', and 'FOLDER/run' in process 0; do: start all",
       NOT_RUN]),
     ("workdirs with different parents", [process(), process("--workdir=here/run")],
-     [f"shared         process 0 ({HOST}): FOLDER has no file of process 1: it is not the same folder; do: a workdir",
+     [f"shared         process 0 ({HOST}): FOLDER has no file of process 1: "
+     "it is not the same folder on all machines; do: use a workdir",
       f"shared         process 1 ({HOST}): FOLDER/here has no file of process 0: it is not the same folder on all "
       "machines",
       f"configuration  process 1 ({HOST}): workdir is 'FOLDER/here/run', and 'FOLDER/run' in process 0", NOT_RUN]),

@@ -169,7 +169,7 @@ def test_a_slow_loader_is_named_and_a_signal_to_one_worker_stops_all_after_the_s
     changes = ("mesh.data=2", "num_steps=100000", "eval_every=0", "log_every=1")
     process = launched(tmp_path / "run", *changes, program=("-c", ONE_LOADS_SLOWLY + SHARING))
     lines = iter(process.stdout)
-    assert " s a step with waiting for data" in next(line for line in lines if "process 1 is slow" in line)
+    assert " s a step on waiting for data" in next(line for line in lines if "process 1 is slow" in line)
     next(line for line in lines if "step" in line and "slow process 1" in line)
     os.kill(worker(process, 1), signal.SIGTERM)
     out, _ = process.communicate(timeout=LIMIT_SECONDS)

@@ -205,9 +205,10 @@ def test_the_description_names_the_axes_that_leave_a_host():
     array = ordered(gpus(4, 8), data=2, pipeline=2, tensor=8)
     fake = type("FakeMesh", (), {"devices": array, "shape": shape_of(data=2, pipeline=2, tensor=8)})()
     assert describe(fake) == (
-        "data 2 x pipeline 2 x tensor 8: 32 x NVIDIA H100 80GB HBM3, hosts outermost; 4 hosts, left by data, pipeline"
+        "data 2 x pipeline 2 x tensor 8: 32 x NVIDIA H100 80GB HBM3, hosts outermost; "
+        "4 hosts, crossed by data, pipeline"
     )
     assert describe(fake, num_machines=4) == describe(fake)
     said = "data 2 x pipeline 2 x tensor 8: 32 x NVIDIA H100 80GB HBM3, processes outermost; 4 processes on"
-    assert describe(fake, num_machines=1) == f"{said} one machine, left by data, pipeline"
-    assert describe(fake, num_machines=2) == f"{said} 2 machines, left by data, pipeline"
+    assert describe(fake, num_machines=1) == f"{said} one machine, crossed by data, pipeline"
+    assert describe(fake, num_machines=2) == f"{said} 2 machines, crossed by data, pipeline"

@@ -171,9 +171,11 @@ def exchange(attention: Attention, more: float, mesh_shape: Mapping[str, int]) -
     if size == 1:
         return ""
     if gathers_keys(attention, mesh_shape):
-        return f"all-gather of keys and values over {CONTEXT}, as {num_heads} heads are not a multiple of "
-        f"{num_shards} devices a sequence: each device computes its queries with all keys, {more:.3g} times the "
-        "products of attention"
+        return (
+            f"all-gather of keys and values over {CONTEXT}, as {num_heads} heads are not a multiple of "
+            f"{num_shards} devices a sequence: each device computes its queries with all keys, {more:.3g} times the "
+            "products of attention"
+        )
     of_tensor = attention.num_kv_heads // (num_shards // size)
     times = math.lcm(of_tensor, size) // of_tensor
     repeated = f", with each key and value head repeated {times} times" if times > 1 else ""

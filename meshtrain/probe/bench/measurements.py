@@ -6,8 +6,10 @@ from meshtrain.hardware.links import Link, Links, to_json
 from meshtrain.probe.bench.sweep import Sweep
 from meshtrain.probe.bench.timed import Timed
 
-SIMULATED = "these devices are simulated: the times measure copies in one memory, waiting threads and other work of "
-"this machine, not a network"
+SIMULATED = (
+    "these devices are simulated: the times measure copies in one memory, waiting threads and other work of "
+    "this machine, not a network"
+)
 _MEASURED = ("axis", "operation", "group_size", "num_bytes", "wire_bytes", "fastest_seconds", "spread",
              "algorithm_bytes_per_second", "bus_bytes_per_second")  # fmt: skip
 

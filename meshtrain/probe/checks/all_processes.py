@@ -65,8 +65,10 @@ def cut_off(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Fin
     if is_this_machine:
         seen = f"{reason}, and this address is this machine itself"
         return error("port", seen, "use the address of process 0's machine in the network")
-    fix = f"is process 0 running at {meeting.host}? open port {meeting.port} in the firewall, and the ports that NCCL "
-    "uses"
+    fix = (
+        f"is process 0 running at {meeting.host}? open port {meeting.port} in the firewall, and the ports that NCCL "
+        "uses"
+    )
     return error("port", str(reason), fix)
 
 
@@ -243,8 +245,10 @@ def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
     for process, seconds in sorted(best.items()):
         fastest, spread = min(seconds), statistics.median(seconds) - min(seconds)
         if fastest > _SLOW * median and fastest - median > spread:
-            seen = f"{1e3 * fastest:.2f} ms to exchange 1 MiB with any other process, and {1e3 * median:.2f} ms is "
-            "the median"
+            seen = (
+                f"{1e3 * fastest:.2f} ms to exchange 1 MiB with any other process, and {1e3 * median:.2f} ms is "
+                "the median"
+            )
             fix = "look at its network adapter and cable (ibstat, ethtool), or take the machine out of the job"
             results.append(warning("slow", seen, fix, process))
     only = "; one pair does not show which of the two is slow" if len(pairs) == 1 else ""
