@@ -39,7 +39,7 @@ def test_it_is_named_with_its_cause_at_the_third_logged_step_running(changes, ca
         .line()
         .startswith("meshtrain: WARNING: process 2 is slow: compared with the median of the others it lo")
     )
-    assert f"{seconds:.3g} s a step with " in found[2].line()
+    assert f"{seconds:.3g} s a step on " in found[2].line()
 
 
 @pytest.mark.parametrize(
