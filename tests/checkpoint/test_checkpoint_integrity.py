@@ -173,9 +173,9 @@ def test_verify_says_what_is_whole(saved, capsys):
     flip(data_file(saved, 2))
     assert verify.main([str(saved.parent)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{saved / '1'}: whole"
+    assert lines[0] == f"{saved / '1'}: undamaged"
     assert lines[1].startswith(f"{saved / '2'}: damaged: state/")
-    assert lines[2] == f"{saved / '3'}: whole"
+    assert lines[2] == f"{saved / '3'}: undamaged"
     assert verify.main([str(saved / "3")]) == 0
     with pytest.raises(UserError, match="got nothing there"):
         verify.main([str(saved / "4")])

@@ -107,7 +107,7 @@ def test_a_run_goes_on_from_text_in_a_bucket_and_notices_that_an_object_has_chan
 def test_other_commands_read_the_bucket_or_the_workdir_that_names_it(ran, run, bucket, tmp_path, capsys):
     for where in (bucket, str(ran.directory)):
         assert verify.main([where]) == 0
-        assert f"{bucket}/5: whole" in capsys.readouterr().out
+        assert f"{bucket}/5: undamaged" in capsys.readouterr().out
     assert evaluate.main([f"--workdir={bucket}", "--json", "--step=5"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 5
     assert generate.main([f"--workdir={ran.directory}", "--num-tokens=4", "--temperature=0"]) == 0
