@@ -151,7 +151,9 @@ def main(argv: Sequence[str]) -> int:
     """
     tell_before_meeting(os.environ)
     extra = argparse.ArgumentParser(
-        prog="python -m meshtrain explain", description="Prints how each array of a configuration is sharded.", add_help=False
+        prog="python -m meshtrain explain",
+        description="Prints how each array of a configuration is sharded.",
+        add_help=False,
     )
     extra.add_argument("--draw", metavar="FILE", default="", help="also draw the mesh (.png, .svg or .pdf)")
     config, arguments = parse(argv, extra, reads_data=False)

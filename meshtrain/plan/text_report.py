@@ -123,7 +123,9 @@ def _communication(plan: Plan) -> str:
             "sent in working rows / minimum: "
             + ", ".join(f"{axis} {ratio:.3f}" for axis, ratio in working.items())
             + "\nidle rows send "
-            + ", ".join(f"{idle / sent_along(plan, axis):.1%} of {axis}'s bytes" for axis, idle in plan.idle_bytes.items())
+            + ", ".join(
+                f"{idle / sent_along(plan, axis):.1%} of {axis}'s bytes" for axis, idle in plan.idle_bytes.items()
+            )
         )
     if layers := plan.layer_gradients:
         by = "the backward loop" if plan.compiled.assembly.placed.program is None else "later rows"
@@ -199,9 +201,7 @@ def sent_along(plan: Plan, axis: str) -> float:
 def _compute(plan: Plan) -> str:
     if plan.work is None:
         return ""
-    rows = [
-        ("compiled", f"{plan.work.total:.4g}", "matrix products; causal attention kernels without skipped blocks")
-    ]
+    rows = [("compiled", f"{plan.work.total:.4g}", "matrix products; causal attention kernels without skipped blocks")]
     rows.append(("traced", f"{plan.compiled.traced_flops:.4g}", "before compilation, attention kernels in full"))
     if plan.model_flops:
         causal, full = plan.model_flops
@@ -232,7 +232,7 @@ def _time(plan: Plan) -> str:
     if plan.compiled.assembly.placed.program is not None:
         idle = idle_share(plan.compiled.assembly)
         rows.append(("bubble", f"{idle:.1%} of the rows are idle on a stage; included in the step"))
-    how = f"calibrated: the measured step is {timing.factor:.2f} of the uncalibrated model" if timing.factor != 1 else "no step measured"
+    how = f"calibrated: measured / uncalibrated is {timing.factor:.2f}" if timing.factor != 1 else "no step measured"
     marked = [(name, value, "modelled") for name, value in rows]
     ends = plan.assumptions.interval_line(accelerator, is_calibrated=timing.factor != 1)
     of_model = plan.assumptions.lines(accelerator, plan.cluster.num_slices)

@@ -58,7 +58,10 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
         for paths in adapters.split_factors(factors):
             together = f"{', '.join(paths)} share one lora_A"
             effect = "its losses differ from peft's after the first step; lora.rank=0 merges the adapters"
-            warn(f"{config.init_from}: {together}, and this run trains a separate copy for each, another parametrization: {effect}")
+            warn(
+                f"{config.init_from}: {together}, and this run trains a copy for each, a different parametrization: "
+                f"{effect}"
+            )
 
 
 def read(assembly: Assembly) -> Params:
