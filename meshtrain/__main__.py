@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from meshtrain import __version__, options
 from meshtrain.cli.flags import program
-from meshtrain.cli.tables import aligned
+from meshtrain.cli.tables import align
 from meshtrain.errors import Problem, UserError, fold, nearest, run
 
 # command -> (module whose `main(argv)` runs it, one line of text). Each module also runs by itself, with `python -m`.
@@ -59,7 +59,7 @@ def usage() -> str:
         [
             f"usage: {program()} COMMAND [ARGUMENT ...]",
             "",
-            aligned(rows, ("command", "what it does")),
+            align(rows, ("command", "what it does")),
             "",
             f"`{program()} COMMAND --help` lists a command's arguments, `{program()} --version` what is installed.",
             f"An example: {program()} {_EXAMPLE}",
@@ -97,18 +97,18 @@ def main(argv: Sequence[str]) -> int:
         fix, example = ("", meant[0]) if meant else (nearest(command, COMMANDS), _EXAMPLE)
         raise UserError(Problem("command", got=f"'{command}'", allowed=", ".join(COMMANDS), fix=fix, nearest=example))
     module, _ = COMMANDS[command]
-    room = module.split(".")[1]
-    if not importlib.util.find_spec(f"meshtrain.{room}"):
+    package = module.split(".")[1]
+    if not importlib.util.find_spec(f"meshtrain.{package}"):
         raise UserError(
             Problem(
                 "command",
-                got=f"'{command}', and meshtrain/{room} is not here",
+                got=f"'{command}', and meshtrain/{package} is not here",
                 allowed="commands of folders that are",
                 nearest="install the package again",
             )
         )
     # Import only this module: others may load JAX, which is too slow for `--help`.
-    imported = options.imported_modules(module)[0]
+    imported = options.import_modules(module)[0]
     if command != "train":  # train handles signals itself from its first line on
         first_signals.over()
     return imported.main(rest) or 0

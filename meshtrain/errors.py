@@ -338,10 +338,10 @@ def unknown(what: str, got: str, allowed: Sequence[str], near: str = "") -> Prob
     return Problem(what, got=f"'{got}'", allowed=names, fix=nearest(got, allowed), nearest=near)
 
 
-def shown(value: Any) -> str:
+def as_json_text(value: Any) -> str:
     """Returns a value from a user's data as JSON, shortened; values that JSON lacks (in columns of tables) become text.
 
-    >>> shown({"a": [1, 2]}), shown("x" * 100)
+    >>> as_json_text({"a": [1, 2]}), as_json_text("x" * 100)
     ('{"a": [1, 2]}', '"xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...')
     """
     text = json.dumps(value, default=str)

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from meshtrain.assembly.assemble import Assembly
 from meshtrain.cli import flags
-from meshtrain.cli.tables import aligned
-from meshtrain.config.fields import Config
+from meshtrain.cli.tables import align
+from meshtrain.config.schema import Config
 from meshtrain.data.loader import Examples
 from meshtrain.data.tokenizer import Tokenizer, bytes_of_targets
 from meshtrain.errors import Problem, UserError, run
@@ -25,9 +25,9 @@ from meshtrain.hf.config_json import is_described
 from meshtrain.launch import peers
 from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.models.task import Params, Task
-from meshtrain.run.evaluation import Sums, first_examples, means, sets_of, summed, together
-from meshtrain.run.opened import open_data, open_files, text_of
-from meshtrain.run.weights import LAST, add_weights_flag, assembled, choice_problems, configuration, restored
+from meshtrain.run.dataset import open_data, open_files, text_of
+from meshtrain.run.evaluation import Sums, add_sums, first_examples, means, sets_of, sum_over
+from meshtrain.run.weights import LAST, add_weights_flag, assemble_run, choice_problems, configuration, restore_weights
 from meshtrain.sharding.mesh import describe
 
 Values = Mapping[str, float]
@@ -52,7 +52,7 @@ class Scored:
     num_batches: int
 
 
-def opened(assembly: Assembly, overrides: Mapping[str, str]) -> Scored:
+def open_evaluation_data(assembly: Assembly, overrides: Mapping[str, str]) -> Scored:
     """Opens the evaluation data: the complete files that the command line names, or the validation split.
 
     Args:
@@ -98,7 +98,7 @@ def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray
     return np.pad(lengths, (0, max(task.vocab_size - len(lengths), 0)))
 
 
-def evaluated(assembly: Assembly, params: Params, scored: Scored) -> tuple[dict[str, Values], Values]:
+def evaluate_parts(assembly: Assembly, params: Params, scored: Scored) -> tuple[dict[str, Values], Values]:
     """Evaluates the weights; returns name -> values of each part, and the values of all parts together.
 
     Values are `loss`, `perplexity` (for tokens), `bits_per_byte` (for text), the task's metrics, the sum of the
@@ -111,12 +111,12 @@ def evaluated(assembly: Assembly, params: Params, scored: Scored) -> tuple[dict[
     """
     values, parts = dict[str, Values](), dict[str, Sums]()
     for name, examples in tqdm(scored.parts.items(), desc="evaluate", disable=None, leave=False):
-        sums = summed(assembly, params, examples, scored.num_batches)
+        sums = sum_over(assembly, params, examples, scored.num_batches)
         if scored.byte_lengths is not None:
             indices = first_examples(assembly.config, len(examples), scored.num_batches)
             sums["bytes"] = bytes_of_targets(examples, indices, scored.byte_lengths, scored.tokenizer)
         values[name], parts[name] = _values(sums, assembly.task.unit), sums
-    return values, _values(together(parts), assembly.task.unit)
+    return values, _values(add_sums(parts), assembly.task.unit)
 
 
 def _values(sums: Sums, unit: str) -> Values:
@@ -144,7 +144,7 @@ def table(found: Mapping[str, Values], total: Values, unit: str) -> str:
         return f"{values[name]:,.0f}" if name in (unit, "bytes") else f"{values[name]:.4f}"
 
     cells = [[part, *(cell(name, values) for name in names)] for part, values in lines]
-    return aligned(cells, ("data", *(name.replace("_", " ") for name in names)), "<" + ">" * len(names))
+    return align(cells, ("data", *(name.replace("_", " ") for name in names)), "<" + ">" * len(names))
 
 
 def as_json(found: Mapping[str, Values], total: Values, **of_run: str | int) -> str:
@@ -187,13 +187,13 @@ def main(argv: Sequence[str]) -> int:
     """
     tell_before_meeting(os.environ)
     arguments, config = _arguments(argv)
-    assembly = assembled(config, arguments.workdir, arguments.step)
-    scored = opened(assembly, arguments.overrides)  # before compilation, so that errors appear early
+    assembly = assemble_run(config, arguments.workdir, arguments.step)
+    scored = open_evaluation_data(assembly, arguments.overrides)  # before compilation, so that errors appear early
     if is_described(arguments.workdir) and VALIDATION in scored.parts:  # a Hugging Face folder contains no data
         parts = {f"{VALIDATION} of data.source={config.data.source}": scored.parts[VALIDATION]}
         scored = dataclasses.replace(scored, parts=parts)
-    params, step = restored(assembly, arguments.workdir, arguments.step, arguments.weights)
-    values, total = evaluated(assembly, params, scored)
+    params, step = restore_weights(assembly, arguments.workdir, arguments.step, arguments.weights)
+    values, total = evaluate_parts(assembly, params, scored)
     if not peers.is_main_process():
         return 0
     if arguments.json:

@@ -14,24 +14,24 @@ from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.assembly.facts import array_rows, num_trained
 from meshtrain.cli.flags import PICTURES, write_picture
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config import effects
+from meshtrain.config import unused_options
 from meshtrain.config.build import groups
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config
 from meshtrain.errors import refuse, run
 from meshtrain.files import target_problems
 from meshtrain.launch import distributed
 from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.models.task import token_batch
 from meshtrain.observe.mesh_picture import mesh_figure, mesh_text
-from meshtrain.options import naming, own_values
+from meshtrain.options import function_field, user_options
 from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.pipeline.stages import layers_of_stage
-from meshtrain.run.opened import open_data, with_steps
+from meshtrain.run.dataset import open_data, with_steps
 from meshtrain.sharding.mesh import advice, describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import DATA
-from meshtrain.step.device_memory import Held, held
+from meshtrain.step.device_memory import StateBytes, training_state_bytes
 
 
 def text(assembly: Assembly) -> str:
@@ -41,21 +41,21 @@ def text(assembly: Assembly) -> str:
     parts = [
         f"parameters   {task.num_parameters:,} without padding",
         *([f"active       {task.num_active_parameters:,} for each token"] if task.num_active_parameters else []),
-        *trained_text(assembly),
+        *trainable_text(assembly),
         f"mesh         {describe(assembly.mesh)}",
         *(f"warning      {what}; {change}" for what, change in advice(assembly.mesh)),
         *reduction_text(assembly),
         f"batch        {batch_text(assembly)}",
         *kernels_text(assembly),
-        *own_text(config),
+        *user_options_text(config),
         "",
         mesh_text(shape),
         "",
         table(array_rows(assembly)),
-        held_text(held(assembly.state, assembly.states.sums), assembly.extension.costs.label),
+        state_text(training_state_bytes(assembly.state, assembly.states.sums), assembly.extension.costs.label),
         *stages_text(assembly),
     ]
-    if idle := effects.text(config, shape):
+    if idle := unused_options.text(config, shape):
         parts += ["", idle]
     return "\n".join(parts)
 
@@ -93,7 +93,7 @@ def kernels_text(assembly: Assembly) -> list[str]:
     return lines
 
 
-def trained_text(assembly: Assembly) -> list[str]:
+def trainable_text(assembly: Assembly) -> list[str]:
     """Returns one line with the number of trained weights if `optimizer.trainable` freezes some; else an empty list."""
     trained, frozen = num_trained(assembly)
     return (
@@ -101,18 +101,18 @@ def trained_text(assembly: Assembly) -> list[str]:
     )
 
 
-def own_text(config: Config) -> list[str]:
+def user_options_text(config: Config) -> list[str]:
     """Returns a line for each user function that adds options to its group, with their values."""
     lines = []
     for group, options in groups(config).items():
-        field = naming(options)
+        field = function_field(options)
         if field and ":" in getattr(options, field):
-            values = "".join(f", {name}={json.dumps(value)}" for name, value in own_values(options).items())
+            values = "".join(f", {name}={json.dumps(value)}" for name, value in user_options(options).items())
             lines.append(f"own          {group}.{field}={getattr(options, field)}{values}")
     return lines
 
 
-def held_text(bytes_held: Held, label: str) -> str:
+def state_text(bytes_held: StateBytes, label: str) -> str:
     """Returns one line with the bytes of the training state on one device; `label` names an extension's arrays."""
     names = {"parameters": "parameters", "gradients": "gradients", "moments": "moments"}
     names |= {"extra": label} if bytes_held.extra else {}

@@ -74,7 +74,7 @@ def read_json(text: str | bytes) -> Json:
     try:
         # `json.loads` would decode bytes with lone surrogates.
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        content = json.loads(text, parse_int=_whole)
+        content = json.loads(text, parse_int=_integer)
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
     level = [content]
@@ -93,7 +93,7 @@ def _inner(value: Json) -> list[Json]:
     return [one for one in values if isinstance(one, dict | list)]
 
 
-def _whole(digits: str) -> int | float:
+def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= sys.float_info.max_10_exp else float(digits)
 
 
@@ -131,7 +131,7 @@ def download_command(name: str) -> str:
 
 def snapshot_of(folder: str | os.PathLike[str]) -> str:
     """Returns the newest snapshot in a cache folder `models--OWNER--NAME` of huggingface_hub; '' if there is none."""
-    at = expanded(folder) / "snapshots"
+    at = expand_user(folder) / "snapshots"
     if what_is_at(at) != "a folder":
         return ""
     with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ def pointer_problem(path: str | os.PathLike[str]) -> Problem | None:
     return None
 
 
-def expanded(path: str | os.PathLike[str]) -> Path:
+def expand_user(path: str | os.PathLike[str]) -> Path:
     """Returns the path with `~` and `~name` expanded; unchanged if there is no such user or the name is impossible."""
     with contextlib.suppress(ValueError):
         return Path(os.path.expanduser(path))

@@ -11,20 +11,20 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.cli import flags
-from meshtrain.config.fields import MAX_TEXT_TOKENS
+from meshtrain.config.schema import MAX_TEXT_TOKENS
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.tokenizer import Tokenizer, end_ids
 from meshtrain.errors import Problem, Problems, UserError, refuse, run, warn
-from meshtrain.files import expanded, identities, is_utf8, target_problems
-from meshtrain.generation.answers import Shown, Wanted, answers, fitting, room_left, trained_left
-from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
+from meshtrain.files import expand_user, identities, is_utf8, target_problems
+from meshtrain.generation.answers import Shown, Wanted, answers, fitting, num_trained_left, room_left
+from meshtrain.generation.prompts import Prompt, encode_prompts, from_file, from_flags, in_chat
 from meshtrain.generation.sampling import Sampling
 from meshtrain.launch import peers
 from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.models.task import Decode
+from meshtrain.run.dataset import text_of
 from meshtrain.run.generating import decode_of, generator, problems_of_task
-from meshtrain.run.opened import text_of
-from meshtrain.run.weights import add_weights_flag, assembled, choice_problems, configuration, restored
+from meshtrain.run.weights import add_weights_flag, assemble_run, choice_problems, configuration, restore_weights
 
 MAX_TEMPERATURE = 1_000_000  # all tokens are practically equally probable
 MAX_SAMPLES, MAX_SEED, MAX_STEP = 100_000, 2**32 - 1, 10**12
@@ -102,7 +102,7 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[Problem]
     if arguments.prompt is not None and arguments.prompts is not None:
         problems.add(Problem("--prompt, --prompts", got="both", allowed="one of them", nearest="drop --prompt"))
     prompts = from_flags(arguments.prompt or [], problems)
-    if arguments.prompts and arguments.out and identities(expanded(arguments.prompts)) & identities(arguments.out):
+    if arguments.prompts and arguments.out and identities(expand_user(arguments.prompts)) & identities(arguments.out):
         problems.add(
             Problem(
                 "--out",
@@ -118,7 +118,7 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[Problem]
 
 def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
     """Returns the number of tokens to generate after prompts of at most `longest` tokens."""
-    room, trained = room_left(decode, longest), trained_left(decode, longest)
+    room, trained = room_left(decode, longest), num_trained_left(decode, longest)
     if asked is not None and 0 <= room < asked:
         raise UserError(
             Problem(
@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     prompts, problems = _prompts(arguments)
     of_weights = choice_problems(arguments.weights, arguments.workdir)
     config = configuration(arguments, [*_number_problems(arguments), *of_weights, *problems], reads_data=False)
-    assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
+    assembly = assemble_run(config, arguments.workdir, arguments.step, folds_pipeline=True)
     refuse(problems_of_task(assembly))
     decode = decode_of(assembly)
     continues = decode.continues and not arguments.chat  # an answer is printed without its prompt
@@ -180,9 +180,9 @@ def main(argv: Sequence[str]) -> int:
     asked = prompts
     if arguments.chat:
         asked = in_chat(prompts, open_template(config.data.tokenizer, config.data.chat_template), tokenizer.special)
-    ids = encoded(asked, tokenizer, assembly.task.vocab_size, decode)
+    ids = encode_prompts(asked, tokenizer, assembly.task.vocab_size, decode)
     num_tokens = _num_tokens(arguments.num_tokens, decode, max(len(one) for one in ids))
-    params, _ = restored(assembly, arguments.workdir, arguments.step, arguments.weights)
+    params, _ = restore_weights(assembly, arguments.workdir, arguments.step, arguments.weights)
     default_temperature = DEFAULT_TEMPERATURE if continues else 0.0
     temperature = default_temperature if arguments.temperature is None else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p)

@@ -21,9 +21,9 @@ from meshtrain.generation.answers import Wanted, answers, fitting
 from meshtrain.generation.sampling import Sampling
 from meshtrain.models.task import Params
 from meshtrain.run import generating, likelihoods
+from meshtrain.run.dataset import text_of
 from meshtrain.run.likelihoods import Likelihood, Score
-from meshtrain.run.opened import text_of
-from meshtrain.run.weights import assembled, configuration, restored
+from meshtrain.run.weights import assemble_run, configuration, restore_weights
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 def language_model(workdir: str | Path, *words: str, step: int | None = None) -> "LM":
-    """Returns a run's weights as an `lm_eval.api.model.LM`; for the arguments see `harness.opened`.
+    """Returns a run's weights as an `lm_eval.api.model.LM`; for the arguments see `harness.open_requests`.
 
     Raises:
-      UserError: see `harness.opened`; or the package lm-eval is missing.
+      UserError: see `harness.open_requests`; or the package lm-eval is missing.
     """
     try:
         from lm_eval.api.model import LM
@@ -47,7 +47,7 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
                 nearest="pip install 'meshtrain[eval]'",
             )
         ) from error
-    answered = opened(workdir, *words, step=step)
+    answered = open_requests(workdir, *words, step=step)
 
     class LanguageModel(LM):
         """A run's weights; each request is an `lm_eval.api.instance.Instance`."""
@@ -68,7 +68,7 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
 
         def generate_until(self, requests: Sequence["Instance"], disable_tqdm: bool = False) -> list[str]:
             """Returns the text for each (prompt, options)."""
-            return answered.generated([request.args for request in requests])
+            return answered.generate([request.args for request in requests])
 
     return LanguageModel()
 
@@ -99,15 +99,15 @@ class Requests:
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
         """Returns the likelihood of each continuation after its context, which may be empty."""
-        return self._scored([self.encoded(*pair) for pair in pairs])
+        return self._score([self.encode_pair(*pair) for pair in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
         """Returns the log probability of each text, in nats; each token follows the longest possible context."""
         num_begin = len(self.tokenizer.begin)
         pairs = [(self._beginning, self.tokenizer.encode(text)[num_begin:]) for text in texts]
-        return [one.log_probability for one in self._scored(pairs)]
+        return [one.log_probability for one in self._score(pairs)]
 
-    def generated(self, prompts: Sequence[tuple[str, Mapping[str, Json]]]) -> list[str]:
+    def generate(self, prompts: Sequence[tuple[str, Mapping[str, Json]]]) -> list[str]:
         """Returns the text that follows each prompt, up to a stop string, an end of document, or its length.
 
         Args:
@@ -119,7 +119,7 @@ class Requests:
         """
         same: dict[Wanted, list[int]] = {}
         for index, (_, options) in enumerate(prompts):
-            same.setdefault(self._wanted(options), []).append(index)
+            same.setdefault(self._stop_options(options), []).append(index)
         texts = [""] * len(prompts)
         ends = (self.tokenizer.end_id, *self.tokenizer.also_end)
         generator = generating.generator(self.assembly, self.params, ends)
@@ -131,7 +131,7 @@ class Requests:
                 texts[index] = text.text
         return texts
 
-    def encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Returns the token ids of a context and of its continuation, tokenized as one text.
 
         Blanks at the end of the context move to the continuation, since tokenizers join them with the next word.
@@ -147,7 +147,7 @@ class Requests:
         """The ids before a text without a context: the `begin` ids, or the end of the previous document."""
         return list(self.tokenizer.begin) or [self.tokenizer.end_id]
 
-    def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
         return likelihoods.likelihoods(self.assembly, self.score, self.params, pairs)
 
     def _prompt(self, text: str, num_tokens: int) -> list[int]:
@@ -157,7 +157,7 @@ class Requests:
         positions = decode.max_positions or decode.trained_positions
         return ids[-max(positions - num_tokens, positions // 2, 1) :] if positions else ids
 
-    def _wanted(self, options: Mapping[str, Json]) -> Wanted:
+    def _stop_options(self, options: Mapping[str, Json]) -> Wanted:
         for name in options:
             if name not in (*_GIVEN, *_LENGTHS):
                 raise UserError(unknown("generation_kwargs", name, [*_GIVEN, *_LENGTHS], "leave it out"))
@@ -191,7 +191,7 @@ def _number(given: Mapping[str, Json], name: str, least: float, most: float) -> 
     return value
 
 
-def opened(workdir: str | Path, *words: str, step: int | None = None) -> Requests:
+def open_requests(workdir: str | Path, *words: str, step: int | None = None) -> Requests:
     """Opens a run's weights to answer requests.
 
     Args:
@@ -204,7 +204,7 @@ def opened(workdir: str | Path, *words: str, step: int | None = None) -> Request
     """
     arguments = flags.arguments([f"--workdir={workdir}", *words])
     config = configuration(arguments, [], reads_data=False)
-    assembly = assembled(config, arguments.workdir, step, folds_pipeline=True)
+    assembly = assemble_run(config, arguments.workdir, step, folds_pipeline=True)
     problems = likelihoods.problems_of_task(assembly)
     tokenizer = text_of(config, assembly.task)
     if tokenizer.end_id < 0:
@@ -218,5 +218,5 @@ def opened(workdir: str | Path, *words: str, step: int | None = None) -> Request
             )
         )
     refuse(problems)
-    params, _ = restored(assembly, arguments.workdir, step)
+    params, _ = restore_weights(assembly, arguments.workdir, step)
     return Requests(assembly, params, tokenizer, likelihoods.scorer(assembly))

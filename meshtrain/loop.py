@@ -120,7 +120,7 @@ def run(
     """
     log = Log(when, throughput, actions, observers)
     reason = evaluate_first(start_step, state, log)
-    with interruptions(peers.agreed_stop(start_step)) as interrupted:
+    with interruptions(peers.make_stop(start_step)) as interrupted:
         for step in range(start_step + 1, when.num_steps + 1) if not reason else ():
             state, metrics = dispatch(step, state, batches, log)
             log.completed(log.clock.dispatched(step, metrics), state)  # the previous step; this one is still in flight
@@ -227,9 +227,9 @@ class Log:
             checkpoint.
         """
         for done in steps:
-            self._completed(done, state)
+            self._complete(done, state)
 
-    def _completed(self, done: CompletedStep, state: TrainState) -> None:
+    def _complete(self, done: CompletedStep, state: TrainState) -> None:
         progress, is_fatal = self.observers.progress, too_many_skipped(done, self.when)
         progress.advance_to(done.step)
         self.observers.watchdog.completed(done.step, None if done.is_first else done.step_seconds)

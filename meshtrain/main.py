@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         arguments = flags.arguments(argv, extra)
         # Imported here, by name: JAX takes seconds to load, and `--help` must be fast.
         # JAX first: if another module has the name jax, packages that import it would log their own warnings.
-        _, config, training = options.imported_modules("jax.numpy", "meshtrain.config.resolve", "meshtrain.training")
+        _, config, training = options.import_modules("jax.numpy", "meshtrain.config.resolve", "meshtrain.training")
         problems = flags.unwritable(arguments.workdir)
         if arguments.config is None and all(problem.key != "--config" for problem in arguments.problems):
             allowed = "a file with get_config(), or a name"

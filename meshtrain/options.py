@@ -31,7 +31,7 @@ Value: TypeAlias = Any  # an option's value: a number, a bool or a text; of any 
 Values: TypeAlias = dict[str, Value]  # key of an option -> value; keys are dotted if groups are flattened
 Options: TypeAlias = Any  # a frozen dataclass of `option`s, whose class depends on the configuration
 OptionsClass: TypeAlias = Any  # the class of `Options`
-Imported: TypeAlias = Any  # an object that a configuration names; may have any type until it is checked
+UserObject: TypeAlias = Any  # an object that a configuration names; may have any type until it is checked
 _T = TypeVar("_T")
 
 Conditions = Mapping[str, Container[object]]
@@ -41,7 +41,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 @dataclasses.dataclass(frozen=True)
-class Seam:
+class ExtensionPoint:
     """An extension point: an option that can name a function.
 
     Attributes:
@@ -50,12 +50,12 @@ class Seam:
     """
 
     takes: tuple[str, ...]
-    side_rooms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    optional_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 # Keys are keys of options. Other built-in names are choices of the option; `function.options` are custom options.
-SEAMS: Mapping[str, Seam] = {
-    "task": Seam(
+EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
+    "task": ExtensionPoint(
         ("config", "placement"),
         {
             "seq2seq": "meshtrain.examples.seq2seq_task:built_in",
@@ -63,7 +63,7 @@ SEAMS: Mapping[str, Seam] = {
             "preferences": "meshtrain.examples.preferences_task:built_in",
         },
     ),
-    "data.source": Seam(
+    "data.source": ExtensionPoint(
         ("config",),
         {
             "digits": "meshtrain.examples.images:digits",
@@ -72,7 +72,7 @@ SEAMS: Mapping[str, Seam] = {
             "preferences": "meshtrain.examples.preferences:preferences",
         },
     ),
-    "reduction.name": Seam(
+    "reduction.name": ExtensionPoint(
         ("options", "dtype"),
         {
             "int8": "meshtrain.lab.compression:int8",
@@ -80,13 +80,13 @@ SEAMS: Mapping[str, Seam] = {
             "one_step_late": "meshtrain.lab.one_step_late:one_step_late",
         },
     ),
-    "optimizer.name": Seam(("options", "rates", "axes")),
-    "learning_rate.name": Seam(("options",)),
-    "local_steps.period": Seam(
+    "optimizer.name": ExtensionPoint(("options", "rates", "axes")),
+    "learning_rate.name": ExtensionPoint(("options",)),
+    "local_steps.period": ExtensionPoint(
         ("config", "placed", "reduction"), {"local_steps": "meshtrain.lab.local_steps:local_steps"}
     ),
-    "pipeline.schedule": Seam(("stages", "microbatches", "chunks")),
-    "observe.tracker": Seam(("options", "directory", "resume_step")),
+    "pipeline.schedule": ExtensionPoint(("stages", "microbatches", "chunks")),
+    "observe.tracker": ExtensionPoint(("options", "directory", "resume_step")),
 }
 
 
@@ -98,7 +98,7 @@ FLAGS: Mapping[str, str] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class AllBut:
+class Except:
     """All values except one, for use in `only_for`."""
 
     value: object
@@ -129,12 +129,12 @@ def option(
       maximum: the largest legal number; None for the largest int32 or float32.
       only_for: condition -> its values for which this option is used; None: it is always used. A condition is a field
         of the same class, the dotted key of another field, `mesh.NAME`, or a statement such as "all weights are
-        trained" (see `config/effects.py`). If several conditions fail, users see the last one as the reason.
+        trained" (see `config/unused_options.py`). If several conditions fail, users see the last one as the reason.
       dim: the logical axis of weights whose size is this number or a multiple of it; error lines about that size name
         this option. Empty: none.
       names: the kind of name in a text: `path` (not a URL), `function` (imported from `package.module:function`),
-        WITH_OPTIONS (a function whose attribute `options` adds options next to this option, see `with_own`), or ''. The
-        key of an option that names a function is listed in `SEAMS`.
+        WITH_OPTIONS (a function whose attribute `options` adds options to this group, see `add_user_options`), or ''.
+        The key of an option that names a function is listed in `EXTENSION_POINTS`.
     """
     if maximum is None and type(default) in MOST:
         maximum = MOST[type(default)]
@@ -150,7 +150,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def idle(
+def unused(
     options: Options, path: str, known: Mapping[str, Value] | None = None, inherited: Conditions | None = None
 ) -> dict[str, str]:
     """Returns dotted key -> reason for each unused field; the reason is `key=value`, or a statement (see `option`).
@@ -165,7 +165,7 @@ def idle(
     for field in dataclasses.fields(options):
         conditions = {**(inherited or {}), **(field.metadata.get("only_for") or {})}
         if dataclasses.is_dataclass(inner := getattr(options, field.name)):
-            result |= idle(inner, f"{prefix}{field.name}", known, conditions)
+            result |= unused(inner, f"{prefix}{field.name}", known, conditions)
             continue
         for other, values in conditions.items():
             is_beside = hasattr(options, other)
@@ -183,14 +183,14 @@ class NoOptions:
     """The options of a user's function that defines none."""
 
 
-def naming(options: Options) -> str:
+def function_field(options: Options) -> str:
     """Returns the field of these options that selects a function with additional options; '' if there is none."""
     fields = [one.name for one in dataclasses.fields(options) if one.metadata.get("names") == WITH_OPTIONS]
     return fields[0] if fields else ""
 
 
-def with_own(options: Options, path: str, name: Value) -> Options:
-    """Returns default options, extended by the options of the function that the field `naming(options)` selects.
+def add_user_options(options: Options, path: str, name: Value) -> Options:
+    """Returns default options, extended by the options of the function in the field `function_field(options)`.
 
     The class of the result has both classes as bases, so that the function gets an object of its class.
 
@@ -202,32 +202,32 @@ def with_own(options: Options, path: str, name: Value) -> Options:
     Raises:
       UserError: one line: there is no such function, or its options are invalid.
     """
-    field = next(one for one in dataclasses.fields(options) if one.name == naming(options))
+    field = next(one for one in dataclasses.fields(options) if one.name == function_field(options))
     key, names = f"{path}.{field.name}", field.metadata["choices"]
-    is_core = name in names and name not in side_names(key)
-    if not isinstance(name, str) or is_core or not (":" in name or SEAMS[key].side_rooms):
+    is_core = name in names and name not in plugin_names(key)
+    if not isinstance(name, str) or is_core or not (":" in name or EXTENSION_POINTS[key].optional_names):
         return options
-    function = imported_function(key, name, names, str(field.default))
+    function = import_function(key, name, names, str(field.default))
     own = function.options if hasattr(function, "options") else NoOptions
     if line := options_problem(key, name, own) or _shared_problem(path, own, options):
         raise UserError(line)
     group: OptionsClass = type(options)
-    return _joined(own, group)()
+    return _join_classes(own, group)()
 
 
 @functools.cache
-def _joined(own: OptionsClass, group: OptionsClass) -> OptionsClass:
+def _join_classes(own: OptionsClass, group: OptionsClass) -> OptionsClass:
     return dataclasses.dataclass(frozen=True)(type(group.__name__, (own, group), {"__doc__": group.__doc__}))
 
 
-def own_values(options: Options) -> Values:
-    """Returns field -> value for the options that a function has added, see `with_own`."""
+def user_options(options: Options) -> Values:
+    """Returns field -> value for the options that a function has added, see `add_user_options`."""
     own: OptionsClass = type(options).__bases__[0]
     names = [field.name for field in dataclasses.fields(own)] if dataclasses.is_dataclass(own) else []
-    return {name: getattr(options, name) for name in names if name != naming(options)}
+    return {name: getattr(options, name) for name in names if name != function_field(options)}
 
 
-def options_problem(key: str, name: str, options: Imported) -> Problem | None:
+def options_problem(key: str, name: str, options: UserObject) -> Problem | None:
     """Returns a problem if the options of a user's function are not a frozen dataclass of `option`s, else None.
 
     Args:
@@ -298,39 +298,39 @@ def problems(options: Options, path: str) -> list[Problem]:
 
 
 @functools.cache
-def side_names(key: str) -> tuple[str, ...]:
+def plugin_names(key: str) -> tuple[str, ...]:
     """Returns the names that installed optional packages add to an option."""
-    rooms = {name: ".".join(place.split(".")[:2]) for name, place in SEAMS[key].side_rooms.items()}
-    return tuple(name for name, room in rooms.items() if importlib.util.find_spec(room))
+    packages = {name: ".".join(place.split(".")[:2]) for name, place in EXTENSION_POINTS[key].optional_names.items()}
+    return tuple(name for name, package in packages.items() if importlib.util.find_spec(package))
 
 
-def imported_function(key: str, name: str, names: Sequence[str], near: str = "") -> Imported:
+def import_function(key: str, name: str, names: Sequence[str], near: str = "") -> UserObject:
     """Imports a module and returns its function with this name.
 
     The current folder is searched last.
 
     Args:
       key: the option with the name.
-      name: `package.module:function`, where dots after the colon lead into classes; or an element of `side_names`.
+      name: `package.module:function`, where dots after the colon lead into classes; or an element of `plugin_names`.
       names: the built-in values of the option, for errors.
       near: the suggested value; '': the first.
 
     Raises:
       UserError: one line: the name has another form, its module cannot be imported or lacks it, or it is not callable.
     """
-    if name in side_names(key):
-        place, _, attribute = SEAMS[key].side_rooms[name].partition(":")
+    if name in plugin_names(key):
+        place, _, attribute = EXTENSION_POINTS[key].optional_names[name].partition(":")
         return getattr(importlib.import_module(place), attribute)
     allowed, near = f"{', '.join(names)}, or {FORM}", near or names[0]
     module_name, colon, path = name.partition(":")
     if not (colon and module_name and path):
         raise UserError(Problem(key, got=f"'{name}'", allowed=allowed, fix=nearest(name, names), nearest=near))
-    module = _imported(key, name, module_name, allowed, near)
-    found: Imported = module
+    module = _import_user_module(key, name, module_name, allowed, near)
+    found: UserObject = module
     for part in path.split("."):
         if not hasattr(found, part):
             got = f"'{name}', and {module_name} has no '{path}'"
-            fix = nearest(part, _fitting(module, len(SEAMS[key].takes)))
+            fix = nearest(part, _fitting(module, len(EXTENSION_POINTS[key].takes)))
             raise UserError(Problem(key, got=got, allowed=allowed, fix=fix, nearest=f"{key}={near}"))
         found = getattr(found, part)
     if not callable(found):
@@ -357,11 +357,11 @@ def _fitting(module: ModuleType, num_arguments: int) -> list[str]:
 
 
 def function_problems(key: str, name: str, names: Sequence[str], near: str = "") -> list[Problem]:
-    """Returns the problem of `imported_function`; none for a built-in name, or if the function can be imported."""
-    return [] if name in names else refusals(imported_function, key, name, names, near)
+    """Returns the problem of `import_function`; none for a built-in name, or if the function can be imported."""
+    return [] if name in names else refusals(import_function, key, name, names, near)
 
 
-def called(
+def call_user_function(
     key: str,
     name: str,
     names: Sequence[str],
@@ -371,14 +371,14 @@ def called(
     gives: str,
     fix: str,
     call: str = "",
-) -> Imported:
+) -> UserObject:
     """Imports the function that an option names, calls it and returns its result.
 
     Args:
       key: the option.
       name: its value.
       names: the built-in values of the option, for errors.
-      given: the positional arguments, as listed in `SEAMS`.
+      given: the positional arguments, as listed in `EXTENSION_POINTS`.
       takes: the arguments as text, for errors.
       gives: the required result as text, for errors.
       fix: the nearest fix, for errors.
@@ -387,7 +387,7 @@ def called(
     Raises:
       UserError: raised by the function, or one line: there is no such function, it takes other arguments, or it raises.
     """
-    function = imported_function(key, name, names)
+    function = import_function(key, name, names)
     try:
         inspect.signature(function).bind(*given)
     except (TypeError, ValueError) as error:
@@ -396,14 +396,14 @@ def called(
                 key,
                 got=f"'{name}', which does not take {takes} ({error})",
                 allowed="a function that does",
-                nearest=f"def {name.partition(':')[2]}({', '.join(SEAMS[key].takes)})",
+                nearest=f"def {name.partition(':')[2]}({', '.join(EXTENSION_POINTS[key].takes)})",
             )
         ) from error
-    with told(Problem(key, got=f"'{name}', which", allowed=gives, nearest=fix), call):
+    with wrap_user_errors(Problem(key, got=f"'{name}', which", allowed=gives, nearest=fix), call):
         return function(*given)
 
 
-def own_check(key: str, name: str, function: Imported, given: Sequence[Any]) -> list[Problem]:
+def user_check(key: str, name: str, function: UserObject, given: Sequence[Any]) -> list[Problem]:
     """Calls a function's attribute `check` with `given`; returns a problem for each of its lines, none without a check.
 
     An exception in a user's check is also returned as a problem.
@@ -412,7 +412,9 @@ def own_check(key: str, name: str, function: Imported, given: Sequence[Any]) -> 
         return []
     problem = Problem(key, got=f"'{name}', whose check", allowed="a list of texts, one for each problem", nearest="[]")
     try:
-        with told(problem) if ":" in name else contextlib.nullcontext():  # our own checks keep their traceback
+        with (
+            wrap_user_errors(problem) if ":" in name else contextlib.nullcontext()
+        ):  # our own checks keep their traceback
             lines = function.check(*given)
     except UserError as error:
         return list(error.problems)
@@ -422,25 +424,25 @@ def own_check(key: str, name: str, function: Imported, given: Sequence[Any]) -> 
 
 
 @contextlib.contextmanager
-def told(problem: Problem, call: str = "") -> Iterator[None]:
+def wrap_user_errors(problem: Problem, call: str = "") -> Iterator[None]:
     """Converts an exception of a user's code in the block to UserError: `problem`, the exception, then `call`."""
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # any exception
-        fault = f"{problem.fault} raises {_raised(error)}{call}"
+        fault = f"{problem.fault} raises {_exception_text(error)}{call}"
         raise UserError(problem.with_parts(fault=fault)) from error
 
 
-def _raised(error: BaseException) -> str:
+def _exception_text(error: BaseException) -> str:
     """Returns the type and first line of an exception in a user's code, and its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((one for one in reversed(frames) if "site-packages" not in one.filename), frames[-1])
     return f"{type(error).__name__}: {first_line(error)} ({frame.filename}:{frame.lineno})"
 
 
-def _imported(key: str, name: str, module_name: str, allowed: str, near: str) -> ModuleType:
+def _import_user_module(key: str, name: str, module_name: str, allowed: str, near: str) -> ModuleType:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -463,15 +465,15 @@ def _imported(key: str, name: str, module_name: str, allowed: str, near: str) ->
         raise UserError(
             Problem(
                 key,
-                got=f"'{name}', and {module_name} cannot be imported: {_raised(error)}",
+                got=f"'{name}', and {module_name} cannot be imported: {_exception_text(error)}",
                 allowed="a module that Python can import",
                 nearest=f"python -c 'import {module_name}'",
             )
         ) from error
 
 
-def function_name(given: Imported) -> str:
-    """Returns `package.module:function`, the name with which `imported_function` imports it."""
+def function_name(given: UserObject) -> str:
+    """Returns `package.module:function`, the name with which `import_function` imports it."""
     kind = given if hasattr(given, "__qualname__") else type(given)
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -493,10 +495,10 @@ def flag_problems(flag: str, value: str) -> list[Problem]:
 
 def flag_module(flag: str) -> ModuleType:
     """Imports the module of an optional package for a flag for which `flag_problems` returns nothing."""
-    return imported_modules(FLAGS[flag])[0]
+    return import_modules(FLAGS[flag])[0]
 
 
-def imported_modules(*names: str) -> list[ModuleType]:
+def import_modules(*names: str) -> list[ModuleType]:
     """Imports modules without garbage collection, and returns them.
 
     The modules live until the program ends, but each collection would traverse all their objects: with JAX and Orbax, a

@@ -8,15 +8,15 @@ from pathlib import Path
 from meshtrain import options
 from meshtrain.assembly.assemble import Assembly
 from meshtrain.config.build import Given
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import resolve
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
-from meshtrain.data.own_source import MakeData
-from meshtrain.files import expanded
+from meshtrain.data.dataset import MakeData
+from meshtrain.files import expand_user
 from meshtrain.launch.endings import telling_errors
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.run import elastic, memory_check, preflight, saving, summary
-from meshtrain.run.generating import continuations
+from meshtrain.run.generating import sample_texts
 from meshtrain.run.initial_state import begin
 from meshtrain.run.session import Session, run_loop
 from meshtrain.sharding.rules import Rules
@@ -64,7 +64,7 @@ def train(
         or a frozen `Config`.
       directory: the run's folder, for configuration, metrics and checkpoints.
       make_task: a task function (config, placement) -> Task; None for the one that `config.task` names.
-      make_data: a function config -> `data.own_source.Data`; None for what `config.data` says.
+      make_data: a function config -> `data.own_source.Dataset`; None for what `config.data` says.
       rules: logical axis -> mesh axes for the task's weights, activations and batch; None for the built-in table.
 
     Raises:
@@ -92,7 +92,7 @@ def train_resolved(
     Args:
       begun_seconds: when the program began, by `time.monotonic`; goodput counts from there.
     """
-    run = expanded(directory).absolute()
+    run = expand_user(directory).absolute()
     # Every process runs this same program. `devices` are those of all processes, in the same order everywhere.
     devices = elastic.start_devices(config)
     with telling_errors(), Watchdog(config.watchdog_seconds) as watchdog:
@@ -102,13 +102,13 @@ def train_resolved(
         assembly = preflight.checked_assembly(config, devices, make_task, rules, run)
         # A batch is a pure function of the seed and the number of its step, so the state of the data is that number.
         corpus = preflight.checked_data(assembly, opened, make_data, run)
-        texts = continuations(assembly, corpus, make_task, rules)
-        with saving.opened(assembly, run) as checkpoints:
+        texts = sample_texts(assembly, corpus, make_task, rules)
+        with saving.open_checkpoints(assembly, run) as checkpoints:
             session = Session(assembly, corpus, checkpoints, run, watchdog, begun_seconds)
             # Each device creates or reads its own part of the state. The whole state is never in one place.
             start = begin(session)
             # The loop's step donates its state: the new weights take the memory of the old ones, which are then gone.
             state, values = run_loop(session, start, texts)
-        with watchdog.patient(), memory_check.explained(assembly):
+        with watchdog.patient(), memory_check.explain_memory(assembly):
             summary.show(session, state, values, make_task, rules)
     return Result(state, values, run, assembly)

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from meshtrain.config import Config, default
 from meshtrain.models import vocabulary
-from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Task, staged_loss, token_batch
+from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Task, loss_of_stages, token_batch
 from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
 
@@ -65,7 +65,9 @@ def means(config: Config, placement: Placement) -> Task:
 
     stages = Stages(n, first, repeated, last)
     batch = token_batch(config.batch_size, config.sequence_length)
-    return Task(init, staged_loss(stages), batch, stages=stages, takes_manual_axes=True, width=d, vocab_size=NUM_TOKENS)
+    return Task(
+        init, loss_of_stages(stages), batch, stages=stages, takes_manual_axes=True, width=d, vocab_size=NUM_TOKENS
+    )
 
 
 means.options = Options

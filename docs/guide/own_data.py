@@ -9,11 +9,11 @@ import grain
 import numpy as np
 
 from meshtrain.config import Config
-from meshtrain.data.own_source import Data
+from meshtrain.data.dataset import Dataset
 from meshtrain.data.tokenizer import byte_tokenizer
 
 
-def documents(config: Config) -> Data:
+def documents(config: Config) -> Dataset:
     """Returns the records of `config.data.path`, UTF-8 text each, as rows of bytes; one in twenty is for validation."""
     length, text = config.sequence_length, byte_tokenizer()
 
@@ -32,4 +32,4 @@ def documents(config: Config) -> Data:
     rows = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(config.data.path)).map(row)
     about, held_out = Path(config.data.path).stat(), max(len(rows) // 20, 1)
     fingerprint = f"bytes of {len(rows)} records, {about.st_size} bytes"
-    return Data(rows[held_out:], rows[:held_out], fingerprint, text=text)
+    return Dataset(rows[held_out:], rows[:held_out], fingerprint, text=text)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 import meshtrain
 from meshtrain.config import Config, default
-from meshtrain.data.own_source import Data
+from meshtrain.data.dataset import Dataset
 from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
 from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
@@ -32,10 +32,10 @@ def drawn(number: int) -> dict[str, np.ndarray]:
     return {"images": np.float32(pixels)[..., None], "labels": np.int32(label), "weights": np.float32(1)}
 
 
-def shapes(config: Config) -> Data:
+def shapes(config: Config) -> Dataset:
     """Returns the data: examples by index, drawn when they are read."""
     examples = grain.MapDataset.range(NUM_TRAIN + NUM_HELD_OUT).map(drawn)
-    return Data(examples[:NUM_TRAIN], examples[NUM_TRAIN:], fingerprint="shapes 1")
+    return Dataset(examples[:NUM_TRAIN], examples[NUM_TRAIN:], fingerprint="shapes 1")
 
 
 @dataclasses.dataclass(frozen=True)

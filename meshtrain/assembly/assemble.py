@@ -15,8 +15,8 @@ from meshtrain.assembly.optimization import initializer, optimization, weight_up
 from meshtrain.assembly.placed import Placed, place
 from meshtrain.assembly.states import States, states
 from meshtrain.assembly.steps import Functions, Steps, jitted
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import check_filled, num_microbatches, units_on_device
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.errors import Problem, refuse
 from meshtrain.models.cost import Cost

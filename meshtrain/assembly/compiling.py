@@ -7,15 +7,15 @@ import jax
 from jax.sharding import Mesh
 
 from meshtrain.assembly.placed import Placed
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.hardware.accelerators import find as find_accelerator
 from meshtrain.hardware.compiler_options import CompilerOption, options_of
 from meshtrain.launch import peers
 from meshtrain.models.remat import gathers_early
 from meshtrain.pipeline.program import worth_reducing_early
+from meshtrain.sharding.param_sharding import axes_in
 from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import DATA, EXPERT
-from meshtrain.sharding.stored import axes_in
 from meshtrain.step.extension import Extension
 from meshtrain.step.shardings import layer_bytes
 
@@ -86,7 +86,7 @@ def device_kind(mesh: Mesh) -> str:
     return kind
 
 
-def compiled(name: str, traced: jax.stages.Traced) -> jax.stages.Compiled:
+def compile_program(name: str, traced: jax.stages.Traced) -> jax.stages.Compiled:
     """Returns a compiled program after all processes have compared it; `name` is used once. It may run in a thread.
 
     Raises:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import jax
 
 from meshtrain.assembly.placed import Placed
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import num_microbatches
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError
 from meshtrain.models.task import Batch, Loss, Params, Sums, batch_axes
-from meshtrain.pipeline import executor, forward
+from meshtrain.pipeline import executor, inference
 from meshtrain.sharding.rules import PIPELINE
-from meshtrain.step.accumulate import Gradients, accumulated, cut, summed
+from meshtrain.step.accumulate import Gradients, accumulate_gradients, accumulate_loss, split_microbatches
 from meshtrain.step.step import with_sequence_index
 
 
@@ -45,8 +45,8 @@ def _whole(config: Config, placed: Placed) -> Computations:
     task, axes, parts = placed.task, batch_axes(placed.batch), num_microbatches(config, placed.mesh.shape)
     of_task = task.logits
     return Computations(
-        gradients=accumulated(task.loss, parts, placed.placement, placed.replicas, axes),
-        evaluate=summed(task.loss, parts, placed.placement, axes),
+        gradients=accumulate_gradients(task.loss, parts, placed.placement, placed.replicas, axes),
+        evaluate=accumulate_loss(task.loss, parts, placed.placement, axes),
         logits=of_task and (lambda params, batch: of_task(params, with_sequence_index(batch))),
     )
 
@@ -69,15 +69,15 @@ def _staged(config: Config, placed: Placed) -> Computations:
     num_chunks = program.schedule.num_chunks
 
     def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
-        microbatches = cut(batch, parts, placed.placement, axes)
+        microbatches = split_microbatches(batch, parts, placed.placement, axes)
         return executor.gradients(stages, program, placed.replicas, params, microbatches, rng, seed)
 
     def evaluate(params: Params, batch: Batch, rng: jax.Array) -> Loss:
-        microbatches = cut(batch, parts, placed.placement, axes)
-        return forward.evaluate(stages, num_chunks, mesh, specs, params, microbatches, rng)
+        microbatches = split_microbatches(batch, parts, placed.placement, axes)
+        return inference.evaluate(stages, num_chunks, mesh, specs, params, microbatches, rng)
 
     def logits(params: Params, batch: Batch) -> jax.Array:
-        one = cut(with_sequence_index(batch), 1, placed.placement, axes)
-        return forward.logits(stages, num_chunks, mesh, specs, params, one)[0]
+        one = split_microbatches(with_sequence_index(batch), 1, placed.placement, axes)
+        return inference.logits(stages, num_chunks, mesh, specs, params, one)[0]
 
     return Computations(gradients, evaluate, logits if stages.logits else None)

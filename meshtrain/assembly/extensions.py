@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assembly.placed import Placed
-from meshtrain.config import reductions
-from meshtrain.config.fields import Config
+from meshtrain.config import extensions
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError
 from meshtrain.models.task import AfterUpdate
-from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.gradients import GradientSync
+from meshtrain.sharding.param_sharding import is_names
 from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.reduction import Dims, Reduction
 from meshtrain.sharding.rules import DATA
-from meshtrain.sharding.stored import is_names
-from meshtrain.sharding.trees import Arrays, leaves_with_paths, merged, path_text, select
+from meshtrain.sharding.trees import Arrays, leaves_with_paths, merge, path_text, select
 from meshtrain.step.extension import PLAIN, Costs, Extension, FieldNames, Read, Shapes
 from meshtrain.step.shardings import shardings
 from meshtrain.step.state import COPY, TrainState
@@ -30,7 +30,7 @@ EXTRA = "extra/"  # how the paths of the arrays of an extension begin
 
 def extension(config: Config, placed: Placed) -> Extension:
     """Returns what a configuration changes in a step; `PLAIN` where gradients are summed over data in each step."""
-    reduction, make = reductions.of(config), reductions.make_extension(config)
+    reduction, make = extensions.of(config), extensions.make_extension(config)
     if make is not None:
         made: Extension = make(config, placed, reduction)
         return made
@@ -58,7 +58,7 @@ def reducing(reduction: Reduction, placed: Placed) -> Extension:
     return Extension(begin, names, update, restore=restoring(reduction.reshard), costs=costs)
 
 
-def first_extra(reduction: Reduction, replicas: Replicas, trained: Arrays) -> Arrays:
+def first_extra(reduction: Reduction, replicas: GradientSync, trained: Arrays) -> Arrays:
     """Returns zeros [replicas, ...] for what each replica keeps of its gradients, or ().
 
     Args:
@@ -74,7 +74,7 @@ def first_extra(reduction: Reduction, replicas: Replicas, trained: Arrays) -> Ar
     if kept not in ((), shapes):
         raise UserError(
             Problem(
-                reductions.KEY,
+                extensions.KEY,
                 got=f"'{reduction.name}', whose init returns {kept}",
                 allowed="the shapes that it gets, or ()",
                 nearest="lambda shapes: shapes",
@@ -83,7 +83,9 @@ def first_extra(reduction: Reduction, replicas: Replicas, trained: Arrays) -> Ar
     return jax.tree.map(lambda leaf: jnp.zeros((replicas.mesh.shape[DATA], *leaf.shape), leaf.dtype), kept)
 
 
-def reduced_over_data(reduction: Reduction, replicas: Replicas) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
+def reduced_over_data(
+    reduction: Reduction, replicas: GradientSync
+) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
     """Returns (gradients [replicas, ...] of the mean loss, state) -> (the same reduced over data, the next state)."""
     dims = jax.tree.map(lambda weight: weight.scattered_dim, replicas.trained_stored)
 
@@ -102,7 +104,7 @@ def reduced_over_data(reduction: Reduction, replicas: Replicas) -> Callable[[Arr
 
 
 def checked_update(
-    reduction: Reduction, replicas: Replicas, gradients: Arrays, extra: Arrays, dims: Dims
+    reduction: Reduction, replicas: GradientSync, gradients: Arrays, extra: Arrays, dims: Dims
 ) -> tuple[Arrays, Arrays]:
     """Returns what a reduction makes of local arrays where all axes are manual; see `Reduction.update`.
 
@@ -120,7 +122,7 @@ def checked_update(
         if got != allowed:
             raise UserError(
                 Problem(
-                    reductions.KEY,
+                    extensions.KEY,
                     got=f"'{reduction.name}', whose update returns {got}",
                     allowed=f"{allowed}, in (gradients, state)",
                     nearest="trees like those that it gets",
@@ -150,10 +152,10 @@ def restoring(
         if not leaves or len(saved) != len(leaves) or saved[0] == leaves[0].shape[0]:
             return read(like)
         stored = jax.tree.map(functools.partial(_of_replicas, saved[0]), wanted)
-        state = read(dataclasses.replace(like, extra=merged(stored, others)))
+        state = read(dataclasses.replace(like, extra=merge(stored, others)))
         before, others = select(state.extra, mask)
         share = jax.jit(reshard, static_argnums=1, out_shardings=shardings(wanted))
-        return dataclasses.replace(state, extra=merged(share(before, leaves[0].shape[0]), others))
+        return dataclasses.replace(state, extra=merge(share(before, leaves[0].shape[0]), others))
 
     return restore
 

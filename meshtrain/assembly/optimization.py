@@ -9,7 +9,7 @@ import optax
 from flax.core import meta
 
 from meshtrain.assembly.placed import Placed
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import names as task_names
 from meshtrain.errors import Problem, UserError
 from meshtrain.models.task import Task
@@ -17,12 +17,12 @@ from meshtrain.optim.learning_rate import NAMES as RATES
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import NAMES, optimizer
 from meshtrain.sharding import offload
-from meshtrain.sharding.stored import is_names
+from meshtrain.sharding.param_sharding import is_names
 from meshtrain.sharding.trees import Shardings, leaves_with_paths, select
 from meshtrain.step import health, loss_scale
 from meshtrain.step.extension import Extension
 from meshtrain.step.precision import as_stored, compute_name
-from meshtrain.step.shardings import after_update_of, stacked
+from meshtrain.step.shardings import after_update_of, stack_layers
 from meshtrain.step.state import TrainState, init_state
 from meshtrain.step.step import Update, WeightUpdate
 
@@ -59,7 +59,7 @@ def initializer(
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
         params = meta.unbox(task.init(jax.random.fold_in(rng, 0)))
-        params = stacked(as_stored(params, placed.axes, trained, config.precision), placed.stack)
+        params = stack_layers(as_stored(params, placed.axes, trained, config.precision), placed.stack)
         rng = jax.random.fold_in(rng, 1)
         return extension.begin(init_state(params, optimization.transformation, rng, optimization.scaling, trained))
 
@@ -80,7 +80,7 @@ def weight_update(
         config.optimizer.clip_norm,
         config.guard,
         optimization.scaling,
-        lambda opt_state, norm: offload.fetched(opt_state, of_state.opt_state, after=norm),
+        lambda opt_state, norm: offload.fetch(opt_state, of_state.opt_state, after=norm),
         placed.replicas.trained,
         average_decay=config.optimizer.average,
         layers=layers,

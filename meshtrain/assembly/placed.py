@@ -6,21 +6,28 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
-from meshtrain.config import reductions
-from meshtrain.config.fields import Config
+from meshtrain.config import extensions
 from meshtrain.config.mesh_checks import num_microbatches
-from meshtrain.config.tasks import MakeTask, made
+from meshtrain.config.schema import Config
+from meshtrain.config.tasks import MakeTask, make_task_of
 from meshtrain.errors import Problem, UserError
-from meshtrain.models.task import Entry, Params, Task, checked, entries, refuse_weights
+from meshtrain.models.task import Entry, Params, Task, check_task, entries, refuse_weights
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.schedules import chosen
 from meshtrain.pipeline.stages import Stack, stack_of
-from meshtrain.sharding.gradients import OverData, Replicas
+from meshtrain.sharding.gradients import GradientSync, OverData
+from meshtrain.sharding.param_sharding import (
+    MAX_LEVEL,
+    axes_in,
+    num_parts,
+    param_shardings,
+    params_with_axes,
+    rules_of_level,
+)
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.reduction import SUM
 from meshtrain.sharding.rules import DATA, PIPELINE, Rules, default_rules, partitioned_axes
-from meshtrain.sharding.stored import MAX_LEVEL, axes_in, named_params, num_parts, rules_of_level, stored_tree
-from meshtrain.sharding.trainable import trained_mask
+from meshtrain.sharding.trainable import trainable_mask
 from meshtrain.sharding.trees import NamesTree, select
 from meshtrain.step.precision import in_fp8, reduce_dtype
 from meshtrain.step.shardings import abstract_params
@@ -52,7 +59,7 @@ class Placed:
     axes: NamesTree
     stack: Stack | None
     program: Program | None
-    replicas: Replicas
+    replicas: GradientSync
 
 
 def place(config: Config, mesh: Mesh, make_task: MakeTask | None, rules: Rules | None) -> Placed:
@@ -63,10 +70,10 @@ def place(config: Config, mesh: Mesh, make_task: MakeTask | None, rules: Rules |
     """
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     placement = Placement(rules, mesh, config.zero.keeps_gathered, in_fp8(config.precision))
-    task = checked(made(config, placement, make_task))
+    task = check_task(make_task_of(config, placement, make_task))
     stack = stack_of(task.stages, mesh.shape[PIPELINE], config.pipeline.num_chunks)
     params, axes = abstract_params(task, stack, mesh.size)
-    counted = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(named_params(task.init)[0]))
+    counted = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params_with_axes(task.init)[0]))
     task = dataclasses.replace(task, num_parameters=counted)
     replicas = _replicas(config, task, params, axes, rules, mesh)
     refuse_weights(params, select(params, replicas.trained)[0])
@@ -86,7 +93,7 @@ def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None
     return executable(chosen(config.pipeline, num_stages=shape[PIPELINE], num_microbatches=parts))
 
 
-def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules: Rules, mesh: Mesh) -> Replicas:
+def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules: Rules, mesh: Mesh) -> GradientSync:
     """Returns how gradients are summed, with the shardings of parameters.
 
     Raises:
@@ -95,8 +102,8 @@ def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules
     """
     level = config.zero.effective_level
     others = "with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights split over data"
-    trained = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
-    specs = stored_tree(params, axes, rules, mesh.shape, level)
+    trained = trainable_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
+    specs = param_shardings(params, axes, rules, mesh.shape, level)
     # A user's rule may shard weights over data. Then data has no replicas of them and is left to the partitioner.
     splits_weights = level < MAX_LEVEL and any(DATA in axes_in(one.parameter) for one in jax.tree.leaves(specs))
     is_manual = (task.takes_manual_axes or num_parts(partitioned_axes(), mesh.shape) == 1) and not splits_weights
@@ -104,14 +111,14 @@ def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules
         raise UserError(
             Problem("zero.level", got=f"2 {others}", allowed="0, 1, 3, or a task with it", nearest="zero.level=1")
         )
-    crossing = reductions.crossing(config)
+    crossing = extensions.crossing(config)
     if crossing is OverData.STACKED and mesh.shape[DATA] > 1 and not is_manual:
         raise UserError(
             Problem(
-                reductions.KEY,
+                extensions.KEY,
                 got=f"{config.reduction.name} {others}",
                 allowed=f"{SUM}, or a task with it",
-                nearest=f"{reductions.KEY}={SUM}",
+                nearest=f"{extensions.KEY}={SUM}",
             )
         )
-    return Replicas(mesh, specs, level, is_manual, reduce_dtype(config.precision), trained, crossing)
+    return GradientSync(mesh, specs, level, is_manual, reduce_dtype(config.precision), trained, crossing)

@@ -8,13 +8,13 @@ from jax.sharding import Mesh
 
 from meshtrain.assembly.optimization import Optimization
 from meshtrain.assembly.placed import Placed
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.models.task import Entry, Params
+from meshtrain.sharding.param_sharding import Names, activation_sharding
 from meshtrain.sharding.rules import Rules
-from meshtrain.sharding.stored import Names, activation_sharding
 from meshtrain.step.extension import Extension
-from meshtrain.step.shardings import axes_of_fields, axes_of_leaves, placed_states, splits_masters
+from meshtrain.step.shardings import axes_of_fields, axes_of_leaves, sharded_states, splits_masters
 from meshtrain.step.state import TrainState
 
 
@@ -51,14 +51,14 @@ def states(
     names = axes_of_leaves(abstract, extension.names(of_fields, abstract))
     split = splits_masters(placed.task, config.precision, replicas.level, placed.mesh.shape, replicas.trained)
     on_host = config.offload.moments
-    state, kept = placed_states(
+    state, kept = sharded_states(
         abstract, names, placed.rules, replicas, placed.stack, moments_on_host=on_host, masters_are_split=split
     )
     sums = extension.costs.accumulators(replicas.accumulators(state.params))
-    return States(state, kept, names, placed_batch(placed.batch, placed.rules, placed.mesh), sums)
+    return States(state, kept, names, abstract_batch(placed.batch, placed.rules, placed.mesh), sums)
 
 
-def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the abstract global batch, each entry with its sharding by the activation rules.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.assembly.compiling import Compiling, compiled, device_kind
+from meshtrain.assembly.compiling import Compiling, compile_program, device_kind
 from meshtrain.assembly.computations import Computations
 from meshtrain.assembly.placed import Placed
 from meshtrain.assembly.states import States
@@ -85,7 +85,7 @@ def jitted(functions: Functions, abstract: States, placed: Placed, options: Comp
     )
 
 
-def traced_steps(steps: Steps, states: States) -> dict[str, jax.stages.Traced]:
+def trace_steps(steps: Steps, states: States) -> dict[str, jax.stages.Traced]:
     """Returns name -> each program of a training run, traced: the step, and `join` where there is one.
 
     Meanwhile no other thread may trace a Linen module. `nn.scan` and `nn.remat` make subclasses of modules while they
@@ -102,14 +102,14 @@ def compiled_step(
     """Returns the compiled step, and the function (number, state, batch) -> (state, metrics) that the loop calls.
 
     Args:
-      traced: from `traced_steps`.
+      traced: from `trace_steps`.
       join: of the extension; None: there is none.
 
     Raises:
       UserError: other processes traced a different program.
     """
-    train = compiled("step", traced["step"])
-    after = compiled(join.name, traced["join"]) if join else None
+    train = compile_program("step", traced["step"])
+    after = compile_program(join.name, traced["join"]) if join else None
 
     def step(number: int, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
         state, metrics = train(state, batch)

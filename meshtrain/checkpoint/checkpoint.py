@@ -34,7 +34,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from meshtrain.checkpoint import integrity, retention
-from meshtrain.checkpoint.manager import EXTRA, STATE, manager, renamed, start_save
+from meshtrain.checkpoint.manager import EXTRA, STATE, manager, renaming_problems, start_save
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.cli.tables import format_bytes
 from meshtrain.errors import FolderLost, Problem, SaveFailed, UserError, nearest, warn
@@ -42,7 +42,7 @@ from meshtrain.files import JsonObject
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays, Leaf, Shaped, Tree, leaves_with_paths
 from meshtrain.store import buckets
-from meshtrain.store.buckets import Place, reached
+from meshtrain.store.buckets import Place, wrap_bucket_errors
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"
@@ -117,8 +117,8 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Returns the steps with a complete, sealed checkpoint, oldest first. Waits for a save in progress."""
         self.wait()
-        with reached(self.directory):
-            steps = retention.saved_steps(self.directory)
+        with wrap_bucket_errors(self.directory):
+            steps = retention.checkpoint_steps(self.directory)
             return [step for step in steps if integrity.is_sealed(self.directory / str(step))]
 
     def latest_step(self) -> int | None:
@@ -185,7 +185,7 @@ class Checkpoints:
 
     def _rate(self, step: int, values: Mapping[str, float]) -> None:
         try:
-            with reached(self.directory):
+            with wrap_bucket_errors(self.directory):
                 retention.rate(self.directory, step, values)
                 self._prune()
         except (OSError, buckets.Unreached) as error:
@@ -203,8 +203,8 @@ class Checkpoints:
         """
         self.wait()
         damaged, newest = dict[int, str](), None
-        with reached(self.directory):
-            for step in reversed(retention.saved_steps(self.directory)):
+        with wrap_bucket_errors(self.directory):
+            for step in reversed(retention.checkpoint_steps(self.directory)):
                 if not (line := self._damage(step)):
                     newest = step
                     break
@@ -222,7 +222,7 @@ class Checkpoints:
             if self._options is not None and damaged:
                 for step in damaged if peers.is_main_process() else ():
                     retention.set_aside(self.directory, step)
-                peers.gathered("set aside", None)
+                peers.gather_values("set aside", None)
                 self._manager.reload()
         return newest, list(damaged.values())
 
@@ -241,10 +241,10 @@ class Checkpoints:
     def _damage(self, step: int) -> str:
         """Returns an error line about the first problem of a checkpoint, "" without problems; all processes call it."""
         directory = self.directory / str(step)
-        with reached(directory):
+        with wrap_bucket_errors(directory):
             problems = integrity.damage(directory, peers.index(), peers.count())
-            lines = [line for part in peers.gathered(f"damage {step}", problems) for line in part]
-            lines = lines or integrity.unreadable(directory) or renamed(directory)
+            lines = [line for part in peers.gather_values(f"damage {step}", problems) for line in part]
+            lines = lines or integrity.unreadable(directory) or renaming_problems(directory)
         return f"checkpoint {directory}: {lines[0]}" if lines else ""
 
     def restore(self, step: int, abstract_state: Arrays) -> Arrays:
@@ -261,7 +261,7 @@ class Checkpoints:
           UserError: the step does not exist, or an array is missing, superfluous, or has another shape or dtype.
             Superfluous weight averages are allowed.
         """
-        wanted, saved = leaves_by_path(abstract_state), self._stored(step)
+        wanted, saved = leaves_by_path(abstract_state), self._array_metadata(step)
         stored = {path: saved[path] for path in saved if path in wanted or not path.startswith(f"{AVERAGES}/")}
         _refuse_mismatches(self.directory / str(step), stored, wanted)
         return self._read(step, wanted, abstract_state)
@@ -272,7 +272,7 @@ class Checkpoints:
         Raises:
           UserError: no such step.
         """
-        return {path: tuple(leaf.shape) for path, leaf in self._stored(step).items()}
+        return {path: tuple(leaf.shape) for path, leaf in self._array_metadata(step).items()}
 
     def restore_params(
         self, step: int, abstract_params: Arrays, rounded: Collection[str] = (), *, averaged: bool = False
@@ -292,7 +292,7 @@ class Checkpoints:
           UserError: as in `restore`, but only for weights; or `averaged` is set and the step has no averages.
         """
         self.refuse_other_params(step, abstract_params, rounded)
-        stored, weights = self._stored(step) if averaged else {}, leaves_by_path(abstract_params)
+        stored, weights = self._array_metadata(step) if averaged else {}, leaves_by_path(abstract_params)
         in_place = {path: f"{AVERAGES}/{path}" for path in weights if f"{AVERAGES}/{path}" in stored}
         if averaged and not in_place:
             raise UserError(
@@ -312,7 +312,7 @@ class Checkpoints:
         Raises:
           UserError: as in `restore`, but only for weights.
         """
-        stored = {path: leaf for path, leaf in self._stored(step).items() if path.startswith(f"{_PARAMS}/")}
+        stored = {path: leaf for path, leaf in self._array_metadata(step).items() if path.startswith(f"{_PARAMS}/")}
         wanted, of_state = leaves_by_path({_PARAMS: abstract_params}), {f"{_PARAMS}/{path}" for path in rounded}
         _refuse_mismatches(self.directory / str(step), stored, wanted, of_state)
 
@@ -395,15 +395,15 @@ class Checkpoints:
 
     def _new_manager(self) -> ocp.CheckpointManager:
         writes = self._options is not None
-        with reached(self.directory):
+        with wrap_bucket_errors(self.directory):
             if writes and peers.is_main_process():
                 retention.sweep(self.directory)
             return manager(self.directory, writes=writes)
 
-    def _stored(self, step: int) -> dict[str, Shaped]:
+    def _array_metadata(self, step: int) -> dict[str, Shaped]:
         """Returns path -> metadata with `.shape` and `.dtype` for each array of a step; reads no array."""
         self.refuse_unknown(step)
-        with reached(self.directory):
+        with wrap_bucket_errors(self.directory):
             if lines := integrity.unreadable(directory := self.directory / str(step)):
                 raise UserError(
                     Problem(
@@ -423,7 +423,7 @@ class Checkpoints:
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
             partial_restore=True,
         )
-        with reached(self.directory):
+        with wrap_bucket_errors(self.directory):
             leaves = leaves_by_path(self._manager.restore(step, args=ocp.args.Composite(**{STATE: items}))[STATE])
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in wanted])
 

@@ -21,7 +21,7 @@ from etils import epath
 from meshtrain.errors import UserError
 from meshtrain.files import read_json, what_is_at
 from meshtrain.store import buckets
-from meshtrain.store.buckets import Place, Unreached, reached
+from meshtrain.store.buckets import Place, Unreached, wrap_bucket_errors
 
 MANIFEST = "manifest.json"
 _OWN = "ocdbt.process_"  # prefix of the folder with one process's files; the process index follows
@@ -62,7 +62,7 @@ def seal(directory: Place, index: int, num_processes: int, is_cancelled: Callabl
     """
     if not isinstance(directory, Path):
         return _seal_listed(directory, index, is_cancelled)
-    if not _waited(directory.is_dir, is_cancelled) or is_cancelled():
+    if not _wait(directory.is_dir, is_cancelled) or is_cancelled():
         return False
     sums = checksums(directory, lambda name: _owner(name, num_processes) == index)
     if num_processes == 1:
@@ -70,9 +70,9 @@ def seal(directory: Place, index: int, num_processes: int, is_cancelled: Callabl
         return True
     _write(directory / _part(index), sums)
     if index:
-        return _waited(lambda: is_sealed(directory), is_cancelled)
+        return _wait(lambda: is_sealed(directory), is_cancelled)
     parts = [directory / _part(process) for process in range(num_processes)]
-    if not _waited(lambda: all(part.is_file() for part in parts), is_cancelled):
+    if not _wait(lambda: all(part.is_file() for part in parts), is_cancelled):
         return False
     _write(directory / MANIFEST, {name: entry for part in parts for name, entry in _read(part).items()})
     for part in parts:
@@ -85,11 +85,11 @@ def _seal_listed(directory: epath.Path, index: int, is_cancelled: Callable[[], b
     mark = directory / (MANIFEST if index else buckets.COMMITTED)
 
     def is_there() -> bool:
-        with contextlib.suppress(Unreached), reached(mark):  # it may answer later; Orbax reports failures
+        with contextlib.suppress(Unreached), wrap_bucket_errors(mark):  # it may answer later; Orbax reports failures
             return mark.exists()
         return False
 
-    is_complete = _waited(is_there, is_cancelled)
+    is_complete = _wait(is_there, is_cancelled)
     if is_complete and not index:
         _write(directory / MANIFEST, checksums(directory, lambda name: True))
     return is_complete
@@ -103,7 +103,7 @@ def checksums(directory: Place, is_wanted: Callable[[str], bool]) -> Files:
       is_wanted: whether to include a file, given its name relative to the folder.
     """
     if not isinstance(directory, Path):
-        objects = sorted(buckets.listed(directory).items())
+        objects = sorted(buckets.list_objects(directory).items())
         return {name: {"bytes": size, "crc32c": crc} for name, (size, crc) in objects if name != MANIFEST}
     names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return {
@@ -215,7 +215,7 @@ def _read(path: Place) -> Files:
     raise UserError(f"{path.name}: its bytes have changed")
 
 
-def _waited(is_there: Callable[[], bool], is_cancelled: Callable[[], bool]) -> bool:
+def _wait(is_there: Callable[[], bool], is_cancelled: Callable[[], bool]) -> bool:
     while not is_there():
         if is_cancelled():
             return is_there()

@@ -63,7 +63,7 @@ def start_save(manager: ocp.CheckpointManager, step: int, items: ocp.args.Compos
         raise error
 
 
-def renamed(directory: Place) -> list[str]:
+def renaming_problems(directory: Place) -> list[str]:
     """Returns an error line if the step in a checkpoint's state differs from its folder's name; else an empty list.
 
     A state without a step, such as imported weights, may have any name. All processes call it together.

@@ -10,14 +10,14 @@ from pathlib import Path
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.integrity import MANIFEST, is_sealed
 from meshtrain.checkpoint.manager import EXTRA, STATE
-from meshtrain.checkpoint.retention import saved_steps
+from meshtrain.checkpoint.retention import checkpoint_steps
 from meshtrain.cli import foreign
 from meshtrain.errors import Problem, UserError, warn
-from meshtrain.files import Json, JsonObject, download_command, expanded, is_url, read_json, snapshot_of, what_is_at
+from meshtrain.files import Json, JsonObject, download_command, expand_user, is_url, read_json, snapshot_of, what_is_at
 from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays
 from meshtrain.store import buckets
-from meshtrain.store.buckets import Place, Unreached, reached
+from meshtrain.store.buckets import Place, Unreached, wrap_bucket_errors
 
 _CONFIG_FILE = "config.json"
 _PLACE = {"checkpoint.directory": foreign.FIELDS["checkpoint.directory"]}
@@ -59,14 +59,14 @@ def restore_params(
         return checkpoints.restore_params(step, abstract_params, rounded, averaged=averaged), step
 
 
-def recorded(directory: str | Path) -> JsonObject:
+def extra_of_newest(directory: str | Path) -> JsonObject:
     """Returns the `extra` object of the newest checkpoint in a folder or bucket; empty if there is none. Starts no JAX.
 
     Raises:
       UserError: the bucket cannot be reached.
     """
-    with reached(place := buckets.place(directory)):
-        for step in reversed(saved_steps(place)):
+    with wrap_bucket_errors(place := buckets.place(directory)):
+        for step in reversed(checkpoint_steps(place)):
             with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # a damaged checkpoint
                 if is_sealed(place / str(step)):
                     return dict(read_json((place / str(step) / EXTRA / "metadata").read_text(encoding="utf-8")))
@@ -78,7 +78,7 @@ def newest(directory: str | Path) -> list[Json]:
     try:
         with find(directory) as checkpoints:
             step = checkpoints.latest_step()
-            with reached(place := checkpoints.directory / str(step) / MANIFEST):
+            with wrap_bucket_errors(place := checkpoints.directory / str(step) / MANIFEST):
                 return [step, hashlib.sha256(place.read_bytes()).hexdigest()]
     except Unreached:
         raise
@@ -98,7 +98,7 @@ def place_of(directory: str | Path, command: str = "--config.init_from=") -> Pla
     """
     if is_url(str(directory)):
         return buckets.place(directory)
-    given, elsewhere = expanded(directory).absolute(), ""
+    given, elsewhere = expand_user(directory).absolute(), ""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = read_json((given / _CONFIG_FILE).read_text(encoding="utf-8"))
         elsewhere = content["checkpoint"]["directory"]
@@ -124,7 +124,7 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
     Raises:
       UserError: the directory does not exist, or has no complete checkpoint; the error lists its contents.
     """
-    given = expanded(directory).absolute()
+    given = expand_user(directory).absolute()
     if not is_url(str(directory)) and (what := what_is_at(given)) != "a folder":
         raise UserError(
             Problem(

@@ -23,7 +23,7 @@ from meshtrain.files import JsonObject, open_folder, read_json
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
 from meshtrain.store import buckets
-from meshtrain.store.buckets import Place, Unreached, reached
+from meshtrain.store.buckets import Place, Unreached, wrap_bucket_errors
 
 OWNER = "owner.json"
 _BEAT_SECONDS, _STALE_SECONDS = 60.0, 600.0
@@ -32,7 +32,7 @@ _STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat after the name, see proc
 
 
 @contextlib.contextmanager
-def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iterator[Callable[[], str]]:
+def own_folder(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iterator[Callable[[], str]]:
     """Keeps other runs out of a folder or gs://bucket/prefix during the block; process 0 acts for all processes.
 
     If another run takes over nevertheless, because this machine was asleep, the process exits at once.
@@ -61,7 +61,7 @@ def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iter
         ends.set()
         if beats.is_alive():
             beats.join()
-        with contextlib.suppress(Unreached, OSError), reached(place):
+        with contextlib.suppress(Unreached, OSError), wrap_bucket_errors(place):
             if _is_own(_owner(place), run):
                 (place / OWNER).unlink()
 
@@ -85,7 +85,7 @@ def owned(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iter
 def _problems(place: Place, run: str) -> list[Problem]:
     """Makes this run the owner, or returns an error line. Raises FileExistsError if another run becomes it first."""
     try:
-        with reached(place), _alone(place):
+        with wrap_bucket_errors(place), _start_lock(place):
             if was := _owner(place):
                 if line := _in_use(place, was, run):
                     return [line]
@@ -171,7 +171,7 @@ def _is_own(was: JsonObject, run: str) -> bool:
 
 def _beat(place: Place, run: str, ends: threading.Event) -> None:
     while not ends.wait(_BEAT_SECONDS):
-        with contextlib.suppress(Unreached, OSError), reached(place):
+        with contextlib.suppress(Unreached, OSError), wrap_bucket_errors(place):
             now = _owner(place)
             _leave_to(now, place, run)
             if now or not isinstance(place, Path):  # a folder without the file belongs to another run
@@ -203,7 +203,7 @@ def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
 
 
 @contextlib.contextmanager
-def _alone(place: Place) -> Iterator[None]:
+def _start_lock(place: Place) -> Iterator[None]:
     """Holds a lock against other starts on this machine while this start reads and writes the owner's file."""
     with contextlib.ExitStack() as held:
         if isinstance(place, Path):

@@ -13,7 +13,7 @@ from pathlib import Path
 from meshtrain.checkpoint.integrity import MANIFEST, is_sealed
 from meshtrain.checkpoint.owner import OWNER
 from meshtrain.files import read_json
-from meshtrain.options import AllBut, option
+from meshtrain.options import Except, option
 from meshtrain.store import buckets
 from meshtrain.store.buckets import Place
 
@@ -38,11 +38,13 @@ class CheckpointOptions:
     best_metric: str = option(
         "eval_loss",
         "evaluation metric that keep_best compares; lower is better, except in Task.higher_is_better",
-        only_for={"keep_best": AllBut(0)},
+        only_for={"keep_best": Except(0)},
     )
 
 
-def kept(steps: Iterable[int], options: CheckpointOptions, ratings: Ratings, *, higher_is_better: bool) -> set[int]:
+def steps_to_keep(
+    steps: Iterable[int], options: CheckpointOptions, ratings: Ratings, *, higher_is_better: bool
+) -> set[int]:
     """Returns the steps to keep.
 
     Args:
@@ -83,7 +85,7 @@ def rate(directory: Place, step: int, values: Mapping[str, float]) -> None:
     buckets.write(directory / RATINGS, json.dumps(dict(sorted(ratings.items()))))
 
 
-def saved_steps(directory: Place) -> list[int]:
+def checkpoint_steps(directory: Place) -> list[int]:
     """Returns the steps of all checkpoints in a folder, complete or incomplete, oldest first."""
     if not directory.is_dir():
         return []
@@ -91,15 +93,15 @@ def saved_steps(directory: Place) -> list[int]:
 
 
 def prune(directory: Place, options: CheckpointOptions, *, higher_is_better: bool) -> None:
-    """Deletes the checkpoints that `kept` does not return.
+    """Deletes the checkpoints that `steps_to_keep` does not return.
 
     Each is renamed first, so that `sweep` can delete the rest if this deletion is killed.
 
     Raises:
       OSError: a checkpoint cannot be deleted.
     """
-    sealed_steps = [step for step in saved_steps(directory) if is_sealed(directory / str(step))]
-    stay = kept(sealed_steps, options, read_ratings(directory), higher_is_better=higher_is_better)
+    sealed_steps = [step for step in checkpoint_steps(directory) if is_sealed(directory / str(step))]
+    stay = steps_to_keep(sealed_steps, options, read_ratings(directory), higher_is_better=higher_is_better)
     for step in sorted(set(sealed_steps) - stay):
         one, going = directory / str(step), directory / f"{step}{HALF_WRITTEN}"
         if not isinstance(one, Path):
@@ -112,7 +114,7 @@ def prune(directory: Place, options: CheckpointOptions, *, higher_is_better: boo
 def sweep(directory: Place) -> None:
     """Deletes incomplete and half-deleted checkpoints. Files that a thread is still writing may remain."""
     if not isinstance(directory, Path):
-        for one in [directory / str(step) for step in saved_steps(directory)]:
+        for one in [directory / str(step) for step in checkpoint_steps(directory)]:
             if not (is_sealed(one) or (one / buckets.COMMITTED).exists()):
                 buckets.delete(one, MANIFEST)
     elif directory.is_dir():

@@ -16,7 +16,7 @@ _replaced: dict[int, Any] = {}  # signal -> the handler before `begin`
 
 
 def begin(is_training: bool) -> None:
-    """Makes signals end the process until `taken` is called.
+    """Makes signals end the process until `take_handlers` is called.
 
     Args:
       is_training: if true, SIGINT, SIGTERM and SIGHUP end it with code 75 and a line; else SIGINT ends it with code
@@ -33,7 +33,7 @@ def begin(is_training: bool) -> None:
             _replaced[number] = signal.signal(number, end)
 
 
-def taken() -> dict[int, Any]:
+def take_handlers() -> dict[int, Any]:
     """Returns {signal: its handler before `begin`} for the caller to restore; empty at the second call."""
     handlers = dict(_replaced)
     _replaced.clear()
@@ -42,5 +42,5 @@ def taken() -> dict[int, Any]:
 
 def over() -> None:
     """Restores the handlers that were set before `begin`."""
-    for number, handler in taken().items():
+    for number, handler in take_handlers().items():
         signal.signal(number, handler)

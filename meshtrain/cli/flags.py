@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshtrain.cli import words
 from meshtrain.errors import MOST_LINES, Problem, UserError, first_line, fold, is_finite, nearest, refuse, unknown
-from meshtrain.files import expanded, is_url, is_utf8, url_problems, what_is_at, write_whole
-from meshtrain.options import MOST, Imported, Options, Value, Values
+from meshtrain.files import expand_user, is_url, is_utf8, url_problems, what_is_at, write_whole
+from meshtrain.options import MOST, Options, UserObject, Value, Values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -117,7 +117,7 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
     Raises:
       UserError: a known argument with a wrong value, or without a value.
     """
-    rest, overrides, problems = _split(argv)
+    rest, overrides, problems = _split_words(argv)
     parser = Parser(
         prog=extra.prog if extra else None,
         description=extra.description if extra else None,
@@ -139,7 +139,7 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
         problems.append(
             Problem("--workdir", got=f"'{namespace.workdir}'", allowed="a folder's path in UTF-8", nearest=default)
         )
-    namespace.workdir = given if is_url(given := namespace.workdir or "") else expanded(given or default)
+    namespace.workdir = given if is_url(given := namespace.workdir or "") else expand_user(given or default)
     namespace.overrides, namespace.problems = overrides, problems
     namespace.command = [sys.orig_argv[0], *extra.prog.split()[1:], *argv] if extra else []
     return namespace
@@ -150,7 +150,7 @@ def default_workdir(config: str | None) -> pathlib.Path:
     return pathlib.Path("runs") / (pathlib.Path(config).stem if config else "default")
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[Problem]]:
+def _split_words(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[Problem]]:
     """Returns (the words that are not overrides, dotted key -> text of the overrides, problems)."""
     rest: list[str] = []
     overrides: dict[str, str] = {}
@@ -207,13 +207,13 @@ def _nearest_argument(argument: str, allowed: Sequence[str]) -> str:
 
 
 def _is_configuration(argument: str) -> bool:
-    return argument in named() or (argument.endswith(".py") and what_is_at(argument) == "a file")
+    return argument in example_files() or (argument.endswith(".py") and what_is_at(argument) == "a file")
 
 
-def named() -> dict[str, pathlib.Path]:
+def example_files() -> dict[str, pathlib.Path]:
     """Returns name -> file of meshtrain's example configurations; an installation contains them in the package.
 
-    >>> named()["3d"].name
+    >>> example_files()["3d"].name
     '3d.py'
     """
     package = pathlib.Path(__file__).parents[1]
@@ -221,7 +221,7 @@ def named() -> dict[str, pathlib.Path]:
     return {path.stem: path for path in sorted(files)}
 
 
-def load(path: str, keys: Sequence[str]) -> Imported:
+def load(path: str, keys: Sequence[str]) -> UserObject:
     """Runs a configuration file and returns the result of its `get_config()`.
 
     Args:
@@ -232,12 +232,12 @@ def load(path: str, keys: Sequence[str]) -> Imported:
       UserError: one line: no such file, not Python, no `get_config`, or an exception in it with its line number.
     """
     if (what := what_is_at(path)) != "a file":
-        own = named()
+        own = example_files()
         if path not in own:
             raise UserError(_no_file(path, what, list(own)))
         path = str(own[path])
     # Compiled rather than imported: 3d.py is not a valid module name, and an import would write a __pycache__.
-    module: dict[str, Imported] = {"__name__": pathlib.Path(path).stem, "__file__": path}
+    module: dict[str, UserObject] = {"__name__": pathlib.Path(path).stem, "__file__": path}
     try:
         exec(compile(pathlib.Path(path).read_bytes(), path, "exec"), module)
         if "get_config" not in module:
@@ -361,21 +361,21 @@ def collect(
             problems.append(Problem(key, got=f"'{value}'", allowed=choices, fix=f"; did you mean '{ours}'?"))
             continue
         try:
-            values[key] = typed(value, entries[key].kind, is_text=key in texts, bounds=entries[key].bounds)
+            values[key] = convert(value, entries[key].kind, is_text=key in texts, bounds=entries[key].bounds)
         except UserError as error:
             problem = error.problems[0].at(key)
             default = f"{json.dumps(entries[key].default)}, the default"
             problems.append(problem if problem.nearest else problem.with_parts(nearest=default))
             if key in texts and key in given:
                 with contextlib.suppress(ValueError):
-                    values[key] = typed(given[key], entries[key].kind)
+                    values[key] = convert(given[key], entries[key].kind)
     return values, problems
 
 
-def typed(value: Value, kind: type, *, is_text: bool = False, bounds: tuple[float, ...] = Entry.bounds) -> Value:
+def convert(value: Value, kind: type, *, is_text: bool = False, bounds: tuple[float, ...] = Entry.bounds) -> Value:
     """Converts a value to int, float, bool or str.
 
-    >>> typed("1e3", int, is_text=True), typed("yes", bool, is_text=True)
+    >>> convert("1e3", int, is_text=True), convert("yes", bool, is_text=True)
     (1000, True)
 
     Args:
@@ -403,11 +403,11 @@ def typed(value: Value, kind: type, *, is_text: bool = False, bounds: tuple[floa
         closest = f"{min(max(round(number), bounds[0]), bounds[1])}"
     elif kind in (int, float) and isinstance(number, int) and not isinstance(number, bool):
         allowed += f" of at most {sys.float_info.max_10_exp} digits"
-    got = f"'{value}'" if is_text else f"{_shown(value)} ({type(value).__name__})"
+    got = f"'{value}'" if is_text else f"{_text_of(value)} ({type(value).__name__})"
     raise UserError(Problem(None, got=got, allowed=allowed, nearest=closest))
 
 
-def _shown(value: Value) -> str:
+def _text_of(value: Value) -> str:
     try:
         text = repr(value)
         return text if len(text) <= 400 else f"{text[:200]}...{text[-100:]}"
@@ -446,7 +446,7 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> Proble
         fields = [name for name in entries if name.startswith(f"{key}.")]
         return Problem(
             key,
-            got=_shown(value),
+            got=_text_of(value),
             allowed=f"a value for one of its fields: {', '.join(fields)}",
             fix=fix,
             nearest=f"{fields[0]}={entries[fields[0]].default}",
@@ -476,7 +476,7 @@ def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
     if this configuration lacks the option.
     """
     name, is_switch, _ = ours.partition("=")
-    text = value if isinstance(value, str) else _shown(value)
+    text = value if isinstance(value, str) else _text_of(value)
     if " " in ours:
         return f"; nearest: {ours}"
     if name not in entries:
@@ -490,7 +490,7 @@ def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
     if entry.choices and text not in entry.choices:
         return f"; nearest: {name} ({', '.join(choice for choice in entry.choices if choice)})"
     try:
-        number = typed(text, entry.kind, is_text=True)
+        number = convert(text, entry.kind, is_text=True)
         is_allowed = entry.kind is str or bool(entry.bounds[0] <= number <= entry.bounds[1])
     except ValueError:
         is_allowed = False

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from meshtrain.cli import flags
 from meshtrain.errors import Problem, UserError
-from meshtrain.files import Json, JsonObject, expanded, is_url, real
+from meshtrain.files import Json, JsonObject, expand_user, is_url, real
 
 FUNCTION, PATH = "function", "path"
 # Uses of a folder: its weights; its tokenizer and template; its data; the folder from which it got its weights.
@@ -127,7 +127,7 @@ def _is_inside(path: str, folder: str) -> bool:
         below = f"{folder.rstrip('/')}/"
         return f"{path.rstrip('/')}/".startswith(below) and ".." not in path.split("/")
     try:
-        return Path(os.path.realpath(expanded(path))).is_relative_to(folder)
+        return Path(os.path.realpath(expand_user(path))).is_relative_to(folder)
     except ValueError:  # an impossible file name, which the check of its type rejects
         return True
 
@@ -149,7 +149,7 @@ def is_written(content: Json) -> bool:
 
 def _record() -> Path:
     """Returns the folder of the records: for each content, an empty file named after its hash."""
-    return expanded(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "meshtrain" / "written"
+    return expand_user(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "meshtrain" / "written"
 
 
 def _digest(content: Json) -> str:

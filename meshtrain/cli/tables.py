@@ -22,7 +22,7 @@ def format_bytes(n: int) -> str:
     return f"{value:.{digits}f} {units[power]}"
 
 
-def aligned(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "") -> str:
+def align(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "") -> str:
     """Returns a text table: header, rule, and one line per row; columns are separated by two blanks.
 
     Args:

@@ -6,5 +6,5 @@ tables list options without effect, options that may change when a run resumes, 
 """
 
 from meshtrain.config.build import default as default
-from meshtrain.config.fields import Config as Config
 from meshtrain.config.resolve import resolve as resolve
+from meshtrain.config.schema import Config as Config

@@ -10,10 +10,10 @@ import textwrap
 from collections.abc import Sequence
 
 from meshtrain.cli import flags
-from meshtrain.cli.tables import aligned
+from meshtrain.cli.tables import align
 from meshtrain.config.build import defaults_of
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError, refuse, run, unknown
 
 WIDTH = 120  # characters in a line if the terminal's width is unknown
@@ -44,7 +44,7 @@ def table(config: Config, width: int) -> str:
         first, *more = textwrap.wrap(row[-1], max(room, LEAST_TEXT), break_on_hyphens=False)
         lines.append([*(row[i] for i in shown[:-1]), first])
         lines += [[*("" for _ in shown[:-1]), text] for text in more]
-    return aligned(lines, [header[i] for i in shown])
+    return align(lines, [header[i] for i in shown])
 
 
 def copy(name: str) -> pathlib.Path:
@@ -53,7 +53,7 @@ def copy(name: str) -> pathlib.Path:
     Raises:
       UserError: there is no configuration of this name, the file exists, or the folder is not writable.
     """
-    own, file = flags.named(), pathlib.Path(f"{name}.py")
+    own, file = flags.example_files(), pathlib.Path(f"{name}.py")
     if name not in own:
         raise UserError(unknown("--copy", name, list(own), "3d"))
     if file.exists():
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     extra.add_argument(
         "--copy",
         metavar="NAME",
-        help=f"copy one of meshtrain's configurations here, to edit it: {', '.join(flags.named())}",
+        help=f"copy one of meshtrain's configurations here, to edit it: {', '.join(flags.example_files())}",
     )
     config, arguments = parse(argv, extra, reads_data=False)
     if arguments.copy is not None:

@@ -19,11 +19,11 @@ import ml_collections
 
 from meshtrain.cli import flags
 from meshtrain.config import data_sources, former, meanings, tasks
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import Problem, UserError, first_line
-from meshtrain.options import Options, Value, Values, naming, with_own
+from meshtrain.options import Options, Value, Values, add_user_options, function_field
 
 # What a configuration file returns; fields that a mapping lacks have their defaults.
 Given: TypeAlias = Config | ml_collections.ConfigDict | Mapping[str, Value]
@@ -62,7 +62,7 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
     return _Defaults(dataclasses.asdict(config), type_safe=False)
 
 
-def built(
+def build(
     given: Given, overrides: Mapping[str, str], make_task: MakeTask | None = None
 ) -> tuple[Config, list[Problem]]:
     """Returns a configuration with the right types, and a problem for each key or value that was left out.
@@ -86,10 +86,10 @@ def built(
         raise UserError(right.with_parts(got=f"{type(given).__name__} from get_config()"))
     texts, problems = dict(overrides), list[Problem]()
     given_data = [key.removeprefix("data.") for key in (*values, *texts) if key.startswith("data.")]
-    source = _named("data.source", values, texts, DataOptions.source)
+    source = _option_text("data.source", values, texts, DataOptions.source)
     data = data_sources.options_of(source, given_data)()
     try:
-        name = _named("task", values, texts, Config.task)
+        name = _option_text("task", values, texts, Config.task)
         if make_task is None:
             start = Config(task=name, model=tasks.find(name).options(), data=data)
         else:
@@ -117,7 +117,7 @@ def defaults_of(config: Config) -> Config:
     return Config(task=config.task, **{name: type(options)() for name, options in groups(config).items()})
 
 
-def _named(key: str, values: Mapping[str, Value], texts: Mapping[str, str], default: str) -> str:
+def _option_text(key: str, values: Mapping[str, Value], texts: Mapping[str, str], default: str) -> str:
     """Returns the text given for an option, or its default; a text of the command line has precedence."""
     given = [among[key] for among in (texts, values) if key in among]
     return next((name for name in given if isinstance(name, str)), default)
@@ -140,13 +140,15 @@ def _with_own_options(start: Config, values: Values, texts: dict[str, str]) -> t
     """
     problems = list[Problem]()
     for name, options in groups(start).items():
-        if not naming(options):
+        if not function_field(options):
             continue
-        key = f"{name}.{naming(options)}"
-        chosen = [given[key] for given in (texts, values) if key in given] or [getattr(options, naming(options))]
+        key = f"{name}.{function_field(options)}"
+        chosen = [given[key] for given in (texts, values) if key in given] or [
+            getattr(options, function_field(options))
+        ]
         strange: list[Values] = [values] if chosen[0] != chosen[-1] else []
         try:
-            options = with_own(options, name, chosen[0])
+            options = add_user_options(options, name, chosen[0])
         except UserError as error:
             problems += error.problems
             strange = [values, texts]

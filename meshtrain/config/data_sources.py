@@ -9,19 +9,19 @@ from meshtrain.data.corpus import SOURCES
 from meshtrain.data.sources import DataOptions, Source, fraction_problems, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
 from meshtrain.errors import Problem, UserError, nearest
-from meshtrain.options import FORM, OptionsClass, Value, function_problems, imported_function, side_names
+from meshtrain.options import FORM, OptionsClass, Value, function_problems, import_function, plugin_names
 
-SEAM = "data.source"
+KEY = "data.source"
 
 
 def names() -> list[str]:
     """Returns the names of the built-in sources."""
-    return [*SOURCES, *side_names(SEAM)]
+    return [*SOURCES, *plugin_names(KEY)]
 
 
 def find(name: str) -> Source:
     """Returns the built-in data source with this name."""
-    return SOURCES[name] if name in SOURCES else typing.cast(Source, imported_function(SEAM, name, names()))
+    return SOURCES[name] if name in SOURCES else typing.cast(Source, import_function(KEY, name, names()))
 
 
 def options_of(name: str, given: Iterable[str] = ()) -> type[DataOptions]:
@@ -60,13 +60,13 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[Problem]:
       reads_data: whether the files must exist on this machine; if not, only the options themselves are checked.
     """
     if is_own(options):
-        own = function_problems(SEAM, options.source, names()) if reads_data else []
+        own = function_problems(KEY, options.source, names()) if reads_data else []
         return fraction_problems(options) + own
     if options.source in names():
         return find(options.source).check(options, reads_data)
     return [
         Problem(
-            SEAM,
+            KEY,
             got=f"'{options.source}'",
             allowed=f"{', '.join(names())}, {FORM}",
             fix=nearest(options.source, names()),

@@ -94,7 +94,7 @@ def _refused(key: str, value: Value, gone: Gone, *, is_text: bool) -> Problem | 
     """Returns a problem for a value of a key that is gone; None for the default that it had."""
     default = json.dumps(gone.default)
     try:
-        read = flags.typed(value, type(gone.default), is_text=is_text)
+        read = flags.convert(value, type(gone.default), is_text=is_text)
         if read == gone.default:
             return None
         got = json.dumps(read)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from meshtrain.cli import flags
 from meshtrain.config.build import defaults_of
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.tokenizer import TOKENIZER
-from meshtrain.files import expanded, what_is_at
-from meshtrain.hf.config_json import described
+from meshtrain.files import expand_user, what_is_at
+from meshtrain.hf.config_json import describe_model
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions
@@ -43,8 +43,8 @@ def of_folder(directory: str | Path, ignore: str = "") -> Config:
     Raises:
       UserError: one line for each key of config.json that is missing, invalid or not supported.
     """
-    folder = expanded(directory).absolute()
-    folder_content = described(folder, ignore)
+    folder = expand_user(directory).absolute()
+    folder_content = describe_model(folder, ignore)
     has_tokenizer = what_is_at(folder / TOKENIZER) == "a file"
     policy = "bfloat16" if folder_content.dtype == "bfloat16" else PrecisionOptions.policy  # others: in float32
     return Config(
@@ -96,7 +96,7 @@ def as_file(directory: str | Path, config: Config, num_sequences: int = 0) -> st
     about = "The mesh and the data are examples. For your own files: data.source = 'text' and data.path."
     if num_sequences:
         about = f"Batch, steps and rates are for {num_sequences:,} sequences. The mesh is an example."
-    folder_content = described(directory, config.init_ignore)
+    folder_content = describe_model(directory, config.init_ignore)
     # A path may contain characters that would end the docstring.
     name = str(directory).replace("\\", "/").replace('"', "'")
     return _FILE.format(

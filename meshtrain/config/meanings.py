@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from meshtrain import __version__
-from meshtrain.config.fields import Config
 from meshtrain.config.former import IN_FORMER_RUNS
+from meshtrain.config.schema import Config
 from meshtrain.data.sources import DOCUMENTS
 from meshtrain.files import Json, JsonObject
 from meshtrain.options import Value

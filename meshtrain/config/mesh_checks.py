@@ -8,19 +8,19 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from meshtrain.config import reductions, tasks
-from meshtrain.config.fields import Config
+from meshtrain.config import extensions, tasks
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.errors import Problem, UserError, nearest_multiple
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries, stack_problems
 from meshtrain.optim import moments, optimizers
-from meshtrain.options import own_check
+from meshtrain.options import user_check
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline.stages import Stack, stack_of
 from meshtrain.sharding import trainable
+from meshtrain.sharding.param_sharding import MAX_LEVEL, level_problems, num_parts, rules_of_level
 from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, Rules, default_rules, expert_axes
-from meshtrain.sharding.stored import MAX_LEVEL, level_problems, num_parts, rules_of_level
 from meshtrain.sharding.tree_problems import tree_problems
 from meshtrain.sharding.trees import Arrays, NamesTree, select
 
@@ -65,10 +65,10 @@ def on_mesh(
     problems = batch_problems(config.batch_size, rules, mesh_shape, num_parts, num_groups)
     problems += sequence_problems(config.sequence_length, rules, mesh_shape)
     problems += level_problems(config.zero, config.mesh.data, config.mesh.fsdp)
-    problems += reductions.problems(config, mesh_shape)
+    problems += extensions.problems(config, mesh_shape)
     if function is None:
         return problems
-    own = own_check("task", tasks.name_of(function), function, (config, mesh_shape))
+    own = user_check("task", tasks.name_of(function), function, (config, mesh_shape))
     problems += own + tasks.watch_problems(config, function)
     on_one_device = math.prod(mesh_shape.values()) == 1
     if on_one_device and not config.optimizer.trainable and not config.lora.rank and not rules.own:
@@ -244,7 +244,7 @@ def weight_problems(
     mask, problems, chosen = None, list[Problem](), config.optimizer
     if not trainable.check(chosen.trainable):  # which `optimizers.check` reports
         try:
-            mask = trainable.trained_mask(chosen.trainable, params, has_adapters=config.lora.rank > 0)
+            mask = trainable.trainable_mask(chosen.trainable, params, has_adapters=config.lora.rank > 0)
         except UserError as error:
             problems = list(error.problems)
     if chosen.moments == moments.EIGHT_BITS and not moments.check_block(chosen.moment_block):

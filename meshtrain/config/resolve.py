@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.cli import flags
 from meshtrain.config import data_sources, meanings, tasks
-from meshtrain.config.build import Given, built, default, defaults_of, file_content
-from meshtrain.config.fields import Config
+from meshtrain.config.build import Given, build, default, defaults_of, file_content
 from meshtrain.config.mesh_checks import on_mesh
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.sources import is_own
 from meshtrain.data.tokenizer import NUM_BYTES
@@ -57,7 +57,7 @@ def resolve(
     Raises:
       UserError: lists all unknown keys, wrong types, values outside their bounds, and problems that `check` finds.
     """
-    config, found = built(given, overrides or {}, make_task)
+    config, found = build(given, overrides or {}, make_task)
     read_elsewhere = ("data.path", "data.validation_path") if is_own(config.data) else ()  # URLs too
     found += [problem for problem in problems(config, "") if problem.key not in read_elsewhere]
     schema = flags.schema(start := defaults_of(config))
@@ -171,10 +171,10 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
     also = [*arguments.problems, *also]
     try:
         given = file_content(arguments.config)
-        built(given, {})  # raises if the file does not return a configuration
+        build(given, {})  # raises if the file does not return a configuration
     except UserError as error:
         # Without the file its values are not known, but the overrides' names and types are.
-        _, problems = built(default(), arguments.overrides)
+        _, problems = build(default(), arguments.overrides)
         raise UserError(*also, *error.problems, *problems) from error
     return resolve(given, arguments.overrides, also, reads_data=reads_data)
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from meshtrain.cli import flags, foreign
 from meshtrain.config import former, meanings, tasks
-from meshtrain.config.build import built, defaults_of
-from meshtrain.config.effects import without_effect
-from meshtrain.config.fields import CONFIG_FILE, Config
+from meshtrain.config.build import build, defaults_of
+from meshtrain.config.schema import CONFIG_FILE, Config
+from meshtrain.config.unused_options import without_effect
 from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.files import Json, read_json
 from meshtrain.options import Value, Values
@@ -72,7 +72,7 @@ def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
     given = meanings.today(given)[0] if isinstance(given, dict) else given
     absent = former.IN_FORMER_RUNS.keys() - flags.flatten(given).keys() if isinstance(given, dict) else set()
     texts = {key: str(former.IN_FORMER_RUNS[key]) for key in absent}
-    config, problems = built(given, texts | dict(overrides or {}))
+    config, problems = build(given, texts | dict(overrides or {}))
     refuse(problem.at(CONFIG_FILE) for problem in problems)
     return config
 
@@ -113,7 +113,7 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[Problem
 def _idle(values: Mapping[str, Value]) -> set[str]:
     """Returns the dotted keys of the options without effect; an empty set for an illegal configuration."""
     try:
-        config, problems = built(values, {})
+        config, problems = build(values, {})
     except UserError:
         return set()
     # The sizes of axes do not matter here: options whose effect depends on them may change on resume anyway. The
@@ -126,7 +126,7 @@ def _defaults(values: Mapping[str, Value]) -> Values:
 
     There is no `model` if the task is a function without options.
     """
-    config, problems = built(values, {})
+    config, problems = build(values, {})
     defaults = flags.flatten(defaults_of(config))
     has_task = not any(problem.key == "task" for problem in problems)
     return {key: value for key, value in defaults.items() if has_task or not key.startswith("model.")}

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from meshtrain.cli.flags import construct, flatten
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import check, num_microbatches
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError, divisors
 from meshtrain.options import Values
+from meshtrain.sharding.param_sharding import MAX_LEVEL, num_parts
 from meshtrain.sharding.rules import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes
-from meshtrain.sharding.stored import MAX_LEVEL, num_parts
 
 FROZEN_DTYPE, FROZEN = "precision.frozen_dtype", "bfloat16"  # with which frozen weights take half of the bytes
 SPLITS_SUMS = 2  # the first ZeRO level that splits sums of gradients

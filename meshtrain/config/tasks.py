@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from meshtrain import options
 from meshtrain.config.data_sources import names as source_names
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.sources import TOKENS, DataOptions, reads_documents
 from meshtrain.data.tokenizer import NUM_BYTES
 from meshtrain.errors import Problem, UserError, refuse
@@ -26,16 +26,16 @@ from meshtrain.models.task import Task, kind_problems
 from meshtrain.models.transformer import task as decoder_task
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.observe.trackers import ACTIVATIONS
-from meshtrain.options import Imported, Options
+from meshtrain.options import Options, UserObject
 from meshtrain.pipeline.schedules import layers_in_chunk
+from meshtrain.sharding.param_sharding import params_with_axes
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.stored import named_params
 from meshtrain.sharding.trees import Arrays, NamesTree
 from meshtrain.step.precision import compute_dtype, compute_name, in_fp8, output_dtype
 
 MakeTask = Callable[[Config, Placement], Task]
 Check = Callable[[Config, Mapping[str, int]], list[Problem]]
-SEAM = "task"
+KEY = "task"
 
 
 class NamedTask(Protocol):
@@ -76,7 +76,7 @@ class BuiltIn:
         return self.make(config, placement)
 
 
-class OfText(TypedDict):
+class TextSettings(TypedDict):
     """The sequence settings shared by the built-in text tasks; see `token_batch` for the sizes."""
 
     batch_size: int
@@ -87,7 +87,7 @@ class OfText(TypedDict):
     placement: Placement
 
 
-def of_text(config: Config, placement: Placement) -> OfText:
+def of_text(config: Config, placement: Placement) -> TextSettings:
     """Returns the sequence settings shared by the built-in text tasks."""
     return {
         "batch_size": config.batch_size,
@@ -173,23 +173,23 @@ decoder = BuiltIn("decoder", _decoder, DecoderOptions, _check_decoder, takes_ada
 
 def names() -> list[str]:
     """Returns the names of the built-in tasks."""
-    return [decoder.name, *options.side_names(SEAM)]
+    return [decoder.name, *options.plugin_names(KEY)]
 
 
 def find(name: str) -> NamedTask:
     """Returns the task function with this name: a built-in one, or `package.module:function`, which is imported.
 
     Raises:
-      UserError: one line: see `options.imported_function` and `refuse_options`.
+      UserError: one line: see `options.import_function` and `refuse_options`.
     """
     if name == decoder.name:
         return decoder
-    function = options.imported_function(SEAM, name, names())
+    function = options.import_function(KEY, name, names())
     refuse_options(name, function)
     return typing.cast(NamedTask, function)
 
 
-def refuse_options(name: str, function: Imported) -> None:
+def refuse_options(name: str, function: UserObject) -> None:
     """Checks the options of a task function.
 
     Raises:
@@ -204,7 +204,7 @@ def refuse_options(name: str, function: Imported) -> None:
                 nearest=f"{getattr(function, '__name__', 'function')}.options = MyOptions",
             )
         )
-    if line := options.options_problem(SEAM, name, function.options):
+    if line := options.options_problem(KEY, name, function.options):
         raise UserError(line)
 
 
@@ -213,7 +213,7 @@ def name_of(make_task: MakeTask) -> str:
     return make_task.name if isinstance(make_task, BuiltIn) else options.function_name(make_task)
 
 
-def made(config: Config, placement: Placement, make_task: MakeTask | None = None) -> Task:
+def make_task_of(config: Config, placement: Placement, make_task: MakeTask | None = None) -> Task:
     """Returns the task of a configuration.
 
     Args:
@@ -251,7 +251,7 @@ def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
       config: resolved.
       make_task: the caller's task function; None: the function that `config.task` names, see `find`.
     """
-    return made(config, Placement.nowhere(), make_task)
+    return make_task_of(config, Placement.single_device(), make_task)
 
 
 def abstract_weights(
@@ -268,7 +268,7 @@ def abstract_weights(
     """
     if not isinstance(make_task, BuiltIn):
         task = abstract_task(config, make_task)
-        return task, *named_params(task.init, on_one_device=on_one_device)
+        return task, *params_with_axes(task.init, on_one_device=on_one_device)
     # Only these fields change shapes of weights; leaving out the others makes the cache effective.
     alone = Config(
         task=config.task,
@@ -318,4 +318,4 @@ def watch_problems(config: Config, make_task: MakeTask) -> list[Problem]:
 @functools.lru_cache(maxsize=8)
 def _built_in_weights(config: Config, make_task: BuiltIn) -> tuple[Task, Arrays, NamesTree]:
     task = abstract_task(config, make_task)
-    return task, *named_params(task.init)
+    return task, *params_with_axes(task.init)

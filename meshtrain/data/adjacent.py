@@ -60,7 +60,7 @@ _NOTHING = _Node(True, True, False, False, False, False, False)
 
 
 @functools.cache
-def _parsed(pattern: str) -> tuple[Any, tuple[str, ...]]:
+def _parse(pattern: str) -> tuple[Any, tuple[str, ...]]:
     """Returns the parse tree of an expression, and the Unicode property that each placeholder in it replaces."""
     if _UNSUPPORTED.search(pattern):
         raise Unknown
@@ -88,7 +88,7 @@ def facts(pattern: str, left: str, right: str) -> Facts:
     Raises:
       Unknown: a match depends on more than the characters that it contains.
     """
-    parts, properties = _parsed(pattern)
+    parts, properties = _parse(pattern)
     node = _sequence(parts, left, right, properties, False)
     return Facts(node.joins, node.alone, node.meets)
 

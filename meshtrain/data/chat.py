@@ -17,11 +17,11 @@ import numpy as np
 
 from meshtrain.data.chat_lines import Line, line_of
 from meshtrain.data.chat_template import ASSISTANT, ChatTemplate, open_template
-from meshtrain.data.encoding.special_tokens import Spans, SpecialTokens, unmarked
-from meshtrain.data.own_source import Data
+from meshtrain.data.dataset import Dataset
+from meshtrain.data.encoding.special_tokens import Spans, SpecialTokens, unmark
 from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
-from meshtrain.data.sources import LAST_ANSWER, Asked, DataOptions, checked_files, tokenizer_of
-from meshtrain.data.text import read_rows, split
+from meshtrain.data.sources import LAST_ANSWER, DataOptions, DataRequest, check_files, tokenizer_of
+from meshtrain.data.text import read_rows, split_by_hash
 from meshtrain.data.tokenizer import Tokenizer, vocabulary_problems
 from meshtrain.errors import Problem, Problems, UserError, refuse, warn
 from meshtrain.launch import peers
@@ -74,7 +74,7 @@ def read_lines(path: Place, problems: Problems) -> list[Line]:
     return result
 
 
-def written(
+def write_texts(
     lines: Sequence[Line],
     tokenizer: str,
     template_file: str,
@@ -102,7 +102,7 @@ def written(
     result = []
     for line in lines:
         if line.pair is not None:
-            prompt, completion = map(unmarked, line.pair) if special.as_text else line.pair
+            prompt, completion = map(unmark, line.pair) if special.as_text else line.pair
             text = prompt + completion
             result.append(Written(text, ((len(prompt), len(text)),) if completion else (), ends=True))
         elif template is not None:
@@ -160,7 +160,7 @@ class Fitted:
     num_dropped: int
 
 
-def open_chat(options: DataOptions, asked: Asked) -> Data:
+def open_chat(options: DataOptions, asked: DataRequest) -> Dataset:
     """Opens fine-tuning data.
 
     Args:
@@ -179,11 +179,11 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
                 nearest="task=decoder",
             )
         )
-    files, sequence_length = checked_files(options), asked.sequence_length
+    files, sequence_length = check_files(options), asked.sequence_length
     tokenizer = tokenizer_of(options)
     lines, counted = lines_of(options, files, tokenizer, asked.ids_below)
-    splits = split(lines, [line.text for line in lines], options.validation_fraction)
-    tokens = [tokenized(tokenizer, part) for part in splits]
+    splits = split_by_hash(lines, [line.text for line in lines], options.validation_fraction)
+    tokens = [tokenize(tokenizer, part) for part in splits]
     fitted = [as_examples(part, sequence_length, tokenizer) for part in tokens]
     names = ("training", "validation") if options.validation_fraction else ("training",)
     empty = [
@@ -200,8 +200,8 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
         if not one.num_lines
     ]
     refuse(empty)
-    prompted = _prompted(splits[1] or splits[0])
-    return Data(
+    prompted = _first_prompted(splits[1] or splits[0])
+    return Dataset(
         train=fitted[0].examples,
         validation=fitted[1].examples,
         fingerprint=fingerprint(tokens),
@@ -213,12 +213,12 @@ def open_chat(options: DataOptions, asked: Asked) -> Data:
 
 
 def open_whole(
-    options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, asked: Asked
+    options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, asked: DataRequest
 ) -> dict[str, FirstFitExamples]:
     """Returns the examples of each file, by its path; see `corpus.open_whole`."""
     examples, empty = dict[str, FirstFitExamples](), Problems()
     for path in files:
-        lines = tokenized(tokenizer, lines_of(options, [path], tokenizer, asked.ids_below)[0])
+        lines = tokenize(tokenizer, lines_of(options, [path], tokenizer, asked.ids_below)[0])
         one = as_examples(lines, asked.sequence_length, tokenizer)
         examples[str(path)] = one.examples
         if not one.num_lines:
@@ -251,12 +251,14 @@ def lines_of(
             break
     last_only = options.loss_on == LAST_ANSWER
     special = tokenizer.special
-    result = written(lines, options.tokenizer, options.chat_template, problems, special=special, last_only=last_only)
+    result = write_texts(
+        lines, options.tokenizer, options.chat_template, problems, special=special, last_only=last_only
+    )
     refuse(problems.lines())
     return result, special.counted(num_special(lines, special))
 
 
-def tokenized(tokenizer: Tokenizer, lines: Sequence[Written]) -> list[Tokens]:
+def tokenize(tokenizer: Tokenizer, lines: Sequence[Written]) -> list[Tokens]:
     """Returns the tokens of each line."""
     assert tokenizer.with_places is not None, tokenizer.name
     tokens = []
@@ -348,6 +350,6 @@ def fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
     return digest.hexdigest()
 
 
-def _prompted(lines: Sequence[Written]) -> Written | None:
+def _first_prompted(lines: Sequence[Written]) -> Written | None:
     """Returns the first line with text before its first answer; this text is the prompt of the sample after a run."""
     return next((line for line in lines if line.answers and line.answers[0][0]), None)

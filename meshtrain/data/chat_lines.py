@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from meshtrain.data.chat_template import ASSISTANT, BEGIN, END
 from meshtrain.data.encoding.special_tokens import Message
-from meshtrain.errors import Problem, UserError, nearest, shown
+from meshtrain.errors import Problem, UserError, as_json_text, nearest
 from meshtrain.files import Json, JsonObject, is_utf8, read_json
 
 PAIR = ("prompt", "completion")
@@ -99,7 +99,7 @@ def line_of(row: bytes | JsonObject, where: str) -> Line:
         if not isinstance(fields[name], str) or not is_utf8(fields[name]):
             other = fields[PAIR[1 - PAIR.index(name)]]
             both = ", as the other field has" if isinstance(fields[name], list) and isinstance(other, str) else ""
-            got = f"{shown(fields[name])} for '{name}'"
+            got = f"{as_json_text(fields[name])} for '{name}'"
             raise UserError(Problem(None, got=got, allowed=f"a text in whole characters{both}"))
     if fields.get("system"):
         raise UserError(
@@ -157,7 +157,7 @@ def _of_sharegpt(turn: Json) -> Json:
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
     if (role := ROLES.get(str(turn["from"]))) is None:
-        raise UserError(Problem(None, got=f"{shown(turn['from'])} for 'from'", allowed=", ".join(ROLES)))
+        raise UserError(Problem(None, got=f"{as_json_text(turn['from'])} for 'from'", allowed=", ".join(ROLES)))
     read = (*SWITCHES, *INVERSE_SWITCHES, *_OTHER_SWITCHES, *_INSIDE)
     kept = {name: turn[name] for name in read if name in turn}
     return {"role": role, "content": turn.get("value"), **kept}
@@ -170,7 +170,7 @@ def refuse_ignored(fields: JsonObject) -> None:
         if value is not None and value not in ("", [], {}) and not _is_in(value, values):
             allowed = f"{values[0]}, or 'weight' in a message" if values else "'weight' in a message, 0 or 1"
             raise UserError(
-                Problem(None, got=f"{shown(value)} for '{name}', which has no effect here", allowed=allowed)
+                Problem(None, got=f"{as_json_text(value)} for '{name}', which has no effect here", allowed=allowed)
             )
     if beside := [name for name in _BESIDE if fields.get(name)]:
         raise UserError(Problem(None, got=f"'{beside[0]}' beside the messages", allowed="conversations without"))
@@ -207,11 +207,13 @@ def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
       UserError: `given` is no list of messages, or a field would have no effect; the problem has no key.
     """
     if not isinstance(given, list) or not given:
-        raise UserError(Problem(None, got=f"{shown(given)} for 'messages'", allowed=f"a list like [{_A_MESSAGE}]"))
+        raise UserError(
+            Problem(None, got=f"{as_json_text(given)} for 'messages'", allowed=f"a list like [{_A_MESSAGE}]")
+        )
     messages, learned = list[Message](), list[bool]()
     for number, message in enumerate(given, start=1):
         if not isinstance(message, dict):
-            raise UserError(Problem(None, got=f"{shown(message)} as message {number}", allowed=_A_MESSAGE))
+            raise UserError(Problem(None, got=f"{as_json_text(message)} as message {number}", allowed=_A_MESSAGE))
         if inside := [name for name in _INSIDE if message.get(name)]:
             raise UserError(Problem(None, got=f"'{inside[0]}' in a message", allowed="messages of text alone"))
         is_off = _is_switched_off(message, number)
@@ -223,7 +225,9 @@ def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
             if not isinstance(value, str) or not is_utf8(value) or BEGIN in value or END in value:
                 fix = nearest(name, message) if name not in message else ""
                 raise UserError(
-                    Problem(None, got=f"{shown(value)} for '{name}' of message {number}", allowed="a text", fix=fix)
+                    Problem(
+                        None, got=f"{as_json_text(value)} for '{name}' of message {number}", allowed="a text", fix=fix
+                    )
                 )
         messages.append(message)
         learned.append(message["role"] == ASSISTANT and not is_off)
@@ -244,13 +248,15 @@ def _is_switched_off(message: JsonObject, number: int) -> bool:
     for name, value in given.items():
         if not _is_in(value, (0, 1)):
             raise UserError(
-                Problem(None, got=f"{shown(value)} for '{name}' of message {number}", allowed="0 or 1, true or false")
+                Problem(
+                    None, got=f"{as_json_text(value)} for '{name}' of message {number}", allowed="0 or 1, true or false"
+                )
             )
         if message.get("role") != ASSISTANT and bool(value) != (name in INVERSE_SWITCHES):
             raise UserError(
                 Problem(
                     None,
-                    got=f"{shown(value)} for '{name}' of message {number}, of the {message.get('role')}",
+                    got=f"{as_json_text(value)} for '{name}' of message {number}, of the {message.get('role')}",
                     allowed=f"messages of the {ASSISTANT} alone are trained",
                 )
             )
@@ -265,10 +271,12 @@ def _text_of_part(part: Json) -> str:
     """
     kind = part.get("type") if isinstance(part, dict) else part
     if not isinstance(part, dict) or kind != "text":
-        raise UserError(Problem(None, got=f"a part of type {shown(kind)} in a message", allowed="parts of type text"))
+        raise UserError(
+            Problem(None, got=f"a part of type {as_json_text(kind)} in a message", allowed="parts of type text")
+        )
     if isinstance(text := part.get("text"), str):
         return text
-    got = f"{shown(text)} for 'text'" if "text" in part else "no 'text'"
+    got = f"{as_json_text(text)} for 'text'" if "text" in part else "no 'text'"
     others = [name for name in part if name != "type"]
     beside = f" but '{others[0]}'" if others and "text" not in part else ""
     raise UserError(Problem(None, got=f"{got}{beside} in a part of type text in a message", allowed=_A_PART))

@@ -44,7 +44,7 @@ class ChatTemplate:
         Raises:
           ValueError: the template rejects these messages.
         """
-        return _cut(self.render(messages, True))[0]
+        return _strip_markers(self.render(messages, True))[0]
 
     def written(self, messages: Sequence[Message], learned: Sequence[bool] | None = None) -> tuple[str, Spans]:
         """Returns the text of a conversation, and begin and end of each answer in it, in characters.
@@ -58,7 +58,7 @@ class ChatTemplate:
         Raises:
           ValueError: the template rejects these messages, or their answers cannot be located.
         """
-        text, spans = _cut(self.render(messages, False))
+        text, spans = _strip_markers(self.render(messages, False))
         counts = [learned is None or learned[index] for index, one in enumerate(messages) if one["role"] == ASSISTANT]
         if self.marks_answers and all(counts):
             return text, spans
@@ -119,7 +119,7 @@ def open_template(tokenizer: str, file: str) -> ChatTemplate:
                 nearest="data.chat_template=FILE",
             )
         )
-    return compiled(source, name, special_tokens(content))
+    return compile_template(source, name, special_tokens(content))
 
 
 def template_text(file: str | Path) -> str:
@@ -169,7 +169,7 @@ def file_problems(path: str) -> list[Problem]:
     ]
 
 
-def compiled(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
+def compile_template(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
     """Compiles a template.
 
     The current date is not in the context (`strftime_now`): the text of a run's data must not change from day to day.
@@ -237,10 +237,10 @@ def _as_json(value: Json, ensure_ascii: bool = False, **options: Json) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _cut(marked: str) -> tuple[str, Spans]:
+def _strip_markers(marked: str) -> tuple[str, Spans]:
     """Removes `BEGIN` and `END` from a text; also returns the spans between them, in characters of the result.
 
-    >>> _cut("a" + BEGIN + "bc" + END + "d")
+    >>> _strip_markers("a" + BEGIN + "bc" + END + "d")
     ('abcd', ((1, 3),))
     """
     pieces, spans, length, begin = list[str](), list[tuple[int, int]](), 0, -1

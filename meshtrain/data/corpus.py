@@ -15,20 +15,20 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.data import chat
-from meshtrain.data.own_source import Data
+from meshtrain.data.dataset import Dataset
 from meshtrain.data.packing import Example, Examples, Parts, TokenPairs, TokenStream, inner_ends, num_inputs, pack
 from meshtrain.data.sources import (
     INPUTS,
-    Asked,
     DataOptions,
+    DataRequest,
     Source,
     check,
-    checked_files,
+    check_files,
     is_own,
     tokenizer_of,
-    unmounted,
+    url_problems_of,
 )
-from meshtrain.data.text import SPLIT_BY_HASH_FROM, only_empty, read_documents, split, standard_library
+from meshtrain.data.text import SPLIT_BY_HASH_FROM, only_empty, read_documents, split_by_hash, standard_library
 from meshtrain.data.token_files import (
     TOKENIZER_FIELDS,
     document_ends,
@@ -52,7 +52,7 @@ _STRENGTHS = tuple(2.0**power for power in range(-6, 13))
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus(Data):
+class Corpus(Dataset):
     """A dataset of packed tokens, to which a bigram model can be fitted.
 
     An example has tokens, targets, segment_ids, positions (int32 [T]) and weights (float32 [T]). Validation examples
@@ -104,7 +104,7 @@ def vocabulary_of(options: DataOptions) -> int:
 
 
 def _first_file(options: DataOptions) -> Path:
-    refuse(unmounted(options))
+    refuse(url_problems_of(options))
     parts, problems = named_parts(options.path, "")
     refuse(problems)
     return parts[0].files[0]
@@ -154,12 +154,12 @@ def _text_streams(
     keys, texts = [key for key, _ in documents], [text for _, text in documents]
     counted = tokenizer.special.counted(tokenizer.special.count(texts))
     if len(texts) < SPLIT_BY_HASH_FROM:
-        return *_cut(stream_of(tokenizer, texts), options.validation_fraction), counted
-    train, validation = split(texts, keys, options.validation_fraction)
+        return *_split_stream(stream_of(tokenizer, texts), options.validation_fraction), counted
+    train, validation = split_by_hash(texts, keys, options.validation_fraction)
     return stream_of(tokenizer, train), stream_of(tokenizer, validation), counted
 
 
-def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, TokenStream]:
+def _split_stream(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, TokenStream]:
     """Splits a stream at one position; the second part is for validation."""
     place = len(stream) - int(len(stream) * validation_fraction)
     return stream.cut(0, place), stream.cut(place, len(stream))
@@ -173,7 +173,7 @@ def _streams(
         arrays, digest = open_token_files(files, vocab_size)
         find_ends = functools.partial(document_ends, files)
         stream = TokenStream(tuple(arrays), tokenizer.end_id, find_ends, ends_inside(files))
-        train, validation = _cut(stream, options.validation_fraction)
+        train, validation = _split_stream(stream, options.validation_fraction)
         num_special = sum(read_sidecar(path).num_special for path in files)
         return train, validation, digest, f"{len(files)} token file(s){tokenizer.special.counted(num_special)}"
     refuse(vocabulary_problems(tokenizer, vocab_size))
@@ -188,7 +188,7 @@ def _streams(
     return train, validation, ids.hexdigest(), f"{what}{counted}"
 
 
-def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
+def open_corpus(options: DataOptions, asked: DataRequest) -> Corpus:
     """Opens the data. Token files stay on disk; the ids of text are kept in memory.
 
     Args:
@@ -199,7 +199,7 @@ def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
       UserError: an error line for each problem: the data are missing, empty, unreadable, not UTF-8, too short for one
         sequence, or have ids outside the vocabulary.
     """
-    files = checked_files(options)
+    files = check_files(options)
     if options.source == "synthetic":
         return _synthetic(asked)
     tokenizer = tokenizer_for(options, asked.ids_below)
@@ -227,7 +227,9 @@ def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
     )
 
 
-def open_parts(open_one: Callable[[DataOptions, Asked], Data], options: DataOptions, asked: Asked) -> Data:
+def open_parts(
+    open_one: Callable[[DataOptions, DataRequest], Dataset], options: DataOptions, asked: DataRequest
+) -> Dataset:
     """Opens each source of `data.path` and each validation set of `data.validation_path`, and combines them.
 
     Args:
@@ -246,19 +248,19 @@ def open_parts(open_one: Callable[[DataOptions, Asked], Data], options: DataOpti
     of_each = [dataclasses.replace(own, path=part.paths) for part in parts]
     if len(parts) == 1:
         return open_one(of_each[0], asked)
-    opened = list[Data]()
+    opened = list[Dataset]()
     for part, its_options in zip(parts, of_each, strict=True):
         try:
             opened.append(open_one(its_options, asked))
         except UserError as error:
             problems += [one.with_parts(key=one.key.replace(PATH, part.key, 1)) for one in error.problems]
     if not problems and options.source == "tokens":
-        problems = _other_tokenizers(parts)
+        problems = _tokenizer_problems(parts)
     refuse(Problems(dict.fromkeys(problems)).lines())
-    return _joined(parts, opened)
+    return _join(parts, opened)
 
 
-def _other_tokenizers(parts: Sequence[Part]) -> list[Problem]:
+def _tokenizer_problems(parts: Sequence[Part]) -> list[Problem]:
     """Returns an error line for each part whose token files have another tokenizer than the first part's files."""
     files = [read_sidecar(part.files[0]) for part in parts]
     written = [tuple(getattr(file, name) for name in TOKENIZER_FIELDS) for file in files]
@@ -274,7 +276,7 @@ def _other_tokenizers(parts: Sequence[Part]) -> list[Problem]:
     ]
 
 
-def _joined(parts: Sequence[Part], opened: Sequence[Data]) -> Data:
+def _join(parts: Sequence[Part], opened: Sequence[Dataset]) -> Dataset:
     """Returns one dataset: the mixture of several sources, and the validation sets by their names."""
     named = [(part, typing.cast(Examples, data.train)) for part, data in zip(parts, opened, strict=True)]
     sources = {part.name: examples for part, examples in named if part.key == PATH}
@@ -301,7 +303,7 @@ def _joined(parts: Sequence[Part], opened: Sequence[Data]) -> Data:
     )
 
 
-def _synthetic(asked: Asked) -> Corpus:
+def _synthetic(asked: DataRequest) -> Corpus:
     if not asked.vocab_size:
         raise UserError(
             Problem(
@@ -330,7 +332,7 @@ def _synthetic(asked: Asked) -> Corpus:
     )
 
 
-def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
+def open_whole(options: DataOptions, asked: DataRequest) -> Mapping[str, Examples]:
     """Returns the examples of each file, by its path; every token except a document's first is a target exactly once.
 
     In fine-tuning data, only tokens of answers are targets; a warning counts truncated and dropped lines. Documents are
@@ -344,7 +346,7 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
     Raises:
       UserError: an error line for each problem of the files, and for each file without a document of two tokens.
     """
-    files, vocab_size = checked_files(options), asked.ids_below
+    files, vocab_size = check_files(options), asked.ids_below
     tokenizer, texts = tokenizer_for(options, vocab_size), list[list[str]]()
     if options.source == "chat":
         return chat.open_whole(options, files, tokenizer, asked)
@@ -396,7 +398,7 @@ class SyntheticExamples:
       num_examples: number of examples.
       sequence_length: T.
       vocab_size: ids are below it.
-      seed: the examples depend on it and on `split`.
+      seed: the examples depend on it and on `split_by_hash`.
       split: 0 for training, 1 for validation.
     """
 
@@ -443,7 +445,7 @@ def _count(pairs: TokenPairs) -> np.ndarray | None:
     return counts.reshape(LARGEST_VOCAB, LARGEST_VOCAB)
 
 
-def _scored(examples: Examples, indices: Iterable[int]) -> TokenPairs:
+def _score_rows(examples: Examples, indices: Iterable[int]) -> TokenPairs:
     for index in indices:
         example = examples[int(index)]
         counted = example["weights"] > 0
@@ -488,7 +490,7 @@ def bigram_loss(train: Examples, validation: Examples, *, indices: Iterable[int]
       The mean over the positions with weight 1; None for more than 512 ids, or without any position of weight 1.
     """
     counts = _count(itertools.islice(train.pairs(), _MOST_TRAIN_CHUNKS))
-    asked = _count(validation.pairs() if indices is None else _scored(validation, indices))
+    asked = _count(validation.pairs() if indices is None else _score_rows(validation, indices))
     if counts is None or asked is None or not counts.sum() or not asked.sum():
         return None
     # Smoothing must give no probability to ids that never occur.

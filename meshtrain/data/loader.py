@@ -95,13 +95,13 @@ def turns(weights: tuple[int, ...]) -> np.ndarray:
     return np.asarray(result, np.int32)
 
 
-def drawn_of(weights: tuple[int, ...], num_samples: int) -> np.ndarray:
+def samples_per_source(weights: tuple[int, ...], num_samples: int) -> np.ndarray:
     """Returns how many of the first `num_samples` samples of a mixture come from each source, int64 [sources]."""
     periods, rest = divmod(num_samples, sum(weights))
     return periods * np.asarray(weights) + np.bincount(turns(weights)[:rest], minlength=len(weights))
 
 
-def mixed_order(mixture: Parts, *, seed: int) -> grain.MapDataset[int]:
+def mixture_order(mixture: Parts, *, seed: int) -> grain.MapDataset[int]:
     """Returns a Grain dataset, without end, that maps a sample of a mixture to its example.
 
     Each source is shuffled separately.
@@ -125,7 +125,7 @@ def order_of(
 ) -> grain.MapDataset[int]:
     """Returns a Grain dataset that maps a sample of a run to its example; for the arguments see `batches`."""
     if isinstance(examples, Parts) and examples.weights:
-        return mixed_order(examples, seed=seed)
+        return mixture_order(examples, seed=seed)
     return sample_order(len(examples), seed=seed, shuffle=shuffle, num_epochs=num_epochs)
 
 
@@ -145,14 +145,14 @@ def content_hash(examples: Examples) -> str:
     """
     digest = hashlib.sha256()
     for number in sorted({0, len(examples) // 2, len(examples) - 1} if len(examples) else ()):
-        first, second = ([*map(_hashed, sorted(examples[number].items()))] for _ in range(2))
+        first, second = ([*map(_hash, sorted(examples[number].items()))] for _ in range(2))
         if first != second:  # a source may add noise to its examples
             return ""
         digest.update(repr(first).encode())
     return digest.hexdigest()
 
 
-def _hashed(entry: tuple[str, np.ndarray]) -> tuple[str, str, str]:
+def _hash(entry: tuple[str, np.ndarray]) -> tuple[str, str, str]:
     name, array = entry[0], np.ascontiguousarray(entry[1])
     content = b"" if array.dtype == object else array.tobytes()
     return name, f"{array.dtype}{array.shape}", hashlib.sha256(content).hexdigest()

@@ -111,7 +111,7 @@ class Cuts:
     def _is_safe(self, text: str, place: int) -> bool:
         pair = text[place - 1 : place + 1]
         if pair not in self._skips:
-            self._skips[pair] = self._skipped(*pair)
+            self._skips[pair] = self._count_skipped(*pair)
         return self._skips[pair] is not None and not self._meets_added_token(text, place)
 
     def _meets_added_token(self, text: str, place: int) -> bool:
@@ -125,7 +125,7 @@ class Cuts:
                 return True
         return False
 
-    def _skipped(self, left: str, right: str) -> int | None:
+    def _count_skipped(self, left: str, right: str) -> int | None:
         """Returns how many characters the tokenizer drops at a place between two characters.
 
         Returns None if the place is unsafe.
@@ -135,7 +135,7 @@ class Cuts:
         try:
             place = _Place(left, right)
             for step in _steps(self._description["normalizer"], "normalizers"):
-                place = _normalized(step, place)
+                place = _normalize(step, place)
             for step in _steps(self._description["pre_tokenizer"], "pretokenizers"):
                 place = _pre_tokenized(step, place)
         except (_Unsafe, adjacent.Unknown, KeyError):
@@ -178,7 +178,7 @@ def _steps(step: Json, names: str) -> Iterable[JsonObject]:
     return [inner for one in step[names] for inner in _steps(one, names)] if step["type"] == "Sequence" else [step]
 
 
-def _normalized(step: JsonObject, place: _Place) -> _Place:
+def _normalize(step: JsonObject, place: _Place) -> _Place:
     """Applies a step of the normalizer to a place.
 
     Raises:
@@ -233,21 +233,21 @@ def _pre_tokenized(step: JsonObject, place: _Place) -> _Place:
         if step["add_prefix_space"] and place.right != " " and not place.is_split:
             raise _Unsafe
         if step["use_regex"]:
-            place = _matched(_GPT2, "Isolated", place)
+            place = _split_at_matches(_GPT2, "Isolated", place)
         return place._replace(left=_BYTES[place.left.encode()[-1]], right=_BYTES[place.right.encode()[0]])
     if kind == "Metaspace":
         return _at_blank(step, place)
     if kind == "Split":
         pattern = step["pattern"]
         if "Regex" in pattern:
-            return _matched(pattern["Regex"], step["behavior"], place)
+            return _split_at_matches(pattern["Regex"], step["behavior"], place)
         if not any(one in pattern["String"] for one in both):
             return place
         if pattern["String"] not in both or step["behavior"] not in ("Isolated", "Removed"):
             raise _Unsafe
         return place._replace(is_split=True)
     if kind == "Whitespace":
-        return _matched(_WORDS, "Removed", place)
+        return _split_at_matches(_WORDS, "Removed", place)
     if kind == "Punctuation" and is_sign and step["behavior"] not in ("Isolated", "Removed"):
         raise _Unsafe
     numeric = [unicodedata.category(one).startswith("N") for one in both]
@@ -272,7 +272,7 @@ def _at_blank(step: JsonObject, place: _Place) -> _Place:
     return place._replace(left=left, right=right, is_split=place.is_split or (step["split"] and right == mark))
 
 
-def _matched(pattern: str, behavior: str, place: _Place) -> _Place:
+def _split_at_matches(pattern: str, behavior: str, place: _Place) -> _Place:
     """Applies a step that splits at the matches of a regular expression to a place."""
     found = adjacent.facts(pattern, place.left, place.right)
     if not found.meets:

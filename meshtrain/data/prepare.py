@@ -41,7 +41,7 @@ from meshtrain.data.tokenizer import (
     tokenizer_file,
 )
 from meshtrain.errors import Problem, Problems, UserError, refuse, run
-from meshtrain.files import expanded, identities, replacing, what_is_at, write_whole
+from meshtrain.files import expand_user, identities, replacing, what_is_at, write_whole
 from meshtrain.store.buckets import Place, version
 
 # Text tokenized at a time: enough for the tokenizer's threads, but small in memory.
@@ -84,7 +84,7 @@ def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str]
         yield texts, num_bytes
 
 
-def _tokenized(
+def _tokenize(
     groups: Iterable[tuple[list[str], int]], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[np.ndarray], int, int]]:
     """Yields (ids of each document, bytes, number of special tokens) of each group.
@@ -114,7 +114,7 @@ def _write_tokens(
     num_tokens = num_documents = num_special = 0
     digest, ends = hashlib.sha256(), list[int]()
     end = np.asarray([tokenizer.end_id], tokenizer.dtype).tobytes()
-    for documents, num_bytes, num_special_here in _tokenized(_groups(files, text_field), tokenizer):
+    for documents, num_bytes, num_special_here in _tokenize(_groups(files, text_field), tokenizer):
         ends += (inner_ends(documents, tokenizer.end_id) + num_tokens).tolist()
         for ids in documents:
             content = ids.astype(tokenizer.dtype).tobytes() + end
@@ -209,8 +209,8 @@ def _folder_problems(output: str, folder: Path, overwrite: bool) -> list[Problem
     return [Problem("--output", got=f"'{output}', {what}", allowed="a folder, or a new name", nearest="tokens/")]
 
 
-def _named(output: str) -> Path:
-    out_path = expanded(output)
+def _file_names(output: str) -> Path:
+    out_path = expand_user(output)
     if not out_path.name or out_path.name == "..":
         raise UserError(
             Problem("--output", got=f"'{output}', no file's name", allowed="the file to write", nearest="tokens.bin")
@@ -249,7 +249,7 @@ def prepare(
       UserError: the text or the tokenizer cannot be read, or the output exists or cannot be written. In a folder, the
         valid files are written first.
     """
-    out_path, is_folder = _named(output), output.endswith("/")
+    out_path, is_folder = _file_names(output), output.endswith("/")
     files, problems = find_files(path)
     problems = problems or Problems(tokens_as_text(files)).lines()
     problems += file_problems(tokenizer) if tokenizer != "bytes" else []

@@ -5,16 +5,16 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 
 from meshtrain.data import chat_template
+from meshtrain.data.dataset import Dataset
 from meshtrain.data.encoding.special_tokens import ENCODE, MODES
 from meshtrain.data.loader import Examples, Shaped
-from meshtrain.data.own_source import Data
 from meshtrain.data.text import TABLES, is_table, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenizer import Tokenizer, file_problems, open_tokenizer
 from meshtrain.data.weighted_paths import PATH, named_parts, shared_files
 from meshtrain.errors import Problem, Problems, UserError, refusals, refuse
 from meshtrain.files import url_problems
-from meshtrain.options import Options, idle, option
+from meshtrain.options import Options, option, unused
 from meshtrain.options import problems as option_problems
 from meshtrain.store.buckets import Place
 
@@ -42,7 +42,7 @@ class DataOptions:
         "python",
         "python (the running Python's standard library), text (files), tokens (prepared .bin files), chat (prompts "
         "and answers, or messages), synthetic, digits (handwritten, 8 x 8 pixels), idx (images in MNIST's format), "
-        "numbers (to be spelled out), or a custom package.module:function, see data/own_source.py",
+        "numbers (to be spelled out), or a custom package.module:function, see data/dataset.py",
         names="function",
     )
     path: str = option(
@@ -103,7 +103,7 @@ class DataOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class DataRequest:
     """The request of a run to its data source.
 
     Attributes:
@@ -142,12 +142,12 @@ class Source:
         reads no files.
     """
 
-    open: Callable[[Options, Asked], Data]
+    open: Callable[[Options, DataRequest], Dataset]
     check: Callable[[Options, bool], list[Problem]]
     tokenizer: Callable[[Options, int], Tokenizer]
     vocab_size: Callable[[Options], int]
     options: type[DataOptions] = DataOptions
-    open_files: Callable[[Options, Asked], Mapping[str, Examples]] | None = None
+    open_files: Callable[[Options, DataRequest], Mapping[str, Examples]] | None = None
 
 
 def is_own(options: DataOptions) -> bool:
@@ -157,7 +157,7 @@ def is_own(options: DataOptions) -> bool:
 
 def reads_documents(options: DataOptions) -> bool:
     """Returns whether the data go through `data.tokenizer`."""
-    return "end_token" not in idle(options, "")
+    return "end_token" not in unused(options, "")
 
 
 def tokenizer_of(options: DataOptions) -> Tokenizer:
@@ -224,7 +224,7 @@ def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[st
     return problems
 
 
-def unmounted(options: DataOptions) -> list[Problem]:
+def url_problems_of(options: DataOptions) -> list[Problem]:
     """Returns an error line for each URL, for a source that can only read local files."""
     paths = {"data.path": options.path, "data.validation_path": options.validation_path}
     return [line for key, path in paths.items() for line in url_problems(key, path, f"data.source={options.source}")]
@@ -247,7 +247,7 @@ def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list
     """
     like = like or options.source
     inputs = INPUTS[like]
-    urls = unmounted(options) if like == "tokens" else []
+    urls = url_problems_of(options) if like == "tokens" else []
     problems = unread(options, inputs) + fraction_problems(options) + urls
     if not reads_data:
         return problems
@@ -271,7 +271,7 @@ def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list
     return problems
 
 
-def checked_files(options: DataOptions, like: str = "") -> list[Place]:
+def check_files(options: DataOptions, like: str = "") -> list[Place]:
     """Returns the files of `data.path` for a source of packed tokens, or with the same file format; see `check`.
 
     Raises:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from meshtrain.errors import Problem, Problems, UserError, nearest
-from meshtrain.files import Json, JsonObject, expanded, is_url, is_utf8, url_problems, what_is_at
-from meshtrain.store.buckets import Place, objects, reached
+from meshtrain.files import Json, JsonObject, expand_user, is_url, is_utf8, url_problems, what_is_at
+from meshtrain.store.buckets import Place, objects, wrap_bucket_errors
 
 _T = TypeVar("_T")
 
@@ -73,7 +73,7 @@ def share(key: str) -> float:
     return int.from_bytes(hashlib.sha256(f"validation {key}".encode()).digest()[:8]) / 2**64
 
 
-def split(items: Sequence[_T], keys: Sequence[str], validation_fraction: float) -> tuple[list[_T], list[_T]]:
+def split_by_hash(items: Sequence[_T], keys: Sequence[str], validation_fraction: float) -> tuple[list[_T], list[_T]]:
     """Splits items into training and validation by a hash of their keys (`share`).
 
     Few items are split at one position.
@@ -115,7 +115,7 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[Problem]]:
     files: dict[Place, int] = {}
     problems = []
     given = [item.strip() for item in paths.split(",") if item.strip()]
-    items = [item if is_url(item) else str(expanded(item)) for item in given]
+    items = [item if is_url(item) else str(expand_user(item)) for item in given]
     if not items:
         allowed = "files or globs, comma separated"
         problems.append(Problem(_KEY, got="''", allowed=allowed, nearest="data.source=python"))
@@ -227,14 +227,14 @@ def _has_zeros(path: Place) -> bool:
     if is_table(path):  # its lines are checked one by one later, and there may be thousands of objects
         return False
     try:
-        with opened(path) as (file, _):
+        with open_documents(path) as (file, _):
             return b"\0" in file.read(_ZEROS_IN)
     except UserError:  # reported when the file is read
         return False
 
 
 @contextlib.contextmanager
-def opened(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_documents(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file of documents; any read error in the block is raised as a one-line UserError.
 
     Yields:
@@ -243,7 +243,7 @@ def opened(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     Raises:
       UserError: the file cannot be read, is truncated or corrupt, or needs a package that is not installed.
     """
-    with reached(path, _KEY):
+    with wrap_bucket_errors(path, _KEY):
         try:
             with path.open("rb") as file:
                 content: BinaryIO = file
@@ -295,9 +295,9 @@ def read_rows(path: Place, column: str = "") -> Iterator[tuple[str, bytes | Json
       that it occupies in the file.
 
     Raises:
-      UserError: see `opened`; or there is no column of this name.
+      UserError: see `open_documents`; or there is no column of this name.
     """
-    with opened(path) as (lines, file):
+    with open_documents(path) as (lines, file):
         if path.suffix == PARQUET:
             yield from _parquet_rows(path, file, column)
             return
@@ -412,7 +412,7 @@ def read_documents(path: Place, text_field: str, problems: Problems) -> Iterator
                     continue
                 yield text, num_bytes
             return
-        with opened(path) as (file, stored):
+        with open_documents(path) as (file, stored):
             content, num_bytes = file.read(), stored.tell()
     except UserError as error:
         problems.add(*error.problems)

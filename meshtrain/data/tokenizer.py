@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtrain.data.encoding.special_tokens import ENCODE, TEXT, SpecialTokens, marked_tokenizer, original_ids, unmarked
+from meshtrain.data.encoding.special_tokens import ENCODE, TEXT, SpecialTokens, mark_tokenizer, original_ids, unmark
 from meshtrain.data.encoding.text_bytes import blank_in_bytes, bytes_of_ids, num_added_blanks
 from meshtrain.data.long_texts import batches, cuts_of
 from meshtrain.data.packing import Example, Examples, inner_end_targets
@@ -164,7 +164,7 @@ def file_problems(path: str) -> list[Problem]:
     ]
 
 
-def _loaded(path: str) -> "tokenizers.Tokenizer":
+def _load(path: str) -> "tokenizers.Tokenizer":
     """Returns the `tokenizers.Tokenizer` of a tokenizer.json or of its folder.
 
     Raises:
@@ -222,7 +222,7 @@ def _encodings(
 ) -> list["tokenizers.Encoding"]:
     try:
         return encode_batch(list(texts), add_special_tokens=add_special_tokens)
-    except Exception as error:  # as in `_loaded`; for example, a tokenizer without a token for unknown text
+    except Exception as error:  # as in `_load`; for example, a tokenizer without a token for unknown text
         got = f"'{path}', which cannot encode the data ({error})"
         allowed = "one that has a token for every text"
         raise UserError(Problem("data.tokenizer", got=got, allowed=allowed, nearest="bytes")) from error
@@ -251,7 +251,7 @@ def _begin_ids(
             known = [token.content for token in loaded.get_added_tokens_decoder().values() if token.special]
             raise UserError(unknown(f"data.begin_token for {path}", begin_token, [NO_TOKEN, *known]))
         return (vocab[begin_token],)
-    before, behind = _processed(loaded, vocab)
+    before, behind = _added_ids(loaded, vocab)
     if not behind:
         return before
     shown = " ".join(str(loaded.id_to_token(index)) for index in behind)
@@ -261,7 +261,7 @@ def _begin_ids(
     raise UserError(Problem(key, got=got, allowed=f"{NO_TOKEN}, or a token", nearest=f"{key}={fix}"))
 
 
-def _processed(loaded: "tokenizers.Tokenizer", vocab: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _added_ids(loaded: "tokenizers.Tokenizer", vocab: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the ids that the post-processor of a tokenizer.json adds before a text, and those it adds after it."""
     if loaded.num_special_tokens_to_add(is_pair=False) == 0:
         return (), ()
@@ -287,9 +287,9 @@ def with_begin_token(path: str, begin_token: str) -> str:
     Raises:
       UserError: the file cannot be read, or lacks the token.
     """
-    loaded = _loaded(path)
+    loaded = _load(path)
     vocab = loaded.get_vocab(with_added_tokens=True)
-    if not begin_token or _processed(loaded, vocab) == ((begin := _begin_ids(path, begin_token, loaded, vocab)), ()):
+    if not begin_token or _added_ids(loaded, vocab) == ((begin := _begin_ids(path, begin_token, loaded, vocab)), ()):
         return ""
     names = [str(loaded.id_to_token(index)) for index in begin]
     first = [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
@@ -345,7 +345,7 @@ def _as_text(
     Raises:
       UserError: the vocabulary itself turns the text of a special token into this token.
     """
-    marked = marked_tokenizer(loaded, special.ids)
+    marked = mark_tokenizer(loaded, special.ids)
     ids_of = original_ids(marked, loaded)
     unknown = ids_of[np.asarray(_ids(marked, _NO_CHARACTER), np.int64)]
     for text, index in special.ids.items():
@@ -369,7 +369,7 @@ def _encoders(
     Args:
       path: of the tokenizer, for errors.
       encoder: a `tokenizers.Tokenizer`.
-      ids_of: the original id of each id of the encoder, if it is a `marked_tokenizer`; None: the ids are the same.
+      ids_of: the original id of each id of the encoder, if it is a `mark_tokenizer`; None: the ids are the same.
       begin: ids before a document.
     """
     cuts = functools.cache(lambda: cuts_of(encoder))  # takes seconds for a large vocabulary; few texts need it
@@ -389,7 +389,7 @@ def _encoders(
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
         if ids_of is not None:  # only text of a template has special tokens, each after a mark
-            texts = list(map(unmarked, texts))
+            texts = list(map(unmark, texts))
         before = [np.asarray(begin, np.uint32)] if begin else []
         ids = [list(before) for _ in texts]
         for number, _, one in encoded(encoder.encode_batch_fast, texts):
@@ -424,7 +424,7 @@ def file_tokenizer(
       UserError: the file cannot be read, is no tokenizer.json, lacks the token, adds tokens after a text, or cannot
         encode special tokens as text.
     """
-    loaded = _loaded(path)
+    loaded = _load(path)
     vocab = loaded.get_vocab(with_added_tokens=True)
     vocab_size = max(vocab.values(), default=-1) + 1
     end_id = _end_id(path, end_token, vocab)

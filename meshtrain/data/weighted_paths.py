@@ -40,10 +40,10 @@ class Part(NamedTuple):
 
 def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[Problem]]:
     """Returns the parts that the two options name, sources first, and an error line for each problem; reads no file."""
-    items = [_weighted(text) for text in _texts(path)]
+    items = [_split_weight(text) for text in _texts(path)]
     if any(weight is not None for _, weight in items):
-        parts, problems = _named([paths for paths, _ in items], PATH)
-        weights, wrong = _whole_weights(items)
+        parts, problems = _parse_parts([paths for paths, _ in items], PATH)
+        weights, wrong = _integer_weights(items)
         problems += wrong
         parts = [part._replace(weight=weight) for part, weight in zip(parts, weights, strict=False)] or parts
         if len(items) == 1:  # it is no mixture
@@ -51,7 +51,7 @@ def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[Probl
     else:
         files, problems = find_files(path)
         parts = [Part("", path, list(files))]
-    held, found = _named(_texts(validation_path), VALIDATION_PATH)
+    held, found = _parse_parts(_texts(validation_path), VALIDATION_PATH)
     parts += held
     return parts, problems + found + shared_files(parts, identities)
 
@@ -89,13 +89,13 @@ def _texts(paths: str) -> list[str]:
     return [text.strip() for text in paths.split(",") if text.strip()]
 
 
-def _weighted(text: str) -> tuple[str, str | None]:
+def _split_weight(text: str) -> tuple[str, str | None]:
     """Splits `path:weight`; the weight is None if absent."""
     paths, _, weight = text.rpartition(":")
     return (text, None) if not paths or "/" in weight or find_files(text)[0] else (paths, weight)
 
 
-def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[Problem]]:
+def _parse_parts(items: Sequence[str], key: str) -> tuple[list[Part], list[Problem]]:
     """Returns the part for each item, and an error line for each item that has no files or repeats a name."""
     parts, problems = list[Part](), list[Problem]()
     for item in items:
@@ -119,10 +119,10 @@ def _named(items: Sequence[str], key: str) -> tuple[list[Part], list[Problem]]:
     return parts, problems
 
 
-def _whole_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], list[Problem]]:
+def _integer_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], list[Problem]]:
     """Returns the smallest integers with the ratios of the weights, or an error line for each invalid weight.
 
-    >>> _whole_weights([("a", "0.7"), ("b", "0.25"), ("c", "0.05")])
+    >>> _integer_weights([("a", "0.7"), ("b", "0.25"), ("c", "0.05")])
     ([14, 5, 1], [])
     """
     weights = [_positive(weight) for _, weight in items]

@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import BuiltIn, source_problems
 from meshtrain.errors import Problem, nearest_divisor
 from meshtrain.models.layers import Initializer, dropout
@@ -122,7 +122,7 @@ def convnet(
       dtype: the dtype of products; norms, the softmax and the loss are in float32.
       placement: the shardings; None for a single device.
     """
-    placement = placement or Placement.nowhere()
+    placement = placement or Placement.single_device()
     build = functools.partial(ConvNet, options, dtype, placement)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param)
     axes = nnx.to_pure_dict(abstract, lambda leaf: leaf.axes)
@@ -137,7 +137,7 @@ def convnet(
 
     def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
         keys = sequence_keys(rng, batch) if train else None
-        images = batch["images"] if keys is None else shifted(batch["images"], keys, options.max_shift)
+        images = batch["images"] if keys is None else shift(batch["images"], keys, options.max_shift)
         images = placement.activation(images, ("batch", "height", "width", "channels"))
         network = nnx.merge(graph, jax.tree.map(ready, params, axes))
         logits = network(images.astype(dtype) / 127.5 - 1, keys).astype(jnp.float32)
@@ -162,7 +162,7 @@ def convnet(
     )
 
 
-def shifted(images: jax.Array, keys: jax.Array, most: int) -> jax.Array:
+def shift(images: jax.Array, keys: jax.Array, most: int) -> jax.Array:
     """Shifts each image by -most .. most pixels down and to the right; the border is filled with zeros.
 
     Args:

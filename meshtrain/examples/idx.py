@@ -103,21 +103,23 @@ def header(path: Path, magic: int, key: str) -> tuple[int, ...]:
         than its header requires.
     """
     num_dims = magic & 0xFF
-    with _opened(path, magic, key) as file:
+    with _open(path, magic, key) as file:
         first = _bytes(file, 4 + 4 * num_dims, path, key)
     if len(first) < 4 or int.from_bytes(first[:4]) != magic:
         raise UserError(_wrong_beginning(path, first, magic, key))
     if len(first) < 4 + 4 * num_dims:
-        raise UserError(_cut(path, f"ends within its header, after {len(first)} bytes", key))
+        raise UserError(_cut_short_problem(path, f"ends within its header, after {len(first)} bytes", key))
     dims = struct.unpack(f">{num_dims}I", first[4:])
     if 0 in dims:
         raise UserError(
-            Problem(key, got=f"'{path}', whose header says {_said(dims)}", allowed="sizes above 0", nearest=1)
+            Problem(key, got=f"'{path}', whose header says {_dims_text(dims)}", allowed="sizes above 0", nearest=1)
         )
     own, stored = 4 + 4 * num_dims, path.stat().st_size
     expected = own + math.prod(dims)
     if expected > _MOST_GROWTH * stored if _is_compressed(path) else expected != stored:
-        raise UserError(_cut(path, f"has {stored} bytes, and its header says {own} + {_said(dims)}", key))
+        raise UserError(
+            _cut_short_problem(path, f"has {stored} bytes, and its header says {own} + {_dims_text(dims)}", key)
+        )
     return dims
 
 
@@ -130,12 +132,14 @@ def read(path: Path, magic: int, key: str) -> np.ndarray:
     """
     dims = header(path, magic, key)
     num_elements = math.prod(dims)
-    with _opened(path, magic, key) as file:
+    with _open(path, magic, key) as file:
         _bytes(file, 4 + 4 * len(dims), path, key)
         content = _bytes(file, num_elements + 1, path, key)  # one more byte, to detect data after the end
     if len(content) != num_elements:
         amount = "more" if len(content) > num_elements else f"{len(content)}"
-        raise UserError(_cut(path, f"holds {amount} bytes of data, and its header says {_said(dims)}", key))
+        raise UserError(
+            _cut_short_problem(path, f"holds {amount} bytes of data, and its header says {_dims_text(dims)}", key)
+        )
     return np.frombuffer(content, np.uint8).reshape(dims)
 
 
@@ -156,7 +160,7 @@ def read_pairs(files: Sequence[Path], key: str) -> tuple[np.ndarray, np.ndarray]
     return np.concatenate(arrays[IMAGES]), np.concatenate(arrays[LABELS])
 
 
-def _opened(path: Path, magic: int, key: str) -> BinaryIO:
+def _open(path: Path, magic: int, key: str) -> BinaryIO:
     what = what_is_at(path)
     if what != "a file":
         state = "which does not exist" if what == "nothing there" else what
@@ -192,9 +196,9 @@ def _bytes(file: BinaryIO, most: int, path: Path, key: str) -> bytes:
             parts.append(part)
             left -= len(part)
     except EOFError as error:
-        raise UserError(_cut(path, "ends before its compressed data do", key)) from error
+        raise UserError(_cut_short_problem(path, "ends before its compressed data do", key)) from error
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(_cut(path, f"is damaged ({error})", key)) from error
+        raise UserError(_cut_short_problem(path, f"is damaged ({error})", key)) from error
     except OSError as error:
         raise UserError(_unreadable(path, error, key)) from error
     return b"".join(parts)
@@ -216,11 +220,11 @@ def _images_of(labels: Path) -> str:
     return os.fspath(labels.with_name(labels.name.replace("labels", "images").replace("idx1", "idx3")))
 
 
-def _said(dims: Sequence[int]) -> str:
+def _dims_text(dims: Sequence[int]) -> str:
     return f"{' x '.join(map(str, dims))} bytes" if len(dims) > 1 else f"{dims[0]} bytes"
 
 
-def _cut(path: Path, said: str, key: str) -> str:
+def _cut_short_problem(path: Path, said: str, key: str) -> str:
     return Problem(key, got=f"'{path}', which {said}", allowed="whole IDX files", nearest="copy or download it again")
 
 

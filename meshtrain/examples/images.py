@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.data.corpus import tokenizer_for, vocabulary_of
-from meshtrain.data.own_source import Data, opened
-from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unmounted, unread
+from meshtrain.data.dataset import Dataset, open_user_data
+from meshtrain.data.sources import DataOptions, DataRequest, Source, fraction_problems, unread, url_problems_of
 from meshtrain.data.weighted_paths import PATH, VALIDATION_PATH, Part, shared_files
 from meshtrain.errors import Problem, refuse
 from meshtrain.examples.idx import find_images, read_pairs
@@ -54,7 +54,7 @@ class Images:
         return {"images": self.pixels[index][..., None], "labels": label, "weights": np.ones((), np.float32)}
 
 
-def open_images(options: ImageOptions, asked: Asked) -> Data:
+def open_images(options: ImageOptions, asked: DataRequest) -> Dataset:
     """Opens the digits, or the IDX files of `data.path`; all images are in memory.
 
     Without validation files, the images with the smallest hashes of their pixels are the validation set. So the split
@@ -78,14 +78,14 @@ def open_images(options: ImageOptions, asked: Asked) -> Data:
         validation = read_pairs(_files(options.validation_path, key_of_validation), key_of_validation)
         problems += _problems(key_of_validation, validation, asked)
     else:
-        train, validation = _split(*train, options.validation_fraction)
+        train, validation = _split_by_hash(*train, options.validation_fraction)
     refuse(problems)
     digest = hashlib.sha256()
     for array in (*train, *validation):
         digest.update(np.ascontiguousarray(array).data)
     digest.update(f"{train[0].shape} {validation[0].shape}".encode())
     height, width = train[0].shape[1:]
-    return Data(
+    return Dataset(
         train=Images(*train),
         validation=Images(*validation),
         fingerprint=digest.hexdigest(),
@@ -93,7 +93,7 @@ def open_images(options: ImageOptions, asked: Asked) -> Data:
     )
 
 
-def open_each(options: ImageOptions, asked: Asked) -> dict[str, Images]:
+def open_each(options: ImageOptions, asked: DataRequest) -> dict[str, Images]:
     """Opens each IDX file of images separately, without a validation split; returns path in `data.path` -> images.
 
     Raises:
@@ -104,7 +104,7 @@ def open_each(options: ImageOptions, asked: Asked) -> dict[str, Images]:
     refuse([line for pair in pairs.values() for line in _problems(key, pair, asked)])
     parts = {name: Images(*pair) for name, pair in pairs.items()}
     for name, images in parts.items():
-        opened(Data(images, images, name), asked.batch, asked.limits, num_eval_batches=0)
+        open_user_data(Dataset(images, images, name), asked.batch, asked.limits, num_eval_batches=0)
     return parts
 
 
@@ -114,7 +114,7 @@ def _files(paths: str, key: str) -> list[Path]:
     return files
 
 
-def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> list[Problem]:
+def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: DataRequest) -> list[Problem]:
     """Returns an error line if the images do not have the task's size, and one if labels exceed the task's classes."""
     pixels, labels = pair
     height, width = pixels.shape[1:]
@@ -147,7 +147,7 @@ def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> li
     return problems
 
 
-def _split(
+def _split_by_hash(
     pixels: np.ndarray, labels: np.ndarray, fraction: float
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Returns the images and labels for training, and for validation: the fraction with the smallest hashes."""
@@ -160,7 +160,7 @@ def _split(
 def check(options: ImageOptions, reads_data: bool) -> list[Problem]:
     """Returns an error line for each problem of the options and of the files' headers."""
     inputs = ("path", "validation_path") if options.source == "idx" else ()
-    urls = unmounted(options) if inputs else []
+    urls = url_problems_of(options) if inputs else []
     problems = unread(options, inputs, lambda path: "idx") + fraction_problems(options) + urls
     if reads_data and inputs and not urls:
         files, found = find_images(options.path, PATH)

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from meshtrain.data.own_source import Data
-from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unread
+from meshtrain.data.dataset import Dataset
+from meshtrain.data.sources import DataOptions, DataRequest, Source, fraction_problems, unread
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problem, UserError, nearest, refuse
-from meshtrain.examples.pairs import packed
+from meshtrain.examples.pairs import pack_pairs
 from meshtrain.options import option
 
 END_ID = BEGIN_ID = 0
@@ -45,12 +45,12 @@ class NumberOptions(DataOptions):
     )  # fmt: skip
 
 
-def spelled(number: int, spelling: str) -> list[str]:
+def spell(number: int, spelling: str) -> list[str]:
     """Returns a number in words.
 
-    >>> spelled(407, "digits"), spelled(407, "english")
+    >>> spell(407, "digits"), spell(407, "english")
     (['four', 'zero', 'seven'], ['four', 'hundred', 'and', 'seven'])
-    >>> " ".join(spelled(21_013, "english"))
+    >>> " ".join(spell(21_013, "english"))
     'twenty one thousand and thirteen'
 
     Args:
@@ -91,11 +91,11 @@ class NumberPairs:
 
     def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
         ids, number = ids_of(self.spelling), int(self.numbers[index])
-        return [ids[digit] for digit in str(number)], [ids[word] for word in spelled(number, self.spelling)]
+        return [ids[digit] for digit in str(number)], [ids[word] for word in spell(number, self.spelling)]
 
     def lengths(self) -> np.ndarray:
         """Returns the numbers of tokens of each source and of each target, including ends, int64 [pairs, 2]."""
-        both = [(len(str(number)) + 1, len(spelled(number, self.spelling)) + 1) for number in self.numbers.tolist()]
+        both = [(len(str(number)) + 1, len(spell(number, self.spelling)) + 1) for number in self.numbers.tolist()]
         return np.asarray(both, np.int64)
 
 
@@ -144,7 +144,7 @@ def num_held_out(options: NumberOptions) -> int:
     return options.num_held_out or min(options.numbers_below // 10, MOST_HELD_OUT)
 
 
-def split(options: NumberOptions) -> tuple[np.ndarray, np.ndarray]:
+def split_by_hash(options: NumberOptions) -> tuple[np.ndarray, np.ndarray]:
     """Splits numbers into training and validation sets by hash, int64: the smallest hashes are for validation.
 
     Both sets are sorted by hash, so that adjacent pairs are unrelated.
@@ -162,7 +162,7 @@ def _hashes(numbers: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def open_numbers(options: NumberOptions, asked: Asked) -> Data:
+def open_numbers(options: NumberOptions, asked: DataRequest) -> Dataset:
     """Returns the numbers below `options.numbers_below` as packed pairs.
 
     Args:
@@ -182,7 +182,7 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
             )
         )
     source_length, target_length = (asked.batch[name].shape[1] for name in SIDES)
-    text, (train, validation) = tokenizer(options.spelling), split(options)
+    text, (train, validation) = tokenizer(options.spelling), split_by_hash(options)
     splits = [NumberPairs(numbers, options.spelling) for numbers in (train, validation)]
     lengths = [pairs.lengths() for pairs in splits]
     most_source, most_target = np.concatenate(lengths).max(axis=0)
@@ -203,12 +203,12 @@ def open_numbers(options: NumberOptions, asked: Asked) -> Data:
     ]
     refuse(problems)
     examples = [
-        packed(pairs, source_length=source_length, target_length=target_length, lengths=counted)
+        pack_pairs(pairs, source_length=source_length, target_length=target_length, lengths=counted)
         for pairs, counted in zip(splits, lengths, strict=True)
     ]
     pairs, rows = (" + ".join(f"{len(part):,}" for part in parts) for parts in (splits, examples))
     said = f"{options.numbers_below} {len(validation)} {options.spelling} {source_length} {target_length}"
-    return Data(
+    return Dataset(
         train=examples[0],
         validation=examples[1],
         fingerprint=hashlib.sha256(f"numbers {said}".encode()).hexdigest(),

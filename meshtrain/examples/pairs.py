@@ -80,7 +80,7 @@ class PairExamples:
         return row
 
 
-def packed(
+def pack_pairs(
     pairs: Pairs,
     *,
     source_length: int,
@@ -102,7 +102,7 @@ def packed(
     Raises:
       UserError: one line for each pair that does not fit into a row.
 
-    >>> rows = packed([([5, 6], [7]), ([8], [9])], source_length=5, target_length=4)
+    >>> rows = pack_pairs([([5, 6], [7]), ([8], [9])], source_length=5, target_length=4)
     >>> rows[0]["source_tokens"].tolist(), rows[0]["targets"].tolist()
     ([5, 6, 0, 8, 0], [7, 0, 9, 0])
     """

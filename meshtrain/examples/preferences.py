@@ -20,23 +20,23 @@ from meshtrain.data.chat import Tokens
 from meshtrain.data.chat_lines import Line, fields_of, messages_of, refuse_ignored
 from meshtrain.data.chat_template import ASSISTANT
 from meshtrain.data.corpus import open_parts, tokenizer_for, vocabulary_of
+from meshtrain.data.dataset import Dataset
 from meshtrain.data.encoding.special_tokens import ENCODE, MODES
 from meshtrain.data.loader import Examples
-from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream
 from meshtrain.data.sources import (
-    Asked,
     DataOptions,
+    DataRequest,
     Source,
     check,
-    checked_files,
+    check_files,
     fraction_problems,
     tokenizer_of,
     unread,
 )
-from meshtrain.data.text import read_rows, split
+from meshtrain.data.text import read_rows, split_by_hash
 from meshtrain.data.tokenizer import Tokenizer, vocabulary_problems
-from meshtrain.errors import Problem, Problems, UserError, nearest, refuse, shown
+from meshtrain.errors import Problem, Problems, UserError, as_json_text, nearest, refuse
 from meshtrain.files import Json, JsonObject, is_utf8
 from meshtrain.options import option
 from meshtrain.store.buckets import Place
@@ -94,11 +94,11 @@ def _pair(fields: JsonObject, where: str) -> Pair:
         return Pair(where, str(texts[0].messages[:-1]), (texts[0], texts[1]))
     for name, text in zip(("prompt", *ANSWERS), (prompt, *answers), strict=True):
         if not isinstance(text, str) or not is_utf8(text) or (not text and name in ANSWERS):
-            raise UserError(Problem(None, got=f"{shown(text)} for '{name}'", allowed=ALLOWED))
+            raise UserError(Problem(None, got=f"{as_json_text(text)} for '{name}'", allowed=ALLOWED))
     return Pair(where, prompt, (Line(where, (prompt, answers[0])), Line(where, (prompt, answers[1]))))
 
 
-def made() -> Iterator[Pair]:
+def generate_pairs() -> Iterator[Pair]:
     """Yields generated pairs: the chosen answer is the sorted prompt; rejected answers have another digit or order."""
     generator = np.random.default_rng(0)
     for number in range(NUM_MADE):
@@ -121,22 +121,24 @@ def read_pairs(files: Iterable[Place], problems: Problems) -> Iterator[Pair]:
             return
 
 
-def open_pairs(options: DataOptions, asked: Asked) -> Data:
+def open_pairs(options: DataOptions, asked: DataRequest) -> Dataset:
     """Opens the pairs in the files of `data.path`, or generated pairs if it is empty.
 
     Raises:
       UserError: one line for each line of a file that is not a pair, whose answers are equal, or that is longer than a
         row; or the tokenizer or the task does not fit.
     """
-    files = checked_files(options, like="chat") if options.path else []
+    files = check_files(options, like="chat") if options.path else []
     tokenizer = tokenizer_of(options)
     problems = Problems(vocabulary_problems(tokenizer, asked.ids_below))
-    pairs = list(read_pairs(files, problems) if files else made())
+    pairs = list(read_pairs(files, problems) if files else generate_pairs())
     lines = [line for pair in pairs for line in pair.texts]
     special = tokenizer.special
-    written = chat.written(lines, options.tokenizer, options.chat_template, problems, special=special, last_only=True)
+    written = chat.write_texts(
+        lines, options.tokenizer, options.chat_template, problems, special=special, last_only=True
+    )
     refuse(problems.lines())
-    tokens = chat.tokenized(tokenizer, written)
+    tokens = chat.tokenize(tokenizer, written)
     both = list(zip(tokens[::2], tokens[1::2], strict=True))
     lengths, most = [len(one.ids) + len(other.ids) - 2 for one, other in both], asked.sequence_length
     for pair, texts in zip(pairs, both, strict=True):
@@ -149,9 +151,9 @@ def open_pairs(options: DataOptions, asked: Asked) -> Data:
         problem = Problem("data.path: {where}", got=got, allowed=f"at most sequence_length={most}")
         problems.add_at(where, problem, fix=fix)
     refuse(problems.lines())
-    splits = split(both, [pair.prompt for pair in pairs], options.validation_fraction)
+    splits = split_by_hash(both, [pair.prompt for pair in pairs], options.validation_fraction)
     train, validation = ([text for texts in part for text in texts] for part in splits)
-    return Data(
+    return Dataset(
         train=_examples(train, most, tokenizer),
         validation=_examples(validation, most, tokenizer),
         fingerprint=chat.fingerprint([train, validation]),
@@ -163,10 +165,10 @@ def open_pairs(options: DataOptions, asked: Asked) -> Data:
     )
 
 
-def open_each(options: DataOptions, asked: Asked) -> dict[str, Examples]:
+def open_each(options: DataOptions, asked: DataRequest) -> dict[str, Examples]:
     """Returns path -> all of its pairs, for each file of `data.path`."""
     whole = functools.partial(dataclasses.replace, options, validation_fraction=0.0)
-    return {str(path): open_pairs(whole(path=str(path)), asked).train for path in checked_files(options, like="chat")}
+    return {str(path): open_pairs(whole(path=str(path)), asked).train for path in check_files(options, like="chat")}
 
 
 def _examples(texts: Sequence[Tokens], sequence_length: int, tokenizer: Tokenizer) -> FirstFitExamples:

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.config import tasks
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import BuiltIn, source_problems
 from meshtrain.errors import Problem
 from meshtrain.hf import adapters
 from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.lora import LoraOptions
-from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, Task, staged_loss
+from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, Task, loss_of_stages
 from meshtrain.models.vocabulary import Axis, token_losses
 from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
@@ -139,7 +139,7 @@ def _make(config: Config, placement: Placement) -> Task:
     prefill, step, length = _of_policy(task.decode.prefill), _of_policy(task.decode.step), config.sequence_length
     return dataclasses.replace(
         task,
-        loss=staged_loss(stages),
+        loss=loss_of_stages(stages),
         stages=stages,
         unit="pairs",
         init=(lambda rng: with_copy(task.init(rng))) if copies else task.init,

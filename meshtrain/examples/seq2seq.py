@@ -230,7 +230,7 @@ class Head(nn.Module):
         )
         if table is None:
             shape, init = (o.embed_dim, o.padded_vocab_size), normal(o.weight_std)
-            stored = weight(self, "kernel", shape, vocabulary.KERNEL, init, Placement.nowhere(), self.dtype)
+            stored = weight(self, "kernel", shape, vocabulary.KERNEL, init, Placement.single_device(), self.dtype)
         else:
             stored = table.astype(self.dtype)
         return loss(product, x, stored)

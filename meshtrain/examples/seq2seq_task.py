@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import sequence_problems
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import BuiltIn, of_text, source_problems
 from meshtrain.errors import Problem, nearest_multiple
 from meshtrain.examples.numbers import BEGIN_ID
@@ -60,9 +60,9 @@ from meshtrain.models.task import (
 from meshtrain.models.transformer import cache as caches
 from meshtrain.models.transformer.decoder import Given, layer_stack, run_layers
 from meshtrain.models.transformer.task import NOTHING_AGAIN, computing
+from meshtrain.sharding.param_sharding import params_with_axes
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import default_rules
-from meshtrain.sharding.stored import named_params
 from meshtrain.sharding.trees import Arrays, leaves_with_paths
 from meshtrain.step.precision import compute_name
 
@@ -89,7 +89,7 @@ def seq2seq(
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the data"
     lengths = (options.source_length or sequence_length, sequence_length)
-    model = Seq2Seq(options, *lengths, dtype, output_dtype or dtype, placement or Placement.nowhere(), remat)
+    model = Seq2Seq(options, *lengths, dtype, output_dtype or dtype, placement or Placement.single_device(), remat)
     of_init, num_layers = initializer(options, *lengths), options.num_encoder_layers + options.num_layers
     return Task(
         init=of_init,
@@ -210,7 +210,7 @@ class Seq2Seq:
     def decoding(self) -> Decode:
         """Returns the functions that generate targets token by token."""
         # A single token cannot be sharded over axes that shard the sequence dim in training.
-        unsharded = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
+        unsharded = dataclasses.replace(self, placement=self.placement.for_decoding(("sequence", "residual_sequence")))
         is_learned = self.options.positions == "learned"
         return Decode(
             unsharded.prefill,
@@ -316,7 +316,7 @@ class Seq2Seq:
 
 def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: jax.Array) -> Params:
     """Returns initial float32 parameters, each boxed with its logical axes. The values depend only on `rng`."""
-    nowhere, keys, dtype = Placement.nowhere(), jax.random.split(rng, 6), jnp.float32
+    nowhere, keys, dtype = Placement.single_device(), jax.random.split(rng, 6), jnp.float32
     ints, sequence = jnp.zeros((1, 1), jnp.int32), jax.random.split(rng, 1)
     x = jnp.zeros((1, 1, options.embed_dim))
     embedding, end = Embedding(options, nowhere, dtype), End(options, nowhere)
@@ -334,12 +334,12 @@ def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: j
     for number, (name, num_layers, given_here) in enumerate(stacks):
         layers = layer_stack(options, num_layers, nowhere, dtype, False, "none", Layer, len(given_here))
         of_layers = layers.init(keys[1 + number], x, jnp.arange(num_layers), *given_here)["params"]
-        params[name] = {"layers": of_layers, **_named("end", end.init(keys[3 + number], x))}
+        params[name] = {"layers": of_layers, **_params_of("end", end.init(keys[3 + number], x))}
     table = jnp.zeros((options.padded_vocab_size, options.embed_dim)) if options.tied_embeddings else None
-    return {**params, **_named("head", Head(options, nowhere, dtype, dtype).init(keys[5], x, table))}
+    return {**params, **_params_of("head", Head(options, nowhere, dtype, dtype).init(keys[5], x, table))}
 
 
-def _named(name: str, variables: Mapping[str, Params]) -> dict[str, Params]:
+def _params_of(name: str, variables: Mapping[str, Params]) -> dict[str, Params]:
     """Returns {name: parameters}, or {} for a module without parameters."""
     return {name: variables["params"]} if variables else {}
 
@@ -358,7 +358,7 @@ def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: 
     12 N H for each pair of a query and a key of full attention: S S in a layer of the encoder, T T and T S in a layer
     of the decoder.
     """
-    params, _ = named_params(initializer(options, source_length, target_length))
+    params, _ = params_with_axes(initializer(options, source_length, target_length))
     total = 6.0 * target_length * options.vocab_size * options.embed_dim
     for path, leaf in leaves_with_paths(params):
         if "/layers/" in path and leaf.ndim > 2 and not path.endswith("_bias"):

@@ -70,7 +70,7 @@ class Text:
           at_most: the maximum number of tokens.
         """
         self.ids += ids
-        text = self._decoded()
+        text = self._decode()
         cut = first_stop(text, self.stops)
         if cut is not None:
             self.text, self.ended = text[:cut], "stop"
@@ -78,10 +78,10 @@ class Text:
         if is_last:
             self.text, self.ended = text, "length" if len(self.ids) == at_most else "end"
             return True
-        self.text = text[: settled(text, self.stops)]
+        self.text = text[: num_settled(text, self.stops)]
         return False
 
-    def _decoded(self) -> str:
+    def _decode(self) -> str:
         text = self.decode([*self.before, *self.ids])
         return text.removeprefix(self.prefix) if text.startswith(self.prefix) else self.decode(self.ids)
 
@@ -98,12 +98,12 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     return min(result)[1] if result else None
 
 
-def settled(text: str, stops: Sequence[str]) -> int:
+def num_settled(text: str, stops: Sequence[str]) -> int:
     """Returns the number of leading characters that later text cannot change.
 
     An incomplete character at the end can change, and so can a possible prefix of a stop string.
 
-    >>> settled("one tw", ["two"]), settled("one", ["two"])
+    >>> num_settled("one tw", ["two"]), num_settled("one", ["two"])
     (4, 3)
     """
     num_settled = len(text.rstrip(HALF))
@@ -150,12 +150,12 @@ def room_left(decode: Decode, longest_prompt: int) -> int:
     """Returns how many tokens can follow a prompt of this length; below 1 if it is too long, -1 without a limit."""
     if decode.max_prompt and longest_prompt > decode.max_prompt:
         return 0
-    return _left(decode.max_positions, decode.continues, longest_prompt)
+    return _num_left(decode.max_positions, decode.continues, longest_prompt)
 
 
-def trained_left(decode: Decode, longest_prompt: int) -> int:
+def num_trained_left(decode: Decode, longest_prompt: int) -> int:
     """Returns how many tokens fit after a prompt in a training sequence; below 1 for none, -1 if unknown."""
-    return _left(decode.trained_positions, decode.continues, longest_prompt)
+    return _num_left(decode.trained_positions, decode.continues, longest_prompt)
 
 
 def fitting(decode: Decode, longest_prompt: int, most: int, *, within_training: bool) -> int:
@@ -164,13 +164,13 @@ def fitting(decode: Decode, longest_prompt: int, most: int, *, within_training: 
     0 means that the prompt is too long for the model. If the prompt alone is longer than a training sequence, only the
     model's positions limit the text.
     """
-    room, trained = room_left(decode, longest_prompt), trained_left(decode, longest_prompt)
+    room, trained = room_left(decode, longest_prompt), num_trained_left(decode, longest_prompt)
     if room == 0:
         return 0
     return min([most, *([room] if room > 0 else []), *([trained] if within_training and trained > 0 else [])])
 
 
-def _left(positions: int, continues: bool, longest_prompt: int) -> int:
+def _num_left(positions: int, continues: bool, longest_prompt: int) -> int:
     if not positions:
         return -1
     return max(positions - longest_prompt, 0) if continues else positions

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from meshtrain.data.chat_lines import messages_of
 from meshtrain.data.chat_template import ChatTemplate
-from meshtrain.data.encoding.special_tokens import Message, SpecialTokens, unmarked
+from meshtrain.data.encoding.special_tokens import Message, SpecialTokens, unmark
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import Problem, Problems, UserError, refuse, shown
-from meshtrain.files import expanded, is_utf8, read_json, what_is_at
+from meshtrain.errors import Problem, Problems, UserError, as_json_text, refuse
+from meshtrain.files import expand_user, is_utf8, read_json, what_is_at
 from meshtrain.generation.answers import room_left
 from meshtrain.models.task import Decode
 
@@ -49,7 +49,7 @@ def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "
       chat: whether a line may have `messages` instead; the model answers the last message.
       key: the option that names the file.
     """
-    name, near = expanded(path), "--prompt='def '" if key == "--prompts" else "prompts.jsonl"
+    name, near = expand_user(path), "--prompt='def '" if key == "--prompts" else "prompts.jsonl"
     if (what := what_is_at(name)) != "a file":
         problems.add(Problem(key, got=f"'{path}', {what}", allowed=f"a file with lines like {_LINE}", nearest=near))
         return []
@@ -95,7 +95,7 @@ def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
         raise UserError(Problem(None, got=got, allowed=f"{wanted}{', or with messages' if chat else ''}"))
     text = fields["prompt"]
     if not isinstance(text, str) or not text or not is_utf8(text):
-        raise UserError(Problem(None, got=f"{shown(text)} for 'prompt'", allowed=wanted))
+        raise UserError(Problem(None, got=f"{as_json_text(text)} for 'prompt'", allowed=wanted))
     return Prompt(text, where)
 
 
@@ -122,7 +122,7 @@ def in_chat(prompts: Sequence[Prompt], template: ChatTemplate, special: SpecialT
     return found
 
 
-def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int, decode: Decode) -> list[list[int]]:
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int, decode: Decode) -> list[list[int]]:
     """Returns the tokens of each prompt.
 
     Args:
@@ -137,7 +137,7 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int, de
     """
     problems, tokens = Problems(), list[list[int]]()
     for text, where, _, is_templated in prompts:
-        plain = unmarked(text)
+        plain = unmark(text)
         shown = plain if len(plain) <= _SHOWN else f"{plain[:_SHOWN]}..."
         try:
             ids = tokenizer.encode_templated(text) if is_templated else tokenizer.encode(text)

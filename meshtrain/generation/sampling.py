@@ -50,12 +50,12 @@ def choose(logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampl
     """
     if sampling.temperature < _LEAST_TEMPERATURE:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = kept(logits / sampling.temperature, sampling)
+    logits = mask_logits(logits / sampling.temperature, sampling)
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, index)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-def kept(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def mask_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Returns logits float32 [R, V], at minus infinity for tokens that top-k and top-p exclude.
 
     Tokens as probable as the last included token are included, too, so that the order of equal logits does not matter.

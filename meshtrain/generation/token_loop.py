@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshtrain.generation.sampling import Sampling, choose, row_keys
 from meshtrain.hardware.compiler_options import CompilerOptions
 from meshtrain.models.task import Cache, Decode, Params
+from meshtrain.sharding.param_sharding import activation_sharding, num_parts
 from meshtrain.sharding.rules import Rules
-from meshtrain.sharding.stored import activation_sharding, num_parts
 from meshtrain.sharding.trees import Shardings
 
 CALL_TOKENS = 16  # tokens of a row in one call, after which the host reads them
@@ -96,7 +96,7 @@ class Generator:
         self.rules = rules
         self.end_ids = end_ids
         self.load(params)
-        self.compiled = functools.cache(self._compiled)
+        self.compiled = functools.cache(self._compile)
 
     def load(self, params: Params | None) -> None:
         """Replaces the weights by others with the same shardings; None frees the memory of the current weights."""
@@ -112,7 +112,7 @@ class Generator:
           seed: the seed of the random numbers.
           take: receives the tokens of a request in pieces, without the end token.
         """
-        lengths = rounded(max(len(request.ids) for request in requests)), rounded(num_tokens)
+        lengths = round_length(max(len(request.ids) for request in requests)), round_length(num_tokens)
         num_rows = self._num_rows(len(requests), *lengths)
         prefill, advance = self.compiled(sampling, num_rows, *lengths)
         key = np.asarray(jax.random.key_data(jax.random.key(seed)))
@@ -123,7 +123,7 @@ class Generator:
             while True:
                 for row, tokens in enumerate(np.asarray(drawn)):
                     if not done[row]:
-                        done[row] = self._handed(take, start + row, tokens, index == num_tokens)
+                        done[row] = self._hand_over(take, start + row, tokens, index == num_tokens)
                 if all(done):
                     break
                 state, drawn = advance(self.params, state, np.asarray(done), num_tokens)
@@ -139,14 +139,14 @@ class Generator:
         most = max(min(MOST_ROWS // shards, MOST_CACHE_BYTES // max(num_bytes, 1)), 1)
         return shards * min(-(-num_requests // shards), most)
 
-    def _handed(self, take: Take, request: int, drawn: np.ndarray, is_last: bool) -> bool:
+    def _hand_over(self, take: Take, request: int, drawn: np.ndarray, is_last: bool) -> bool:
         """Passes a row's new tokens to `take`, and returns whether the row is done."""
         tokens = [int(token) for token in drawn if token != NOTHING]
         if tokens and tokens[-1] in self.end_ids:
             tokens, is_last = tokens[:-1], True
         return take(request, tokens, is_last) or is_last
 
-    def _compiled(
+    def _compile(
         self, sampling: Sampling, num_rows: int, prompt_length: int, num_steps: int
     ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
         """Returns `prefill` and `advance`, jitted for these shapes, with shardings for all results."""
@@ -210,10 +210,10 @@ class Generator:
         return activation_sharding(shape, axes, self.rules, self.mesh, path="cache")
 
 
-def rounded(length: int) -> int:
+def round_length(length: int) -> int:
     """Returns the smallest power of two that is at least `length` and 64, so that few shapes are compiled.
 
-    >>> rounded(3), rounded(64), rounded(65), rounded(1000)
+    >>> round_length(3), round_length(64), round_length(65), round_length(1000)
     (64, 64, 128, 1024)
     """
     return max(SHORTEST, 1 << (length - 1).bit_length())

@@ -211,7 +211,7 @@ def init_compiler_options(device_kind: str) -> CompilerOptions:
 
 
 @contextlib.contextmanager
-def captured() -> Iterator[list[str]]:
+def capture_stderr() -> Iterator[list[str]]:
     """Captures the output of C++ code to file descriptor 2 in the block; yields a list that has its lines at the end.
 
     A line that matches FATAL, and every line after it, is also written to the terminal at once.

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 
 from meshtrain.errors import Problem, Problems, UserError, is_finite, refuse
-from meshtrain.files import Json, JsonObject, expanded, what_is_at
+from meshtrain.files import Json, JsonObject, expand_user, what_is_at
 from meshtrain.hardware.accelerators import find as find_accelerator
 
 # XLA's names. The ring is an all-reduce written with permutes; it does not occur in compiled steps.
@@ -113,7 +113,7 @@ def read(path: str) -> Links:
     Raises:
       UserError: the file is missing, invalid or without links; one line for each problem, at most ten.
     """
-    place = expanded(path)
+    place = expand_user(path)
     if (what := what_is_at(place)) != "a file":
         raise UserError(
             Problem("--links", got=f"'{path}', which is not a file but {what}", allowed=ALLOWED, nearest=_NEAREST)

@@ -22,13 +22,13 @@ import numpy as np
 
 from meshtrain.cli import flags, foreign
 from meshtrain.errors import Problem, Problems, UserError, refuse
-from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at, write_whole
+from meshtrain.files import Json, JsonObject, expand_user, read_json, what_is_at, write_whole
 from meshtrain.hf import export, names, tensor_files
 from meshtrain.hf.config_export import family_of
-from meshtrain.hf.config_json import ADAPTERS_FILE, CONFIG_FILE, described, is_described
+from meshtrain.hf.config_json import ADAPTERS_FILE, CONFIG_FILE, describe_model, is_described
 from meshtrain.hf.folder import array
 from meshtrain.hf.names import Weight
-from meshtrain.hf.values import shown
+from meshtrain.hf.values import text_of
 from meshtrain.launch import peers
 from meshtrain.models.layers import A, B
 from meshtrain.models.lora import LoraOptions
@@ -61,17 +61,17 @@ class Adapters(NamedTuple):
 
 def is_folder(directory: str | Path) -> bool:
     """Returns whether a folder contains adapters but no model."""
-    at = expanded(directory)
+    at = expand_user(directory)
     return what_is_at(at / ADAPTERS_FILE) == "a file" and what_is_at(at / CONFIG_FILE) != "a file"
 
 
-def opened(directory: str | Path) -> Adapters:
+def open_adapters(directory: str | Path) -> Adapters:
     """Opens a folder of adapters; reads adapter_config.json and the headers of the tensor files.
 
     Raises:
       UserError: the folder is damaged, or its adapters do not all have the same scale.
     """
-    at = expanded(directory).absolute()
+    at = expand_user(directory).absolute()
     file = at / ADAPTERS_FILE
     try:
         given = read_json(file.read_text(encoding="utf-8"))
@@ -82,15 +82,15 @@ def opened(directory: str | Path) -> Adapters:
             Problem(file, fault=f"not read ({error})", allowed="a JSON object", nearest=_WRITTEN)
         ) from error
     problems = Problems()
-    options, base = _stated_options(given, problems), ""
+    options, base = _parse_options(given, problems), ""
     for key, legal in _LEGAL.items():
         if given.get(key) not in legal:
             allowed = ", ".join(map(str, legal))
             problems.add(
-                Problem(key, got=shown(given[key]), allowed=f"{allowed}, which leave the base alone", nearest=_AGAIN)
+                Problem(key, got=text_of(given[key]), allowed=f"{allowed}, which leave the base alone", nearest=_AGAIN)
             )
     if given.get("base_model_name_or_path") is not None:
-        base = _typed(given, "base_model_name_or_path", str, problems) or ""
+        base = _typed_value(given, "base_model_name_or_path", str, problems) or ""
     stored, of_files = tensor_files.tensors(at)
     refuse([*(problem.at(file) for problem in problems.lines()), *(of_files or tensor_files.unreadable(stored))])
     if not stored:
@@ -101,18 +101,18 @@ def opened(directory: str | Path) -> Adapters:
     return Adapters(at, options, base, stored)
 
 
-def _stated_options(given: JsonObject, problems: Problems) -> LoraOptions | None:
+def _parse_options(given: JsonObject, problems: Problems) -> LoraOptions | None:
     """Returns the LoRA options in an adapter_config.json, or None if there are problems.
 
     Patterns (ranks and alphas by module) must not change the scale.
     """
     rank, alpha = _number(given, "r", int, problems), _number(given, "lora_alpha", float, problems)
-    is_stabilized = _typed(given, "use_rslora", bool, problems) if given.get("use_rslora") is not None else False
+    is_stabilized = _typed_value(given, "use_rslora", bool, problems) if given.get("use_rslora") is not None else False
     patterns = []
     for key, kind in (("rank_pattern", int), ("alpha_pattern", float)):
         values = given[key] if given.get(key) is not None else {}
         if not isinstance(values, dict):
-            problems.add(Problem(key, got=shown(values), allowed="an object, module -> number", nearest=_WRITTEN))
+            problems.add(Problem(key, got=text_of(values), allowed="an object, module -> number", nearest=_WRITTEN))
             values = {}
         patterns.append({name: _number(values, name, kind, problems, f"{key}.") for name in values})
     if problems.lines():
@@ -135,7 +135,7 @@ def _stated_options(given: JsonObject, problems: Problems) -> LoraOptions | None
 
 def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
     """Returns a positive number within the range of its type; otherwise adds a problem and returns None."""
-    value, least = _typed(given, key, kind, problems, prefix), 1 if kind is int else _LEAST_ALPHA
+    value, least = _typed_value(given, key, kind, problems, prefix), 1 if kind is int else _LEAST_ALPHA
     if value is not None and not least <= value <= MOST[kind]:
         allowed = f"{least:g} to {MOST[kind]:.10g}"
         problems.add(Problem(f"{prefix}{key}", got=f"{value:.10g}", allowed=allowed, nearest=_WRITTEN))
@@ -143,13 +143,13 @@ def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix:
     return value
 
 
-def _typed(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
+def _typed_value(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
     """Returns the value of a key; adds a problem and returns None if it is missing or not of type `kind`."""
     if given.get(key) is None:
         problems.add(Problem(f"{prefix}{key}", got="nothing", allowed=kind.__name__, nearest=_WRITTEN))
         return None
     try:
-        return flags.typed(given[key], kind)
+        return flags.convert(given[key], kind)
     except UserError as error:
         problems.add(error.problems[0].with_parts(key=f"{prefix}{key}", nearest=_WRITTEN))
         return None
@@ -169,19 +169,19 @@ def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOp
     facts: dict[str, Json] = {"options": repr(found.options), "tensors": sorted(found.stored)}
     facts["content"] = tensor_files.content_hash(found.stored)
     peers.refuse_differences("the folder of adapters", facts, peers.SAME_FILES)
-    family = described(base, ignore=None).family if is_described(base) else family_of(options)
+    family = describe_model(base, ignore=None).family if is_described(base) else family_of(options)
     size, result, known, rank = names.sizes(options), dict[str, Factors](), set[str](), found.options.rank
-    tensors = tensor_files.opened(found.stored)
+    tensors = tensor_files.open_tensors(found.stored)
     for rows in names.by_tensor(names.weights(family, options)):
         layers = [_names(names.tensor_name(rows[0], place, size)) for place in np.ndindex(*names.stack(rows[0], size))]
         wanted = set(itertools.chain.from_iterable(layers))
         if len(rows[0].stacks) != 1 or not wanted <= found.stored.keys():
             continue
-        inputs, outputs = names.stored_shape(rows[0], size)[:: 1 if _is_transposed(rows[0]) else -1]
+        inputs, outputs = names.shape_in_file(rows[0], size)[:: 1 if _is_transposed(rows[0]) else -1]
         pairs = [(tensors[a], tensors[b]) for a, b in layers]
         if all((*a.shape[1:], *b.shape) == (inputs, outputs, *pairs[0][0].shape[:1]) for a, b in pairs):
             widths = [math.prod(size[letter] for letter in row.layout.split()[1:]) for row in rows]
-            own = _apart(rows, widths if len(rows) > 1 else [outputs], pairs, rank)
+            own = _split_matrices(rows, widths if len(rows) > 1 else [outputs], pairs, rank)
             result, known = result | own, known | (wanted if own else set())
     strange = Problems(
         Problem(
@@ -200,7 +200,7 @@ def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOp
     return dataclasses.replace(found.options, targets="|".join(f"^{path}$" for path in result)), result
 
 
-def _apart(rows: Sequence[Weight], widths: Sequence[int], pairs: Factors, rank: int) -> dict[str, Factors]:
+def _split_matrices(rows: Sequence[Weight], widths: Sequence[int], pairs: Factors, rank: int) -> dict[str, Factors]:
     """Splits the factors of one tensor into the factors of its matrices; returns path -> factors.
 
     Either each matrix has its own block of ranks, or all matrices share all ranks. Matrices whose rows of lora_B are
@@ -259,7 +259,7 @@ def write(
     """
     leaves = dict(leaves_with_paths(params))
     # For each tensor with an adapter on at least one of its parts: the table rows of all its parts.
-    modules = [rows for rows in names.by_tensor(names.weights(family, options)) if _adapted(rows, leaves)]
+    modules = [rows for rows in names.by_tensor(names.weights(family, options)) if _adapted_paths(rows, leaves)]
     size = names.sizes(options)
     places = [(rows, layer) for rows in modules for layer in range(*names.stack(rows[0], size))]
     shapes = dict[str, tuple[int, int]]()
@@ -273,7 +273,7 @@ def write(
     return num_bytes
 
 
-def _adapted(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> list[Weight]:
+def _adapted_paths(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> list[Weight]:
     return [row for row in rows if f"{row.path}{A}" in leaves]
 
 
@@ -284,7 +284,7 @@ def _names(tensor: str) -> list[str]:
 
 def _shapes(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns the shapes of lora_A and lora_B for one tensor."""
-    own = _adapted(rows, leaves)
+    own = _adapted_paths(rows, leaves)
     a, b = (leaves[f"{own[0].path}{end}"].shape for end in (A, B))
     rank = len(own) * b[1]
     return (rank, math.prod(a[1:-1])), (sum(_num_outputs(row, leaves) for row in rows), rank)
@@ -299,7 +299,7 @@ def _num_outputs(row: Weight, leaves: Mapping[str, jax.Array]) -> int:
 def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns lora_A and lora_B of one layer."""
     of_a, of_b = (np.zeros(shape, np.float32) for shape in _shapes(rows, leaves))
-    own = _adapted(rows, leaves)
+    own = _adapted_paths(rows, leaves)
     for index, row in enumerate(own):
         a, b = (export.on_host(leaves[f"{row.path}{end}"], layer) for end in (A, B))
         rank, begin = len(b), sum(_num_outputs(one, leaves) for one in rows[: rows.index(row)])
@@ -318,7 +318,9 @@ def _config(
     modules: Sequence[Sequence[Weight]], adapters: LoraOptions, leaves: Mapping[str, jax.Array], base: str | None
 ) -> JsonObject:
     """Returns the content of adapter_config.json."""
-    named = {rows[0].name.partition("{}.")[2].removesuffix(".weight"): len(_adapted(rows, leaves)) for rows in modules}
+    named = {
+        rows[0].name.partition("{}.")[2].removesuffix(".weight"): len(_adapted_paths(rows, leaves)) for rows in modules
+    }
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
     power = 0.5 if adapters.rank_stabilized else 1
     is_transposed = [_is_transposed(row) for rows in modules for row in rows]

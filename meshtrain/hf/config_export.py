@@ -20,7 +20,7 @@ from meshtrain.hf.positions import (
     TURNS,
     WINDOW_KEYS,
     WINDOWED,
-    rotated,
+    rope_layers,
     turns,
 )  # fmt: skip
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -75,7 +75,7 @@ def as_json(
         in_turns = family in TURNS
         stated |= _turns(options, family) if in_turns else _window(options, family)
         stated |= _gemma(options) if in_turns and options.centered_scales else {}
-        stated |= _unrotated(options) if family == SMOLLM3 else {}
+        stated |= _rope_layer_keys(options) if family == SMOLLM3 else {}
         stated |= _latent(options, stated) if options.latent_dim else {}
         stated |= _experts(options, family) if options.num_experts and not options.latent_dim else {}
         stated |= {"use_bias": True} if options.biases else {}
@@ -130,10 +130,10 @@ def _latent(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
     return found
 
 
-def _unrotated(options: DecoderOptions) -> JsonObject:
+def _rope_layer_keys(options: DecoderOptions) -> JsonObject:
     """Returns the keys that state which layers of SmolLM 3 use RoPE; none of its layers has a window."""
     every = options.unrotated_every
-    layers: JsonObject = {"no_rope_layers": rotated(options.num_layers, every), "use_sliding_window": False}
+    layers: JsonObject = {"no_rope_layers": rope_layers(options.num_layers, every), "use_sliding_window": False}
     return layers | ({"no_rope_layer_interval": every} if every else {})
 
 

@@ -16,10 +16,10 @@ from meshtrain import options
 from meshtrain.cli import flags
 from meshtrain.data.tokenizer import TOKENIZER
 from meshtrain.errors import Problem, UserError, refuse
-from meshtrain.files import Json, JsonObject, expanded, pointer_problem, read_json, what_is_at
+from meshtrain.files import Json, JsonObject, expand_user, pointer_problem, read_json, what_is_at
 from meshtrain.hf import names, positions, tensor_files
 from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, OF_IMAGES, ONLY, WITH_IMAGES, Family
-from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, take
+from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, take, text_of
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.options import Options, Value, Values
 
@@ -62,11 +62,11 @@ class Described:
 
 def is_described(directory: str | Path) -> bool:
     """Returns whether a folder is a Hugging Face model, not a workdir, judged by its config.json or its files."""
-    folder = expanded(directory)
+    folder = expand_user(directory)
     if what_is_at(folder) != "a folder" or what_is_at(folder / "checkpoints") == "a folder":
         return False
     try:
-        given = _loaded(folder / CONFIG_FILE)
+        given = _load(folder / CONFIG_FILE)
     except UserError:
         return any(folder.glob("*.safetensors"))
     return "model_type" in given or "architectures" in given
@@ -77,7 +77,7 @@ def is_decoder(model: Options) -> bool:
     return isinstance(model, DecoderOptions)
 
 
-def described(directory: str | Path, ignore: str | None = "") -> Described:
+def describe_model(directory: str | Path, ignore: str | None = "") -> Described:
     """Returns the model that the config.json of a folder describes; untied if its files have a separate output head.
 
     Args:
@@ -88,12 +88,12 @@ def described(directory: str | Path, ignore: str | None = "") -> Described:
     Raises:
       UserError: one line for each key that is missing, wrong or unknown.
     """
-    path = expanded(directory) / CONFIG_FILE
-    given = _loaded(path)
+    path = expand_user(directory) / CONFIG_FILE
+    given = _load(path)
     plain = {key: value for key, value in given.items() if key != QUANTIZED}
     if given.get(QUANTIZED) and _has_plain_tensors(path.parent, plain):
-        return dataclasses.replace(_untied(path.parent, of_json(plain, path, ignore)), is_unquantized=True)
-    return _untied(path.parent, of_json(given, path, ignore))
+        return dataclasses.replace(_untie(path.parent, of_json(plain, path, ignore)), is_unquantized=True)
+    return _untie(path.parent, of_json(given, path, ignore))
 
 
 def _has_plain_tensors(folder: Path, given: Mapping[str, Json]) -> bool:
@@ -112,7 +112,7 @@ def _has_plain_tensors(folder: Path, given: Mapping[str, Json]) -> bool:
     return wanted == used and not tensor_files.unreadable({name: stored[name] for name in used})
 
 
-def _untied(folder: Path, model: Described) -> Described:
+def _untie(folder: Path, model: Described) -> Described:
     """Returns the model with untied embeddings if the folder's files have a separate output head."""
     if not model.options.tied_embeddings or not (head := _separate_head(folder, model)):
         return model
@@ -149,12 +149,12 @@ def config_of_text(directory: str | Path) -> JsonObject:
     Raises:
       UserError: there is no config.json.
     """
-    return _text_half(_loaded(expanded(directory) / CONFIG_FILE))
+    return _text_half(_load(expand_user(directory) / CONFIG_FILE))
 
 
 def has_images(directory: str | Path) -> bool:
     """Returns whether a folder's model is multimodal (text and images)."""
-    return _loaded(expanded(directory) / CONFIG_FILE).get("model_type") in WITH_IMAGES
+    return _load(expand_user(directory) / CONFIG_FILE).get("model_type") in WITH_IMAGES
 
 
 def _text_half(given: JsonObject) -> JsonObject:
@@ -171,7 +171,7 @@ def _text_half(given: JsonObject) -> JsonObject:
 
 
 def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Described:
-    """Returns the model that the content of a config.json describes; see `described`. Errors name `path`."""
+    """Returns the model that the content of a config.json describes; see `describe_model`. Errors name `path`."""
     given = _text_half(dict(given))
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -180,11 +180,11 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
         fix = next((f"; did you mean '{name}'?" for name in FAMILIES if name.replace("_", "") == letters), "")
         alike = "" if fix else f" ({_most_alike(given, str(kind))})"
         allowed = ", ".join((*FAMILIES, *WITH_IMAGES))
-        problem = Problem("model_type", got=shown(str(kind)), allowed=f"{allowed}{alike}", fix=fix, nearest=NO_WAY)
+        problem = Problem("model_type", got=text_of(str(kind)), allowed=f"{allowed}{alike}", fix=fix, nearest=NO_WAY)
         raise UserError(problem.at(path))
-    given, found = _renamed(given, FAMILIES[kind])
+    given, found = _canonical_names(given, FAMILIES[kind])
     fields, problems = _fields(given, FAMILIES[kind])
-    found += problems + _refused(given, kind) + ([] if ignore is None else _strange(given, ignore))
+    found += problems + _unsupported_keys(given, kind) + ([] if ignore is None else _strange(given, ignore))
     length, wrong = _length(given, FAMILIES[kind].length)
     found += wrong
     for part in (positions.rotary(given, kind), positions.windows(given, kind)):
@@ -221,8 +221,12 @@ def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
     """Returns key -> kind of difference if a config.json were read as a model of family `kind`."""
     if given.keys() <= {"model_type", *OF_IMAGES}:
         return {}  # nothing to compare
-    renamed, _ = _renamed(given, FAMILIES[kind])
-    problems = [*positions.rotary(renamed, kind)[1], *positions.windows(renamed, kind)[1], *_refused(renamed, kind)]
+    renamed, _ = _canonical_names(given, FAMILIES[kind])
+    problems = [
+        *positions.rotary(renamed, kind)[1],
+        *positions.windows(renamed, kind)[1],
+        *_unsupported_keys(renamed, kind),
+    ]
     problems += [problem for problem in _fields(renamed, FAMILIES[kind])[1] if problem.got == "nothing"]
     differing = [problem.key.partition(".")[0] for problem in problems]
     keys = [key for key in differing if key not in ("architectures", "auto_map")]
@@ -235,7 +239,7 @@ def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[Problem]]:
     if given.get(key) is None:
         return 0, []
     with contextlib.suppress(ValueError):
-        length = int(flags.typed(given[key], int))
+        length = int(flags.convert(given[key], int))
         if 1 <= length <= options.MOST[int]:
             return length, []
     return 0, [refusal(key, given[key], f"a whole number, 1 to {options.MOST[int]}", PUBLISHED)]
@@ -265,7 +269,7 @@ def differences(
 
 def differing(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int) -> dict[str, tuple[Value, Value]]:
     """Returns option -> (our value, their value) for the options with which the same weights give different results."""
-    idle = options.idle(ours, "").keys() & options.idle(theirs, "")
+    idle = options.unused(ours, "").keys() & options.unused(theirs, "")
     names = [field.name for field in dataclasses.fields(DecoderOptions) if field.name not in (*_FREE, *idle)]
     both = {name: tuple(_effective(shape, name, sequence_length) for shape in (ours, theirs)) for name in names}
     return {name: (own, wanted) for name, (own, wanted) in both.items() if own != wanted}
@@ -289,7 +293,7 @@ def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Value:
     return getattr(shape, name)
 
 
-def _loaded(path: Path) -> JsonObject:
+def _load(path: Path) -> JsonObject:
     """Returns the JSON object of a file."""
     if (what := what_is_at(path)) != "a file":
         if what_is_at(path.with_name(ADAPTERS_FILE)) == "a file":
@@ -315,7 +319,7 @@ def _loaded(path: Path) -> JsonObject:
         ) from error
 
 
-def _renamed(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, list[Problem]]:
+def _canonical_names(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, list[Problem]]:
     """Returns the object with one canonical name per key, and an error line for each key with two different values."""
     renamed, problems = dict(given), list[Problem]()
     for key, other in family.same.items():
@@ -324,7 +328,7 @@ def _renamed(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, lis
             problems.append(
                 Problem(
                     other,
-                    got=f"{shown(value)}, and {key} says {shown(renamed[key])}",
+                    got=f"{text_of(value)}, and {key} says {text_of(renamed[key])}",
                     allowed="the same",
                     nearest=PUBLISHED,
                 )
@@ -351,7 +355,7 @@ def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Pro
     return fields, problems
 
 
-def _refused(given: Mapping[str, Json], kind: str) -> list[Problem]:
+def _unsupported_keys(given: Mapping[str, Json], kind: str) -> list[Problem]:
     """Returns an error line for each key that changes the results and whose value the decoder does not support."""
     family = FAMILIES[kind]
     understood = {*family.fields, *family.idle, *positions.keys(kind)}

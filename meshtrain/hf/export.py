@@ -57,7 +57,7 @@ def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
     """Returns the tensors of a model in the order in which they are written."""
     size, result = names.sizes(options), []
     for rows in names.by_tensor(names.weights(family, options)):
-        shape = names.stored_shape(rows[0], size)
+        shape = names.shape_in_file(rows[0], size)
         for place in np.ndindex(*names.stack(rows[0], size)):
             result.append(Tensor(names.tensor_name(rows[0], place, size), shape, rows, place))
     return result
@@ -83,7 +83,7 @@ def write_weights(
     groups = _in_files(tensors(family, options), tensor_files.READABLE[DTYPES[dtype]].itemsize)
 
     def stored(tensor: Tensor) -> np.ndarray:
-        own = [_merged(leaves, row.path, tensor.place, adapters) for row in tensor.rows]
+        own = [_merge_adapter(leaves, row.path, tensor.place, adapters) for row in tensor.rows]
         return np.asarray(names.as_stored(own, tensor.rows, size))
 
     placed, total = dict[str, str](), 0
@@ -229,9 +229,11 @@ def _part(leaf: jax.Array, index: Sequence[int]) -> jax.Array:
     return leaf
 
 
-def _merged(leaves: Mapping[str, jax.Array], path: str, index: Sequence[int], adapters: lora.LoraOptions) -> np.ndarray:
+def _merge_adapter(
+    leaves: Mapping[str, jax.Array], path: str, index: Sequence[int], adapters: lora.LoraOptions
+) -> np.ndarray:
     """Returns a weight, or the slice at `index`, with its adapter merged in."""
     if f"{path}{A}" not in leaves:
         return on_host(leaves[path], *index)
     own = {f"weight{end}": _part(leaves[f"{path}{end}"], index) for end in ("", A, B)}
-    return np.asarray(lora.merged(own, adapters)["weight"])
+    return np.asarray(lora.merge_adapters(own, adapters)["weight"])

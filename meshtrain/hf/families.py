@@ -289,7 +289,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-class WithImages(NamedTuple):
+class MultimodalFamily(NamedTuple):
     """Describes a multimodal `model_type`: its `text_config` contains the keys of the text model.
 
     Attributes:
@@ -301,8 +301,8 @@ class WithImages(NamedTuple):
     absent: Mapping[str, Json]
 
 
-WITH_IMAGES: Mapping[str, WithImages] = {
-    "gemma3": WithImages(
+WITH_IMAGES: Mapping[str, MultimodalFamily] = {
+    "gemma3": MultimodalFamily(
         "gemma3_text",
         {
             "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
@@ -311,7 +311,7 @@ WITH_IMAGES: Mapping[str, WithImages] = {
             "sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         },
     ),
-    "mistral3": WithImages("mistral", {}),
+    "mistral3": MultimodalFamily("mistral", {}),
 }  # fmt: skip
 # Keys next to `text_config` that describe only images, or both models.
 _OF_IMAGES_TEXT = """

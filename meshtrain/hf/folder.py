@@ -20,9 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from meshtrain.errors import Problem, Problems, UserError, nearest, refuse
-from meshtrain.files import expanded, what_is_at
+from meshtrain.files import expand_user, what_is_at
 from meshtrain.hf import mxfp4, names, tensor_files
-from meshtrain.hf.config_json import Described, described
+from meshtrain.hf.config_json import Described, describe_model
 from meshtrain.hf.names import Weight
 from meshtrain.launch import peers
 from meshtrain.models.task import Params
@@ -50,22 +50,22 @@ class Folder:
     left_out: int = 0
 
 
-def opened(directory: str | Path, ignore: str | None = "") -> Folder:
+def open_folder(directory: str | Path, ignore: str | None = "") -> Folder:
     """Opens a folder with config.json and safetensors files; reads headers but no tensors.
 
-    For `ignore` see `config_json.described`.
+    For `ignore` see `config_json.describe_model`.
 
     Raises:
       UserError: one line for each problem of config.json and of the files, all at once.
     """
-    folder = expanded(directory).absolute()
+    folder = expand_user(directory).absolute()
     if (what := what_is_at(folder)) != "a folder":
         raise UserError(
             Problem(directory, got=what, allowed="a folder with config.json", nearest="download the model there")
         )
     stored, problems = tensor_files.tensors(folder)
     try:
-        model = described(folder, ignore)
+        model = describe_model(folder, ignore)
     except UserError as error:
         raise UserError(*error.problems, *problems) from error
     table = names.as_in_files(names.weights(model.family, model.options), stored)
@@ -152,7 +152,7 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
     """Reads the weights of a folder into sharded arrays; converts dtypes and fills padding rows with zeros.
 
     Args:
-      folder: from `opened`; each process reads from its own disk, so call `refuse_differences` first.
+      folder: from `open_folder`; each process reads from its own disk, so call `refuse_differences` first.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
       shows_bar: whether to draw a progress bar in bytes if standard error is a terminal.
 
@@ -165,7 +165,7 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
     table, size = {weight.path: weight for weight in folder.table}, names.sizes(folder.model.options)
     refuse_other_params(folder, abstract_params)
     leaves = leaves_with_paths(abstract_params)
-    tensors = tensor_files.opened(folder.stored)
+    tensors = tensor_files.open_tensors(folder.stored)
     total = sum(_bytes_here(leaf) for _, leaf in leaves)
     arrays, not_finite = [], dict[str, None]()
     disable = None if shows_bar else True
@@ -175,7 +175,7 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
             stored, stack = names.tensor_names(weight, size), names.stack(weight, size)
             views: list[np.ndarray | mxfp4.Packed] = []
             if weight.is_packed:
-                views += [one for name in stored for one in names.packed_as_ours(tensors, name, weight, size)]
+                views += [one for name in stored for one in names.unpack_experts(tensors, name, weight, size)]
                 stored, stack = [name for name in stored for _ in range(size["E"])], (*stack, size["E"])
             else:
                 views += [names.as_ours(tensors[name], weight, size) for name in stored]
@@ -190,7 +190,7 @@ def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tens
     Raises:
       UserError: one line for all missing names, one for all superfluous names, and one for all wrong shapes.
     """
-    stored, problems = tensor_files.tensors(expanded(directory).absolute())
+    stored, problems = tensor_files.tensors(expand_user(directory).absolute())
     tensors = {name.replace("/", "."): one for name, one in stored.items()}
     leaves = {path.replace("/", "."): leaf.shape for path, leaf in leaves_with_paths(abstract_params)}
     other = {name for name in leaves.keys() & tensors if leaves[name] != tensors[name].shape}
@@ -211,7 +211,7 @@ def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tens
 
 def read_by_name(directory: str | Path, abstract_params: Params) -> Params:
     """Reads the weights of a custom task into sharded arrays, see `by_name`; converts dtypes."""
-    tensors = tensor_files.opened(by_name(directory, abstract_params))
+    tensors = tensor_files.open_tensors(by_name(directory, abstract_params))
     not_finite, leaves = dict[str, None](), []
     for path, leaf in leaves_with_paths(abstract_params):
         views = [tensors[path.replace("/", ".")]]

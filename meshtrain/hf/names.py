@@ -364,10 +364,10 @@ def by_tensor(table: Sequence[Weight]) -> list[list[Weight]]:
     return list(rows.values())
 
 
-def stored_shape(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
+def shape_in_file(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the shape of a tensor in a file.
 
-    >>> stored_shape(Weight("x", "y", "D N H", "(N H) D"), {"D": 6, "N": 2, "H": 4})
+    >>> shape_in_file(Weight("x", "y", "D N H", "(N H) D"), {"D": 6, "N": 2, "H": 4})
     (8, 6)
     """
     shape = []
@@ -381,13 +381,13 @@ def stored_shape(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
 
 def tensor_shapes(weight: Weight, size: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Returns name -> shape of the tensors that contain a weight; a tensor may also contain other weights."""
-    shape, result = stored_shape(weight, size), dict[str, tuple[int, ...]]()
+    shape, result = shape_in_file(weight, size), dict[str, tuple[int, ...]]()
     for name in tensor_names(weight, size):
         result |= mxfp4.shapes(name, shape) if weight.is_packed else {name: shape}
     return result
 
 
-def packed_as_ours(
+def unpack_experts(
     tensors: Mapping[str, np.ndarray], name: str, weight: Weight, size: Mapping[str, int]
 ) -> list[mxfp4.Packed]:
     """Returns the matrix of each expert from a layer's two MXFP4 tensors; the matrices are views and read no data."""
@@ -402,7 +402,7 @@ def as_ours(tensor: np.ndarray, weight: Weight, size: Mapping[str, int]) -> np.n
     """Returns a tensor of a file in our layout; the result is a view and reads no data.
 
     Args:
-      tensor: a contiguous numpy array of shape `stored_shape`.
+      tensor: a contiguous numpy array of shape `shape_in_file`.
       weight: the table row of the weight.
       size: from `sizes`.
     """
@@ -433,7 +433,7 @@ def as_stored(leaves: Sequence[np.ndarray], rows: Sequence[Weight], size: Mappin
         cut = leaf[tuple(slice(0, size[letter]) for letter in own)]
         parts.append(cut.transpose([own.index(letter) for letter in row.letters if letter not in _SIDE_BY_SIDE]))
     if _JOINT in letters:
-        return np.concatenate(parts, axis=letters.index(_JOINT)).reshape(stored_shape(rows[0], size))
+        return np.concatenate(parts, axis=letters.index(_JOINT)).reshape(shape_in_file(rows[0], size))
     beside = next((place for place, letter in enumerate(letters) if letter in _SIDE_BY_SIDE), None)
     stacked = parts[0] if beside is None else np.stack(parts, axis=beside)
-    return stacked.reshape(stored_shape(rows[0], size))
+    return stacked.reshape(shape_in_file(rows[0], size))

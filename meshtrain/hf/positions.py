@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from meshtrain.errors import Problem
 from meshtrain.files import Json, JsonObject
 from meshtrain.hf.families import FAMILIES, Family
-from meshtrain.hf.values import PUBLISHED, refusal, shown, take
+from meshtrain.hf.values import PUBLISHED, refusal, take, text_of
 from meshtrain.options import Value, Values
 
 _ROPE_KEYS = {"rope_type": "", "rope_theta": "rope_base"}
@@ -79,7 +79,7 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]
     """
     family = FAMILIES[kind]
     if kind == SMOLLM3:
-        (fields, problems), (every, wrong) = _rope(given, family), _unrotated(given)
+        (fields, problems), (every, wrong) = _rope(given, family), _rope_interval(given)
         return fields | every, problems + wrong
     if kind == DEEPSEEK:
         return _of_latent(given, family)
@@ -124,7 +124,7 @@ def _of_latent(given: Mapping[str, Json], family: Family) -> tuple[Values, list[
     return fields, problems + found
 
 
-def _unrotated(given: Mapping[str, Json]) -> tuple[Values, list[Problem]]:
+def _rope_interval(given: Mapping[str, Json]) -> tuple[Values, list[Problem]]:
     """Returns `unrotated_every`, from the list of layers (1: with RoPE) or, if it is absent, from the interval."""
     layers, every = (given.get(key) for key in UNROTATED)
     if layers is None:
@@ -134,7 +134,9 @@ def _unrotated(given: Mapping[str, Json]) -> tuple[Values, list[Problem]]:
     every = layers.index(0) + 1 if isinstance(layers, list) and 0 in layers else 0
     num_layers = given.get("num_hidden_layers")
     # Compare lengths first: a corrupt layer count must not create a huge list.
-    if isinstance(num_layers, int) and (not _has_length(layers, num_layers) or layers != rotated(num_layers, every)):
+    if isinstance(num_layers, int) and (
+        not _has_length(layers, num_layers) or layers != rope_layers(num_layers, every)
+    ):
         return {}, [refusal(UNROTATED[0], layers, f"{num_layers} layers, of which every nth is 0 and the others are 1")]
     return {"unrotated_every": every}, []
 
@@ -143,7 +145,7 @@ def _has_length(layers: Json, num_layers: int) -> bool:
     return isinstance(layers, list) and len(layers) == num_layers
 
 
-def rotated(num_layers: int, every: int) -> list[Json]:
+def rope_layers(num_layers: int, every: int) -> list[Json]:
     """Returns a list with 1 for each layer that uses RoPE, and 0 for every `every`th layer, which does not use it.
 
     If `every` is 0, all layers use RoPE.
@@ -174,7 +176,7 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Probl
             problems.append(
                 Problem(
                     f"rope_parameters.{name}",
-                    got=f"{shown(newer[name])}, and rope_theta or rope_scaling say {shown(older[name])}",
+                    got=f"{text_of(newer[name])}, and rope_theta or rope_scaling say {text_of(older[name])}",
                     allowed="the same",
                     nearest=PUBLISHED,
                 )
@@ -212,7 +214,7 @@ def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]
     if kind in TURNS:
         return _in_turns(given, kind)
     own = WINDOW_KEYS[kind] if kind in WINDOW_KEYS else ()
-    fields, problems = _alike(given, kind) if own else ({}, [])
+    fields, problems = _common_window(given, kind) if own else ({}, [])
     types = None if "layer_types" in own else given.get("layer_types")
     # If all layers of a family are equal, transformers reads only `sliding_window`.
     kinds = {*map(str, types)} if isinstance(types, list) else {str(types)}
@@ -255,7 +257,7 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Proble
     return ({}, problems) if problems else (fields, [])
 
 
-def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]:
+def _common_window(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]:
     """Returns the option `window` of models with equal layers, and an error line if only some layers have a window."""
     window, types, absent = given.get("sliding_window"), None, FAMILIES[kind].absent
     if "sliding_window" not in given and "sliding_window" in absent:
@@ -266,7 +268,7 @@ def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]
         if is_used not in (None, False, True):
             problems.append(refusal("use_sliding_window", is_used, "true, false"))
         window = window if is_used else None
-        layers = _windowed_layers(given, window)
+        layers = _layer_kinds(given, window)
     if layers == {FULL} or (window is None and layers == {WINDOWED} and types is None):
         return {}, problems
     if layers != {WINDOWED} or window is None:
@@ -276,7 +278,7 @@ def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]
     return fields, problems
 
 
-def _windowed_layers(given: Mapping[str, Json], window: Json) -> set[str]:
+def _layer_kinds(given: Mapping[str, Json], window: Json) -> set[str]:
     """Returns the set of layer kinds: from `layer_types`, otherwise windowed from layer `max_window_layers` on."""
     types, first, num_layers = (given.get(key) for key in ("layer_types", "max_window_layers", "num_hidden_layers"))
     if types is not None:

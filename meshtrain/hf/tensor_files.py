@@ -110,7 +110,7 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[Problem]]:
     return found, problems.lines()
 
 
-def opened(stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
+def open_tensors(stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
     """Returns name -> tensor as a read-only view of its file; bytes are read from disk when they are used."""
     maps = {file: np.memmap(file, np.uint8, "r") for file in {one.file for one in stored.values()}}
     result = {}
@@ -131,7 +131,7 @@ def same_values(one: Stored, other: Stored) -> bool:
 def _same_values(one: Stored, other: Stored, *mtimes_ns: int) -> bool:
     if one.shape != other.shape or not {one.dtype, other.dtype} <= READABLE.keys():
         return False
-    first, second = (opened({"": tensor})[""] for tensor in (one, other))
+    first, second = (open_tensors({"": tensor})[""] for tensor in (one, other))
     for begin in range(0, len(first), _COMPARED_ROWS):
         left, right = (array[begin : begin + _COMPARED_ROWS] for array in (first, second))
         has_equal_bytes = one.dtype == other.dtype and np.array_equal(left.view(np.uint8), right.view(np.uint8))

@@ -20,7 +20,7 @@ def take(fields: Values, problems: list[Problem], name: str, key: str, value: Js
         problems.append(Problem(key, got="nothing", allowed=kind.__name__, nearest=PUBLISHED))
         return
     try:
-        fields[name] = flags.typed(value, kind)
+        fields[name] = flags.convert(value, kind)
     except UserError as error:
         problem = error.problems[0].at(key)
         problems.append(problem if problem.nearest else problem.with_parts(nearest=PUBLISHED))
@@ -28,10 +28,10 @@ def take(fields: Values, problems: list[Problem], name: str, key: str, value: Js
 
 def refusal(key: str, value: Json, allowed: str, near: str = NO_WAY) -> Problem:
     """Returns the error line about a key whose value the decoder does not support."""
-    return Problem(key, got=shown(value), allowed=allowed, nearest=near)
+    return Problem(key, got=text_of(value), allowed=allowed, nearest=near)
 
 
-def shown(value: Json) -> str:
+def text_of(value: Json) -> str:
     """Returns a value as text, truncated to 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

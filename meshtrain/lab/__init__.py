@@ -2,5 +2,5 @@
 
 Compression sends int8 with shared scales or the largest elements of each block, with error feedback. One step late
 hides a whole reduction behind the next step. Local steps join groups by an outer optimizer (DiLoCo). The names of
-`SEAMS` are all that the core knows of this side room.
+`EXTENSION_POINTS` are all that the core knows of this optional package.
 """

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem
-from meshtrain.options import WITH_OPTIONS, AllBut, Options, option
+from meshtrain.options import WITH_OPTIONS, Except, Options, option
 from meshtrain.sharding.reduction import NAMES, SUM, Dims, Reduction, ReductionOptions, nothing
 from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.trees import Arrays
@@ -44,7 +44,7 @@ MAX_BLOCK = 2**16  # a place in a block fits 16 bits
 # Of memory, for each element, by whether there is feedback. Gradient and residual are read for the scales and again to
 # be packed, bytes are written and read, sum and residual are written. Counted by hand; less fused kernels move more.
 MOVED_BYTES = {True: 24, False: 16}
-SEVERAL = {"mesh.data": AllBut(1)}  # one replica sends nothing
+SEVERAL = {"mesh.data": Except(1)}  # one replica sends nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def reduce(
         whole = [leaf + left for leaf, left in zip(leaves, waiting, strict=True)] if waiting else leaves
         return jax.tree.unflatten(structure, whole), jax.tree.map(jnp.zeros_like, residual)
     dims = jax.tree.leaves(scattered)
-    sums, left = summed_leaves(leaves, waiting or [None] * len(leaves), dims, options, over)
+    sums, left = compressed_sums(leaves, waiting or [None] * len(leaves), dims, options, over)
     after = [leaf for leaf in left if leaf is not None]
     return jax.tree.unflatten(structure, sums), jax.tree.unflatten(jax.tree.structure(residual), after)
 
@@ -158,7 +158,7 @@ def unpack(data: jax.Array) -> jax.Array:
     return data[..., :-SCALE_BYTES].astype(jnp.float32) * scale
 
 
-def summed(
+def compressed_sum(
     x: jax.Array, residual: jax.Array | None, options: CompressionOptions, axis: str, dim: int = 0
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sums an array over a manual axis.
@@ -195,14 +195,14 @@ def summed(
     return result, _from_rows((blocks - sent).reshape(num_devices, -1)[:, :num_elements], x.shape, dim)
 
 
-def summed_leaves(
+def compressed_sums(
     leaves: Sequence[jax.Array],
     residuals: Sequence[jax.Array | None],
     dims: Sequence[int],
     options: CompressionOptions,
     axis: str,
 ) -> tuple[list[jax.Array], list[jax.Array | None]]:
-    """Sums several arrays over a manual axis, the small ones of them together; for the arguments see `summed`.
+    """Sums several arrays over a manual axis, the small ones of them together; for the arguments see `compressed_sum`.
 
     Either all residuals are arrays or all are None. Small arrays that every device gets whole are concatenated. Each is
     filled up to whole blocks, so that none shares a scale with another.
@@ -211,12 +211,12 @@ def summed_leaves(
     sums, left = list(leaves), list(residuals)
     for i, leaf in enumerate(leaves):
         if i not in together:
-            sums[i], left[i] = summed(leaf, residuals[i], options, axis, dims[i])
+            sums[i], left[i] = compressed_sum(leaf, residuals[i], options, axis, dims[i])
     if together:
-        joined = _joined([leaves[i] for i in together], options.block)
+        joined = _join([leaves[i] for i in together], options.block)
         waiting = [one for i in together if (one := residuals[i]) is not None]
-        before = _joined(waiting, options.block) if waiting else None
-        total, after = summed(joined, before, options, axis)
+        before = _join(waiting, options.block) if waiting else None
+        total, after = compressed_sum(joined, before, options, axis)
         start = 0
         for i in together:
             shape, end = leaves[i].shape, start + leaves[i].size
@@ -226,7 +226,7 @@ def summed_leaves(
     return sums, left
 
 
-def _joined(leaves: Sequence[jax.Array], block: int) -> jax.Array:
+def _join(leaves: Sequence[jax.Array], block: int) -> jax.Array:
     """Returns arrays as one dim, each padded with zeros to a multiple of a block."""
     return jnp.concatenate([jnp.pad(leaf.reshape(-1), (0, -leaf.size % block)) for leaf in leaves])
 

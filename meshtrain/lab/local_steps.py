@@ -28,18 +28,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assembly.extensions import EXTRA, checked_update, first_extra, restoring
 from meshtrain.assembly.placed import Placed
-from meshtrain.config.fields import Config, LocalStepsOptions
+from meshtrain.config.schema import Config, LocalStepsOptions
 from meshtrain.errors import Problem, UserError, nearest_multiple
 from meshtrain.models.metrics import Metrics, all_logged
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Sums, batch_axes
 from meshtrain.optim.moments import ANCHOR_SEED, round_weights
 from meshtrain.optim.states import state_axes
+from meshtrain.sharding.param_sharding import Names, is_names
 from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.reduction import Reduction, in_equal_parts
 from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import DATA
-from meshtrain.sharding.stored import Names, is_names
-from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merged, select
+from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merge, select
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.extension import Costs, Estimate, Extension, FieldNames, Periodic
@@ -202,7 +202,7 @@ class Groups:
 
             def one(given: tuple[Params, Batch, jax.Array]) -> tuple[Loss, Params]:
                 weights, share, seed = given
-                sums = of_group(merged(weights, frozen), share, rng, seed)
+                sums = of_group(merge(weights, frozen), share, rng, seed)
                 return (sums.loss, sums.weight, sums.metrics), sums.gradients
 
             shares = {name: self._shares(x, axes_of_batch[name]) for name, x in batch.items()}
@@ -214,7 +214,7 @@ class Groups:
         def run(params: Params, batch: Batch, rng: jax.Array, seeds: jax.Array) -> Sums:
             trained, frozen = select(replicas.specs, replicas.trained)
             split, stacked = PartitionSpec(DATA), replicas.with_replicas(trained)
-            in_specs = (merged(stacked, frozen), split, PartitionSpec(), split)
+            in_specs = (merge(stacked, frozen), split, PartitionSpec(), split)
             axes = frozenset({DATA}) if self.placed.mesh.shape[DATA] > 1 else frozenset()
             over = on_shards(self.placed.mesh, on_device, in_specs, (split, stacked), axes=axes)
             (loss, weight, metrics), gradients = over(params, batch, jax.random.key_data(rng), seeds)
@@ -381,7 +381,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         _, frozen = select(state.params, mask)
-        params = merged(state.extra.params, frozen)
+        params = merge(state.extra.params, frozen)
         seeds = jax.vmap(lambda scale: loss_scale.seed(scaling, scale))(state.loss_scale)
         sums = gradients(params, with_sequence_index(batch), step_key(state), seeds)
         of_params = jax.tree.map(lambda _: 0, state.extra.params)  # None for frozen ones, which groups share
@@ -436,7 +436,7 @@ def outer_step(
         moved = optax.apply_updates(float32_anchor, updates)
         moved = round_weights(moved, anchor, state.step, ANCHOR_SEED)
         extra = Local(state.extra.params, outer_state, residual)
-        joined = dataclasses.replace(state, params=merged(moved, frozen), extra=extra)
+        joined = dataclasses.replace(state, params=merge(moved, frozen), extra=extra)
         return restarted(joined, mask)
 
     return step

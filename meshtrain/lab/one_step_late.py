@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 
 from meshtrain.assembly.extensions import EXTRA, reduced_over_data, reducing, restoring
 from meshtrain.assembly.placed import Placed
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Sums
-from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions, summed
+from meshtrain.sharding.param_sharding import Names
+from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions, sum_over
 from meshtrain.sharding.ring import wire_share
-from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays
 from meshtrain.step import guard
 from meshtrain.step.extension import Extension, FieldNames
@@ -39,7 +39,7 @@ def one_step_late(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
     """
 
     def reduce(gradients: Arrays, residual: Arrays, over: str, scattered: Dims) -> tuple[Arrays, Arrays]:
-        sums = lambda leaf, dim: summed(leaf.astype(dtype), over, dim).astype(jnp.float32)  # noqa: E731
+        sums = lambda leaf, dim: sum_over(leaf.astype(dtype), over, dim).astype(jnp.float32)  # noqa: E731
         return jax.tree.map(sums, residual, scattered), gradients
 
     def sent_bytes(elements: float, replicas: int, is_scattered: bool) -> float:

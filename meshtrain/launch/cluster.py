@@ -114,7 +114,7 @@ def processes(environ: Mapping[str, str], platforms: str) -> Arguments | None:
         return _scheduler(environ, _open_mpi(environ), num_tasks, one_on_each_host)
     # In Google's Kubernetes, TPU pods get the addresses from variables; their job is one slice.
     is_pod = "KUBERNETES_SERVICE_HOST" in environ and "TPU_WORKER_HOSTNAMES" not in environ
-    if is_pod and "JOB_COMPLETION_INDEX" in environ and _installed("kubernetes"):
+    if is_pod and "JOB_COMPLETION_INDEX" in environ and _is_installed("kubernetes"):
         return {"cluster_detection_method": "k8s"}
     return _cloud_tpu(environ, platforms)
 
@@ -298,7 +298,7 @@ def _scheduler(environ: Mapping[str, str], method: str, num_tasks: int, one_on_e
 def _open_mpi(environ: Mapping[str, str]) -> str:
     if "OMPI_MCA_orte_hnp_uri" in environ:
         return "ompi"
-    if _installed("mpi4py"):  # from version 5 on, Open MPI's environment contains no address
+    if _is_installed("mpi4py"):  # from version 5 on, Open MPI's environment contains no address
         return "mpi4py"
     raise UserError(
         Problem(
@@ -320,5 +320,5 @@ def _cloud_tpu(environ: Mapping[str, str], platforms: str) -> Arguments | None:
     return {"cluster_detection_method": "gcetpu"} if not hosts and "TPU_SKIP_MDS_QUERY" not in environ else None
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None

@@ -21,7 +21,7 @@ import jax
 from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.files import is_url
 from meshtrain.hardware.accelerators import FRACTION_VARIABLE, FRACTION_VARIABLES, POOL_FRACTION, find
-from meshtrain.hardware.compiler_options import CACHE, captured
+from meshtrain.hardware.compiler_options import CACHE, capture_stderr
 from meshtrain.launch import cluster, early_errors, endings, peers
 from meshtrain.launch.local_processes import MAX_SIMULATED
 
@@ -184,7 +184,7 @@ def _setting(name: str) -> Any:
 def _devices() -> list[jax.Device]:
     # Plugins of accelerators that this machine does not have print warnings while JAX looks for devices.
     try:
-        with captured() if _setting("jax_platforms") == "cpu" else contextlib.nullcontext():
+        with capture_stderr() if _setting("jax_platforms") == "cpu" else contextlib.nullcontext():
             return jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX raises AssertionError if the only platform has no device
         what = f"JAX cannot start on '{_setting('jax_platforms')}': {str(error) or 'it has no device'}"

@@ -30,7 +30,7 @@ from meshtrain.errors import (
     Problem,
 )
 from meshtrain.launch.cluster import FULL
-from meshtrain.launch.signals import STOPPING, drop_output, heeded, on_terminal
+from meshtrain.launch.signals import STOPPING, drop_output, on_terminal, stop_signals
 
 # EXIT_NOT_SAVED is retried: the disk may have space again when the run has repeated its last steps.
 NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
@@ -153,9 +153,9 @@ def run(job: Job, num_restarts: int = 0) -> int:
         if workers:
             workers.send(number)
 
-    for passed_on in heeded():
+    for passed_on in stop_signals():
         signal.signal(passed_on, pass_on)
-    left = Left(job)
+    left = JobMembers(job)
     while True:
         part = left.part(arrived)
         # Block signals until all processes are started: a process that gets SIGINT twice would end without a save.
@@ -185,7 +185,7 @@ def run(job: Job, num_restarts: int = 0) -> int:
             _say(f"restarting, at most {num_restarts} more times")
 
 
-class Left:
+class JobMembers:
     """The processes to start: all, or the survivors of an elastic job.
 
     Attributes:
@@ -302,11 +302,11 @@ def _start(job: Job, index: int, address: str) -> subprocess.Popen[str]:
         text=True,
         errors="replace",
         start_new_session=True,  # a Ctrl-C in the terminal reaches only this process, which forwards it once
-        preexec_fn=_prepared,
+        preexec_fn=_prepare_child,
     )
 
 
-def _prepared() -> None:
+def _prepare_child() -> None:
     """Makes the child process end with the launcher, and unblocks signals; runs before the child's program starts."""
     # If the launcher is killed, the kernel kills the child, which would otherwise continue.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -46,7 +46,7 @@ def is_main_process() -> bool:
     return index() == 0
 
 
-def agreed_stop(start_step: int) -> Callable[[int], bool] | None:
+def make_stop(start_step: int) -> Callable[[int], bool] | None:
     """Returns a function that takes a step and returns whether all processes stop after it; None for a single process.
 
     JAX makes all processes stop after the step that follows the last requested step, which is 0 at first. So JAX gets
@@ -65,7 +65,7 @@ def count() -> int:
     return jax.process_count()
 
 
-def gathered(name: str, value: Json) -> list[Json]:
+def gather_values(name: str, value: Json) -> list[Json]:
     """Returns the values of all processes, by process index. All processes call it, with the same names in order.
 
     Args:
@@ -95,7 +95,7 @@ def num_connected() -> int:
 
 def num_machines() -> int:
     """Returns the number of machines, by host name, on which the processes run. All processes call it."""
-    return len(set(gathered("machine", socket.gethostname())))
+    return len(set(gather_values("machine", socket.gethostname())))
 
 
 def refuse_differences(what: str, facts: Mapping[str, Json], fix: str = SAME_START) -> None:
@@ -109,7 +109,7 @@ def refuse_differences(what: str, facts: Mapping[str, Json], fix: str = SAME_STA
     Raises:
       UserError: a process differs from process 0; every process raises the same lines.
     """
-    refuse(differences(what, gathered(what, dict(facts)), fix))
+    refuse(differences(what, gather_values(what, dict(facts)), fix))
 
 
 def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_START) -> list[Problem]:
@@ -143,7 +143,7 @@ def share_problems(name: str, problems: Sequence[str]) -> list[Problem]:
       name: the name of the check.
       problems: the problems of this process.
     """
-    return list(dict.fromkeys(line for lines in gathered(name, list(problems)) for line in lines))
+    return list(dict.fromkeys(line for lines in gather_values(name, list(problems)) for line in lines))
 
 
 def announce(what: str) -> None:

@@ -60,7 +60,7 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
     key, number = next(filter(environ.get, _ADDRESSES)), next(filter(environ.get, _NUMBERS))
     try:
         if "KUBERNETES_SERVICE_HOST" not in environ:  # there a name resolves only after its pod has started
-            tried(lambda: socket.getaddrinfo(meeting.host, meeting.port), TRY_SECONDS)
+            retry(lambda: socket.getaddrinfo(meeting.host, meeting.port), TRY_SECONDS)
     except OSError as failure:
         got = f"{meeting.address}, which does not resolve ({failure.strerror})"
         fix = "its IP address, or fix DNS"
@@ -159,7 +159,7 @@ def roll_call(
 def _listening(meeting: Meeting, environ: Mapping[str, str]) -> "Hub":
     """Returns process 0's side of a roll call. Raises Refused if another process 0 listens, otherwise Occupied."""
     try:
-        return tried(lambda: Hub(meeting, environ), TRY_SECONDS)
+        return retry(lambda: Hub(meeting, environ), TRY_SECONDS)
     except OSError as failure:
         try:
             with Member(meeting, 0.0) as second:
@@ -169,7 +169,7 @@ def _listening(meeting: Meeting, environ: Mapping[str, str]) -> "Hub":
         raise
 
 
-def tried(act: Callable[[], _T], seconds: float) -> _T:
+def retry(act: Callable[[], _T], seconds: float) -> _T:
     """Returns the result of `act`, retried for this time; then raises OSError with the reason as its `strerror`."""
     deadline = time.monotonic() + seconds
     while True:
@@ -318,7 +318,7 @@ class Member:
             return socket.create_connection((meeting.host, meeting.port), timeout=patience)
 
         try:
-            self._connection = _Connection(tried(connect, seconds), meeting, meeting.address)
+            self._connection = _Connection(retry(connect, seconds), meeting, meeting.address)
         except OSError as failure:
             what = f": {failure.strerror}"
             if isinstance(failure.__cause__, TimeoutError):
@@ -351,7 +351,7 @@ class Member:
         self._connection.send(name, value)
         deadline = time.monotonic() + seconds + _GRACE_SECONDS
         while True:
-            message = self._received(deadline, seconds)
+            message = self._receive(deadline, seconds)
             if message["name"] == _REFUSED:
                 raise Refused(message["value"])
             self.has_answer = True
@@ -362,7 +362,7 @@ class Member:
             elif message["name"] == name:
                 return {int(process): each for process, each in message["value"].items()}
 
-    def _received(self, deadline: float, seconds: float) -> _Message:
+    def _receive(self, deadline: float, seconds: float) -> _Message:
         one = self._connection
         while not self._unread:
             if one.strange:

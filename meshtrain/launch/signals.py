@@ -25,7 +25,7 @@ _forking = threading.local()
 _end: list[Callable[[], None]] = []  # ends the thread of `stops_at_signals`; at most one entry
 
 
-def heeded() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """Returns the signals that stop a run: all except those that the parent process ignores (nohup: SIGHUP)."""
     return [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -56,7 +56,7 @@ def over(taken: Collection[int] = ()) -> None:
 def _handle(numbers: Collection[int], handler: Callable[[int, FrameType | None], object]) -> None:
     for number in numbers:
         _former.setdefault(number, signal.signal(number, handler))
-    _former.update(first_signals.taken())
+    _former.update(first_signals.take_handlers())
 
 
 def _start_thread(line: str) -> None:
@@ -65,7 +65,7 @@ def _start_thread(line: str) -> None:
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    before, numbers = signal.set_wakeup_fd(writing, warn_on_full_buffer=False), frozenset(heeded())
+    before, numbers = signal.set_wakeup_fd(writing, warn_on_full_buffer=False), frozenset(stop_signals())
     # An empty Python handler is necessary: without a handler, Python does not write to the file descriptor.
     _handle(numbers, lambda *_: None)
     thread = threading.Thread(target=_wait, args=(reading, numbers, line), daemon=True, name="signals")
@@ -146,7 +146,7 @@ def interruptions(agreed: Callable[[int], bool] | None = None) -> Iterator[Calla
     # With several processes JAX handles SIGTERM: it informs the others, and they agree on a step that none has passed.
     taken = (signal.SIGTERM,) if agreed else ()
     try:
-        _handle([number for number in heeded() if number not in taken], note)
+        _handle([number for number in stop_signals() if number not in taken], note)
     except ValueError:  # not the main thread, as in some notebooks: Python forbids handlers here
         yield agreed or (lambda step: False)
         return

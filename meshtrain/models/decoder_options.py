@@ -5,17 +5,17 @@ import math
 
 from meshtrain.models.attention.attention import Attention, Latent
 from meshtrain.models.rotary import Scaling
-from meshtrain.options import AllBut, Conditions, option
+from meshtrain.options import Conditions, Except, option
 
 ROTARY = {"positions": ("rotary",)}
-_SCALED: Conditions = {"rope_factor": AllBut(1.0), **ROTARY}
+_SCALED: Conditions = {"rope_factor": Except(1.0), **ROTARY}
 _RAMPED: Conditions = {"rope_scaling": ("llama3", "yarn"), **_SCALED}
 _YARN: Conditions = {"rope_scaling": ("yarn",), **_SCALED}
 _WITHOUT_BIASES: Conditions = {"biases": (False,)}
-_WINDOWED, _OF_EXPERTS = {"window": AllBut(0)}, {"num_experts": AllBut(0)}
-_LATENT: Conditions = {"latent_dim": AllBut(0)}
-_GROUPED: Conditions = {"router_groups": AllBut(1), **_OF_EXPERTS}
-_WITH_DENSE: Conditions = {"dense_layers": AllBut(0), **_OF_EXPERTS}
+_WINDOWED, _OF_EXPERTS = {"window": Except(0)}, {"num_experts": Except(0)}
+_LATENT: Conditions = {"latent_dim": Except(0)}
+_GROUPED: Conditions = {"router_groups": Except(1), **_OF_EXPERTS}
+_WITH_DENSE: Conditions = {"dense_layers": Except(0), **_OF_EXPERTS}
 ROUTERS = ("softmax", "sigmoid")
 
 

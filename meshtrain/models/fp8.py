@@ -44,7 +44,7 @@ def product(x: jax.Array, w: jax.Array, placement: Placement) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: jax.Array, w: jax.Array, placement: Placement) -> jax.Array:
     dims = (tuple(range(2, x.ndim)), tuple(range(x.ndim - 2)))
-    return _scaled(x, w, dims, (FORWARD, FORWARD), placement)
+    return _scaled_product(x, w, dims, (FORWARD, FORWARD), placement)
 
 
 def _forward(x: CustomVJPPrimal, w: CustomVJPPrimal, placement: Placement) -> tuple[jax.Array, Residuals]:
@@ -60,16 +60,16 @@ def _backward(placement: Placement, residuals: Residuals, g: jax.Array | Symboli
     of_x = of_w = None
     if w is not None:
         outputs = tuple(range(2, g.ndim)), tuple(range(w.ndim - g.ndim + 2, w.ndim))
-        of_x = _scaled(g, w, outputs, (BACKWARD, FORWARD), placement)
+        of_x = _scaled_product(g, w, outputs, (BACKWARD, FORWARD), placement)
     if x is not None:
-        of_w = _scaled(x, g, ((0, 1), (0, 1)), (FORWARD, BACKWARD), placement)
+        of_w = _scaled_product(x, g, ((0, 1), (0, 1)), (FORWARD, BACKWARD), placement)
     return of_x, of_w
 
 
 _product.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _scaled(
+def _scaled_product(
     a: jax.Array,
     b: jax.Array,
     summed: tuple[tuple[int, ...], tuple[int, ...]],
@@ -78,14 +78,14 @@ def _scaled(
 ) -> jax.Array:
     """Returns the product of two arrays, each rounded to an 8-bit float times its scale, in the dtype of `a`."""
     (low_a, scale_a), (low_b, scale_b) = (
-        quantized(array, dtype, placement) for array, dtype in zip((a, b), dtypes, strict=True)
+        quantize(array, dtype, placement) for array, dtype in zip((a, b), dtypes, strict=True)
     )
     result = jax.lax.dot_general(low_a, low_b, (summed, ((), ())), preferred_element_type=a.dtype)
     # Multiplying by a power of two after rounding to the result's dtype is exact.
     return result * (scale_a * scale_b).astype(a.dtype)
 
 
-def quantized(x: jax.Array, dtype: DTypeLike, placement: Placement) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array, dtype: DTypeLike, placement: Placement) -> tuple[jax.Array, jax.Array]:
     """Returns an array divided by its scale as 8-bit floats, and the scale.
 
     The scale is the smallest power of two with which the maximum over all shards, divided by it, is in the dtype's

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from meshtrain.models.fp8 import product
 from meshtrain.models.remat import UP
 from meshtrain.sharding.param_kinds import EMBEDS, matrix_dims, num_stacked
+from meshtrain.sharding.param_sharding import Names, axes_of_dims
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import ADAPTER_EXPERT_MLP, ADAPTER_HEAD_DIM, ADAPTER_MLP
-from meshtrain.sharding.stored import Names, axes_of_dims
 from meshtrain.sharding.trainable import ADAPTER_ENDS
 from meshtrain.sharding.trees import Arrays
 
@@ -58,7 +58,7 @@ def weight(
     return placement.weight(value.astype(dtype), axes)
 
 
-def multiplied(
+def multiply(
     module: nn.Module, name: str, x: jax.Array, matrix: jax.Array, axes: Names, placement: Placement
 ) -> jax.Array:
     """Returns the product of `x` with a matrix, [b, T, ...], plus (x A) B if the module has an adapter for the matrix.
@@ -85,7 +85,7 @@ def multiplied(
 
 
 def with_adapter(module: nn.Module, name: str, matrix: jax.Array) -> jax.Array:
-    """Returns a matrix plus A B if the module has an adapter for it; for products that do not use `multiplied`."""
+    """Returns a matrix plus A B if the module has an adapter for it; for products that do not use `multiply`."""
     if not module.has_variable("params", name + A):
         return matrix
     a: jax.Array = module.get_variable("params", name + A)
@@ -153,7 +153,7 @@ def sums_spec(place: Placement, shape: tuple[int, ...], over: tuple[str, ...]) -
     return residual if scatters else tokens
 
 
-def reduced(x: jax.Array, over: tuple[str, ...], scatters: bool) -> jax.Array:
+def reduce_rows(x: jax.Array, over: tuple[str, ...], scatters: bool) -> jax.Array:
     """Sums `x`, [b, T, D], over manual mesh axes; with `scatters` the result is scattered along the sequence."""
     if scatters:
         return jax.lax.psum_scatter(x, over, scatter_dimension=1, tiled=True)
@@ -216,13 +216,13 @@ class Mlp(nn.Module):
         zeros, place, dtype = nn.initializers.zeros, self.placement, self.dtype
         up = weight(self, "up", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
         down = weight(self, "down", (self.mlp_dim, embed_dim), ("mlp", "embed"), outer, place, dtype)
-        hidden = multiplied(self, "up", x, up, ("embed", "mlp"), place)
+        hidden = multiply(self, "up", x, up, ("embed", "mlp"), place)
         if self.bias:
             hidden = hidden + weight(self, "up_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
         hidden = checkpoint_name(hidden, UP)
         if self.activation in GATES:
             gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
-            opened = multiplied(self, "gate", x, gate, ("embed", "mlp"), place)
+            opened = multiply(self, "gate", x, gate, ("embed", "mlp"), place)
             if self.gate_bias:
                 opened = opened + weight(self, "gate_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
             hidden = GATES[self.activation](checkpoint_name(opened, UP), hidden)
@@ -231,14 +231,14 @@ class Mlp(nn.Module):
         else:
             hidden = _gelu(hidden)
         hidden = place.activation(hidden, ("batch", "sequence", "mlp"))
-        result = multiplied(self, "down", hidden, down, ("mlp", "embed"), place)
+        result = multiply(self, "down", hidden, down, ("mlp", "embed"), place)
         result = place.cotangent(result, ("batch", "sequence", "embed"))
         if self.bias:
             result = result + weight(self, "down_bias", (embed_dim,), ("norm",), zeros, place, dtype)
         return result
 
 
-def capped(x: jax.Array, cap: float) -> jax.Array:
+def cap_values(x: jax.Array, cap: float) -> jax.Array:
     """Returns cap tanh(x / cap), computed in float32, in the dtype of `x`; returns `x` if the cap is 0."""
     return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype) if cap else x
 

@@ -4,7 +4,7 @@ Rank-stabilized adapters (Kalajdzievski 2023) use alpha / sqrt(r) instead.
 
 A task of the decoder or of the encoder-decoder gets two additional weights for each selected matrix of its layers,
 named after it (`query`, `query_lora_a`, `query_lora_b`). They have logical axes like any weight, so meshes, pipelines,
-optimizers and checkpoints need no special support. `layers.multiplied` applies them in the product.
+optimizers and checkpoints need no special support. `layers.multiply` applies them in the product.
 
 r: rank. A [..., r] has the dims that the product sums over, B [r, ...] the other dims. Both are stacked like W.
 """
@@ -24,10 +24,10 @@ from flax.core import meta
 from meshtrain.errors import Problem
 from meshtrain.models.layers import A, B, factor_axes
 from meshtrain.models.task import Params, Task
-from meshtrain.options import AllBut, option
+from meshtrain.options import Except, option
 from meshtrain.sharding import trainable
 from meshtrain.sharding.param_kinds import is_hidden_matrix, matrix_dims, num_stacked
-from meshtrain.sharding.stored import Names, is_names, named_params
+from meshtrain.sharding.param_sharding import Names, is_names, params_with_axes
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 
 TARGETS = "lora.targets"
@@ -43,14 +43,14 @@ class LoraOptions:
         minimum=0,
     )
     alpha: float = option(
-        16.0, "an adapter's output is multiplied by alpha / rank", minimum=0.0, only_for={"rank": AllBut(0)}
+        16.0, "an adapter's output is multiplied by alpha / rank", minimum=0.0, only_for={"rank": Except(0)}
     )
     targets: str = option(
         "", "regular expression; matrices whose path matches get adapters; '': all of attention and mlp",
-        only_for={"rank": AllBut(0)},
+        only_for={"rank": Except(0)},
     )  # fmt: skip
     rank_stabilized: bool = option(
-        False, "multiply by multiply by alpha / sqrt(rank) instead (rsLoRA)", only_for={"rank": AllBut(0)}
+        False, "multiply by multiply by alpha / sqrt(rank) instead (rsLoRA)", only_for={"rank": Except(0)}
     )
 
     @property
@@ -66,14 +66,14 @@ def with_adapters(task: Task, options: LoraOptions, share_of_experts: float = 1.
     without adapters.
 
     Args:
-      task: its modules must call `layers.multiplied`, like those of the decoder and the encoder-decoder.
+      task: its modules must call `layers.multiply`, like those of the decoder and the encoder-decoder.
       options: for which `problems` returns no line.
       share_of_experts: for weights with a dim `experts`, the share of the experts that process a token.
     """
     if not options.rank:
         return task
     init, scale = initializer(task.init, options), options.scale
-    params, axes = named_params(init)
+    params, axes = params_with_axes(init)
     names = dict(leaves_with_paths(axes, is_leaf=is_names))
     sizes = {path: leaf.size for path, leaf in leaves_with_paths(params) if trainable.is_adapter(path)}
     num_added, stages, decode = sum(sizes.values()), task.stages, task.decode
@@ -103,10 +103,10 @@ def _flops_per_token(task: Task, num_added: int) -> float:
 
 
 def _scaling(function: Callable[..., Arrays], scale: float) -> Callable[..., Arrays]:
-    return lambda params, *given, **named: function(scaled(params, scale), *given, **named)
+    return lambda params, *given, **named: function(scale_adapters(params, scale), *given, **named)
 
 
-def scaled(params: Params, scale: float) -> Params:
+def scale_adapters(params: Params, scale: float) -> Params:
     """Multiplies each B by the scale, in float32; other weights are unchanged.
 
     The layers do not know the scale, so it is applied to their weights. B is scaled because it is the smallest factor.
@@ -161,7 +161,7 @@ def _factors(key: jax.Array, box: nn.LogicallyPartitioned, rank: int) -> dict[st
     return {end: nn.LogicallyPartitioned(x, names) for end, x, names in zip((A, B), (a, b), axes, strict=True)}
 
 
-def merged(params: Params, options: LoraOptions) -> Params:
+def merge_adapters(params: Params, options: LoraOptions) -> Params:
     """Merges adapters into weights: returns W + scale A B in float32, and other weights unchanged.
 
     Args:

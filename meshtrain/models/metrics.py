@@ -73,10 +73,10 @@ def divisor(weight: Number) -> Number:
     return weight + (weight == 0)
 
 
-def logged(metric: Metric | float, weight: Number) -> Number:
+def number_to_log(metric: Metric | float, weight: Number) -> Number:
     """Returns the number to log for a metric, a scalar.
 
-    >>> print(logged(Load(jnp.float32([[3, 1, 0, 0], [1, 1, 1, 1]])), jnp.float32(7)))
+    >>> print(number_to_log(Load(jnp.float32([[3, 1, 0, 0], [1, 1, 1, 1]])), jnp.float32(7)))
     2.0
 
     Args:
@@ -106,7 +106,7 @@ def all_logged(metrics: Metrics, weight: Number) -> dict[str, Number]:
       metrics: of a batch.
       weight: of the loss.
     """
-    result = {name: logged(metric, weight) for name, metric in metrics.items()}
+    result = {name: number_to_log(metric, weight) for name, metric in metrics.items()}
     peaks = {f"{name}_of/layers": of_layers(one) for name, one in metrics.items() if isinstance(one, Peaks)}
     each = {name + EACH: of_each(metric) for name, metric in metrics.items() if isinstance(metric, Load)}
     return result | peaks | each

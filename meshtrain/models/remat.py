@@ -10,7 +10,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from meshtrain.errors import Problem, nearest_divisor
-from meshtrain.options import AllBut, option
+from meshtrain.options import Except, option
 from meshtrain.sharding.placement import Placement
 
 # Checkpoint names: a layer's input, and the output of attention before its output projection.
@@ -48,7 +48,7 @@ class RematOptions:
     )
     every: int = option(
         1, "recompute in every n-th layer and save all activations in the others; 1: in every layer", minimum=1,
-        only_for={"policy": AllBut("none")},
+        only_for={"policy": Except("none")},
     )  # fmt: skip
     unroll: bool = option(
         False,

@@ -21,7 +21,7 @@ from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.models.cost import MakeCost, unknown
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
 from meshtrain.models.metrics import Ratio as Ratio
-from meshtrain.sharding.stored import Names, is_names, named_params
+from meshtrain.sharding.param_sharding import Names, is_names, params_with_axes
 from meshtrain.sharding.trees import Arrays, Leaf, NamesTree, Tree, leaves_with_paths
 
 Batch = Mapping[str, jax.Array]
@@ -81,8 +81,8 @@ class Entry:
 class Stages:
     """A model split for a pipeline: its loss is `last(repeated(... repeated(first(batch))))`, plus the layers' sums.
 
-    `staged_loss` builds `Task.loss` from the same functions. All stages run `first` and `last`, on the same values. If
-    `axis` names a mesh axis, the two may split their work over it with the collectives in `vocabulary.py`. If they
+    `loss_of_stages` builds `Task.loss` from the same functions. All stages run `first` and `last`, on the same values.
+    If `axis` names a mesh axis, the two may split their work over it with the collectives in `vocabulary.py`. If they
     ignore `axis`, every stage repeats the same work.
 
     Activations are one array or a pytree of arrays (dicts, tuples, registered dataclasses). Each leaf is sent from
@@ -276,7 +276,7 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
     return (tuple, list) if kind is tuple else (kind,)
 
 
-def checked_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss") -> Callable[..., Loss]:
+def check_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss") -> Callable[..., Loss]:
     """Wraps a loss function so that, while it is traced, its result is checked: (sum, weight, metrics), all scalars.
 
     The returned function raises UserError if the result has another form, if a number is neither float32 nor int32 (its
@@ -321,12 +321,12 @@ def checked_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss")
     return run
 
 
-def checked(task: Task) -> Task:
-    """Returns a task whose loss, and whose `Stages.last`, are checked by `checked_loss`."""
+def check_task(task: Task) -> Task:
+    """Returns a task whose loss, and whose `Stages.last`, are checked by `check_loss`."""
     stages = task.stages
     if stages:
-        stages = dataclasses.replace(stages, last=checked_loss(stages.last, task.unit, "Task.stages.last"))
-    return dataclasses.replace(task, loss=checked_loss(task.loss, task.unit), stages=stages)
+        stages = dataclasses.replace(stages, last=check_loss(stages.last, task.unit, "Task.stages.last"))
+    return dataclasses.replace(task, loss=check_loss(task.loss, task.unit), stages=stages)
 
 
 def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[Problem]:
@@ -408,7 +408,7 @@ def refuse_weights(params: Params, trained: Params) -> None:
     refuse(problems)
 
 
-def checked_after_update(after_update: AfterUpdate) -> AfterUpdate:
+def check_after_update(after_update: AfterUpdate) -> AfterUpdate:
     """Wraps `Task.after_update` so that, while it is traced, parameters are checked to keep their structure and shapes.
 
     The returned function raises UserError if they do not.
@@ -450,7 +450,7 @@ def with_layer_sums(loss: Loss, sums: LayerSums, loss_name: str) -> Loss:
     return total + addend, weight, {**metrics, **of_layers, **both}
 
 
-def staged_loss(stages: Stages, casts_first: bool = False) -> Callable[[Params, Batch, jax.Array, bool], Loss]:
+def loss_of_stages(stages: Stages, casts_first: bool = False) -> Callable[[Params, Batch, jax.Array, bool], Loss]:
     """Builds `Task.loss` from the functions of `Stages`: all layers run in one call, with None for `axis`.
 
     With `casts_first` and `Stages.cast`, training casts all layers before they run.
@@ -566,7 +566,7 @@ def num_parameters(init: Callable[[jax.Array], Arrays], sizes: dict[str, int]) -
       init: rng -> parameters, each boxed with its logical axes.
       sizes: logical axis -> the size to count with, for dims that are stored with padding (`vocab`).
     """
-    params, axes = named_params(init)
+    params, axes = params_with_axes(init)
 
     def count(leaf: jax.ShapeDtypeStruct, names: Names) -> int:
         dims = zip(leaf.shape, names, strict=True)

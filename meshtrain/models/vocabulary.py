@@ -37,9 +37,9 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshtrain.models.layers import X, capped, reduced, sums_spec
+from meshtrain.models.layers import X, cap_values, reduce_rows, sums_spec
+from meshtrain.sharding.param_sharding import Names, axes_in, axes_of_dims, spec_of_dims
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.stored import Names, axes_in, axes_of_dims, spec_of_dims
 from meshtrain.sharding.trees import Arrays
 
 KERNEL, TABLE = ("embed", "vocab"), ("vocab", "embed")
@@ -150,7 +150,7 @@ def losses_and_residuals(
     logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns `token_losses`, and the residuals for `gradient_of_logits`; for the arguments see `cross_entropy`."""
-    masked, is_target = _masked(logits, targets, vocab_size, axis)
+    masked, is_target = _mask_logits(logits, targets, vocab_size, axis)
     maximum = jnp.max(masked, axis=-1)
     if axis is not None:
         maximum = jax.lax.pmax(maximum, axis)
@@ -185,7 +185,7 @@ def gradient_of_logits(
       axis: see `cross_entropy`.
     """
     logits, targets, log_normalizer = residuals
-    masked, is_target = _masked(logits, targets, vocab_size, axis)
+    masked, is_target = _mask_logits(logits, targets, vocab_size, axis)
     probabilities = jnp.exp(masked - log_normalizer[..., None])
     return ((probabilities - is_target) * cotangents[..., None]).astype(logits.dtype)
 
@@ -203,7 +203,7 @@ def _columns(logits: jax.Array, axis: Axis) -> jax.Array:
     return first_column(logits.shape[-1], axis) + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
 
 
-def _masked(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis) -> tuple[jax.Array, jax.Array]:
+def _mask_logits(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis) -> tuple[jax.Array, jax.Array]:
     """Returns float32 logits with padding at -inf, and a mask that is true at the target's column; both [b, T, v]."""
     return without_padding(logits, vocab_size, axis), _columns(logits, axis) == targets[..., None]
 
@@ -223,7 +223,7 @@ def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Arra
     """
     vocabulary, batch = _specs(table, rows, placement)
     axes = axes_in(vocabulary)
-    scattered = _scattered(table, rows, placement)
+    scattered = _scattered_axes(table, rows, placement)
     summed = tuple(axis for axis in axes if axis not in scattered)
     # The CPU compiler aborts on a bfloat16 psum. The sum is exact in any dtype: all terms but one are 0.
     wire_dtype = jnp.float32 if axes and placement.platform == "cpu" else table.dtype
@@ -277,7 +277,7 @@ def _specs(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[Par
     return placement.weight_spec(table.shape, TABLE), placement.activation_spec(rows.shape, TOKENS)
 
 
-def _scattered(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[str, ...]:
+def _scattered_axes(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[str, ...]:
     """Returns the mesh axes over which the sum of a look-up is scattered along the sequence."""
     vocabulary, batch = _specs(table, rows, placement)
     of_residual = placement.activation_spec((*rows.shape, table.shape[1]), RESIDUAL)
@@ -316,7 +316,7 @@ def logits(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
     x = place.activation(x, ("batch", "sequence", "embed"))
     gathered = place.weight(place.as_stored(weight, product.names), product.names)
     kernel = gathered if product.names == KERNEL else gathered.T
-    result = capped(jnp.matmul(x, kernel, preferred_element_type=product.output_dtype), product.cap)
+    result = cap_values(jnp.matmul(x, kernel, preferred_element_type=product.output_dtype), product.cap)
     return place.activation(result, ("batch", "sequence", "vocab"))
 
 
@@ -377,13 +377,13 @@ def in_chunks(
     loss: CrossEntropy, product: Product, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> jax.Array:
     """Returns the loss of `CrossEntropy.__call__`, computed over chunks of tokens; for the arguments see there."""
-    return _computed(loss, product, (x, weight, targets, weights), of_x=False, of_weight=False)[0]
+    return _compute(loss, product, (x, weight, targets, weights), of_x=False, of_weight=False)[0]
 
 
 def _chunks_forward(loss: CrossEntropy, product: Product, *primals: CustomVJPPrimal) -> tuple[jax.Array, Residuals]:
     x, weight, targets, weights = (primal.value for primal in primals)
     given, wanted = (x, weight, targets, weights), [primal.perturbed for primal in primals[:2]]
-    total, *gradients = _computed(loss, product, given, of_x=wanted[0], of_weight=wanted[1])
+    total, *gradients = _compute(loss, product, given, of_x=wanted[0], of_weight=wanted[1])
     return total, (*gradients, jnp.zeros(0, x.dtype), jnp.zeros(0, weight.dtype))
 
 
@@ -405,20 +405,20 @@ def _chunks_backward(
 in_chunks.defvjp(_chunks_forward, _chunks_backward, symbolic_zeros=True)
 
 
-def _computed(
+def _compute(
     loss: CrossEntropy, product: Product, given: tuple[jax.Array, ...], *, of_x: bool, of_weight: bool
 ) -> Computed:
     """Returns the loss and the requested gradients, for `in_chunks` with the same arguments.
 
-    Gradients have the dtype of `_held`; the gradient of the weight is sharded like the stored weight.
+    Gradients have the dtype of `_sum_dtype`; the gradient of the weight is sharded like the stored weight.
     """
     x, weight, targets, weights = given
     place, shards = product.placement, _Shards.of(product, x, weight)
 
     def on_device(*local: jax.Array) -> Computed:
-        total, gradient_x, gradient = _looped(loss, product, shards, local, of_x=of_x, of_weight=of_weight)
+        total, gradient_x, gradient = _loop(loss, product, shards, local, of_x=of_x, of_weight=of_weight)
         if gradient_x is not None:
-            gradient_x = reduced(gradient_x, shards.vocab, shards.gradient_x != shards.x)
+            gradient_x = reduce_rows(gradient_x, shards.vocab, shards.gradient_x != shards.x)
         gradient = None if gradient is None else shards.reduced_weight(gradient)
         return jax.lax.psum(total, shards.batch) if shards.batch else total, gradient_x, gradient
 
@@ -477,7 +477,7 @@ class _Shards:
         return jax.lax.psum(gradient, left) if left else gradient
 
 
-def _looped(
+def _loop(
     loss: CrossEntropy, product: Product, shards: _Shards, local: tuple[jax.Array, ...], *, of_x: bool, of_weight: bool
 ) -> Computed:
     """Returns the loss of one device's tokens, and its gradients of x and of the weight if requested.
@@ -489,7 +489,7 @@ def _looped(
     n = num_chunks(num_tokens, shards.num_columns, product.output_dtype, loss.chunk)
     axes = (*((loss.axis,) if loss.axis else ()), *shards.vocab)
     scale = FLOAT16_SCALE if product.output_dtype == jnp.float16 else 1.0
-    held_x, held_weight = _held(x.dtype), _held(weight.dtype)
+    held_x, held_weight = _sum_dtype(x.dtype), _sum_dtype(weight.dtype)
 
     def cut(array: jax.Array) -> jax.Array:
         # Tokens that fill the last chunk have the weight 0.
@@ -501,7 +501,7 @@ def _looped(
         total, sum_of_gradients = carry
         x, targets, weights = chunk
         raw = _dot(x, weight, (2, dim), product.output_dtype)
-        of_product, pull = jax.vjp(functools.partial(capped, cap=product.cap), raw)
+        of_product, pull = jax.vjp(functools.partial(cap_values, cap=product.cap), raw)
         of_tokens, residuals = losses_and_residuals(of_product, targets, loss.vocab_size, axes or None)
         gradient_x = None
         if of_x or of_weight:
@@ -525,7 +525,7 @@ def _dot(left: jax.Array, right: jax.Array, dims: tuple[int, int], dtype: DTypeL
     return jax.lax.dot_general(left, right, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=dtype)
 
 
-def _held(dtype: DTypeLike) -> DTypeLike:
+def _sum_dtype(dtype: DTypeLike) -> DTypeLike:
     """Returns the dtype of a gradient between forward and backward pass, in which it is summed over shards.
 
     Float16 becomes float32, because small numbers would be lost before they are multiplied by the loss scale.

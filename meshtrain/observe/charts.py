@@ -65,7 +65,7 @@ def bars(rows: Sequence[tuple[str, float]], limit: tuple[str, int] | None, step:
     ]
     drawn = axes.barh(places, sizes, height=0.7, color=colours)
     axes.bar_label(drawn, [format_bytes(int(size)) for size in sizes], padding=4, fontsize=9)
-    axes.set_yticks(places, [_plain(label) for label, _ in rows], fontsize=9)
+    axes.set_yticks(places, [_escape(label) for label, _ in rows], fontsize=9)
     axes.set_xticks([])
     axes.tick_params(length=0)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
@@ -73,7 +73,7 @@ def bars(rows: Sequence[tuple[str, float]], limit: tuple[str, int] | None, step:
     axes.set(xlim=(0, longest * 1.14), ylim=(len(rows) - 0.4, -0.6))
     if limit:
         axes.axvline(limit[1], color=FITS[False], linewidth=1.5)
-        axes.set_xticks([limit[1]], [_plain(f"{limit[0]} {format_bytes(limit[1])}")], fontsize=9)
+        axes.set_xticks([limit[1]], [_escape(f"{limit[0]} {format_bytes(limit[1])}")], fontsize=9)
     return svg(figure, "bar chart")
 
 
@@ -103,7 +103,7 @@ def scatter(points: Sequence[tuple[float, float, str, bool | None]], capacity: i
         axes.plot([seconds], [size], "o", color=FITS[fits])
         side, distance = ("right", -7) if seconds > 0.55 * most_seconds else ("left", 7)
         at, beside = (seconds, size), (distance, 0)
-        axes.annotate(_plain(label), at, beside, textcoords="offset points", ha=side, va="center", fontsize=8)
+        axes.annotate(_escape(label), at, beside, textcoords="offset points", ha=side, va="center", fontsize=8)
     return svg(figure, "memory against modelled time")
 
 
@@ -200,6 +200,6 @@ def picture(panels: Sequence[Panel], note: str, kind: str) -> bytes:
     return file.getvalue()
 
 
-def _plain(text: str) -> str:
+def _escape(text: str) -> str:
     """Escapes dollar signs, since matplotlib would typeset text between two of them as mathematics."""
     return text.replace("$", r"\$")

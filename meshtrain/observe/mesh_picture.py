@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from meshtrain.sharding.param_sharding import num_parts
 from meshtrain.sharding.rules import AXES, PIPELINE, batch_axes, model_axes, sequence_axes, sizes_text, storage_axes
-from meshtrain.sharding.stored import num_parts
 
 if TYPE_CHECKING:  # imported in functions, because the import takes half a second
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ def _block_axes() -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis not in (PIPELINE, *_weight_axes()))
 
 
-def _shown(shape: Mapping[str, int]) -> dict[str, list[int]]:
+def _drawn_indices(shape: Mapping[str, int]) -> dict[str, list[int]]:
     """Returns the indices to draw for each axis: all of a small mesh, the two ends of long axes of a large mesh."""
     room = {axis: min(shape[axis], MAX_DEVICES_SHOWN + 1) for axis in AXES}
     while math.prod(room.values()) > MAX_DEVICES_SHOWN:
@@ -87,7 +87,7 @@ def mesh_text(shape: Mapping[str, int]) -> str:
     Args:
       shape: the size of each axis. The middle of a large mesh is omitted.
     """
-    shown = _shown(shape)
+    shown = _drawn_indices(shape)
     blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
     num_shares, num_pieces = num_parts(batch_axes(), shape), num_parts(sequence_axes(), shape)
     in_parts = f", each sequence in {num_pieces} parts" if num_pieces > 1 else ""
@@ -118,7 +118,7 @@ def mesh_figure(shape: Mapping[str, int]) -> "Figure":
     """
     from matplotlib.figure import Figure
 
-    shown = _shown(shape)
+    shown = _drawn_indices(shape)
     blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
     panels_across = max(1, min(len(blocks), 8 // len(across)))
     panels_down = -(-len(blocks) // panels_across)

@@ -39,7 +39,7 @@ def as_it_stands(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-def folded(summary: str, inside: str) -> str:
+def fold(summary: str, inside: str) -> str:
     """Returns HTML that is visible after a click on its summary."""
     return f"<details><summary>{html.escape(summary)}</summary>{inside}</details>"
 

@@ -159,7 +159,7 @@ class OwnTimes:
         """Compiles the product for this process's first device; `now` returns a monotonic time in seconds."""
         self._now = now
         self._device = jax.local_devices()[0]
-        self._product, self._matrix = _compiled(self._device)
+        self._product, self._matrix = _compile(self._device)
         self._judgement = Judgement()
         self._exchange = Exchange("own_times", self._complete)
         self._probe_seconds: float | None = None  # a measurement that was not yet reported
@@ -224,7 +224,7 @@ class OwnTimes:
         self._slow = self._judgement.of({process: Times(**report) for process, report in reports.items()})
 
 
-def _compiled(device: jax.Device) -> tuple[jax.stages.Compiled, jax.Array]:
+def _compile(device: jax.Device) -> tuple[jax.stages.Compiled, jax.Array]:
     on_cpu = device.platform == "cpu"
     dim, num_products = (_CPU_DIM, _CPU_NUM_PRODUCTS) if on_cpu else (_DIM, _NUM_PRODUCTS)
 

@@ -42,7 +42,7 @@ def has_goodput(row: Mapping[str, Json]) -> bool:
     return all(is_finite(row.get(name)) for name in wanted) and row["goodput"] > 0
 
 
-def passed_seconds(row: Mapping[str, Json]) -> float:
+def seconds_since_start(row: Mapping[str, Json]) -> float:
     """Returns the seconds from the run's first start to a row that contains goodput."""
     return row["useful_seconds"] / row["goodput"]
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeAlias
 from meshtrain.errors import Problem, UserError, warn
 from meshtrain.files import is_same, read_json, write_whole
 from meshtrain.observe.goodput import Done
-from meshtrain.observe.run_files import CONFIG_FILE, EVALUATED, has_goodput, passed_seconds, row_of
-from meshtrain.options import FORM, WITH_OPTIONS, called, option
+from meshtrain.observe.run_files import CONFIG_FILE, EVALUATED, has_goodput, row_of, seconds_since_start
+from meshtrain.options import FORM, WITH_OPTIONS, call_user_function, option
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
@@ -101,7 +101,7 @@ class Trackers:
                 board = TensorBoard(directory / "tensorboard", resume_step)
                 self._trackers.append(opened.enter_context(contextlib.closing(board)))
             if options.tracker != "none":
-                make = WandB if options.tracker == "wandb" else functools.partial(_own, options)
+                make = WandB if options.tracker == "wandb" else functools.partial(_user_tracker, options)
                 guarded = Guarded(options.tracker, make(directory, resume_step))
                 self._trackers.append(opened.enter_context(contextlib.closing(guarded)))
             self._opened = opened.pop_all()
@@ -286,9 +286,9 @@ class Guarded:
             self._has_warned = _warn_once(self._has_warned, line)
 
 
-def _own(options: ObserveOptions, directory: pathlib.Path, resume_step: int) -> Tracker:
+def _user_tracker(options: ObserveOptions, directory: pathlib.Path, resume_step: int) -> Tracker:
     """Returns the tracker that a user's function creates. Raises UserError if the function returns no tracker."""
-    given = called(
+    given = call_user_function(
         KEY,
         options.tracker,
         NAMES,
@@ -407,7 +407,7 @@ def check(directory: str | os.PathLike[str]) -> list[Problem]:
     return [Problem(path, got="no row of metrics", allowed="the file as the run wrote it", nearest="another --workdir")]
 
 
-def evaluated(directory: str | os.PathLike[str], step: int) -> dict[str, float | None]:
+def metrics_of_evaluation(directory: str | os.PathLike[str], step: int) -> dict[str, float | None]:
     """Returns the metrics of a step's evaluation in a run's `metrics.jsonl`; empty if it has no such row."""
     path = pathlib.Path(directory) / METRICS_FILE
     rows = map(row_of, path.read_bytes().splitlines(keepends=True)) if path.is_file() else ()
@@ -425,7 +425,7 @@ def keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
     kept = [line for line, row in zip(lines, rows, strict=True) if row]
     if kept != lines:
         write_whole(path, b"".join(kept))
-    passed = [passed_seconds(row) for row in all_rows if row and has_goodput(row)]
+    passed = [seconds_since_start(row) for row in all_rows if row and has_goodput(row)]
     useful = [row for row in rows if row and has_goodput(row)]
     if not useful:
         return Done(passed_seconds=max(passed, default=0.0))

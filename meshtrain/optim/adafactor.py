@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.sharding.param_kinds import MatrixDims, matrix_dims, num_stacked
-from meshtrain.sharding.stored import Names
+from meshtrain.sharding.param_sharding import Names
 from meshtrain.sharding.trees import Arrays, NamesTree, Tree
 
 # Section 9 of the paper: epsilon_1, epsilon_2, d and the exponent c of the decay 1 - step^-c.
@@ -79,7 +79,7 @@ def _part(moments: Tree, index: int) -> Arrays:
     return jax.tree.map(lambda leaf: leaf[index], moments, is_leaf=lambda node: isinstance(node, _Moments))
 
 
-def _factored(shape: tuple[int, ...], axes: Names) -> MatrixDims | None:
+def _factored_dims(shape: tuple[int, ...], axes: Names) -> MatrixDims | None:
     """Returns the dims of a matrix that is large enough to be factored, or None."""
     dims = matrix_dims(axes)
     if dims is None or min(math.prod(shape[dim] for dim in part) for part in dims) < SMALLEST_FACTORED_DIM:
@@ -88,7 +88,7 @@ def _factored(shape: tuple[int, ...], axes: Names) -> MatrixDims | None:
 
 
 def _zeros(weight: jax.Array, axes: Names) -> _Moments:
-    nothing, dims = optax.MaskedNode(), _factored(weight.shape, axes)
+    nothing, dims = optax.MaskedNode(), _factored_dims(weight.shape, axes)
     if dims is None:
         return _Moments(None, nothing, nothing, jnp.zeros(weight.shape, jnp.float32))
     row, column = (
@@ -108,7 +108,7 @@ def _direction(
         v = R C / mean(R),  u = g / sqrt(v),  update = max(epsilon_2, rms(weight)) * u / max(1, rms(u) / d)
     """
     square = jnp.square(gradient) + SQUARE_EPSILON
-    dims = _factored(weight.shape, axes)
+    dims = _factored_dims(weight.shape, axes)
     if dims is None:
         full = decay * full + (1 - decay) * square
         update = gradient / jnp.sqrt(full)

@@ -30,7 +30,7 @@ class Averaged(NamedTuple):
 
 
 def with_averages(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns an optimizer whose state has averages; its `update` does not change them, `followed` does.
+    """Returns an optimizer whose state has averages; its `update` does not change them, `update_average` does.
 
     The averages follow the weights after `Task.after_update`, which runs after `update` and may change weights.
 
@@ -48,10 +48,10 @@ def with_averages(inner: optax.GradientTransformation) -> optax.GradientTransfor
     return optax.GradientTransformation(init, update)
 
 
-def followed(state: Averaged, weights: Arrays, decay: float) -> Averaged:
+def update_average(state: Averaged, weights: Arrays, decay: float) -> Averaged:
     """Returns the state with its averages moved towards the updated weights.
 
-    >>> followed(Averaged((), {"bias": 1.0}), {"bias": 2.0}, 0.75).averaged_weights
+    >>> update_average(Averaged((), {"bias": 1.0}), {"bias": 2.0}, 0.75).averaged_weights
     {'bias': 1.25}
 
     Args:

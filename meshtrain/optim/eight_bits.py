@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.sharding.param_kinds import matrix_dims, num_stacked
-from meshtrain.sharding.stored import Names
+from meshtrain.sharding.param_sharding import Names
 
 SMALLEST_BLOCK = 32  # elements; in smaller blocks a float32 scale would take more than an eighth of the codes' bytes
 LARGEST_BLOCK = 4096
@@ -66,7 +66,7 @@ def num_blocks(shape: Sequence[int], extent: Sequence[int]) -> tuple[int, ...]:
     return tuple(size // part for size, part in zip(shape, extent, strict=True))
 
 
-def encoded(
+def encode(
     x: jax.Array, random: jax.Array | None, extent: Sequence[int], *, is_signed: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of an array, int8 or uint8 in its shape, and the scales of its blocks, float32.
@@ -96,8 +96,8 @@ def encoded(
     return (jnp.sign(x) * codes).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8), scales
 
 
-def decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Decodes the result of `encoded` to float32."""
+def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Decodes the result of `encode` to float32."""
     extent = num_blocks(codes.shape, scales.shape)
     top = 6 if codes.dtype == jnp.int8 else 7
     blocks = _in_blocks(codes, extent)

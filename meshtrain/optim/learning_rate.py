@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.errors import Problem, UserError, refuse
-from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, option, problems, told
+from meshtrain.options import FORM, WITH_OPTIONS, Except, call_user_function, option, problems, wrap_user_errors
 
 KEY = "learning_rate.name"
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_decay")
@@ -36,7 +36,7 @@ class LearningRateOptions:
     )
     peak: float = option(
         1e-3, "peak learning rate; noam does not use it, see noam_factor", minimum=0.0,
-        only_for={"name": AllBut("noam")},
+        only_for={"name": Except("noam")},
     )  # fmt: skip
     warmup_steps: int = option(100, "updates of linear warm-up; the last update has the peak; 0: none", minimum=0)
     decay_steps: int = option(
@@ -193,18 +193,18 @@ def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
     }
     if options.name in parts:
         return parts[options.name]
-    return [(first, _own(dataclasses.replace(options, decay_steps=end)))]
+    return [(first, _user_schedule(dataclasses.replace(options, decay_steps=end)))]
 
 
-def _own(options: LearningRateOptions) -> Share:
+def _user_schedule(options: LearningRateOptions) -> Share:
     """Returns the schedule of a user's function, as a share of the peak.
 
     Raises UserError if the function is invalid.
     """
     wanted = "a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
-    share = called(KEY, options.name, NAMES, [options], takes="options", gives=wanted, fix="fix it there")
+    share = call_user_function(KEY, options.name, NAMES, [options], takes="options", gives=wanted, fix="fix it there")
     fix = "jnp.where, jnp.minimum and their like in place of `if`"
-    with told(Problem(KEY, got=f"'{options.name}', whose result", allowed=wanted, nearest=fix)):
+    with wrap_user_errors(Problem(KEY, got=f"'{options.name}', whose result", allowed=wanted, nearest=fix)):
         got = jax.eval_shape(lambda count: jnp.asarray(share(count)), jax.ShapeDtypeStruct((), jnp.int32))
     if got.shape:
         given = f"'{options.name}', which gives {list(got.shape)} numbers"

@@ -15,9 +15,9 @@ import optax
 from jax.tree_util import KeyPath
 
 from meshtrain.errors import Problem
-from meshtrain.optim.eight_bits import LARGEST_BLOCK, SMALLEST_BLOCK, decoded, encoded, extents, num_blocks
+from meshtrain.optim.eight_bits import LARGEST_BLOCK, SMALLEST_BLOCK, decode, encode, extents, num_blocks
 from meshtrain.optim.states import owners
-from meshtrain.sharding.stored import Names, is_names, num_parts
+from meshtrain.sharding.param_sharding import Names, is_names, num_parts
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 
 FLOAT32, BFLOAT16, EIGHT_BITS = KINDS = ("float32", "bfloat16", "8bit")
@@ -96,7 +96,7 @@ def _between(shape: Sequence[int], names: Names, block: int, parts: Sequence[int
     return [dim for dim, (size, count, part) in dims if size % part == 0 and count % part]
 
 
-def stored(
+def store_moments(
     inner: optax.GradientTransformation, kind: str, block: int, logical_axes: NamesTree
 ) -> optax.GradientTransformation:
     """Wraps an optimizer so that it stores its moments in fewer bytes.
@@ -126,7 +126,7 @@ def stored(
                 of_leaf = jax.random.fold_in(key, index)
                 if extent is not None:
                     random = _random(of_leaf, leaf) if _is_second(path) else None
-                    array, scale = encoded(leaf, random, extent, is_signed=random is None)
+                    array, scale = encode(leaf, random, extent, is_signed=random is None)
                 elif kind == BFLOAT16:
                     array = to_bfloat16(leaf, _random(of_leaf, leaf))
             arrays.append(array)
@@ -144,19 +144,19 @@ def stored(
 
     def update(gradients: Arrays, state: StoredMoments, params: Arrays = None) -> tuple[Arrays, StoredMoments]:
         assert params is not None, "which arrays are moments follows from the parameters: pass them to update"
-        updates, after = inner.update(gradients, _unpacked(state), params)
+        updates, after = inner.update(gradients, _unpack(state), params)
         return updates, packed(after, params, optax.safe_increment(state.num_updates))
 
     return optax.GradientTransformation(init, update)
 
 
-def _unpacked(state: StoredMoments) -> Arrays:
+def _unpack(state: StoredMoments) -> Arrays:
     """Returns the optimizer's own state, with float32 moments."""
     scales = dict(jax.tree_util.tree_leaves_with_path(state.scales))
 
     def one(path: KeyPath, leaf: jax.Array) -> jax.Array:
         if path in scales:
-            return decoded(leaf, scales[path])
+            return decode(leaf, scales[path])
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
     return jax.tree_util.tree_map_with_path(one, state.inner)

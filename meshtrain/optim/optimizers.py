@@ -19,10 +19,19 @@ from meshtrain.optim import moments
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.average import with_averages
 from meshtrain.optim.learning_rate import Schedule
-from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, imported_function, option, problems, told
+from meshtrain.options import (
+    FORM,
+    WITH_OPTIONS,
+    Except,
+    call_user_function,
+    import_function,
+    option,
+    problems,
+    wrap_user_errors,
+)
 from meshtrain.sharding import trainable
 from meshtrain.sharding.param_kinds import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
-from meshtrain.sharding.stored import Names
+from meshtrain.sharding.param_sharding import Names
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 
 KEY = "optimizer.name"
@@ -173,7 +182,7 @@ class OptimizerOptions:
         0.001,
         "change of an expert's bias in each step, against its load, with model.router=sigmoid",
         minimum=0.0,
-        only_for={"model.router": ("sigmoid",), "model.num_experts": AllBut(0)},
+        only_for={"model.router": ("sigmoid",), "model.num_experts": Except(0)},
     )
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
     trainable: str = option(
@@ -225,17 +234,17 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Names
     refuse(problems(options, "optimizer") + check(options))
     labels = map_axes(lambda axes: "biases" if is_router_bias(axes) else "others", logical_axes)
     logical_axes = map_axes(lambda axes: optax.MaskedNode() if is_router_bias(axes) else axes, logical_axes)
-    make = _built_in if options.name in NAMES else _own
+    make = _build_direction if options.name in NAMES else _user_optimizer
     moved = make(options, schedule, logical_axes)
     if "biases" in jax.tree.leaves(labels):
         moved = optax.partition({"biases": optax.set_to_zero(), "others": moved}, labels)
     return with_averages(moved) if options.average else moved
 
 
-def _built_in(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.GradientTransformation:
+def _build_direction(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.GradientTransformation:
     direction = DIRECTIONS[options.name](axes, **{name: getattr(options, name) for name in _read(options.name)})
     if options.name in WITH_MOMENTS:
-        direction = moments.stored(direction, options.moments, options.moment_block, axes)
+        direction = moments.store_moments(direction, options.moments, options.moment_block, axes)
     weight_decay = options.weight_decay if options.name in WITH_DECAY else 0.0
     return optax.chain(
         direction,
@@ -244,14 +253,14 @@ def _built_in(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> op
     )
 
 
-def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.GradientTransformation:
+def _user_optimizer(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.GradientTransformation:
     """Returns the optimizer of a user's function.
 
     Its `init` traces an update and raises UserError if the update is invalid.
     """
     takes, wanted = "options, learning rates and logical axes", "an optax.GradientTransformation"
     fix = "fix it there"
-    given = called(KEY, options.name, NAMES, [options, rates, axes], takes=takes, gives=wanted, fix=fix)
+    given = call_user_function(KEY, options.name, NAMES, [options, rates, axes], takes=takes, gives=wanted, fix=fix)
     if not isinstance(given, optax.GradientTransformation):
         raise UserError(
             Problem(
@@ -272,7 +281,7 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
         return params, state, updates, after
 
     def init(params: Arrays) -> Arrays:
-        with told(Problem(KEY, got=f"'{options.name}', whose init or update", allowed=wanted, nearest=fix)):
+        with wrap_user_errors(Problem(KEY, got=f"'{options.name}', whose init or update", allowed=wanted, nearest=fix)):
             like, state, updates, after = jax.eval_shape(first_update, params)
         if wrong := _unlike(updates, like) or _unlike(after, state):
             raise UserError(
@@ -306,7 +315,7 @@ def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[in
     """
     if options.name in NAMES or shape == (num_layers,):
         return []
-    function = imported_function(KEY, options.name, NAMES)
+    function = import_function(KEY, options.name, NAMES)
     if getattr(function, "elementwise", False):
         return []
     mark = f"{options.name.partition(':')[2]}.elementwise = True"

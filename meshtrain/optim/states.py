@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.tree_util import KeyPath
 
-from meshtrain.sharding.stored import Names, is_names
+from meshtrain.sharding.param_sharding import Names, is_names
 from meshtrain.sharding.trees import Arrays, NamesTree
 
 # The field of `moments.StoredMoments` whose arrays count blocks.

@@ -90,7 +90,7 @@ def prove(schedule: Schedule) -> None:
     An action may only depend on actions of *earlier rows*, because results are sent to the neighbour between two rows.
     All actions of a row are of one kind: stages advance together, and would wait for the slower kind.
     """
-    refuse(_incomplete(schedule) or _violated(schedule) or _mixed(schedule))
+    refuse(_incomplete(schedule) or _dependency_problem(schedule) or _mixed_row_problem(schedule))
 
 
 def _incomplete(schedule: Schedule) -> list[Problem]:
@@ -124,7 +124,7 @@ def _incomplete(schedule: Schedule) -> list[Problem]:
     return []
 
 
-def _violated(schedule: Schedule) -> list[Problem]:
+def _dependency_problem(schedule: Schedule) -> list[Problem]:
     """Returns an error line for the first violated dependency, with the deadlock that it may cause.
 
     The deadlock is described for stages that do not wait for each other's rows.
@@ -150,7 +150,7 @@ def _violated(schedule: Schedule) -> list[Problem]:
     return []
 
 
-def _mixed(schedule: Schedule) -> list[Problem]:
+def _mixed_row_problem(schedule: Schedule) -> list[Problem]:
     """Returns an error line for the first row with both forward and backward actions."""
     for index, row in enumerate(schedule.rows):
         cells = {a.kind: f"{describe(a, schedule.num_chunks)} on stage {s}" for s, a in enumerate(row) if a}

@@ -17,13 +17,13 @@ import numpy as np
 
 from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
 from meshtrain.pipeline import stages as ring
-from meshtrain.pipeline.program import Cells, Program, Segment, Signature, finished, segments
+from meshtrain.pipeline.program import Cells, Program, Segment, Signature, chunk_ends, segments
 from meshtrain.pipeline.pullback import SplitLayer, floating, with_float0
 from meshtrain.pipeline.stages import MANUAL
-from meshtrain.sharding.gradients import Reduced, Replicas
+from meshtrain.sharding.gradients import GradientSync, Reduced
+from meshtrain.sharding.param_sharding import ParamShardings
 from meshtrain.sharding.rules import PIPELINE
-from meshtrain.sharding.stored import StoredTree
-from meshtrain.sharding.trees import Arrays, merged, select
+from meshtrain.sharding.trees import Arrays, merge, select
 
 # The index of a loop over units: a traced int32 scalar, or a NumPy constant.
 Place: TypeAlias = jax.Array | np.int32
@@ -47,7 +47,7 @@ class Carry(NamedTuple):
 def gradients(
     stages: Stages,
     program: Program,
-    replicas: Replicas,
+    replicas: GradientSync,
     params: Params,
     batch: Batch,
     rng: jax.Array,
@@ -115,7 +115,7 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
 
 
 class ReducedChunks(NamedTuple):
-    """Gradients of the chunks that have been reduced over data so far, in the order of `finished`.
+    """Gradients of the chunks that have been reduced over data so far, in the order of `chunk_ends`.
 
     At ZeRO level 0 they replace the sums of one replica in its buffer.
     """
@@ -131,10 +131,10 @@ class ChunkReduction:
     reductions of all chunks except the last can overlap rows, unlike a single reduction after the last row.
     """
 
-    def __init__(self, program: Program, replicas: Replicas, stored: StoredTree, num_units: int) -> None:
+    def __init__(self, program: Program, replicas: GradientSync, stored: ParamShardings, num_units: int) -> None:
         """Computes the order of chunks; `stored` has a `Stored` for each trained layer weight, `num_units` is K / U."""
         self.replicas, self.stored, self.num_units = replicas, stored, num_units
-        self.chunks = np.array([chunk for _, chunk in finished(program)], np.int32)
+        self.chunks = np.array([chunk for _, chunk in chunk_ends(program)], np.int32)
         self.is_scattered = jax.tree.map(lambda weight: weight.is_scattered, stored)
 
     def start(self, units: Params) -> ReducedChunks:
@@ -168,11 +168,11 @@ class ChunkReduction:
             return jax.lax.dynamic_update_slice_in_dim(leaf, part.astype(leaf.dtype), place, 0)
 
         after = ReducedChunks(jax.tree.map(put, reduced.scattered, scattered), reduced.num_chunks + 1)
-        return merged(with_sums, jax.tree.map(put, without, replicated)), after
+        return merge(with_sums, jax.tree.map(put, without, replicated)), after
 
     def finished(self, layers: Params, reduced: ReducedChunks) -> Params:
         """Returns the reduced gradients of all chunks, [V K / U, U, ...]."""
-        return merged(reduced.scattered, select(layers, self.is_scattered)[1])
+        return merge(reduced.scattered, select(layers, self.is_scattered)[1])
 
 
 class Rows:
@@ -182,7 +182,7 @@ class Rows:
         self,
         stages: Stages,
         program: Program,
-        replicas: Replicas,
+        replicas: GradientSync,
         params: Params,
         batch: Batch,
         rng: jax.Array,
@@ -286,7 +286,7 @@ class Rows:
             given = self.given(cell, place)
             y, sums, residuals = self.unit.forward(ring.take(self.units, place), x, given)
             if self.has_empty:
-                y, sums = ring.passed_by(self.is_layer(cell, given), x, y, sums)
+                y, sums = ring.pass_by(self.is_layer(cell, given), x, y, sums)
             return (y, _write(kept, residuals, slot), place + 1, slot + 1), sums
 
         x = ring.take(carry.inputs, cell.input_slot)
@@ -358,7 +358,7 @@ class Rows:
         final = ring.from_stage(y, is_last)
 
         def total(trained: Params, final: Activations) -> tuple[jax.Array, Loss]:
-            loss, weight, metrics = self.head(merged(trained, self.frozen_outer), final, m)
+            loss, weight, metrics = self.head(merge(trained, self.frozen_outer), final, m)
             return loss, (loss, weight, metrics)
 
         _, pull, sums = jax.vjp(total, self.trained_outer, final, has_aux=True)
@@ -378,7 +378,7 @@ class Rows:
 
     def embed_backward(self, carry: Carry, m: jax.Array) -> Carry:
         """Adds the embedding's gradient of microbatch `m`, from the cotangent on stage 0; adds nothing for m < 0."""
-        embed = lambda trained: self.embed(merged(trained, self.frozen_outer), jnp.maximum(m, 0))  # noqa: E731
+        embed = lambda trained: self.embed(merge(trained, self.frozen_outer), jnp.maximum(m, 0))  # noqa: E731
         x, pull = jax.vjp(embed, self.trained_outer)
         (outer,) = pull(with_float0(ring.from_stage(carry.leaving, self.stage == 0), x))
         return carry._replace(outer=ring.add_if(m >= 0, carry.outer, self.replicas.part(outer, self.stored_outer)))

@@ -138,9 +138,9 @@ def executable(schedule: Schedule) -> Program:
     filled = [[action or Action("F", 0) for action in row] for row in rows]
     first, last = (0, 0), (schedule.num_stages - 1, schedule.num_chunks - 1)
     heads = _microbatches_at(rows, "B", *last)
-    embedded, first_microbatch = _prefetched(_microbatches_at(rows, "F", *first), heads)
+    embedded, first_microbatch = _prefetch_rows(_microbatches_at(rows, "F", *first), heads)
     # Time is reversed: the embedding precedes its row, and its backward pass follows its row.
-    returned, last_microbatch = _prefetched(_microbatches_at(rows, "B", *first)[::-1], heads[::-1])
+    returned, last_microbatch = _prefetch_rows(_microbatches_at(rows, "B", *first)[::-1], heads[::-1])
     slots = {name: np.full(shape, -1, np.int32) for name in _SLOT_TABLES}
     sizes = _assign_slots(schedule, rows, slots, [first_microbatch, *embedded])
     for name, table in slots.items():
@@ -185,7 +185,7 @@ def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.n
     return np.array([a.microbatch if a and (a.kind, a.chunk) == (kind, chunk) else -1 for a in cells], np.int32)
 
 
-def _prefetched(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
+def _prefetch_rows(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
     """Returns for each row the microbatch to prefetch in it, int32 [R], else -1; and the first microbatch of all rows.
 
     A microbatch is prefetched after the previous row that needs one: in the last row with a head before its own row, or
@@ -261,7 +261,7 @@ def _assign_slots(
     return {name: max(slots.size for slots in of_stages) for name, of_stages in buffers.items()}
 
 
-def finished(program: Program) -> list[tuple[int, int]]:
+def chunk_ends(program: Program) -> list[tuple[int, int]]:
     """Returns (row, chunk) for each chunk, sorted by row.
 
     The row is the last backward row of the chunk on any stage.
@@ -289,7 +289,7 @@ def worth_reducing_early(program: Program, reduction_seconds: float, computing_s
       reduction_seconds: of the reduction of all chunks.
       computing_seconds: of a step.
     """
-    rows = [row for row, _ in finished(program)]
+    rows = [row for row, _ in chunk_ends(program)]
     hidden_seconds = (len(rows) - 1) / len(rows) * reduction_seconds
     have_loops = all(after - before > 1 for before, after in itertools.pairwise(rows))
     return have_loops and hidden_seconds > LEAST_HIDDEN * computing_seconds
@@ -299,11 +299,11 @@ def segments(program: Program) -> tuple[Segment, ...]:
     """Returns the rows as loops; see `_loops`.
 
     If chunks are reduced separately, the rows are split at the end of each chunk. Iterations that reduce have the order
-    of `finished`, one for each chunk.
+    of `chunk_ends`, one for each chunk.
     """
     if not program.reduces_chunks:
         return _loops(program, 0, len(program.kinds))
-    starts = [row + 1 for row, _ in finished(program)]
+    starts = [row + 1 for row, _ in chunk_ends(program)]
     result = list(_loops(program, 0, starts[0]))
     for start, stop in itertools.pairwise([*starts, len(program.kinds)]):
         turn = Segment(_loops(program, start, stop), 1, reduces=True)
@@ -328,7 +328,7 @@ def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
     letters = letters[start:stop]
     # Two passes: repeats of a row or of a pair of rows, then repeats of groups of such repeats (interleaved schedules).
     runs = [(tuple(body), count) for body, count in _repeats(letters, max_period=2)]
-    groups = min((_repeats(some, max_period=len(some)) for some in (runs, _cut(runs))), key=_num_bodies)
+    groups = min((_repeats(some, max_period=len(some)) for some in (runs, _split_ends(runs))), key=_num_bodies)
     result = list[Segment]()
     for group, repeats in groups:
         inner, offset, length = list[Segment](), start, sum(len(run) * times for run, times in group)
@@ -371,7 +371,7 @@ def _parts(program: Program, first: int, count: int) -> list[int]:
     return [cut, count - cut]
 
 
-def _cut(runs: list[Run]) -> list[Run]:
+def _split_ends(runs: list[Run]) -> list[Run]:
     """Splits the first and the last run of each body if they are longer than its shortest run.
 
     The parts of equal length may then repeat as a group: F x 3, (F B) x 4, ... becomes F x 1, F x 2, (F B) x 4, ...

@@ -17,7 +17,7 @@ from jax.extend.core import Literal, Var
 from meshtrain.errors import Problem, UserError
 from meshtrain.models.task import Activations, LayerSums, Params
 from meshtrain.sharding.jaxprs import depends, results
-from meshtrain.sharding.trees import Arrays, Masks, merged, select
+from meshtrain.sharding.trees import Arrays, Masks, merge, select
 
 Given: TypeAlias = Arrays  # further inputs of a layer, such as its index: any pytree of integers
 # (weights, activations, given) -> (activations, sums), see `Stages.repeated`.
@@ -43,7 +43,7 @@ class SplitLayer:
         """
         self._pulls = list[Any]()
         arguments = weights, x, given
-        trace = jax.make_jaxpr(lambda *given: self._differentiated(layer, mask, *given), return_shape=True)
+        trace = jax.make_jaxpr(lambda *given: self._differentiate(layer, mask, *given), return_shape=True)
         closed, (self.output, self.sums, residuals) = trace(*arguments)
         self._closed = closed
         self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
@@ -66,7 +66,7 @@ class SplitLayer:
                 )
             )
 
-    def _differentiated(
+    def _differentiate(
         self, layer: Layer, mask: Masks, weights: Params, x: Activations, given: Given
     ) -> tuple[Activations, LayerSums, list[jax.Array]]:
         """Returns (output, sums, residuals) of a layer.
@@ -76,7 +76,7 @@ class SplitLayer:
         trained, frozen = select(weights, mask)
 
         def differentiable(trained: Params, x: Activations) -> tuple[tuple[Activations, jax.Array | None], Arrays]:
-            y, sums = layer(merged(trained, frozen), x, given)
+            y, sums = layer(merge(trained, frozen), x, given)
             return ((y, None), None) if sums is None else ((y, sums[0]), sums[1])
 
         (y, loss), pull, metrics = jax.vjp(differentiable, trained, x, has_aux=True)

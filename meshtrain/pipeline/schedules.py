@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 from meshtrain.errors import Problem, UserError, refuse
-from meshtrain.options import FORM, called, function_problems, option
+from meshtrain.options import FORM, call_user_function, function_problems, option
 
 Kind = Literal["F", "B"]
 KEY = "pipeline.schedule"
@@ -181,7 +181,7 @@ def _1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     It has the bubble of gpipe, with 2 S - 1 - 2 s microbatches in flight on stage s.
     """
     _one_chunk("1f1b", num_chunks)
-    return _aligned(num_stages, num_microbatches, num_chunks)
+    return _align_rows(num_stages, num_microbatches, num_chunks)
 
 
 def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
@@ -197,10 +197,10 @@ def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -
                 depends_on=[KEY, "mesh.pipeline"],
             )
         )
-    return _aligned(num_stages, num_microbatches, num_chunks)
+    return _align_rows(num_stages, num_microbatches, num_chunks)
 
 
-def _aligned(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
+def _align_rows(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """Returns rows of a single kind each, with each backward row as early as its dependencies allow.
 
     Groups have S microbatches. The first S backward rows of a group start in the last virtual stage: the first of them
@@ -305,13 +305,13 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
             )
         )
     refuse(lines)
-    rows = BUILT_IN[name](*counts.values()) if name in BUILT_IN else _own_rows(name, *counts.values())
+    rows = BUILT_IN[name](*counts.values()) if name in BUILT_IN else _user_rows(name, *counts.values())
     return Schedule(name, num_stages, num_microbatches, num_chunks, tuple(rows))
 
 
-def _own_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
+def _user_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """Returns the rows of a user's function; raises UserError if it raises or returns no rows."""
-    given = called(
+    given = call_user_function(
         KEY,
         name,
         NAMES,

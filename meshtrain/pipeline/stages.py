@@ -27,8 +27,8 @@ from meshtrain.models.metrics import are_metrics, is_scalar
 from meshtrain.models.task import LAYERS, Activations, Batch, LayerSums, Params, Stages
 from meshtrain.models.vocabulary import psum_of_one
 from meshtrain.pipeline.schedules import layers_in_chunk, layers_of_chunks, spreads_evenly
+from meshtrain.sharding.param_sharding import Names
 from meshtrain.sharding.rules import PIPELINE
-from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Tree
 
 MANUAL = frozenset({PIPELINE})
@@ -174,14 +174,14 @@ def run_chunk(
         x, index = state
         weights = jax.tree.map(lambda leaf: leaf[None], weights)
         y, sums = run_layers(stages, weights, x, batch, rng, index, False)
-        y, sums = passed_by(index < end, x, y, sums)
+        y, sums = pass_by(index < end, x, y, sums)
         return (y, index + 1), sums
 
     (y, _), sums = jax.lax.scan(one, (x, start), layers)
     return y, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums)
 
 
-def passed_by(is_layer: jax.Array, x: Activations, y: Activations, sums: LayerSums) -> tuple[Activations, LayerSums]:
+def pass_by(is_layer: jax.Array, x: Activations, y: Activations, sums: LayerSums) -> tuple[Activations, LayerSums]:
     """Returns a layer's output and sums; for a padding layer, its input and zeros."""
     return where(is_layer, (y, sums), (x, zeros_like(sums)))
 
@@ -322,7 +322,7 @@ class Stack:
 
     def of_layers(self, layers: Params) -> Params:
         """Reshapes a pytree of [L, ...] to its shape in memory; unchanged if the shapes are the same."""
-        return jax.tree.map(lambda leaf: relaid(leaf, (*self.shape, *leaf.shape[1:]), self), layers)
+        return jax.tree.map(lambda leaf: reshape_stack(leaf, (*self.shape, *leaf.shape[1:]), self), layers)
 
     def places_shape(self, shape: Sequence[int], names: Names) -> tuple[int, ...]:
         """Returns the shape of a leaf in layer order, with K S V in place of L."""
@@ -340,7 +340,7 @@ def stack_of(stages: Stages | None, num_stages: int, num_chunks: int) -> Stack |
     return None if stages is None or num_stages == 1 else Stack(stages.num_layers, num_stages, num_chunks)
 
 
-def relaid(x: jax.Array, shape: Sequence[int], stack: Stack | None) -> jax.Array:
+def reshape_stack(x: jax.Array, shape: Sequence[int], stack: Stack | None) -> jax.Array:
     """Reshapes an array with stacked layers: from [.., L, ..] to `Stack.shape`, padded with zeros, or back.
 
     Args:

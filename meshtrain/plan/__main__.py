@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 import jax
 
 from meshtrain.cli import flags
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import configure
+from meshtrain.config.schema import Config
 from meshtrain.errors import run
 from meshtrain.hardware.links import read, refuse_other_platform
 from meshtrain.observe.progress import phase
 from meshtrain.options import flag_module
-from meshtrain.plan import arguments, planner, scheduled_dump, text_report
+from meshtrain.plan import arguments, planner, scheduled_hlo, text_report
+from meshtrain.plan.cluster import clusters
+from meshtrain.plan.cluster.compile_thread import waiting_for
 from meshtrain.plan.search import changes, ranking
-from meshtrain.plan.target import clusters
-from meshtrain.plan.target.compile_thread import waiting_for
 from meshtrain.plan.timing import streams
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.rules import AXES
@@ -43,16 +43,16 @@ def main(argv: Sequence[str]) -> int:
     links = read(given.links) if given.links else None
     # A cached program has no compiler warnings, which the report needs.
     jax.config.update("jax_enable_compilation_cache", False)
-    compiled_by = None if given.search or given.scaling else scheduled_dump.started(config, given.cluster)
-    elsewhere = scheduled_dump.server(config, given.cluster) if given.search or given.scaling else None
+    compiled_by = None if given.search or given.scaling else scheduled_hlo.start_compiling(config, given.cluster)
+    elsewhere = scheduled_hlo.server(config, given.cluster) if given.search or given.scaling else None
     cluster = clusters.open_cluster(given.cluster)
     if links:
         refuse_other_platform(given.links, links, cluster.devices[0].device_kind)
     assumptions = Assumptions(links=links)
     if given.search:
-        return searched(config, cluster, given, assumptions, elsewhere)
+        return run_search(config, cluster, given, assumptions, elsewhere)
     if given.scaling:
-        return scaled(config, cluster, given, assumptions, elsewhere)
+        return run_scaling(config, cluster, given, assumptions, elsewhere)
     shape = planner.shape_on(config, cluster)
     with phase("compile") as say:
         what = f"compiling for {given.cluster}"
@@ -65,14 +65,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def scaled(
+def run_scaling(
     config: Config,
     cluster: clusters.Cluster,
     given: argparse.Namespace,
     assumptions: Assumptions,
-    elsewhere: scheduled_dump.Work | None,
+    elsewhere: scheduled_hlo.Work | None,
 ) -> int:
-    """Plans the configuration on several numbers of devices, and prints the tables; for `elsewhere` see `searched`."""
+    """Plans the configuration on several numbers of devices, and prints the tables; `elsewhere`: see `run_search`."""
     command = flag_module("--scaling")
     programs = int(given.programs or (arguments.MOST_PROGRAMS if elsewhere else arguments.MOST_WHOLE))
     found = command.print_scaling(config, cluster, given.scaling, assumptions, programs=programs, elsewhere=elsewhere)
@@ -83,12 +83,12 @@ def scaled(
     return 0
 
 
-def searched(
+def run_search(
     config: Config,
     cluster: clusters.Cluster,
     given: argparse.Namespace,
     assumptions: Assumptions,
-    elsewhere: scheduled_dump.Work | None,
+    elsewhere: scheduled_hlo.Work | None,
 ) -> int:
     """Ranks configurations for a cluster; prints the table and the arguments of the best configuration.
 
@@ -97,7 +97,7 @@ def searched(
       cluster: the target.
       given: the arguments of `plan`.
       assumptions: of the model of time.
-      elsewhere: see `scheduled_dump.compiled_by`.
+      elsewhere: see `scheduled_hlo.compile_elsewhere`.
     """
     ranked = ranking.search(
         config,
@@ -105,7 +105,7 @@ def searched(
         assumptions,
         only_mesh=given.search == "mesh",
         most=int(given.search_compiles or ranking.COMPILED),
-        compiled_by=scheduled_dump.compiled_by(elsewhere),
+        compiled_by=scheduled_hlo.compile_elsewhere(elsewhere),
     )
     print(f"\n{ranking.text(ranked)}")
     write(given, ranking.to_json(ranked), lambda: flag_module("--html").search_page(ranked))

@@ -2,13 +2,13 @@
 
 import argparse
 
-from meshtrain.config.build import built, file_content
+from meshtrain.config.build import build, file_content
 from meshtrain.errors import Problem, UserError, refusals
 from meshtrain.files import target_problems
 from meshtrain.hardware.links import read
 from meshtrain.options import flag_module, flag_problems
+from meshtrain.plan.cluster import clusters
 from meshtrain.plan.search import ranking
-from meshtrain.plan.target import clusters
 from meshtrain.sharding.mesh import mesh_shape
 from meshtrain.sharding.rules import AXES
 
@@ -87,7 +87,7 @@ def wrong_size(given: argparse.Namespace) -> list[Problem]:
     try:
         named = clusters.parse(given.cluster)
         slice_size = named.num_devices // named.num_slices if named.num_slices > 1 else 0
-        wanted = built(file_content(given.config), given.overrides)[0].mesh
+        wanted = build(file_content(given.config), given.overrides)[0].mesh
     except UserError:
         return []  # reported with the others
     problems = refusals(lambda: mesh_shape(wanted, named.num_devices, simulated=False, slice_size=slice_size))

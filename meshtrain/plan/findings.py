@@ -9,18 +9,18 @@ import jax.numpy as jnp
 
 from meshtrain.assembly.assemble import Assembly
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config import effects, tasks
+from meshtrain.config import tasks, unused_options
 from meshtrain.config.mesh_checks import num_microbatches
 from meshtrain.errors import divisors
 from meshtrain.hardware.accelerators import DEFAULT_MEMORY_FRACTION, FRACTION_VARIABLE, POOL_FRACTION
 from meshtrain.models.cost import ATTENTION, EXPERTS, LOOP, Kernel
+from meshtrain.plan.cluster.clusters import Cluster
+from meshtrain.plan.cluster.compile import Compiled
 from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
 from meshtrain.plan.cost.lower_bound import FSDP, idle_share, reduced_and_scattered
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.plan.hlo.collectives import Traffic, along
 from meshtrain.plan.planner import Plan
-from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.target.compile import Compiled
 from meshtrain.plan.timing.streams import Assumptions, bandwidth
 from meshtrain.sharding.mesh import advice
 from meshtrain.sharding.reduction import Transfers
@@ -58,7 +58,7 @@ def findings(plan: Plan) -> list[Finding]:
         if axis == PIPELINE:
             bound = max(bound, plan.executor_bytes or 0.0)
         results += _traffic(axis, bound, plan.traffic)
-    results += [*_attention(plan), *_experts(plan), *gathered_for_each(plan), *layers_in_loop(assembly, plan.cluster)]
+    results += [*_attention(plan), *_experts(plan), *microbatch_reason(plan), *layers_in_loop(assembly, plan.cluster)]
     results += [Finding(what, change) for what, change in advice(assembly.mesh)]
     if plan.added_share is not None and plan.added_share > ADDED:
         results.append(
@@ -98,7 +98,7 @@ def layers_in_loop(assembly: Assembly, cluster: Cluster) -> list[Finding]:
     """Returns a finding if `remat.unroll` would avoid copies of activations into arrays of all layers."""
     config, shape = assembly.config, dict(assembly.mesh.shape)
     unrolled = dataclasses.replace(config, remat=dataclasses.replace(config.remat, unroll=True))
-    spares = config.task in tasks.names() and "remat.unroll" not in effects.without_effect(unrolled, shape)
+    spares = config.task in tasks.names() and "remat.unroll" not in unused_options.without_effect(unrolled, shape)
     if cluster.platform == "cpu" or config.remat.unroll or not spares:
         return []
     what = "layers run in a loop, which copies saved activations into arrays of all layers and back"
@@ -174,7 +174,7 @@ def _experts(plan: Plan) -> list[Finding]:
     return [Finding(f"products of experts run in a loop in plain JAX, slower than a kernel: {chosen.why}", change)]
 
 
-def gathered_for_each(plan: Plan) -> list[Finding]:
+def microbatch_reason(plan: Plan) -> list[Finding]:
     """Returns the reason for several microbatches if weights of experts are gathered for each of them; otherwise []."""
     config, shape, memory = plan.compiled.assembly.config, plan.compiled.assembly.mesh.shape, plan.memory
     parts, activations = num_microbatches(config, shape), memory.activations_bytes

@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.hardware.accelerators import peak_flops_per_second
+from meshtrain.plan.cluster.clusters import Cluster
+from meshtrain.plan.cluster.compile import Compiled, compile_step, other_programs_of, program_of
 from meshtrain.plan.cost.lower_bound import (
     executor_bytes,
     idle_bytes,
@@ -23,8 +25,6 @@ from meshtrain.plan.hlo.collectives import (
     traffic,
 )
 from meshtrain.plan.hlo.flops import Work, matmul_flops
-from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.target.compile import Compiled, compile_step, other_programs_of, program_of
 from meshtrain.plan.timing.streams import Assumptions, Timing, timing
 from meshtrain.sharding.mesh import mesh_shape, over_slices
 from meshtrain.sharding.rules import DATA

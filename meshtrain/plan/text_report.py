@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.cli.tables import align, format_bytes
 from meshtrain.files import JsonObject
 from meshtrain.plan.cost.context_sizes import longest
 from meshtrain.plan.cost.lower_bound import idle_share
@@ -89,11 +89,11 @@ def _memory(plan: Plan) -> str:
         rows.append(
             ("longest sequence", f"{_two_digits(tokens):,}", "tokens that would fit if temporaries grow at this rate")
         )
-    shown = aligned(rows, ("memory", "a device", ""), "<>")
+    shown = align(rows, ("memory", "a device", ""), "<>")
     if not memory.buffers:
         return shown
     buffers = [(_bytes(buffer.num_bytes), buffer.shape, buffer.source or "-") for buffer in memory.buffers]
-    return f"{shown}\n\n" + aligned(buffers, ("largest", "array", "made in"), ">")
+    return f"{shown}\n\n" + align(buffers, ("largest", "array", "made in"), ">")
 
 
 def _two_digits(number: int) -> int:
@@ -117,7 +117,7 @@ def _communication(plan: Plan) -> str:
         for axis in (PIPELINE, CONTEXT, TENSOR)
         if shape[axis] > 1 and axis not in plan.minimum
     ]
-    parts = [table, aligned(bounds, ("axis", "on the wire", "minimum", "ratio"), "<>>")]
+    parts = [table, align(bounds, ("axis", "on the wire", "minimum", "ratio"), "<>>")]
     if working := working_ratios(plan):
         parts.append(
             "sent in working rows / minimum: "
@@ -150,7 +150,7 @@ def _collectives(traffic: Sequence[collectives.Traffic], timing: Timing | None, 
         for row in traffic
     ]
     header = ("axis", "collective", when, "array", "on the wire", "async", "time", "hidden", "mostly from")
-    return aligned(rows, header, "<<>>>>>>")
+    return align(rows, header, "<<>>>>>>")
 
 
 def _others(plan: Plan) -> str:
@@ -166,10 +166,10 @@ def _other(program: OtherProgram) -> str:
         ("a step", _bytes(sent / program.every), _bytes(program.minimum_bytes / program.every)),
     ]
     parts = [_collectives(program.traffic, program.timing, when)] if program.traffic else []
-    parts.append(aligned(rows, (program.name, "on the wire of data", "least"), "<>>"))
+    parts.append(align(rows, (program.name, "on the wire of data", "least"), "<>>"))
     if program.timing:
         seconds = f"{step_interval(program.timing)} {when}, not included in the step below"
-        parts.append(aligned([(program.name, seconds, "modelled")], ("time", "a run", "")))
+        parts.append(align([(program.name, seconds, "modelled")], ("time", "a run", "")))
     return "\n\n".join(parts)
 
 
@@ -213,7 +213,7 @@ def _compute(plan: Plan) -> str:
     if plan.recomputed_share is not None:
         what = "recomputed or on idle rows" if plan.compiled.assembly.placed.program else "computed again"
         rows.append(("more than the model", f"{max(0.0, plan.recomputed_share):.1%}", f"of the compiled work: {what}"))
-    return aligned(rows, ("FLOPs", "a device", ""), "<>")
+    return align(rows, ("FLOPs", "a device", ""), "<>")
 
 
 def _time(plan: Plan) -> str:
@@ -237,7 +237,7 @@ def _time(plan: Plan) -> str:
     ends = plan.assumptions.interval_line(accelerator, is_calibrated=timing.factor != 1)
     of_model = plan.assumptions.lines(accelerator, plan.cluster.num_slices)
     lines = [f"assumed: {line}" for line in [*of_model, ends, how]] + link_lines(timing.links)
-    return "\n".join([aligned(marked, ("time", "a step", "")), *(f"  {line}" for line in lines)])
+    return "\n".join([align(marked, ("time", "a step", "")), *(f"  {line}" for line in lines)])
 
 
 def _options(plan: Plan) -> str:
@@ -248,7 +248,7 @@ def _options(plan: Plan) -> str:
     rows += [(name, str(value), why) for name, value in plan.compiled.added_options.items()]
     if not rows:
         return ""
-    return aligned(rows, ("compiler option", "value", "reason"))
+    return align(rows, ("compiler option", "value", "reason"))
 
 
 def _findings(plan: Plan) -> str:

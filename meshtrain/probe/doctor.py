@@ -23,8 +23,8 @@ from meshtrain.files import Json, JsonObject
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.rendezvous import Hub, Member, Said, Unreachable, roll_call
-from meshtrain.probe.checks import all_processes, machine_facts, one_machine, verdicts
-from meshtrain.probe.checks.verdicts import Finding
+from meshtrain.probe.checks import all_processes, machine_facts, one_machine, report
+from meshtrain.probe.checks.report import Finding
 
 _LIMIT_SECONDS = 120.0
 _FACT_SECONDS = 60.0  # to read one fact of this machine
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.processes and arguments.processes != (count := meeting.num_processes if meeting else 1):
         raise UserError(Problem("--processes", got=arguments.processes, allowed=f"the job's {count}", nearest=count))
     before = threading.enumerate()
-    code = diagnosed(arguments, meeting, os.environ)
+    code = diagnose(arguments, meeting, os.environ)
     if meeting is None and not set(threading.enumerate()) - set(before):
         return code
     # JAX's shutdown waits for all processes, and one of them may hang. A hanging thread of this process, for example in
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     leave_at_once(code)
 
 
-def diagnosed(arguments: argparse.Namespace, meeting: Meeting | None, environ: Mapping[str, str]) -> int:
+def diagnose(arguments: argparse.Namespace, meeting: Meeting | None, environ: Mapping[str, str]) -> int:
     """Runs all checks and returns the exit code; process 0 prints, or this process if process 0 is unreachable.
 
     Args:
@@ -97,21 +97,23 @@ def diagnosed(arguments: argparse.Namespace, meeting: Meeting | None, environ: M
     )
     if meeting is None:
         result += _as_job(arguments, lambda name, value, seconds: {0: value}, 1, [])
-        return _shown(result, {0: socket.gethostname()}, "this machine")
+        return _print_findings(result, {0: socket.gethostname()}, "this machine")
     own, begun = _introduction(result, environ), time.monotonic()
     try:
         call, answers = roll_call(meeting, environ, own, arguments.limit, needs_all=False)
         with call:
-            return _together(arguments, meeting, call, answers, time.monotonic() - begun)
+            return _compare_reports(arguments, meeting, call, answers, time.monotonic() - begun)
     except Unreachable as reason:
-        addresses, _ = machine_facts.resolved(meeting)
-        result.append(all_processes.cut_off(meeting, reason, one_machine.is_loopback(addresses)))
+        addresses, _ = machine_facts.resolve_host(meeting)
+        result.append(all_processes.unreachable_finding(meeting, reason, one_machine.is_loopback(addresses)))
     hosts = {meeting.index: socket.gethostname()}
     own_findings = [dataclasses.replace(finding, process=meeting.index) for finding in result]
-    return _shown(own_findings, hosts, verdicts.named([meeting.index], hosts))
+    return _print_findings(own_findings, hosts, report.process_list([meeting.index], hosts))
 
 
-def _together(arguments: argparse.Namespace, meeting: Meeting, call: Hub | Member, said: Said, seconds: float) -> int:
+def _compare_reports(
+    arguments: argparse.Namespace, meeting: Meeting, call: Hub | Member, said: Said, seconds: float
+) -> int:
     """Compares all processes' reports; every process reaches the same verdict, process 0 prints it.
 
     Continues with the processes that have registered if some are missing.
@@ -124,21 +126,21 @@ def _together(arguments: argparse.Namespace, meeting: Meeting, call: Hub | Membe
     theirs = [Finding(**each | {"process": process}) for process, one in said.items() for each in one["found"]]
     if hub:
         hub.stop_listening()
-        theirs.append(verdicts.ok("port", f"{meeting.port} is free"))
-    theirs += all_processes.registered(meeting, hosts, [*(hub.refused if hub else []), *strangers], seconds)
+        theirs.append(report.ok("port", f"{meeting.port} is free"))
+    theirs += all_processes.check_registration(meeting, hosts, [*(hub.refused if hub else []), *strangers], seconds)
     for check, fix, made in (
-        ("versions", "install the same on all machines, from one image or one shared folder", verdicts.error),
-        ("environment", "set the same value in all processes", verdicts.error),
-        ("libraries", "install the same driver and libraries on all machines, if a job fails", verdicts.warning),
+        ("versions", "install the same on all machines, from one image or one shared folder", report.error),
+        ("environment", "set the same value in all processes", report.error),
+        ("libraries", "install the same driver and libraries on all machines, if a job fails", report.warning),
     ):
         theirs += all_processes.same(check, {process: each[check] for process, each in said.items()}, fix, made)
-    writers = set(said) - {each.process for each in theirs if (each.verdict, each.check) == (verdicts.ERROR, "workdir")}
+    writers = set(said) - {each.process for each in theirs if (each.verdict, each.check) == (report.ERROR, "workdir")}
     files = {process: f".meshtrain-doctor-{said[0]['token']}-{process}" for process in writers}
-    with machine_facts.marked(arguments.workdir, files, meeting.index, _FACT_SECONDS) as workdir:
+    with machine_facts.mark_folder(arguments.workdir, files, meeting.index, _FACT_SECONDS) as workdir:
         theirs += _clocks(call.exchange, len(said), arguments.limit)
-        looked = call.exchange("seen", machine_facts.looked(workdir, files), arguments.limit)
+        looked = call.exchange("seen", machine_facts.look_for_marks(workdir, files), arguments.limit)
     shared = all_processes.shared({process: tuple(each) for process, each in looked.items()}, len(said))
-    if len(said) == count and not verdicts.exit_code(each for each in theirs if each.check in ("versions", "software")):
+    if len(said) == count and not report.exit_code(each for each in theirs if each.check in ("versions", "software")):
         theirs += _as_job(arguments, call.exchange, count, shared)
     else:
         theirs += [*shared, all_processes.NOT_RUN]
@@ -146,7 +148,7 @@ def _together(arguments: argparse.Namespace, meeting: Meeting, call: Hub | Membe
         return int(call.exchange("end", None, arguments.limit)[0])
     machines = len(set(hosts.values()))
     here = count if len(said) == count else f"{len(said)} of {count}"
-    code = _shown(theirs, hosts, f"{here} processes on {machines} machine{'s' * (machines > 1)}")
+    code = _print_findings(theirs, hosts, f"{here} processes on {machines} machine{'s' * (machines > 1)}")
     hub.exchange("end", code, 0)
     hub.wait_for_the_end(_END_SECONDS)
     return code
@@ -158,7 +160,7 @@ def _introduction(found: Sequence[Finding], environ: Mapping[str, str]) -> JsonO
         "token": f"{os.getpid()}-{time.time_ns()}",
         "found": [dataclasses.asdict(each) for each in found],
         "versions": machine_facts.software(),
-        "environment": all_processes.compared(environ),
+        "environment": all_processes.common_environment(environ),
         "libraries": machine_facts.libraries(environ),
     }
 
@@ -175,7 +177,7 @@ def _clocks(exchange: _Exchange, num_processes: int, limit: float) -> list[Findi
 
 def _job() -> ModuleType:
     # Imported here, by name: the first stages work without JAX, and check that its installation is complete.
-    return options.imported_modules("meshtrain.probe.checks.job")[0]
+    return options.import_modules("meshtrain.probe.checks.job")[0]
 
 
 def _as_job(
@@ -190,14 +192,16 @@ def _as_job(
     own = _within_limit(limit, all_processes.IMPORT, lambda _: _job().compared(arguments))
     answers = exchange("configuration", own, 2 * limit)
     fix = "start all processes by the same command, with the same files"
-    results = all_processes.held_up(answers, num_processes, limit) or all_processes.same("configuration", answers, fix)
+    results = all_processes.blocking_processes(answers, num_processes, limit) or all_processes.same(
+        "configuration", answers, fix
+    )
     # A job compares its workdirs unless it meets in a bucket.
     before = [*shared] if {"workdir", "refused", "failed", "stuck"} & answers[0].keys() else []
-    if verdicts.exit_code(results):
+    if report.exit_code(results):
         return [*before, *results, all_processes.NOT_RUN]
     own = _within_limit(limit, "the start of JAX", lambda begin: _job().exercised(arguments, begin))
     answers = exchange("collectives", own, 2 * limit)
-    results += all_processes.held_up(answers, num_processes, limit) or _judged(answers, arguments.gpus)
+    results += all_processes.blocking_processes(answers, num_processes, limit) or _judge(answers, arguments.gpus)
     return before + results
 
 
@@ -224,7 +228,7 @@ def _within_limit(limit: float, first: str, work: _Work) -> JsonObject:
     return {"stuck": (len(progress), progress[-1][1])} if thread.is_alive() else result
 
 
-def _judged(said: Said, num_gpus: int | None) -> list[Finding]:
+def _judge(said: Said, num_gpus: int | None) -> list[Finding]:
     counts = {process: (int(each["devices"][0]), str(each["devices"][1])) for process, each in said.items()}
     without = [process for process, each in said.items() if each["without_gpus"]]
     results = all_processes.devices(counts, num_gpus, without)
@@ -238,10 +242,10 @@ def _judged(said: Said, num_gpus: int | None) -> list[Finding]:
     return results + all_processes.slow(pairs)
 
 
-def _shown(found: Sequence[Finding], hosts: Mapping[int, str], what: str) -> int:
+def _print_findings(found: Sequence[Finding], hosts: Mapping[int, str], what: str) -> int:
     """Prints the findings and returns the exit code."""
-    print("\n".join([*verdicts.lines(found, hosts), verdicts.last_line(found, what)]), flush=True)
-    return verdicts.exit_code(found)
+    print("\n".join([*report.lines(found, hosts), report.last_line(found, what)]), flush=True)
+    return report.exit_code(found)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 import argparse
 import dataclasses
 
-from meshtrain.config.build import built, file_content
-from meshtrain.config.fields import Config
+from meshtrain.config.build import build, file_content
+from meshtrain.config.schema import Config
 from meshtrain.errors import refuse
 from meshtrain.sharding.mesh import MeshOptions, check
 from meshtrain.sharding.rules import AXES
@@ -15,7 +15,7 @@ def names_mesh(given: argparse.Namespace) -> bool:
     return given.config is not None or any(key.startswith("mesh.") for key in given.overrides)
 
 
-def typed(given: argparse.Namespace) -> Config:
+def build_config(given: argparse.Namespace) -> Config:
     """Builds the configuration of a command line; the file is optional, and only the mesh is checked.
 
     For example, the batch size need not divide evenly. If no mesh size is set, all devices are on the first axis.
@@ -23,6 +23,6 @@ def typed(given: argparse.Namespace) -> Config:
     Raises:
       UserError: all problems of the file, of the overrides and of the mesh sizes.
     """
-    made, problems = built(file_content(given.config), given.overrides)
+    made, problems = build(file_content(given.config), given.overrides)
     refuse([*problems, *check(made.mesh)])
     return made if names_mesh(given) else dataclasses.replace(made, mesh=MeshOptions(**{AXES[0]: -1}))

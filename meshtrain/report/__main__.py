@@ -17,8 +17,8 @@ from meshtrain.options import Options
 from meshtrain.pipeline.chart import figure
 from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import PipelineOptions, Schedule, chosen, is_own
-from meshtrain.report.content import mesh_shape, run_page, together
-from meshtrain.report.runs import Run, opened
+from meshtrain.report.runs import Run, open_runs
+from meshtrain.report.sections import group_runs, mesh_shape, run_page
 from meshtrain.sharding.rules import AXES, PIPELINE
 
 ENDINGS = (".html", ".htm")  # other than the endings of a run's files, so that no such file is overwritten
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     of_page = target_problems("--html", arguments.html, "report.html", ENDINGS) if arguments.html else [NO_PAGE]
     problems = of_page if importlib.util.find_spec("plotly") else [*of_page, NO_PLOTLY]
-    runs, others = opened(arguments.runs)
+    runs, others = open_runs(arguments.runs)
     refuse([*others, *problems])
     # JSON can contain half a surrogate pair, which UTF-8 cannot encode; it is replaced by a character reference.
     page = run_page(runs, [*meshes(runs), *schedules(runs)]).encode("utf-8", "xmlcharrefreplace")
@@ -59,13 +59,13 @@ def main(argv: Sequence[str]) -> int:
 def meshes(runs: Sequence[Run]) -> list[str]:
     """Returns HTML with a picture of each different mesh; runs whose folder does not record a mesh are skipped."""
     parts = []
-    for names, shape in together(runs, _known_mesh):
+    for names, shape in group_runs(runs, _mesh_of_run):
         parts += [heading(names, 3)] * (len(runs) > 1)
         parts.append(WIDE.format(svg(mesh_figure(dict(shape)), "picture of the mesh")))
     return [heading("Mesh"), *parts] if parts else []
 
 
-def _known_mesh(one: Run) -> tuple[tuple[str, int], ...] | None:
+def _mesh_of_run(one: Run) -> tuple[tuple[str, int], ...] | None:
     """Returns the mesh of a run as a hashable value, or None if it has axes that this version does not know.
 
     Axes that the run's version lacks have size 1.
@@ -79,7 +79,7 @@ def _known_mesh(one: Run) -> tuple[tuple[str, int], ...] | None:
 def schedules(runs: Sequence[Run]) -> list[str]:
     """Returns HTML with a chart of each different pipeline schedule; runs without a pipeline are skipped."""
     parts = []
-    for names, schedule in together(runs, _schedule):
+    for names, schedule in group_runs(runs, _schedule):
         parts += [heading(names, 3)] * (len(runs) > 1)
         sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
         what = f"{html.escape(schedule.name)}: {sizes}"

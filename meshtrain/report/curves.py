@@ -89,7 +89,7 @@ def metrics(logs: Sequence[Log]) -> list[str]:
     return [*first, *(name for name in found if name not in (*first, *last)), *last]
 
 
-def thinned(values: np.ndarray, most: int) -> np.ndarray:
+def thin(values: np.ndarray, most: int) -> np.ndarray:
     """Returns the indices of the points to draw, increasing: at most `most`, including the extremes.
 
     For each bucket of adjacent points it keeps the first, the last, the smallest, the largest, and the first NaN. The
@@ -142,9 +142,9 @@ def figure(runs: Mapping[str, Log]) -> JsonObject:
     most = max(FEWEST_POINTS_A_CURVE, min(MOST_POINTS_A_CURVE, MOST_POINTS // max(len(curves), 1)))
     traces, places, named = [], [], set[str]()
     for number, name, log, metric, curve in curves:
-        kept = thinned(curve.values, most)
+        kept = thin(curve.values, most)
         steps = curve.steps[kept]
-        places.append((steps.tolist(), _rounded(log.units_at(steps), 15), _rounded(log.seconds_at(steps))))
+        places.append((steps.tolist(), _round(log.units_at(steps), 15), _round(log.seconds_at(steps))))
         traces.append(_trace(name, COLOURS[number % len(COLOURS)], panels.index(metric), places[-1][0], kept, curve))
         traces[-1]["showlegend"] = name not in named
         named.add(name)
@@ -172,14 +172,14 @@ def _trace(name: str, colour: str, panel: int, steps: Sequence[int], kept: np.nd
         "line": {"color": colour, "width": 1.5},
         "marker": {"color": colour, "size": 5},
         "x": steps,
-        "y": _rounded(curve.values[kept]),
+        "y": _round(curve.values[kept]),
         "xaxis": f"x{suffix}",
         "yaxis": f"y{suffix}",
         "hovertemplate": "%{y:.6g}",
     }
 
 
-def _rounded(values: np.ndarray, digits: int = 7) -> list[float | int | None]:
+def _round(values: np.ndarray, digits: int = 7) -> list[float | int | None]:
     """Converts numbers for JSON, NaN to null. Metrics are float32, which has 7 digits."""
     numbers = (None if math.isnan(value) else float(f"{value:.{digits}g}") for value in values.tolist())
     return [int(value) if value is not None and value.is_integer() else value for value in numbers]

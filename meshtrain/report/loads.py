@@ -39,7 +39,7 @@ def of_experts(log: Log) -> list[Loads]:
     for name in log.curves:
         if match := OF_EACH.fullmatch(name):
             found.setdefault(match[1], {})[int(match[2])] = name
-    return [Loads(*_aligned(log, [names[number] for number in sorted(names)])) for names in found.values()]
+    return [Loads(*_align(log, [names[number] for number in sorted(names)])) for names in found.values()]
 
 
 def of_layers(log: Log) -> list[Loads]:
@@ -53,14 +53,14 @@ def of_layers(log: Log) -> list[Loads]:
             groups.setdefault(match[1], {})[name] = match[2]
     found = []
     for what, names in groups.items():
-        steps, values = _aligned(log, list(names))
+        steps, values = _align(log, list(names))
         if np.any(values > 0):
             positive = np.where(values > 0, values, math.nan)
             found.append(Loads(steps, positive, list(names.values()), f"{what.replace('_', ' ')} of each layer"))
     return found
 
 
-def _aligned(log: Log, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def _align(log: Log, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the union of the steps of these metrics, and their values at each step."""
     curves = [log.curves[name] for name in names]
     steps = np.unique(np.concatenate([curve.steps for curve in curves]))

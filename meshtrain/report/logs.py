@@ -12,7 +12,7 @@ import numpy as np
 
 from meshtrain.errors import is_finite
 from meshtrain.files import Json, JsonObject
-from meshtrain.observe.run_files import has_goodput, passed_seconds, row_of
+from meshtrain.observe.run_files import has_goodput, row_of, seconds_since_start
 
 _MOST_STEPS = 1 << 53  # above, float64 would merge neighbouring steps
 
@@ -81,7 +81,7 @@ def read(path: pathlib.Path) -> Log | None:
         return None
     curves = _curves(kept)
     unit, units_per_step = _unit(kept)
-    timed = {row["step"]: passed_seconds(row) for row in kept if has_goodput(row)}
+    timed = {row["step"]: seconds_since_start(row) for row in kept if has_goodput(row)}
     clock = _curve(timed)
     return Log(curves, unit, units_per_step, Curve(clock.steps, np.maximum.accumulate(clock.values)))
 

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from meshtrain.errors import Problem, UserError, nearest
-from meshtrain.files import Json, JsonObject, expanded, is_utf8, read_json, what_is_at
+from meshtrain.files import Json, JsonObject, expand_user, is_utf8, read_json, what_is_at
 from meshtrain.observe.run_files import CONFIG_FILE, DEVICE_FILE, PROMPTED_FILE, SAMPLES_FILE, row_of
 from meshtrain.observe.trackers import METRICS_FILE
 from meshtrain.report import logs
@@ -34,7 +34,7 @@ class Run:
     texts: Sequence[Sequence[str]] = ()
 
 
-def opened(paths: Sequence[str]) -> tuple[list[Run], list[Problem]]:
+def open_runs(paths: Sequence[str]) -> tuple[list[Run], list[Problem]]:
     """Returns the runs in the given folders, and an error line for each problem; without problems no run is missing.
 
     Args:
@@ -46,7 +46,7 @@ def opened(paths: Sequence[str]) -> tuple[list[Run], list[Problem]]:
     names = _names(paths)
     seen = set[pathlib.Path]()
     for path, name in zip(paths, names, strict=True):
-        folder = expanded(path)
+        folder = expand_user(path)
         try:
             _refuse_other_places(path, folder)
             if (real := folder.resolve()) in seen:
@@ -125,7 +125,7 @@ def _names(paths: Sequence[str]) -> list[str]:
     >>> _names(["runs/3d", "old/3d", "runs/tiny"])
     ['runs/3d', 'old/3d', 'tiny']
     """
-    parts = [expanded(path).absolute().parts for path in paths]
+    parts = [expand_user(path).absolute().parts for path in paths]
     names = []
     for own in parts:
         others = [other for other in parts if other != own]

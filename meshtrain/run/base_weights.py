@@ -15,7 +15,7 @@ from meshtrain.models import lora
 from meshtrain.models.layers import A
 from meshtrain.models.task import Params
 from meshtrain.run import weights, workdir
-from meshtrain.sharding.stored import named_params
+from meshtrain.sharding.param_sharding import params_with_axes
 from meshtrain.sharding.trainable import is_adapter, is_frozen
 from meshtrain.sharding.trees import leaves_with_paths, select
 from meshtrain.step.shardings import shardings
@@ -28,10 +28,10 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
       UserError: they differ, or its adapters are not those of `lora`.
     """
     config = assembly.config
-    if not config.init_from or workdir.saved_step(run, config.checkpoint.directory):
+    if not config.init_from or workdir.newest_step(run, config.checkpoint.directory):
         return
-    base, found = weights.beneath(config)
-    params, rounded = _taken(assembly, base, found)
+    base, found = weights.base_weights(config)
+    params, rounded = _loadable_params(assembly, base, found)
     if peers.count() > 1:  # each reads its own copy
         peers.refuse_differences("init_from", weights.content(config), peers.SAME_FILES)
     if weights.is_by_name(config, base):
@@ -70,19 +70,19 @@ def read(assembly: Assembly) -> Params:
     Raises:
       UserError: the other run's weights have other shapes or dtypes.
     """
-    base, found = weights.beneath(assembly.config)
-    params, rounded = _taken(assembly, base, found)
+    base, found = weights.base_weights(assembly.config)
+    params, rounded = _loadable_params(assembly, base, found)
     is_by_name = weights.is_by_name(assembly.config, base)
     kept = read_by_name(base, params) if is_by_name else weights.restore_params(base, None, params, rounded)[0]
     return kept if found is None else _with_adapters(assembly, base, found, kept)
 
 
-def _taken(assembly: Assembly, base: str, found: adapters.Adapters | None) -> tuple[Params, list[str]]:
+def _loadable_params(assembly: Assembly, base: str, found: adapters.Adapters | None) -> tuple[Params, list[str]]:
     """Returns which of its abstract parameters a run takes from `init_from`, and the paths of those that it rounds.
 
     It takes all of them. From weights without adapters, or beneath those of peft, it takes all but the adapters, and
     None stands in their place; likewise of those that a task never trains. Frozen weights may have been saved in
-    another dtype than that of `precision.frozen_dtype`. `base` and `found` are what `weights.beneath` returns.
+    another dtype than that of `precision.frozen_dtype`. `base` and `found` are what `weights.base_weights` returns.
     """
     params, config = assembly.states.kept.params, assembly.config
     if config.lora.rank or assembly.task.begin is not None:
@@ -101,12 +101,12 @@ def _with_adapters(assembly: Assembly, base: str, found: adapters.Adapters, kept
     like = whole = assembly.states.kept.params
     if not assembly.config.lora.rank:
         everywhere = NamedSharding(assembly.mesh, PartitionSpec())
-        shapes, _ = named_params(lora.initializer(assembly.task.init, options))
+        shapes, _ = params_with_axes(lora.initializer(assembly.task.init, options))
         whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes)
     leaves = dict(leaves_with_paths(kept)) | adapters.read(given, dict(leaves_with_paths(whole)))
     params = jax.tree.unflatten(jax.tree.structure(whole), [leaves[path] for path, _ in leaves_with_paths(whole)])
 
     def merge(params: Params) -> Params:
-        return jax.tree.map(lambda weight, of: weight.astype(of.dtype), lora.merged(params, options), like)
+        return jax.tree.map(lambda weight, of: weight.astype(of.dtype), lora.merge_adapters(params, options), like)
 
     return params if assembly.config.lora.rank else jax.jit(merge, out_shardings=shardings(like))(params)

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import jax
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import batch_shards, num_microbatches
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.errors import Problem, TooFew, UserError, refuse
 from meshtrain.launch import cluster, distributed, peers

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 
 from meshtrain.assembly.assemble import Assembly
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
+from meshtrain.data.dataset import Dataset
 from meshtrain.data.loader import Examples, batches, sample_order
-from meshtrain.data.own_source import Data
 from meshtrain.data.packing import Parts
 from meshtrain.errors import warn
 from meshtrain.launch import peers
-from meshtrain.models.metrics import logged
+from meshtrain.models.metrics import number_to_log
 from meshtrain.models.task import Params, limits
 from meshtrain.observe.run_files import EVALUATED, PROMPTED_FILE
 from meshtrain.observe.trackers import keep_rows_up_to
@@ -28,27 +28,27 @@ from meshtrain.step.state import TrainState
 Sums: TypeAlias = dict[str, Arrays]  # name -> float64 [], or a kind of `metrics.py` that holds them
 
 
-def evaluate(assembly: Assembly, corpus: Data, state: TrainState) -> dict[str, float]:
+def evaluate(assembly: Assembly, corpus: Dataset, state: TrainState) -> dict[str, float]:
     """Returns mean loss and metrics over the same validation sequences each time, each of them counted once.
 
     Of several validation sets it is all that is counted of each, and the loss of each by itself, `eval_loss/NAME`.
     """
-    count = functools.partial(summed, assembly, state.params, num_batches=assembly.config.num_eval_batches)
+    count = functools.partial(sum_over, assembly, state.params, num_batches=assembly.config.num_eval_batches)
     sums = {name: count(examples) for name, examples in sets_of(corpus.validation).items()}
-    values = means(together(sums))
+    values = means(add_sums(sums))
     values |= {f"loss/{name}": means(one)["loss"] for name, one in sums.items() if one and len(sums) > 1}
     return {EVALUATED + name: value for name, value in values.items()}
 
 
 def evaluate_with_texts(
     assembly: Assembly,
-    corpus: Data,
+    corpus: Dataset,
     continued: Callable[[Params], Sequence[tuple[str, str]]],
     run: Path,
     show: Callable[[str], None],
     state: TrainState,
 ) -> dict[str, float]:
-    """Returns what `evaluate` does; texts of `continued`, from `generating.continuations`, are shown and written."""
+    """Returns what `evaluate` does; texts of `continued`, from `generating.sample_texts`, are shown and written."""
     values, step = evaluate(assembly, corpus, state), int(state.step)
     rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in continued(state.params)]
     quoted = functools.partial(json.dumps, ensure_ascii=False)
@@ -69,7 +69,7 @@ def sets_of(validation: Examples, name: str = "") -> Mapping[str, Examples]:
     return validation.parts if isinstance(validation, Parts) else {name: validation}
 
 
-def together(sums: Mapping[str, Sums]) -> Sums:
+def add_sums(sums: Mapping[str, Sums]) -> Sums:
     """Returns the sums over several sets of examples; empty where all are."""
     total = Sums()
     for one in sums.values():
@@ -77,7 +77,7 @@ def together(sums: Mapping[str, Sums]) -> Sums:
     return total
 
 
-def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: int) -> Sums:
+def sum_over(assembly: Assembly, params: Params, examples: Examples, num_batches: int) -> Sums:
     """Returns the sums of `Assembly.eval_step` over examples, each of them counted once; empty without any example.
 
     Args:
@@ -104,18 +104,18 @@ def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: 
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Returns loss and metrics of `summed`, each divided by its weight; empty where the sums are."""
-    return {name: float(logged(value, sums["weight"])) for name, value in sums.items() if name != "weight"}
+    """Returns loss and metrics of `sum_over`, each divided by its weight; empty where the sums are."""
+    return {name: float(number_to_log(value, sums["weight"])) for name, value in sums.items() if name != "weight"}
 
 
 def first_examples(config: Config, num_examples: int, num_batches: int) -> list[int]:
-    """Returns which of `num_examples` examples `summed` counts in so many batches, 0 for all, in its order."""
+    """Returns which of `num_examples` examples `sum_over` counts in so many batches, 0 for all, in its order."""
     order = sample_order(num_examples, seed=config.seed, num_epochs=1)
     wanted = num_batches * config.batch_size or num_examples
     return [order[index] for index in range(min(wanted, num_examples))]
 
 
-def scored(config: Config, validation: Examples) -> list[int]:
+def first_validation(config: Config, validation: Examples) -> list[int]:
     """Returns which validation examples an evaluation of a run counts: the first of each set, see `first_examples`."""
     found, start = list[int](), 0
     for examples in sets_of(validation).values():

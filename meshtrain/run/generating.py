@@ -12,23 +12,23 @@ import jax
 
 from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.assembly.facts import kept_params
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import check
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.chat_template import open_template
-from meshtrain.data.encoding.special_tokens import unmarked
-from meshtrain.data.own_source import Data
+from meshtrain.data.dataset import Dataset
+from meshtrain.data.encoding.special_tokens import unmark
 from meshtrain.errors import Problem, Problems, UserError, divisors, refuse
 from meshtrain.generation.answers import Wanted, answers, fitting
-from meshtrain.generation.prompts import encoded, from_file, in_chat
+from meshtrain.generation.prompts import encode_prompts, from_file, in_chat
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Generator
 from meshtrain.generation.window import by_window
 from meshtrain.hardware.compiler_options import CompilerOptions
 from meshtrain.launch import peers
 from meshtrain.models.task import Decode, Params, token_batch
+from meshtrain.sharding.param_sharding import num_parts, rules_of_level
 from meshtrain.sharding.rules import PIPELINE, Rules, default_rules, partitioned_axes, sizes_text
-from meshtrain.sharding.stored import num_parts, rules_of_level
 from meshtrain.step.shardings import shardings
 
 
@@ -83,7 +83,7 @@ def generator(
     return Generator(decode_of(assembly), params, assembly.mesh, assembly.placed.rules, end_ids, compiler_options)
 
 
-def folded(
+def fold_pipeline(
     assembly: Assembly, make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> tuple[Assembly, Callable[[Params], Params], str]:
     """Returns an assembly without a pipeline on the same devices, what moves weights there, and a line that says so.
@@ -107,12 +107,12 @@ def folded(
     return other, lambda params: jax.device_put(kept_params(assembly, params), there), line
 
 
-def continuations(
-    assembly: Assembly, corpus: Data, make_task: MakeTask | None = None, rules: Rules | None = None
+def sample_texts(
+    assembly: Assembly, corpus: Dataset, make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> Callable[[Params], list[tuple[str, str]]]:
     """Returns weights -> each prompt of `eval_prompts` with the most probable text after it; its first call compiles.
 
-    A chat template writes prompts with messages. For the arguments see `folded`.
+    A chat template writes prompts with messages. For the arguments see `fold_pipeline`.
 
     Raises:
       UserError: a line for each prompt that is wrong, or the task or the data have no text.
@@ -127,10 +127,10 @@ def continuations(
     if any(prompt.messages for prompt in given):
         template = open_template(config.data.tokenizer, config.data.chat_template)
         given = [in_chat([one], template, text.special)[0] if one.messages else one for one in given]
-    ids = encoded(given, text, assembly.task.vocab_size, decode_of(assembly))
+    ids = encode_prompts(given, text, assembly.task.vocab_size, decode_of(assembly))
     of_prompts = hashlib.sha256(repr([list(map(int, one)) for one in ids]).encode()).hexdigest()
     peers.refuse_differences("eval_prompts", {"hash of the tokens": of_prompts}, peers.SAME_FILES)
-    other, move, _ = folded(assembly, make_task, rules)
+    other, move, _ = fold_pipeline(assembly, make_task, rules)
     length = fitting(decode_of(other), max(map(len, ids)), config.eval_tokens, within_training=False)
     draws = generator(other, None, [text.end_id, *text.also_end])
 
@@ -138,7 +138,7 @@ def continuations(
         draws.load(move(params))
         texts = answers(draws, text.decode, ids, Wanted(length, Sampling(0.0)))
         draws.load(None)
-        return [(unmarked(prompt.text), one.text) for prompt, one in zip(given, texts, strict=True)]
+        return [(unmark(prompt.text), one.text) for prompt, one in zip(given, texts, strict=True)]
 
     return drawn
 

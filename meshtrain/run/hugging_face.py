@@ -19,12 +19,12 @@ import jax
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.cli import flags, foreign
-from meshtrain.config.build import built
+from meshtrain.config.build import build
 from meshtrain.config.data_sources import find
-from meshtrain.config.fields import CONFIG_FILE, Config
 from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
 from meshtrain.config.meanings import record
 from meshtrain.config.resolve import resolve, to_json
+from meshtrain.config.schema import CONFIG_FILE, Config
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.chat_template import template_text
 from meshtrain.data.sources import reads_documents
@@ -44,7 +44,7 @@ from meshtrain.errors import Problem, UserError, refuse, run, warn
 from meshtrain.files import (
     JsonObject,
     download_command,
-    expanded,
+    expand_user,
     is_url,
     read_json,
     snapshot_of,
@@ -57,7 +57,7 @@ from meshtrain.hf.config_json import (
     QUANTIZED,
     TIED,
     config_of_text,
-    described,
+    describe_model,
     differences,
     has_images,
     is_decoder,
@@ -67,8 +67,8 @@ from meshtrain.hf.config_json import (
 from meshtrain.launch import peers
 from meshtrain.models.moe.experts import MATRICES
 from meshtrain.run import weights
-from meshtrain.run.opened import open_data
-from meshtrain.run.weights import assembled, configuration
+from meshtrain.run.dataset import open_data
+from meshtrain.run.weights import assemble_run, configuration
 
 EOS, BOS = "eos_token", "bos_token"
 ACTIONS = ("config", "import", "export")
@@ -108,9 +108,9 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
         fix = f"--workdir={given}" if arguments.to else f"--to={given}"
         problems.append(Problem("hf export", got=f"'{given}'", allowed="--workdir=W --to=DIR", nearest=fix))
     if action not in ("export", None) and (given is None or not is_described(given)):
-        what = "nothing" if given is None else what_is_at(expanded(given))
+        what = "nothing" if given is None else what_is_at(expand_user(given))
         got = "a folder without config.json of a model" if what == "a folder" else what
-        is_run = given is not None and what_is_at(expanded(given) / CHECKPOINTS) == "a folder"
+        is_run = given is not None and what_is_at(expand_user(given) / CHECKPOINTS) == "a folder"
         fix = (
             f"`hf export --workdir={given} --to=DIR` makes one"
             if is_run
@@ -142,7 +142,7 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
 def _target_problems(to: str | None, action: str, near: str) -> list[Problem]:
     if not to:
         return [Problem("--to", got="nothing", allowed="a new folder", nearest=f"--to={near}")]
-    target = expanded(to).absolute()
+    target = expand_user(to).absolute()
     what = what_is_at(target)
     if what == "a folder" and any(target.iterdir()):
         near = f"{to.rstrip('/')}-{action}ed"
@@ -150,11 +150,11 @@ def _target_problems(to: str | None, action: str, near: str) -> list[Problem]:
     return flags.unwritable(target, "--to", near)
 
 
-def _printed(arguments: argparse.Namespace) -> str:
+def _print_config(arguments: argparse.Namespace) -> str:
     """Returns a configuration file for a folder, with the command line's fields, and what their data ask for."""
-    given, folder, num_sequences = dict(arguments.overrides), expanded(arguments.directory).absolute(), 0
+    given, folder, num_sequences = dict(arguments.overrides), expand_user(arguments.directory).absolute(), 0
     config = of_folder(folder, given.pop("init_ignore", ""))
-    for note in notes(folder, described(folder, ignore=None)):
+    for note in notes(folder, describe_model(folder, ignore=None)):
         warn(note)
     if any(folder.glob("*.safetensors")):
         config = dataclasses.replace(config, init_from=str(folder))
@@ -164,17 +164,17 @@ def _printed(arguments: argparse.Namespace) -> str:
     checked = resolve(config, given) if given else config
     if checked.data.path:
         num_sequences = len(open_data(checked, abstract_task(checked)).train)
-    config, _ = built(fine_tuned(config, checked.lora.rank, num_sequences), given)
+    config, _ = build(fine_tuned(config, checked.lora.rank, num_sequences), given)
     return as_file(folder, config, num_sequences)
 
 
 def _import(arguments: argparse.Namespace) -> None:
     """Writes a workdir with the configuration of a folder, and its weights as the checkpoint of step 0."""
-    arguments.workdir = expanded(arguments.directory)
+    arguments.workdir = expand_user(arguments.directory)
     config = configuration(arguments, [], reads_data=False)
-    assembly = assembled(config, arguments.workdir, None)
+    assembly = assemble_run(config, arguments.workdir, None)
     params, _ = weights.restore_params(arguments.workdir, None, assembly.states.kept.params)
-    target = expanded(arguments.to).absolute()
+    target = expand_user(arguments.to).absolute()
     extra = {"config": record(config), "versions": {"jax": jax.__version__}}
     with Checkpoints(target / CHECKPOINTS, config.checkpoint) as checkpoints:
         checkpoints.save(0, {"params": params}, extra)
@@ -186,7 +186,7 @@ def _import(arguments: argparse.Namespace) -> None:
         for name in (CONFIG_FILE, *export.COPIED):
             if (arguments.workdir / name).is_file():
                 shutil.copyfile(arguments.workdir / name, beside / name)
-        model = described(arguments.workdir, ignore=None)
+        model = describe_model(arguments.workdir, ignore=None)
         if notes(arguments.workdir, model):  # the copy has no weights that show what config.json has wrong
             stated = read_json((beside / CONFIG_FILE).read_text(encoding="utf-8"))
             stated |= {TIED: False} if model.separate_head else {}
@@ -205,10 +205,10 @@ def _export(arguments: argparse.Namespace) -> None:
     if options.positions == "learned":
         options = dataclasses.replace(options, max_positions=options.max_positions or config.sequence_length)
     original = _original(config, arguments.workdir)
-    came = described(original, ignore=None) if original is not None else None
+    came = describe_model(original, ignore=None) if original is not None else None
     family = came.family if came is not None else family_of(options)
     given = config_of_text(original) if original is not None else {}
-    assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
+    assembly = assemble_run(config, arguments.workdir, arguments.step, folds_pipeline=True)
     if peers.count() > 1:
         raise UserError(Problem("hf export", got=f"{peers.count()} processes", allowed=1, nearest="start one of them"))
     like, averaged = assembly.states.kept.params, arguments.weights == weights.AVERAGE
@@ -219,7 +219,7 @@ def _export(arguments: argparse.Namespace) -> None:
         # A copy that `hf import` made has no weights, and a folder with images has other names of modules.
         has_weights = original is not None and any(original.glob("*.safetensors")) and not has_images(original)
         base = str(original.absolute()) if original is not None and has_weights else None
-        with _whole(arguments.to) as target:
+        with _complete_folder(arguments.to) as target:
             num_bytes = adapters.write(target, family, options, config.lora, params, dtype, base)
         beneath = base or f"the model of {config.init_from or 'initial weights'}"
         print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, adapters of a {family}; beneath: {beneath}")
@@ -231,16 +231,16 @@ def _export(arguments: argparse.Namespace) -> None:
     stated = as_json(options, family, dtype, config.sequence_length, end_id, given) | ids
     chosen = _chosen_tokens(config, of_text, written, end_id)
     written |= export.special_token_files(ids, chosen, original, of_text)
-    with _whole(arguments.to) as target:
+    with _complete_folder(arguments.to) as target:
         num_bytes = export.write_weights(target, family, options, params, dtype, config.lora)
         export.write_rest(target, stated, original, of_text, written)
     print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, a {family}")
 
 
 @contextlib.contextmanager
-def _whole(to: str) -> Iterator[Path]:
+def _complete_folder(to: str) -> Iterator[Path]:
     """Makes the folder of `--to`, new or empty; it is empty again where the block does not write all of it."""
-    target = expanded(to).absolute()
+    target = expand_user(to).absolute()
     try:
         with flags.writing("--to", to):
             target.mkdir(parents=True, exist_ok=True)
@@ -292,10 +292,12 @@ def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[Problem]:
 
 def _original(config: Config, workdir: str | Path) -> Path | None:
     """Returns the folder that a run's model came from, if it is there and its config.json describes this model."""
-    given = [expanded(one) for one in (workdir, weights.beneath(config)[0]) if str(one) and not is_url(str(one))]
+    given = [
+        expand_user(one) for one in (workdir, weights.base_weights(config)[0]) if str(one) and not is_url(str(one))
+    ]
     for folder in (one / inner for one in given for inner in ("", ORIGINAL)):
         if is_described(folder):
-            theirs = described(folder, ignore=None).options
+            theirs = describe_model(folder, ignore=None).options
             if not differences(config.model, theirs, config.sequence_length, folder):
                 return folder
     return None
@@ -427,7 +429,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.ignore:
         arguments.overrides["init_ignore"] = ",".join(arguments.ignore)
     if arguments.action == "config":
-        print(_printed(arguments), end="")
+        print(_print_config(arguments), end="")
     elif arguments.action == "import":
         _import(arguments)
     else:

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 from meshtrain.assembly.assemble import Assembly
-from meshtrain.assembly.compiling import compiled
+from meshtrain.assembly.compiling import compile_program
 from meshtrain.assembly.facts import array_rows, kept_params, parameters_text, stored_params
-from meshtrain.assembly.steps import compiled_step, traced_steps
+from meshtrain.assembly.steps import compiled_step, trace_steps
 from meshtrain.checkpoint.checkpoint import AVERAGES, Checkpoints
 from meshtrain.errors import warn
 from meshtrain.launch import peers
@@ -20,7 +20,7 @@ from meshtrain.optim.average import Averaged
 from meshtrain.run import base_weights, memory_check, workdir
 from meshtrain.run.session import Session, Start
 from meshtrain.sharding.placement_text import table
-from meshtrain.sharding.trees import Arrays, leaves_with_paths, merged, path_text
+from meshtrain.sharding.trees import Arrays, leaves_with_paths, merge, path_text
 from meshtrain.step.shardings import shardings
 from meshtrain.step.state import TrainState
 
@@ -33,13 +33,13 @@ def begin(session: Session) -> Start:
     """
     assembly, run, is_main = session.assembly, session.run, peers.is_main_process()
     config = assembly.config
-    with memory_check.explained(assembly), ThreadPoolExecutor(1) as thread, telling_errors():
-        is_saved = workdir.saved_step(run, config.checkpoint.directory) > 0
+    with memory_check.explain_memory(assembly), ThreadPoolExecutor(1) as thread, telling_errors():
+        is_saved = workdir.newest_step(run, config.checkpoint.directory) > 0
         with phase("restore" if is_saved else "init", is_main=is_main) as say:
             # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
-            traced = traced_steps(assembly.steps, assembly.states)
+            traced = trace_steps(assembly.steps, assembly.states)
             compiling = thread.submit(compiled_step, traced, assembly.extension.join)
-            state, step, restored = starting_state(assembly, session.checkpoints)
+            state, step, restored = restore_or_initialize(assembly, session.checkpoints)
             say(f"from {config.init_from}" if config.init_from and not step else f"step {step}")
         if is_main and step:
             workdir.warn_of_another_rate(assembly, run, state)
@@ -52,7 +52,7 @@ def begin(session: Session) -> Start:
     return Start(state, step, restored, program, train_step)
 
 
-def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainState, int, dict[str, float]]:
+def restore_or_initialize(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainState, int, dict[str, float]]:
     """Returns the newest undamaged saved state, its step, and values to log about the restore.
 
     If nothing was saved: the initial state, or one with the weights of `init_from`, and step 0.
@@ -65,13 +65,13 @@ def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainS
     for line in damaged if peers.is_main_process() else ():
         warn(f"{line}; it is set aside, and the checkpoint before it is used")
     if step is None:
-        return beginning(assembly), 0, {}
-    state = assembly.steps.from_kept(_restored(assembly, checkpoints, step))
+        return initial_state(assembly), 0, {}
+    state = assembly.steps.from_kept(_restore(assembly, checkpoints, step))
     jax.block_until_ready(state)
     return state, step, {"restore_seconds": time.perf_counter() - start_seconds}
 
 
-def _restored(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
+def _restore(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
     """Returns the saved state of a step, whatever number of replicas had residuals, with averages or without."""
     kept, has = assembly.states.kept, isinstance(assembly.states.kept.opt_state, Averaged)
     had = any(path.startswith(f"{AVERAGES}/") for path in checkpoints.shapes(step))
@@ -108,7 +108,7 @@ def averages_begun(state: TrainState, like: TrainState) -> TrainState:
     return dataclasses.replace(state, opt_state=Averaged(inner, first))
 
 
-def beginning(assembly: Assembly) -> TrainState:
+def initial_state(assembly: Assembly) -> TrainState:
     """Returns the state before the first step: initial weights, or those of `init_from` with adapters beside them.
 
     Raises:
@@ -119,11 +119,11 @@ def beginning(assembly: Assembly) -> TrainState:
     kept = base_weights.read(assembly) if config.init_from else None
     key = jax.random.key_data(jax.random.key(config.seed))
     init = assembly.steps.init
-    state = compiled("initial state", init.trace(key))(key) if peers.count() > 1 else init(key)
+    state = compile_program("initial state", init.trace(key))(key) if peers.count() > 1 else init(key)
     if kept is None:
         return state
     if config.lora.rank or assembly.task.begin is not None:
-        kept = merged(kept, kept_params(assembly, state.params))
+        kept = merge(kept, kept_params(assembly, state.params))
     if assembly.task.begin is not None:
         kept = jax.jit(assembly.task.begin, out_shardings=shardings(assembly.states.kept.params))(kept)
     weights_of_step = stored_params(assembly, kept)

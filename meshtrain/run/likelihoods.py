@@ -123,7 +123,7 @@ def likelihoods(
     """
     num_rows, length = assembly.batch["tokens"].shape
     cut = [window for text, pair in enumerate(texts) for window in windows(text, *pair, length)]
-    rows, order = _packed(cut, length, shares_rows=assembly.task.attends_within_segments)
+    rows, order = _pack_windows(cut, length, shares_rows=assembly.task.attends_within_segments)
     sums, misses = np.zeros(len(texts)), np.zeros(len(texts), np.int64)
     stream = batches(rows, batch=assembly.batch, seed=0, shuffle=False, num_epochs=1, num_threads=0)
     for number, batch in enumerate(stream):
@@ -136,7 +136,7 @@ def likelihoods(
     return [Likelihood(float(total), not missed) for total, missed in zip(sums, misses, strict=True)]
 
 
-def _packed(cut: Sequence[Window], length: int, *, shares_rows: bool) -> tuple[FirstFitExamples, np.ndarray]:
+def _pack_windows(cut: Sequence[Window], length: int, *, shares_rows: bool) -> tuple[FirstFitExamples, np.ndarray]:
     """Returns windows as rows of T tokens, a segment for each, and which window each segment is, row by row."""
     lengths = np.asarray([len(window.ids) for window in cut], np.int64)
     ids = np.concatenate([np.empty(0, np.int32), *(window.ids for window in cut)])

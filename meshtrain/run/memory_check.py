@@ -12,7 +12,7 @@ import jax
 from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.assembly.facts import array_rows
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.config.smaller import (
     FROZEN_DTYPE,
     Change,
@@ -30,8 +30,8 @@ from meshtrain.launch import peers
 from meshtrain.launch.host_memory import most_bytes
 from meshtrain.sharding.mesh import mesh_shape
 from meshtrain.sharding.offload import is_on_host
+from meshtrain.sharding.param_sharding import MAX_LEVEL
 from meshtrain.sharding.rules import Rules
-from meshtrain.sharding.stored import MAX_LEVEL
 from meshtrain.sharding.trees import shard_bytes
 from meshtrain.step.device_memory import Statistics, statistics
 
@@ -98,7 +98,7 @@ def refuse_too_large(assembly: Assembly, make_task: MakeTask | None = None, rule
     """
     room = room_of(assembly)
     problems = list[str]()
-    if room is not None and (needed := needed_bytes(assembly, room)) > room.limit_bytes:
+    if room is not None and (needed := bytes_needed(assembly, room)) > room.limit_bytes:
         num_devices = f" on {room.num_sharing} devices" if room.num_sharing > 1 else " on a device"
         problems = [
             Problem(
@@ -134,7 +134,7 @@ def refuse_large_weights(assembly: Assembly) -> None:
     refuse(peers.share_problems("memory", problems))
 
 
-def needed_bytes(assembly: Assembly, room: Room) -> int:
+def bytes_needed(assembly: Assembly, room: Room) -> int:
     """Returns the bytes of the training state that one memory has to hold."""
     return state_bytes(assembly, with_host=room.is_host) * room.num_sharing
 
@@ -149,7 +149,7 @@ def _state_fix(assembly: Assembly, room: Room, make_task: MakeTask | None, rules
             other = assemble(changed, sizes, list(assembly.mesh.devices.flat), make_task, rules)
         except UserError:
             continue
-        if (needed := needed_bytes(other, room)) <= room.limit_bytes:
+        if (needed := bytes_needed(other, room)) <= room.limit_bytes:
             return f"{arguments(change)} ({format_bytes(needed)})"
     return _plan(state_bytes(assembly, with_host=True) * assembly.mesh.size)
 
@@ -188,7 +188,7 @@ def warn_of_large_step(assembly: Assembly, step: jax.stages.Compiled) -> None:
 
 
 @contextmanager
-def explained(assembly: Assembly, step: jax.stages.Compiled | None = None) -> Iterator[None]:
+def explain_memory(assembly: Assembly, step: jax.stages.Compiled | None = None) -> Iterator[None]:
     """Turns a device's lack of memory in the block into one line: planned bytes, limit, largest arrays, a change.
 
     Args:
@@ -203,10 +203,10 @@ def explained(assembly: Assembly, step: jax.stages.Compiled | None = None) -> It
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(exhausted(assembly, step, error)) from error
+        raise UserError(memory_problem(assembly, step, error)) from error
 
 
-def exhausted(assembly: Assembly, step: jax.stages.Compiled | None, error: BaseException) -> str:
+def memory_problem(assembly: Assembly, step: jax.stages.Compiled | None, error: BaseException) -> str:
     """Returns the line about memory that has run out.
 
     Args:

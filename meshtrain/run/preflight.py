@@ -12,9 +12,9 @@ from meshtrain.assembly.assemble import Assembly
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.checkpoint.other_runs import find, newest
 from meshtrain.cli import flags
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask, abstract_task
-from meshtrain.data.own_source import Data, MakeData
+from meshtrain.data.dataset import Dataset, MakeData
 from meshtrain.errors import Problem, UserError, refuse, warn
 from meshtrain.files import hash_of_sources, is_url, url_problems, what_is_at
 from meshtrain.launch import peers
@@ -22,7 +22,7 @@ from meshtrain.observe import trackers
 from meshtrain.observe.progress import phase
 from meshtrain.options import Values
 from meshtrain.run import base_weights, elastic, saving, weights, workdir
-from meshtrain.run.opened import open_data, refuse_unequal_data, warn_of_repeats, with_steps
+from meshtrain.run.dataset import open_data, refuse_unequal_data, warn_many_epochs, with_steps
 from meshtrain.sharding.mesh import advice, describe
 from meshtrain.sharding.rules import Rules
 
@@ -36,12 +36,12 @@ def check_arguments(directory: object, make_task: object, make_data: object, rul
       UserError: one line for each wrong argument.
     """
     task_fix = f"default(task='{make_task}')" if isinstance(make_task, str) else "train(config, directory, my_task)"
-    data_fix = "train(..., rules=rules)" if isinstance(make_data, Rules) else "lambda config: Data(...)"
+    data_fix = "train(..., rules=rules)" if isinstance(make_data, Rules) else "lambda config: Dataset(...)"
     rules_fix = "sharding.rules.extend(default_rules(LayoutOptions()), Rule(...))"
     arguments = (
         ("directory", directory, isinstance(directory, str | os.PathLike), "a folder's path", "runs/default"),
         ("make_task", make_task, callable(make_task), "a function (config, placement) -> Task", task_fix),
-        ("make_data", make_data, callable(make_data), "a function config -> Data", data_fix),
+        ("make_data", make_data, callable(make_data), "a function config -> Dataset", data_fix),
         ("rules", rules, isinstance(rules, Rules), "sharding.rules.Rules", rules_fix),
     )
     problems = [
@@ -54,7 +54,7 @@ def check_arguments(directory: object, make_task: object, make_data: object, rul
 
 def set_num_steps(
     config: Config, make_task: MakeTask | None, make_data: MakeData | None
-) -> tuple[Config, tuple[Data, str] | None]:
+) -> tuple[Config, tuple[Dataset, str] | None]:
     """Returns the configuration with `num_steps` in place of `num_epochs`, and the opened data with a line about it.
 
     Without `num_epochs` the configuration is unchanged and no data is opened: None.
@@ -86,7 +86,7 @@ def checked_assembly(
       UserError: processes with other versions or configurations, problems of the folder, and those of `assemble`.
     """
     refuse_unequal_processes(config, run)
-    saved = workdir.saved_step(run, config.checkpoint.directory)
+    saved = workdir.newest_step(run, config.checkpoint.directory)
     problems = peers.share_problems("workdir", check(config, run, saved))
     with phase("mesh", is_main=peers.is_main_process()) as say:
         assembly, lines = elastic.assemble_run(config, devices[0], make_task, rules, problems)
@@ -97,7 +97,9 @@ def checked_assembly(
     return assembly
 
 
-def checked_data(assembly: Assembly, opened: tuple[Data, str] | None, make_data: MakeData | None, run: Path) -> Data:
+def checked_data(
+    assembly: Assembly, opened: tuple[Dataset, str] | None, make_data: MakeData | None, run: Path
+) -> Dataset:
     """Returns the data of a run after it was compared with the run's folder and between the processes.
 
     Args:
@@ -113,9 +115,9 @@ def checked_data(assembly: Assembly, opened: tuple[Data, str] | None, make_data:
     with phase("data", is_main=peers.is_main_process()) as say:
         corpus, line = opened or (open_data(config, assembly.task, make_data), "")
         workdir.refuse_other_corpus(run, corpus.fingerprint, config.checkpoint.directory)
-        refuse_unequal_data(config, corpus, workdir.saved_step(run, config.checkpoint.directory))
+        refuse_unequal_data(config, corpus, workdir.newest_step(run, config.checkpoint.directory))
         say("; ".join(filter(None, (corpus.summary, line))))
-    warn_of_repeats(config, assembly.task, corpus)
+    warn_many_epochs(config, assembly.task, corpus)
     base_weights.refuse_other_weights(assembly, run)
     saving.refuse_unknown_metric(assembly, corpus)
     return corpus
@@ -131,7 +133,7 @@ def check(config: Config, run: Path, start_step: int) -> list[Problem]:
     """
     problems = workdir.check(run, config, is_saved=start_step > 0) or trackers.check(run)
     if not start_step and not problems:
-        problems = workdir.vanished(run, config.checkpoint.directory or str(run / CHECKPOINTS))
+        problems = workdir.lost_checkpoint(run, config.checkpoint.directory or str(run / CHECKPOINTS))
     problems += trackers.missing(config.observe)
     if start_step > config.num_steps:
         problems.append(
@@ -182,12 +184,12 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
     # Two commits of one version have other sources.
     versions |= {"python": platform.python_version(), "meshtrain's source": hash_of_sources(_PACKAGE)}
     peers.refuse_differences("versions", versions)
-    peers.refuse_differences("configuration", compared(config, run))
+    peers.refuse_differences("configuration", process_settings(config, run))
     saved = {"newest checkpoint": newest(config.checkpoint.directory or run / CHECKPOINTS)}
     peers.refuse_differences("workdir", saved, peers.SAME_FILES)
 
 
-def compared(config: Config, run: Path) -> Values:
+def process_settings(config: Config, run: Path) -> Values:
     """Returns name -> value of what has to be the same in all processes besides versions: workdir and configuration.
 
     With a bucket between them, each machine may have a workdir of its own.

@@ -16,17 +16,17 @@ import jax
 from meshtrain.assembly.assemble import Assembly
 from meshtrain.checkpoint import retention
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.checkpoint.other_runs import recorded
-from meshtrain.checkpoint.owner import owned
+from meshtrain.checkpoint.other_runs import extra_of_newest
+from meshtrain.checkpoint.owner import own_folder
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.config.meanings import record
+from meshtrain.data.dataset import Dataset
 from meshtrain.data.loader import next_sample
-from meshtrain.data.own_source import Data
 from meshtrain.errors import FolderLost, Interrupted, Problem, SaveFailed, UserError, refuse, unknown, warn
 from meshtrain.launch import peers
 from meshtrain.loop import Actions
 from meshtrain.observe.run_files import EVALUATED, LOSS_OF
-from meshtrain.observe.trackers import Trackers, evaluated
+from meshtrain.observe.trackers import Trackers, metrics_of_evaluation
 from meshtrain.run import workdir
 from meshtrain.run.evaluation import sets_of
 from meshtrain.sharding.trees import leaves_with_paths
@@ -34,7 +34,7 @@ from meshtrain.step.early_stop import reason
 from meshtrain.step.guard import name_of_first, name_of_gradient
 from meshtrain.step.state import TrainState
 from meshtrain.store import buckets
-from meshtrain.store.buckets import Unreached, reached
+from meshtrain.store.buckets import Unreached, wrap_bucket_errors
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ EVALUATIONS = "early_stop"  # in a checkpoint: metric -> {step: value}
 def save(
     assembly: Assembly,
     checkpoints: Checkpoints,
-    corpus: Data,
+    corpus: Dataset,
     found: Mapping[int, float],
     step: int,
     state: TrainState,
@@ -103,14 +103,14 @@ def finish(checkpoints: Checkpoints) -> None:
 
 
 def actions(
-    assembly: Assembly, checkpoints: Checkpoints, corpus: Data, run: Path, start_step: int
+    assembly: Assembly, checkpoints: Checkpoints, corpus: Dataset, run: Path, start_step: int
 ) -> dict[str, Callable]:
     """Returns the functions of `loop.Actions` that save, rate, name what is wrong, and end a run by its evaluations.
 
     They know the evaluations that a run has made before it resumes. All processes call it together.
     """
     has_row = bool(start_step) and has_evaluated(checkpoints, assembly.config.checkpoint, run, start_step)
-    options, saved = assembly.config.early_stop, recorded(checkpoints.directory) if start_step else {}
+    options, saved = assembly.config.early_stop, extra_of_newest(checkpoints.directory) if start_step else {}
     values = saved[EVALUATIONS].get(options.metric) if EVALUATIONS in saved else None
     found = {int(step): float(value) for step, value in (values or {}).items()}
     paths = [path for path, _ in leaves_with_paths(assembly.state.params)]
@@ -131,13 +131,13 @@ def has_evaluated(checkpoints: Checkpoints, options: CheckpointOptions, run: Pat
     A kill between the row and the rating leaves the step without a rating: it gets the values of the row. All processes
     call it together, because the run's folder may be on one machine only.
     """
-    values = evaluated(run, step) if peers.is_main_process() else {}
+    values = metrics_of_evaluation(run, step) if peers.is_main_process() else {}
     if values and options.keep_best:
-        with reached(checkpoints.directory):
+        with wrap_bucket_errors(checkpoints.directory):
             is_rated = step in retention.read_ratings(checkpoints.directory)
         if not is_rated:  # JSON has no NaN
             checkpoints.rate(step, {name: math.nan if value is None else value for name, value in values.items()})
-    return bool(peers.gathered("evaluated", bool(values))[0])
+    return bool(peers.gather_values("evaluated", bool(values))[0])
 
 
 def higher_is_better(assembly: Assembly, metric: str) -> bool:
@@ -146,7 +146,7 @@ def higher_is_better(assembly: Assembly, metric: str) -> bool:
 
 
 @contextlib.contextmanager
-def opened(assembly: Assembly, run: Path) -> Iterator[Checkpoints]:
+def open_checkpoints(assembly: Assembly, run: Path) -> Iterator[Checkpoints]:
     """Locks a run's folder, owns the place of its checkpoints, and opens them for writing during the block.
 
     The task says in which direction `best_metric` is better. If the folder is lost, its remains are removed.
@@ -160,8 +160,10 @@ def opened(assembly: Assembly, run: Path) -> Iterator[Checkpoints]:
     is_higher = higher_is_better(assembly, options.best_metric)
     try:
         with (
-            workdir.locked(run) as lost,
-            owned(directory, workdir.kept(run, workdir.RUN_ID, new_id), may_vanish=not options.directory) as elsewhere,
+            workdir.lock(run) as lost,
+            own_folder(
+                directory, workdir.remember(run, workdir.RUN_ID, new_id), may_vanish=not options.directory
+            ) as elsewhere,
             Checkpoints(
                 directory,
                 options,
@@ -185,7 +187,7 @@ def new_id() -> str:
 
 
 @contextlib.contextmanager
-def guarded(actions: Actions, checkpoints: Checkpoints, trackers: Trackers) -> Iterator[Actions]:
+def guard(actions: Actions, checkpoints: Checkpoints, trackers: Trackers) -> Iterator[Actions]:
     """Yields actions that raise FolderLost if the run's folder is lost, and stop the run if its file of rows is.
 
     Raises:
@@ -227,7 +229,7 @@ def stops_without(lost: Callable[[], str], asked: list[str]) -> bool:
     return False
 
 
-def refuse_unknown_metric(assembly: Assembly, corpus: Data) -> None:
+def refuse_unknown_metric(assembly: Assembly, corpus: Dataset) -> None:
     """Compares metrics that options name with those of an evaluation, which are traced and not compiled.
 
     Raises:

@@ -13,8 +13,8 @@ from meshtrain.assembly.assemble import Assembly
 from meshtrain.assembly.facts import throughput_of
 from meshtrain.assembly.steps import StepFunction
 from meshtrain.checkpoint.checkpoint import Checkpoints
-from meshtrain.config.fields import Config
-from meshtrain.data.own_source import Data
+from meshtrain.config.schema import Config
+from meshtrain.data.dataset import Dataset
 from meshtrain.launch import peers
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.models.task import Params
@@ -24,8 +24,8 @@ from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress
 from meshtrain.observe.trackers import Trackers
 from meshtrain.run import memory_check, saving, workdir
+from meshtrain.run.dataset import examples_consumed, training_batches
 from meshtrain.run.evaluation import evaluate_with_texts
-from meshtrain.run.opened import drawn, training_batches
 from meshtrain.step.state import TrainState
 
 
@@ -43,7 +43,7 @@ class Session:
     """
 
     assembly: Assembly
-    corpus: Data
+    corpus: Dataset
     checkpoints: Checkpoints
     run: Path
     watchdog: Watchdog
@@ -77,20 +77,20 @@ def run_loop(
     Args:
       session: the run.
       start: from `initial_state.begin`.
-      texts: weights -> prompts with the texts after them, for evaluations; see `generating.continuations`.
+      texts: weights -> prompts with the texts after them, for evaluations; see `generating.sample_texts`.
     """
     assembly, corpus, run, checkpoints = session.assembly, session.corpus, session.run, session.checkpoints
-    with memory_check.explained(assembly, start.program), observing(session, start) as (observers, trackers):
+    with memory_check.explain_memory(assembly, start.program), observing(session, start) as (observers, trackers):
         actions = loop.Actions(
             train_step=start.train_step,
             evaluate=functools.partial(evaluate_with_texts, assembly, corpus, texts, run, observers.progress.line),
             **saving.actions(assembly, checkpoints, corpus, run, start.step),
             write=trackers.write,
-            drawn=functools.partial(drawn, assembly.config, assembly.task, corpus),
+            drawn=functools.partial(examples_consumed, assembly.config, assembly.task, corpus),
         )
         when, throughput = timetable(assembly.config), throughput_of(assembly)
         stream = training_batches(assembly, corpus, start.step)
-        with saving.guarded(actions, checkpoints, trackers) as actions:
+        with saving.guard(actions, checkpoints, trackers) as actions:
             last = loop.run(start.state, start.step, stream, when, throughput, actions, observers)
         with session.watchdog.patient():
             trackers.close()  # one may send what is left over the network
@@ -109,7 +109,7 @@ def observing(session: Session, start: Start) -> Iterator[tuple[loop.Observers, 
     ):
         if start.restored and start.step < config.num_steps:
             trackers.write(start.step, start.restored)
-        since = workdir.begun_seconds(run, session.begun_seconds, trackers.done.passed_seconds)
+        since = workdir.start_seconds(run, session.begun_seconds, trackers.done.passed_seconds)
         goodput = Goodput(since, trackers.done, num_processes=n)
         yield loop.Observers(progress, profiler, session.watchdog, goodput, own_times), trackers
 

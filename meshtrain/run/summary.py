@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshtrain.assembly.assemble import Assembly
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.corpus import Corpus, bigram_loss
-from meshtrain.data.encoding.special_tokens import unmarked
-from meshtrain.data.own_source import Data
+from meshtrain.data.dataset import Dataset
+from meshtrain.data.encoding.special_tokens import unmark
 from meshtrain.errors import UserError, warn
 from meshtrain.files import write_whole
 from meshtrain.generation.answers import Wanted, answers, fitting
@@ -19,9 +19,9 @@ from meshtrain.launch import peers
 from meshtrain.models.task import Params
 from meshtrain.observe.run_files import EPOCHS, EVALUATED, PROMPTED_FILE, SAMPLES_FILE
 from meshtrain.run import workdir
-from meshtrain.run.evaluation import scored
-from meshtrain.run.generating import decode_of, folded, generator, problems_of_task
-from meshtrain.run.opened import drawn
+from meshtrain.run.dataset import examples_consumed
+from meshtrain.run.evaluation import first_validation
+from meshtrain.run.generating import decode_of, fold_pipeline, generator, problems_of_task
 from meshtrain.run.session import Session
 from meshtrain.sharding.rules import Rules
 from meshtrain.step.state import TrainState
@@ -63,7 +63,7 @@ def show(
     lines += [f"validation {name:<6} {value:.4f}" for name, value in metrics_of_evaluation(values).items()]
     unit = assembly.task.unit
     lines.append(f"{unit:<17} {int(state.step) * assembly.task.num_units:,}")
-    of_sources = drawn(assembly.config, assembly.task, corpus, int(state.step))
+    of_sources = examples_consumed(assembly.config, assembly.task, corpus, int(state.step))
     for name in (name.removeprefix(EPOCHS) for name in of_sources if name.startswith(EPOCHS)):
         lines.append(f"{name:<17} {of_sources[f'{unit}/{name}']:,} {unit}, {of_sources[EPOCHS + name]:.2f} epochs")
     if rate := rate_of_the_run(values, assembly.task.num_units):
@@ -97,9 +97,9 @@ def bigram_of(config: Config, corpus: Corpus, run: Path) -> float | None:
       corpus: text that the bigram model learns from.
       run: the run's folder, which stores the result.
     """
-    indices = scored(config, corpus.validation)
+    indices = first_validation(config, corpus.validation)
     compute = functools.partial(bigram_loss, corpus.train, corpus.validation, indices=indices)
-    result: float | None = workdir.kept(run, f"bigram_loss_on_{len(indices)}", compute)
+    result: float | None = workdir.remember(run, f"bigram_loss_on_{len(indices)}", compute)
     return result
 
 
@@ -126,7 +126,7 @@ NUM_TOKENS, MOST_PARAMETERS = 160, 10_000_000
 
 def sample(
     assembly: Assembly,
-    corpus: Data,
+    corpus: Dataset,
     params: Params,
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
@@ -153,14 +153,14 @@ def sample(
         length = fitting(decode, max(map(len, ids), default=0), most, within_training=assembly.config.sample_tokens < 0)
         if not ids or not length or not all(ids):
             return ""
-        assembly, move, line = folded(assembly, make_task, rules)
+        assembly, move, line = fold_pipeline(assembly, make_task, rules)
     except UserError as error:  # the run is done and saved, whether it can be sampled or not
         return str(error)
     temperature = TEMPERATURE if decode.continues else 0.0
     wanted = Wanted(length, Sampling(temperature), seed=assembly.config.seed)
     drawn = answers(generator(assembly, move(params), [text.end_id]), text.decode, ids, wanted)
     between = "" if decode.continues else " -> "
-    shown = [f"{unmarked(prompt)}{between}{one.text}" for prompt, one in zip(prompts, drawn, strict=True)]
+    shown = [f"{unmark(prompt)}{between}{one.text}" for prompt, one in zip(prompts, drawn, strict=True)]
     return "\n".join([*([f"({line})"] if line else []), *shown])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshtrain.checkpoint import integrity, retention
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
-from meshtrain.checkpoint.manager import renamed
+from meshtrain.checkpoint.manager import renaming_problems
 from meshtrain.checkpoint.other_runs import place_of
 from meshtrain.cli import flags
 from meshtrain.data.token_files import is_intact, read_sidecar
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if what == "a folder" and given.name.isdecimal():
         checkpoints = [given]
     elif what == "a folder":
-        checkpoints = [given / str(step) for step in retention.saved_steps(given)]
+        checkpoints = [given / str(step) for step in retention.checkpoint_steps(given)]
     if not checkpoints:
         got = "no checkpoint in it" if what == "a folder" else what
         raise UserError(
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         )
     is_damaged = False
     for directory in checkpoints:
-        damage = integrity.damage(directory) or renamed(directory)
+        damage = integrity.damage(directory) or renaming_problems(directory)
         is_damaged |= bool(damage)
         print(f"{directory}: {f'damaged: {damage[0]}' if damage else 'undamaged'}", flush=True)
         for line in damage[1:]:

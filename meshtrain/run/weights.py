@@ -17,16 +17,16 @@ from meshtrain.assembly.facts import stored_params
 from meshtrain.checkpoint import other_runs
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.cli import flags, foreign
-from meshtrain.config.build import built, file_content
-from meshtrain.config.fields import CONFIG_FILE, Config
+from meshtrain.config.build import build, file_content
 from meshtrain.config.former import FORMER
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.config.resolve import configure, resolve
 from meshtrain.config.resume import from_json
+from meshtrain.config.schema import CONFIG_FILE, Config
 from meshtrain.data.sources import reads_documents
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
 from meshtrain.errors import Problem, UserError, warn
-from meshtrain.files import Json, JsonObject, download_command, expanded, is_url, read_json, what_is_at
+from meshtrain.files import Json, JsonObject, download_command, expand_user, is_url, read_json, what_is_at
 from meshtrain.hf import adapters, tensor_files
 from meshtrain.hf import config_json as hf_config
 from meshtrain.hf import folder as hf_folder
@@ -85,16 +85,16 @@ def configuration(
     uses = {foreign.WEIGHTS, foreign.TEXT, *([foreign.DATA] * reads_data), *([foreign.ORIGIN] * reads_origin)}
     if hf_config.is_described(arguments.workdir):
         ignore = arguments.overrides.get("init_ignore") or ""
-        hf_folder.opened(arguments.workdir, ignore)  # problems of config.json and of the files together
+        hf_folder.open_folder(arguments.workdir, ignore)  # problems of config.json and of the files together
         given = of_folder(arguments.workdir, ignore)
         return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
     if is_url(str(arguments.workdir)):
-        own, was = arguments.workdir, other_runs.recorded(arguments.workdir)
+        own, was = arguments.workdir, other_runs.extra_of_newest(arguments.workdir)
         if "config" not in was:
             raise UserError(
                 Problem(own, got="no complete checkpoint", allowed="where a run has saved", nearest="another")
             )
-        return _changed(json.dumps(was["config"]), own, arguments, also, uses)
+        return _change(json.dumps(was["config"]), own, arguments, also, uses)
     own = arguments.workdir / CONFIG_FILE
     if what_is_at(own) != "a file":
         return configure(arguments, also, reads_data=reads_data)
@@ -106,10 +106,10 @@ def configuration(
         raise UserError(
             Problem(own, fault=f"not UTF-8 ({error})", allowed="what a run wrote", nearest="another --workdir")
         ) from error
-    return _changed(text, own, arguments, also, uses)
+    return _change(text, own, arguments, also, uses)
 
 
-def _changed(
+def _change(
     text: str, place: str | Path, arguments: argparse.Namespace, also: Sequence[str], uses: Collection[str]
 ) -> Config:
     """Returns the configuration in a text of JSON, changed by the command line.
@@ -150,7 +150,7 @@ def _refuse_foreign(
     found = foreign.outside(content, place, uses, fields)
     found = {key: value for key, value in found.items() if key not in overrides}
     if found and arguments.config is not None:
-        of_user = flags.flatten(built(file_content(arguments.config), {})[0])
+        of_user = flags.flatten(build(file_content(arguments.config), {})[0])
         found = {key: value for key, value in found.items() if key not in of_user or of_user[key] != value}
     again = [f"--config.{key}={value}" for key, value in found.items()]
     foreign.refuse(found, place, shlex.join([*arguments.command, *again]), fields)
@@ -164,7 +164,7 @@ def checkpoints_of(config: Config, workdir: str | Path) -> str | Path:
     return config.checkpoint.directory or (inner if what_is_at(inner) == "a folder" else workdir)
 
 
-def assembled(config: Config, workdir: str | Path, step: int | None, *, folds_pipeline: bool = False) -> Assembly:
+def assemble_run(config: Config, workdir: str | Path, step: int | None, *, folds_pipeline: bool = False) -> Assembly:
     """Returns the assembly of a run's configuration on the devices of this machine; reads no weights, compiles nothing.
 
     Args:
@@ -188,8 +188,8 @@ def assembled(config: Config, workdir: str | Path, step: int | None, *, folds_pi
     return assembly
 
 
-def restored(assembly: Assembly, workdir: str | Path, step: int | None, which: str = LAST) -> tuple[Params, int]:
-    """Returns the weights of a checkpoint, as `assembly.state.params` has them, and its step; see `assembled`.
+def restore_weights(assembly: Assembly, workdir: str | Path, step: int | None, which: str = LAST) -> tuple[Params, int]:
+    """Returns the weights of a checkpoint, as `assembly.state.params` has them, and its step; see `assemble_run`.
 
     Raises:
       UserError: the checkpoint is damaged, of another model, or without averages where `which` asks for them.
@@ -199,13 +199,13 @@ def restored(assembly: Assembly, workdir: str | Path, step: int | None, which: s
     return stored_params(assembly, kept), found
 
 
-def beneath(config: Config) -> tuple[str, Adapters | None]:
+def base_weights(config: Config) -> tuple[str, Adapters | None]:
     """Returns the place of the weights that a run begins with, and the adapters of `init_from` where they are peft's.
 
     Raises:
       UserError: the adapters cannot be read, or have no model here.
     """
-    found = adapters.opened(config.init_from) if adapters.is_folder(config.init_from) else None
+    found = adapters.open_adapters(config.init_from) if adapters.is_folder(config.init_from) else None
     if found is None and config.init_base:
         raise UserError(
             Problem("init_base", got=f"'{config.init_base}' without adapters of peft", allowed="''", nearest="''")
@@ -215,7 +215,7 @@ def beneath(config: Config) -> tuple[str, Adapters | None]:
         raise UserError(
             Problem(None, got=f"adapters of peft with task={config.task}", allowed="decoder", nearest="task=decoder")
         )
-    if found and (is_url(base) or not base or what_is_at(expanded(base)) != "a folder"):
+    if found and (is_url(base) or not base or what_is_at(expand_user(base)) != "a folder"):
         download = download_command(base)
         place = "init_base" if config.init_base else str(found.directory / hf_config.ADAPTERS_FILE)
         fix = f"--config.init_base=DIR{f', after {download}' if download else ''}"
@@ -236,9 +236,9 @@ def beneath(config: Config) -> tuple[str, Adapters | None]:
 
 def content(config: Config) -> dict[str, Json]:
     """Returns a hash of the weights that a run begins with, to compare the copies of several machines."""
-    base, _ = beneath(config)
+    base, _ = base_weights(config)
     if hf_config.is_described(base):
-        return {"tensors": tensor_files.content_hash(tensor_files.tensors(expanded(base))[0])}
+        return {"tensors": tensor_files.content_hash(tensor_files.tensors(expand_user(base))[0])}
     return {"newest checkpoint": other_runs.newest(base)}
 
 
@@ -257,15 +257,15 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
     """
     try:
         if directory == config.init_from:
-            directory, _ = beneath(config)
+            directory, _ = base_weights(config)
         if is_by_name(config, directory):
-            return tensor_files.tensors(expanded(directory))[1]
+            return tensor_files.tensors(expand_user(directory))[1]
         if not hf_config.is_described(directory):
             with other_runs.find(directory) as checkpoints:
                 if step is not None:
                     checkpoints.refuse_unknown(step)
             return []
-        opened = hf_folder.opened(directory, config.init_ignore)
+        opened = hf_folder.open_folder(directory, config.init_ignore)
     except UserError as error:
         return list(error.problems)
     if step is not None:
@@ -278,7 +278,7 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
             )
         ]
     lines = hf_config.differences(config.model, opened.model.options, config.sequence_length, directory)
-    lines += _other_tokenizer(config, opened.directory)
+    lines += _tokenizer_problem(config, opened.directory)
     if not lines and peers.is_main_process():
         for note in hf_config.notes(directory, opened.model):
             warn(note)
@@ -290,7 +290,7 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
     return lines
 
 
-def _other_tokenizer(config: Config, folder: Path) -> list[Problem]:
+def _tokenizer_problem(config: Config, folder: Path) -> list[Problem]:
     """Returns one line if a run reads text with other tokens than the folder's tokenizer has; added ones may differ."""
     used, own = config.data.tokenizer, folder / TOKENIZER
     if not reads_documents(config.data) or TOKENIZER in config.init_ignore or what_is_at(own) != "a file":
@@ -322,7 +322,7 @@ def paths(directory: str | Path) -> list[str]:
       directory: see `problems`, of which there are none.
     """
     if hf_config.is_described(directory):
-        return [weight.path for weight in hf_folder.opened(directory, ignore=None).table]
+        return [weight.path for weight in hf_folder.open_folder(directory, ignore=None).table]
     with other_runs.find(directory) as checkpoints:
         return list(checkpoints.shapes(checkpoints.steps()[-1]))
 
@@ -339,7 +339,7 @@ def refuse_other_params(directory: str | Path, abstract_params: Params, rounded:
       UserError: they differ.
     """
     if hf_config.is_described(directory):
-        hf_folder.refuse_other_params(hf_folder.opened(directory, ignore=None), abstract_params)
+        hf_folder.refuse_other_params(hf_folder.open_folder(directory, ignore=None), abstract_params)
         return
     with other_runs.find(directory) as checkpoints:
         checkpoints.refuse_other_params(checkpoints.steps()[-1], abstract_params, rounded)
@@ -366,10 +366,10 @@ def restore_params(
       A pytree of jax.Array of the same structure; and the step, 0 for a Hugging Face folder.
 
     Raises:
-      UserError: see `checkpoint.other_runs.restore_params` and `hf.folder.opened`; or processes see other files.
+      UserError: see `checkpoint.other_runs.restore_params` and `hf.folder.open_folder`; or processes see other files.
     """
     if not hf_config.is_described(directory):
         return other_runs.restore_params(directory, step, abstract_params, rounded, averaged=averaged)
-    found = hf_folder.opened(directory, ignore=None)
+    found = hf_folder.open_folder(directory, ignore=None)
     hf_folder.refuse_differences(found)
     return hf_folder.read(found, abstract_params, shows_bar=peers.is_main_process() and sys.stderr.isatty()), 0

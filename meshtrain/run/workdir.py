@@ -25,20 +25,20 @@ import numpy as np
 from meshtrain.assembly.assemble import Assembly
 from meshtrain.assembly.optimization import learning_rates
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
-from meshtrain.checkpoint.other_runs import find, recorded
+from meshtrain.checkpoint.other_runs import extra_of_newest, find
 from meshtrain.checkpoint.owner import OWNER
 from meshtrain.cli import flags, foreign
 from meshtrain.config import meanings
-from meshtrain.config.fields import CONFIG_FILE, Config
 from meshtrain.config.resolve import to_json
 from meshtrain.config.resume import difference, from_json
+from meshtrain.config.schema import CONFIG_FILE, Config
 from meshtrain.errors import Problem, UserError, is_finite, refuse, warn
 from meshtrain.files import Json, JsonObject, is_same, open_folder, read_json, what_is_at, write_whole
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
 from meshtrain.observe.run_files import DEVICE_FILE, PROMPTED_FILE, SAMPLES_FILE
 from meshtrain.observe.trackers import METRICS_FILE, WANDB_FOLDER
-from meshtrain.step.device_memory import bytes_of_device, held, statistics
+from meshtrain.step.device_memory import bytes_of_device, statistics, training_state_bytes
 from meshtrain.step.state import TrainState
 from meshtrain.store.buckets import Unreached
 
@@ -69,7 +69,7 @@ def check(run: Path, config: Config, *, is_saved: bool) -> list[Problem]:
         return problems
     now, before = dataclasses.asdict(config), {f"workdir {run}": _read_json(run / CONFIG_FILE)}
     place = config.checkpoint.directory
-    if place and "config" in (there := recorded(place)):  # it may be a copy of the place that it names
+    if place and "config" in (there := extra_of_newest(place)):  # it may be a copy of the place that it names
         before[place] = {**there["config"], "checkpoint": now["checkpoint"]}
     if former := [where for where, was in before.items() if was and meanings.is_former(was)]:
         return [_former_run(former[0], before[former[0]], run, is_saved=is_saved)]
@@ -123,7 +123,7 @@ def _can_write(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def locked(run: Path) -> Iterator[Callable[[], str]]:
+def lock(run: Path) -> Iterator[Callable[[], str]]:
     """Locks the folder against other runs during the block; process 0 holds the lock for all processes.
 
     The system releases the lock when the process ends, also when it is killed. A remaining file `.lock` locks nothing.
@@ -223,7 +223,7 @@ def _remove_beginning(run: Path, folder: int, names: Sequence[str], made: Sequen
             path.rmdir()
 
 
-def begun_seconds(run: Path, own_seconds: float, logged_seconds: float) -> float:
+def start_seconds(run: Path, own_seconds: float, logged_seconds: float) -> float:
     """Returns when the run's first process began, on this process' monotonic clock.
 
     The first start writes the date, as seconds since the epoch, into corpus.json, because a monotonic clock restarts
@@ -236,7 +236,7 @@ def begun_seconds(run: Path, own_seconds: float, logged_seconds: float) -> float
         been set back.
     """
     date = time.time() - (time.monotonic() - own_seconds)
-    age_seconds = date - float(kept(run, "begun_seconds", lambda: date))
+    age_seconds = date - float(remember(run, "begun_seconds", lambda: date))
     return own_seconds - max(age_seconds, logged_seconds)
 
 
@@ -259,7 +259,7 @@ def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / CONFIG_FILE, to_json(config))
         write_whole(run / "layout.txt", layout)
-        kept(run, "fingerprint", lambda: fingerprint)
+        remember(run, "fingerprint", lambda: fingerprint)
     except OSError as error:
         raise UserError(
             Problem(
@@ -277,7 +277,7 @@ def refuse_other_corpus(run: Path, fingerprint: str, directory: str = "") -> Non
       UserError: the folder holds a run on other data.
     """
     facts = _facts(run)
-    if directory and "fingerprint" not in facts and "corpus" in (there := recorded(directory)):
+    if directory and "fingerprint" not in facts and "corpus" in (there := extra_of_newest(directory)):
         facts = {"fingerprint": there["corpus"]}
     if "fingerprint" in facts and facts["fingerprint"] != fingerprint:
         raise UserError(
@@ -293,7 +293,7 @@ def refuse_other_corpus(run: Path, fingerprint: str, directory: str = "") -> Non
         )
 
 
-def kept(run: Path, name: str, compute: Callable[[], Json]) -> Json:
+def remember(run: Path, name: str, compute: Callable[[], Json]) -> Json:
     """Returns an entry of corpus.json; if it is missing, `compute` returns its value, and it is written."""
     facts = _facts(run)
     if name in facts:
@@ -308,10 +308,10 @@ def kept(run: Path, name: str, compute: Callable[[], Json]) -> Json:
 def record_saved(run: Path, step: int) -> None:
     """Notes in corpus.json that a step is saved, unless one is noted; a disk error is ignored."""
     with contextlib.suppress(OSError):
-        kept(run, _SAVED, lambda: step)
+        remember(run, _SAVED, lambda: step)
 
 
-def vanished(run: Path, place: str) -> list[Problem]:
+def lost_checkpoint(run: Path, place: str) -> list[Problem]:
     """Returns one line if a run has completed a save; call it if there is no complete checkpoint in its place.
 
     A run that ended before its first save begins again; this one would repeat its steps and replace its rows.
@@ -384,7 +384,7 @@ def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled) -> N
     """
     if not peers.is_main_process():
         return
-    state = held(assembly.state, assembly.states.sums)
+    state = training_state_bytes(assembly.state, assembly.states.sums)
     analysis = step.memory_analysis()
     of_compiler = None if analysis is None else statistics(analysis)
     facts = {
@@ -406,7 +406,7 @@ def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled) -> N
         warn(f"{path}: {error}; a report of this run will not show the memory of a device")
 
 
-def saved_step(run: Path, directory: str = "") -> int:
+def newest_step(run: Path, directory: str = "") -> int:
     """Returns the step of a run's newest complete checkpoint, in its folder or `checkpoint.directory`; 0 for none."""
     try:
         with find(directory or run / CHECKPOINTS, is_place=True) as checkpoints:

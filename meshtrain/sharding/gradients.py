@@ -20,10 +20,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.sharding.jaxprs import Hook
+from meshtrain.sharding.param_sharding import (
+    GRADIENTS_LEVEL,
+    MAX_LEVEL,
+    ParamSharding,
+    ParamShardings,
+    axes_of_dims,
+    spec_of_dims,
+)
 from meshtrain.sharding.placement import on_shards
-from meshtrain.sharding.reduction import summed
+from meshtrain.sharding.reduction import sum_over
 from meshtrain.sharding.rules import DATA
-from meshtrain.sharding.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, StoredTree, axes_of_dims, spec_of_dims
 from meshtrain.sharding.trees import Arrays, Masks, Shaped, Specs, select
 
 Compute = Callable[..., tuple[Arrays, Arrays]]
@@ -54,14 +61,14 @@ class Reduced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replicas:
+class GradientSync:
     """How gradients are added up over microbatches and reduced over the replicas of the data axis.
 
     Attributes:
       mesh: the mesh.
-      stored: a pytree of `Stored` with the structure of the parameters.
-      level: the ZeRO level (`stored.py`). At level 3 weights are sharded over the data axis, which the partitioner
-        handles.
+      stored: a pytree of `ParamSharding` with the structure of the parameters.
+      level: the ZeRO level (`param_sharding.py`). At level 3 weights are sharded over the data axis, which the
+        partitioner handles.
       is_manual: whether the data axis is manual at levels 0 to 2; if not, the partitioner handles it.
       wire_dtype: the dtype in which gradients are reduced over the data axis. Sums over microbatches are float32.
       trained: a pytree of bool with the structure of the parameters, true for each parameter with a gradient; None:
@@ -70,7 +77,7 @@ class Replicas:
     """
 
     mesh: Mesh
-    stored: StoredTree
+    stored: ParamShardings
     level: int = 0
     is_manual: bool = True
     wire_dtype: DTypeLike = jnp.float32
@@ -93,8 +100,8 @@ class Replicas:
         return jax.tree.map(lambda weight: weight.parameter, self.stored)
 
     @property
-    def trained_stored(self) -> StoredTree:
-        """`Stored` of the parameters that have gradients, None for the others."""
+    def trained_stored(self) -> ParamShardings:
+        """`ParamSharding` of the parameters that have gradients, None for the others."""
         return select(self.stored, self.trained)[0]
 
     @property
@@ -136,13 +143,13 @@ class Replicas:
 
         return run
 
-    def zeros(self, params: Arrays, stored: StoredTree) -> Arrays:
+    def zeros(self, params: Arrays, stored: ParamShardings) -> Arrays:
         """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.
 
         At level 2, a dim that the data axis divides has the size of one shard.
         """
 
-        def zeros(leaf: jax.Array, weight: Stored) -> jax.Array:
+        def zeros(leaf: jax.Array, weight: ParamSharding) -> jax.Array:
             dim = weight.data_dim if self._scatters_each(weight) else 0
             return jnp.zeros(self.shard_shape(leaf, dim), jnp.float32)
 
@@ -170,12 +177,12 @@ class Replicas:
           params: arrays or `jax.ShapeDtypeStruct`s with global shapes, for all parameters, trained or not.
         """
 
-        def accumulator(leaf: Shaped, weight: Stored) -> jax.ShapeDtypeStruct:
+        def accumulator(leaf: Shaped, weight: ParamSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=NamedSharding(self.mesh, weight.gradient))
 
         return jax.tree.map(accumulator, select(params, self.trained)[0], self.trained_stored)
 
-    def part(self, gradients: Arrays, stored: StoredTree) -> Arrays:
+    def part(self, gradients: Arrays, stored: ParamShardings) -> Arrays:
         """Returns the float32 arrays that a microbatch adds to this replica's sums.
 
         At level 2 the arrays are reduce-scattered over the data axis.
@@ -183,14 +190,14 @@ class Replicas:
         Args:
           gradients: a pytree with the structure of the parameters, in any float dtype; a leaf may lack leading dims
             (one layer of a stack).
-          stored: `Stored` of these parameters.
+          stored: `ParamSharding` of these parameters.
         """
         gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
         if not any(self._scatters_each(weight) for weight in jax.tree.leaves(stored)):
             return gradients
 
         # A weight that the data axis does not divide is reduced once, after the last microbatch (`_reduced`).
-        def scatter(leaf: jax.Array, weight: Stored) -> jax.Array:
+        def scatter(leaf: jax.Array, weight: ParamSharding) -> jax.Array:
             return self._reduce(leaf, weight) if self._scatters_each(weight) else leaf
 
         return self._on_each(scatter, gradients, stored)
@@ -203,22 +210,22 @@ class Replicas:
         """
         return bool(self.axes) and self.level < GRADIENTS_LEVEL and self.crossing is OverData.SUMMED
 
-    def reduced_zeros(self, leaf: jax.Array, weight: Stored) -> jax.Array:
+    def reduced_zeros(self, leaf: jax.Array, weight: ParamSharding) -> jax.Array:
         """Returns float32 zeros with the local shape of a reduced gradient; at level 1 the shape of one shard."""
         return jnp.zeros(self.shard_shape(leaf, weight.scattered_dim), jnp.float32)
 
-    def reduced_layers(self, gradients: Arrays, stored: StoredTree) -> Arrays:
+    def reduced_layers(self, gradients: Arrays, stored: ParamShardings) -> Arrays:
         """Returns the gradients of layers reduced over the data axis, in `wire_dtype`.
 
         At level 1 the arrays are the shards of this replica.
 
         Args:
           gradients: float32 sums of one replica, local along the manual axes.
-          stored: `Stored` of these parameters.
+          stored: `ParamSharding` of these parameters.
         """
         return self._on_each(self._sent, gradients, stored)
 
-    def reducing_layers(self, stored: Mapping[int, Stored]) -> Hook:
+    def reducing_layers(self, stored: Mapping[int, ParamSharding]) -> Hook:
         """Returns the hook that reduces the gradients of one layer in its backward pass.
 
         The hook gets the weights of a layer and, for each weight, a pair: the local gradient sum of the earlier
@@ -228,7 +235,7 @@ class Replicas:
         and shape the weights have.
 
         Args:
-          stored: index of a weight -> its `Stored`.
+          stored: index of a weight -> its `ParamSharding`.
         """
 
         @jax.custom_vjp
@@ -253,11 +260,11 @@ class Replicas:
         return hook
 
     def _on_each(
-        self, function: Callable[[jax.Array, Stored], jax.Array], gradients: Arrays, stored: StoredTree
+        self, function: Callable[[jax.Array, ParamSharding], jax.Array], gradients: Arrays, stored: ParamShardings
     ) -> Arrays:
         """Applies a function to each gradient, where all mesh axes are manual; a leaf may lack leading dims."""
 
-        def trailing(leaf: jax.Array, weight: Stored) -> PartitionSpec:
+        def trailing(leaf: jax.Array, weight: ParamSharding) -> PartitionSpec:
             return spec_of_dims(axes_of_dims(weight.parameter, weight.num_dims)[-leaf.ndim :])
 
         def on_all(gradients: Arrays) -> Arrays:
@@ -268,18 +275,18 @@ class Replicas:
         is_narrow = jnp.dtype(self.wire_dtype).itemsize < 4
         return on_shards(self.mesh, on_all, (specs,), specs, is_opaque=is_narrow)(gradients)
 
-    def _scatters_each(self, weight: Stored) -> bool:
+    def _scatters_each(self, weight: ParamSharding) -> bool:
         return bool(self.axes) and weight.gradient != weight.parameter
 
-    def _reduce(self, x: jax.Array, weight: Stored) -> jax.Array:
+    def _reduce(self, x: jax.Array, weight: ParamSharding) -> jax.Array:
         return self._sent(x, weight).astype(jnp.float32)
 
-    def _sent(self, x: jax.Array, weight: Stored) -> jax.Array:
+    def _sent(self, x: jax.Array, weight: ParamSharding) -> jax.Array:
         """Returns a gradient reduced over the data axis in `wire_dtype`.
 
         If the gradient is scattered, the result is the shard of this replica.
         """
-        return summed(x.astype(self.wire_dtype), DATA, weight.scattered_dim)
+        return sum_over(x.astype(self.wire_dtype), DATA, weight.scattered_dim)
 
     def with_replicas(self, specs: Specs) -> Specs:
         """Returns the specs of arrays that have a leading dim of replicas, split over the data axis."""
@@ -294,7 +301,7 @@ class Replicas:
         """
         stored = self.trained_stored
 
-        def reduce(leaf: jax.Array | Reduced, weight: Stored) -> jax.Array:
+        def reduce(leaf: jax.Array | Reduced, weight: ParamSharding) -> jax.Array:
             if isinstance(leaf, Reduced):
                 return leaf.value[0]
             return leaf[0] if self._scatters_each(weight) else self._reduce(leaf[0], weight)

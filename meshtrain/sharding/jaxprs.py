@@ -1,9 +1,9 @@
 """Transforms of traced functions: the only module that walks jaxprs to change or to run them.
 
-`traced` detects the weights that a function reads in a single loop, one layer at a time. It runs the function with a
+`trace` detects the weights that a function reads in a single loop, one layer at a time. It runs the function with a
 hook on each layer's weights: a model that scans over stacked weights [L, ...] reads a slice of each per iteration.
 Tasks need no change, whether written in Linen, NNX or plain functions. `run_after` delays the allocation of loops,
-`depends` computes which results depend on which inputs, `results` computes some of the variables, and `called_once`
+`depends` computes which results depend on which inputs, `results` computes some of the variables, and `inline_calls`
 gives manual regions separate jaxprs.
 
 L: layers in a stack.
@@ -64,18 +64,18 @@ class Traced:
         """
         jaxpr, arguments = self.closed.jaxpr, [*arrays, *jax.tree.leaves(others)]
         tracked = {jaxpr.invars[index]: index for index in given}
-        outputs = _hooked(jaxpr, self.closed.consts, arguments, tracked, given, hook)
+        outputs = _run_hooked(jaxpr, self.closed.consts, arguments, tracked, given, hook)
         return jax.tree.unflatten(self.structure, outputs)
 
 
-def traced(function: Callable[[list[jax.Array], Arrays], Arrays], arrays: list[jax.Array], others: Arrays) -> Traced:
+def trace(function: Callable[[list[jax.Array], Arrays], Arrays], arrays: list[jax.Array], others: Arrays) -> Traced:
     """Traces a function of a list of arrays and a pytree of others; detects the arrays that a single loop slices."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(arrays, others)
-    found = _sliced(closed.jaxpr, {closed.jaxpr.invars[index]: index for index in range(len(arrays))})
+    found = _find_sliced(closed.jaxpr, {closed.jaxpr.invars[index]: index for index in range(len(arrays))})
     return Traced(closed, jax.tree.structure(result), frozenset(found))
 
 
-def _sliced(jaxpr: Jaxpr, tracked: Mapping[Var, int]) -> set[int]:
+def _find_sliced(jaxpr: Jaxpr, tracked: Mapping[Var, int]) -> set[int]:
     tracked, result = dict(tracked), set[int]()
     uses = collections.Counter(map(id, _read_by(jaxpr.eqns) + list(jaxpr.outvars)))
     for equation in jaxpr.eqns:
@@ -86,7 +86,7 @@ def _sliced(jaxpr: Jaxpr, tracked: Mapping[Var, int]) -> set[int]:
                 result |= {index} if at >= sum(_counts(equation)) else set()
             elif equation.primitive.name in _CALLS:
                 inner = equation.params["jaxpr"].jaxpr
-                result |= _sliced(inner, {inner.invars[at]: index})
+                result |= _find_sliced(inner, {inner.invars[at]: index})
             elif _keeps_layers(equation):
                 tracked[equation.outvars[0]] = index
     return result
@@ -102,7 +102,7 @@ def _keeps_layers(equation: ShapedEquation) -> bool:
     return keeps and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
 
 
-def _hooked(
+def _run_hooked(
     jaxpr: Jaxpr,
     consts: Sequence[Value],
     arguments: Sequence[Value],
@@ -125,7 +125,7 @@ def _hooked(
             return _scan(equation, inputs, mine, given, hook)
         inner = equation.params["jaxpr"]
         within = {inner.jaxpr.invars[at]: index for at, index in mine.items()}
-        return _hooked(inner.jaxpr, inner.consts, inputs, within, given, hook)
+        return _run_hooked(inner.jaxpr, inner.consts, inputs, within, given, hook)
 
     return _run(jaxpr, consts, arguments, places, step)
 
@@ -261,14 +261,14 @@ def _run(
     values: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
     start = 0
     for number in (*stops, len(jaxpr.eqns)):
-        values |= _evaluated(jaxpr, jaxpr.eqns[start:number], values)
+        values |= _evaluate(jaxpr, jaxpr.eqns[start:number], values)
         for equation in jaxpr.eqns[number : number + 1]:
             values |= zip(equation.outvars, step(number, equation, values), strict=True)
         start = number + 1
     return _read(jaxpr.outvars, values)
 
 
-def _evaluated(jaxpr: Jaxpr, equations: Sequence[JaxprEqn], values: Values) -> Values:
+def _evaluate(jaxpr: Jaxpr, equations: Sequence[JaxprEqn], values: Values) -> Values:
     """Evaluates some equations of a jaxpr, in their order; returns variable -> result."""
     made = [var for equation in equations for var in equation.outvars if not isinstance(var, DropVar)]
     inputs = list(dict.fromkeys(var for var in _read_by(equations) if isinstance(var, Var) and var in values))
@@ -338,7 +338,7 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
                 yield part
 
 
-def called_once(function: ArrayFunction) -> ArrayFunction:
+def inline_calls(function: ArrayFunction) -> ArrayFunction:
     """Returns an equivalent function of pytrees of arrays, in which no two calls share a jaxpr with a manual region.
 
     JAX emits one function for a jaxpr that is called several times, such as a jitted function or the body of a loop. On

@@ -80,7 +80,7 @@ def mesh_shape(
                 "mesh",
                 got=f"{asked}, {num_used} devices",
                 allowed=f"at most the {slice_size} of a slice, or whole slices",
-                nearest=_filled(sizes, num_used // slice_size * slice_size),
+                nearest=_filling_override(sizes, num_used // slice_size * slice_size),
             )
         )
     if num_processes > 1 and num_used != num_devices:
@@ -89,7 +89,7 @@ def mesh_shape(
                 "mesh",
                 got=f"{asked}, {num_used} devices",
                 allowed=f"exactly the {num_devices} of {num_processes} processes",
-                nearest=_filled(sizes, num_devices),
+                nearest=_filling_override(sizes, num_devices),
             )
         )
     return sizes
@@ -140,7 +140,7 @@ def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[Problem]:
     ]
 
 
-def _filled(sizes: Mapping[str, int], num_devices: int) -> str:
+def _filling_override(sizes: Mapping[str, int], num_devices: int) -> str:
     """Returns an override of the outermost possible axis with which the mesh uses all devices."""
     for axis in AXES:
         others = math.prod(size for name, size in sizes.items() if name != axis)
@@ -164,10 +164,10 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """
     sizes = tuple(shape[axis] for axis in AXES)
     refuse(_too_many(shape, len(devices)))
-    return Mesh(_ordered(sizes, list(devices[: math.prod(sizes)])), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(_order_devices(sizes, list(devices[: math.prod(sizes)])), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _ordered(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+def _order_devices(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
     how = _arrangement(devices)
     if how in ("slices", "hosts"):
         key = "slice_index" if how == "slices" else "process_index"

@@ -54,7 +54,7 @@ def is_on_host(sharding: jax.sharding.Sharding) -> bool:
     return sharding.memory_kind == HOST
 
 
-def fetched(tree: Arrays, shardings: Shardings, after: jax.Array | None = None) -> Arrays:
+def fetch(tree: Arrays, shardings: Shardings, after: jax.Array | None = None) -> Arrays:
     """Copies the arrays of a pytree that are in host memory to the devices, inside a jitted function.
 
     Args:

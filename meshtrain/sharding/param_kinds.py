@@ -26,12 +26,12 @@ from typing import NamedTuple
 
 import jax
 
-from meshtrain.sharding import stored
+from meshtrain.sharding import param_sharding
+from meshtrain.sharding.param_sharding import ROUTER, Names, is_names
 from meshtrain.sharding.rules import ADAPTER_HEAD_DIM
-from meshtrain.sharding.stored import ROUTER, Names, is_names
 from meshtrain.sharding.trees import Masks, NamesTree, Tree
 
-STACKED = (*stored.STACKED, "experts")
+STACKED = (*param_sharding.STACKED, "experts")
 NORM = "norm"
 # Each row belongs to one token, position or expert: updates with equal singular values would mix independent rows.
 TABLES = ("vocab", "positions", "router")

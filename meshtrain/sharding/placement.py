@@ -12,9 +12,18 @@ import jax
 from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.sharding.jaxprs import called_once
+from meshtrain.sharding.jaxprs import inline_calls
+from meshtrain.sharding.param_sharding import (
+    MAX_LEVEL,
+    Names,
+    axes_in,
+    axes_of_dims,
+    num_parts,
+    param_sharding,
+    spec,
+    spec_of_dims,
+)
 from meshtrain.sharding.rules import DATA, LayoutOptions, Rules, default_rules
-from meshtrain.sharding.stored import MAX_LEVEL, Names, axes_in, axes_of_dims, num_parts, spec, spec_of_dims, stored
 from meshtrain.sharding.trees import ArrayFunction, Specs
 
 
@@ -23,7 +32,7 @@ class Placement:
     """The shardings of activations and of gathered weights, and manual regions.
 
     `names` are the logical axes of an array, a name or None for each dim. An array that cannot be split by the rules
-    raises UserError, see `stored.array_problems`.
+    raises UserError, see `param_sharding.array_problems`.
 
     Attributes:
       rules: the table.
@@ -39,11 +48,11 @@ class Placement:
     in_fp8: bool = False
 
     @classmethod
-    def nowhere(cls) -> "Placement":
+    def single_device(cls) -> "Placement":
         """Returns the placement of a single device: each of its functions is the identity."""
         return cls(default_rules(LayoutOptions()), None)
 
-    def of_tokens(self, names: Sequence[str]) -> "Placement":
+    def for_decoding(self, names: Sequence[str]) -> "Placement":
         """Returns this placement for decoding single tokens, which do not have the dims to split.
 
         Products are in 16 bits: products of single tokens are limited by reading weights, which 8-bit operands do not
@@ -59,7 +68,7 @@ class Placement:
 
     def activation(self, x: jax.Array, names: Names) -> jax.Array:
         """Returns `x` constrained to its sharding according to the rules."""
-        return self._constrained(x, self.activation_spec(x.shape, names))
+        return self._constrain(x, self.activation_spec(x.shape, names))
 
     def weight(self, w: jax.Array, names: Names) -> jax.Array:
         """Returns `w`, a weight in its compute dtype, gathered over the axes that split it for storage only.
@@ -68,7 +77,7 @@ class Placement:
         more bytes. Returns `w` itself if no axis splits weights for storage only.
         """
         spec_of_weight = self.weight_spec(w.shape, names)
-        return self._constrained(w, spec_of_weight) if self.gathers_weights else w
+        return self._constrain(w, spec_of_weight) if self.gathers_weights else w
 
     def as_stored(self, w: jax.Array, names: Names) -> jax.Array:
         """Returns `w`, a weight in its compute dtype, constrained to its stored sharding.
@@ -76,7 +85,7 @@ class Placement:
         Without this constraint the partitioner may move the gather of `weight` before the cast to the compute dtype,
         and gather float32. Returns `w` itself if no axis splits weights for storage only.
         """
-        return self._constrained(w, self.stored_spec(w.shape, names)) if self.gathers_weights else w
+        return self._constrain(w, self.stored_spec(w.shape, names)) if self.gathers_weights else w
 
     def cotangent(self, x: jax.Array, names: Names) -> jax.Array:
         """Returns `x` unchanged; constrains its cotangent to the sharding of an activation with `names`.
@@ -112,7 +121,7 @@ class Placement:
         if self.mesh is None:
             return PartitionSpec()
         level = MAX_LEVEL if DATA in self.rules.storage_axes else 0
-        return stored(shape, names, self.rules, _sizes_here(self.mesh), level).parameter
+        return param_sharding(shape, names, self.rules, _sizes_here(self.mesh), level).parameter
 
     @property
     def platform(self) -> str:
@@ -172,7 +181,7 @@ class Placement:
             return function
         return on_shards(self.mesh, function, in_specs, out_specs, axes=axes, is_opaque=is_opaque)
 
-    def _constrained(self, x: jax.Array, wanted: PartitionSpec) -> jax.Array:
+    def _constrain(self, x: jax.Array, wanted: PartitionSpec) -> jax.Array:
         # PartitionSpec() means replicated, not unconstrained, so it is applied too. One device needs no constraint.
         if self.mesh is None or not _is_split_here(self.mesh):
             return x
@@ -214,7 +223,7 @@ def on_shards(
         return function
     may_have_regions = entered != partitioned and mesh.devices.flat[0].platform == "tpu"
     return jax.shard_map(
-        called_once(function) if may_have_regions else function,
+        inline_calls(function) if may_have_regions else function,
         mesh=_mesh_here(mesh),
         in_specs=manual_specs(in_specs, entered),
         out_specs=manual_specs(out_specs, entered),

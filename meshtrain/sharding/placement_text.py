@@ -4,9 +4,9 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
-from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.cli.tables import align, format_bytes
 from meshtrain.sharding.offload import is_on_host
-from meshtrain.sharding.stored import Names, axes_of_dims
+from meshtrain.sharding.param_sharding import Names, axes_of_dims
 from meshtrain.sharding.trees import Arrays, leaves_with_paths, num_bytes, shard_bytes
 
 
@@ -83,5 +83,5 @@ def table(rows: Sequence[Row]) -> str:
         for where in (False, True)
     )
     beside = f", {on_host} for each device in host memory" if any(row.is_on_host for row in rows) else ""
-    text = aligned(lines, header, align="<<<<<>")
+    text = align(lines, header, align="<<<<<>")
     return f"{text}\n\n{len(rows)} arrays, {num_elements:,} elements, {total}; {on_device} on each device{beside}\n"

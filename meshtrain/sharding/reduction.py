@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from meshtrain.options import FORM, WITH_OPTIONS, option, side_names
+from meshtrain.options import FORM, WITH_OPTIONS, option, plugin_names
 from meshtrain.sharding.trees import Arrays
 
 KEY = "reduction.name"
 SUM = "sum"  # built in: in the backward loop where there is one, see `gradients.py`
-NAMES = (SUM, *side_names(KEY))
+NAMES = (SUM, *plugin_names(KEY))
 HIDDEN_SHARE = 0.58  # of uncompressed gradients, where the backward pass takes long enough; of a GPT with tied tables
 MAX_LEVEL = 1  # of ZeRO with another reduction: higher levels reduce-scatter the gradients of each microbatch
 
@@ -39,7 +39,7 @@ class ReductionOptions:
     )
 
 
-def summed(x: jax.Array, over: str, dim: int) -> jax.Array:
+def sum_over(x: jax.Array, over: str, dim: int) -> jax.Array:
     """Returns the sum of an array over a manual axis: the whole sum, or this device's shard of it along `dim`.
 
     Args:

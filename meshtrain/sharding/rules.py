@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshtrain.errors import Problem, refuse, unknown
-from meshtrain.options import AllBut, option
+from meshtrain.options import Except, option
 
 DATA = "data"
 PIPELINE = "pipeline"
@@ -91,7 +91,7 @@ def sequence_axes() -> tuple[str, ...]:
 
 
 def storage_axes() -> tuple[str, ...]:
-    """Returns the axes that split weights for storage only. At ZeRO level 3, `stored.rules_of_level` adds data."""
+    """Returns the axes that only split stored weights. At ZeRO level 3, `param_sharding.rules_of_level` adds data."""
     return tuple(axis.name for axis in AXIS_RECORDS if axis.stores_weights)
 
 
@@ -120,7 +120,7 @@ class LayoutOptions:
 
     sequence_parallel: bool = option(
         False, "shard the sequence dim of norms and residuals over the tensor axis",
-        only_for={"mesh.tensor": AllBut(1)},
+        only_for={"mesh.tensor": Except(1)},
     )  # fmt: skip
 
 

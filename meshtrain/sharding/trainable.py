@@ -52,13 +52,13 @@ def pattern_errors(pattern: str) -> list[str]:
     return []
 
 
-def trained_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) -> Masks:
+def trainable_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) -> Masks:
     """Returns a pytree of bool with the structure of the parameters: True for each trained weight.
 
     The pattern is searched anywhere in a path (`re.search`): `query` matches `layers/attention/query`, and `^layers/`
     matches everything in the layers. The empty pattern matches every path.
 
-    >>> trained_mask("up$", {"layers": {"up": 1.0, "down": 2.0}})
+    >>> trainable_mask("up$", {"layers": {"up": 1.0, "down": 2.0}})
     {'layers': {'down': False, 'up': True}}
 
     Args:

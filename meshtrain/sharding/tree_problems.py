@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from meshtrain.errors import Problem, divisors, nearest, nearest_multiple
-from meshtrain.sharding.rules import DATA, Rules
-from meshtrain.sharding.stored import (
+from meshtrain.sharding.param_sharding import (
     PARAMETERS_LEVEL,
     STACKED,
     Names,
@@ -16,10 +15,11 @@ from meshtrain.sharding.stored import (
     is_names,
     name_problems,
     num_parts,
-    stored,
+    param_sharding,
     uneven_dims,
     uneven_line,
 )
+from meshtrain.sharding.rules import DATA, Rules
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, Shaped, leaves_with_paths, num_bytes
 
 # The maximum share of the bytes of all matrices that fsdp, or data at a ZeRO level, may leave unsharded.
@@ -58,9 +58,9 @@ def tree_problems(
         all.
       elsewhere: logical axes that are left out of the check of sizes, because the caller checks them.
     """
-    if lines := _unnamed(abstract, axes_tree, rules, mesh_shape):
+    if lines := _axis_problems(abstract, axes_tree, rules, mesh_shape):
         return lines
-    weights = _named(abstract, axes_tree)
+    weights = _weights(abstract, axes_tree)
     # (logical axis, size) -> (weight, index of the dim) for all weights with a dim that its mesh axes do not divide.
     uneven: dict[tuple[str, int], list[tuple[_Weight, int]]] = {}
     for one in weights:
@@ -75,16 +75,18 @@ def tree_problems(
                 lines.append(uneven_line(path, array.shape, dim, name, rules.parameters, mesh_shape, legal, options))
         return lines
     matrices = [one for one in weights if _is_matrix(one.names)]
-    lines = _left_whole_by_rules(matrices, rules, mesh_shape)
+    lines = _unsharded_by_rules(matrices, rules, mesh_shape)
     if level > 0 and mesh_shape[DATA] > 1:
         if trained is not None and level < PARAMETERS_LEVEL:
             flags = dict(leaves_with_paths(trained))
             matrices = [one for one in matrices if flags[one.path]]
-        lines += _left_whole_by_data(matrices, rules, mesh_shape, level)
+        lines += _unsharded_by_data(matrices, rules, mesh_shape, level)
     return lines
 
 
-def _unnamed(abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
+def _axis_problems(
+    abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int]
+) -> list[Problem]:
     """Returns an error line for each problem of logical axes that is independent of sizes.
 
     The problems are: an array without logical axes, axes without an array, unknown names, a mesh axis that splits two
@@ -133,8 +135,8 @@ def _unnamed(abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: M
     return lines
 
 
-def _named(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
-    """Returns the weights of a pytree for which `_unnamed` returns no problems."""
+def _weights(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
+    """Returns the weights of a pytree for which `_axis_problems` returns no problems."""
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     return [_Weight(path, array, axes[path]) for path, array in leaves_with_paths(abstract)]
 
@@ -154,7 +156,7 @@ def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[s
     return common
 
 
-def _left_whole_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
+def _unsharded_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each storage axis except data that leaves too many bytes unsharded (`MOST_WHOLE`).
 
     Norms and biases do not count. Weights with a dim that a user's rule names count as sharded, because the user chose
@@ -170,7 +172,7 @@ def _left_whole_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: 
                     Problem(
                         f"mesh.{axis}",
                         got=(
-                            f"{mesh_shape[axis]}, and no rule splits {_listed(whole)} over {axis}: "
+                            f"{mesh_shape[axis]}, and no rule splits {_list_weights(whole)} over {axis}: "
                             f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device"
                         ),
                         allowed=f"at most {MOST_WHOLE:.0%}",
@@ -180,7 +182,7 @@ def _left_whole_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: 
     return lines
 
 
-def _left_whole_by_data(
+def _unsharded_by_data(
     matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int], level: int
 ) -> list[Problem]:
     """Returns an error line if data at this level leaves too many bytes unsharded (`MOST_WHOLE`)."""
@@ -195,7 +197,7 @@ def _left_whole_by_data(
         return []
     path, array, names = max(whole, key=lambda one: num_bytes(one.array))
     what = {1: "moments", 2: "moments and sums of gradients", 3: "weights, gradients and moments"}[level]
-    dims = axes_of_dims(stored(array.shape, names, rules, mesh_shape, 0).parameter, len(array.shape))
+    dims = axes_of_dims(param_sharding(array.shape, names, rules, mesh_shape, 0).parameter, len(array.shape))
     local = [size // num_parts(axes, mesh_shape) for size, axes in zip(array.shape, dims, strict=True)]
     sizes = sorted(
         {n for dim, name in zip(local, names, strict=True) if name not in STACKED for n in divisors(dim)},
@@ -209,7 +211,7 @@ def _left_whole_by_data(
         Problem(
             "mesh.data",
             got=(
-                f"{size} at ZeRO level {level}, and {size} divides no dim of {_listed(whole)}: the {what} of "
+                f"{size} at ZeRO level {level}, and {size} divides no dim of {_list_weights(whole)}: the {what} of "
                 f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device"
             ),
             allowed=f"at most {MOST_WHOLE:.0%}",
@@ -221,7 +223,7 @@ def _left_whole_by_data(
 
 def _axes_of(one: _Weight, rules: Rules, mesh_shape: Mapping[str, int], level: int) -> tuple[str, ...]:
     """Returns the mesh axes that split the moments of a weight."""
-    return axes_in(stored(one.array.shape, one.names, rules, mesh_shape, level, one.path).moment)
+    return axes_in(param_sharding(one.array.shape, one.names, rules, mesh_shape, level, one.path).moment)
 
 
 def _is_matrix(names: Names) -> bool:
@@ -240,7 +242,7 @@ def _share(some: Sequence[_Weight], every: Sequence[_Weight]) -> float:
     return sum(num_bytes(one.array) for one in some) / total if total else 0.0
 
 
-def _listed(weights: Sequence[_Weight]) -> str:
+def _list_weights(weights: Sequence[_Weight]) -> str:
     """Returns a text of the largest weights by path and shape, and the number of further weights."""
     largest = sorted(weights, key=lambda one: -num_bytes(one.array))
     text = ", ".join(f"{one.path} {tuple(one.array.shape)}" for one in largest[:MOST_NAMED])

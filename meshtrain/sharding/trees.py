@@ -73,7 +73,7 @@ def select(tree: Tree, mask: Masks) -> tuple[Tree, Tree]:
     return chosen, jax.tree.map(lambda keep, leaf: None if keep else leaf, mask, tree)
 
 
-def merged(chosen: Tree, others: Tree) -> Tree:
+def merge(chosen: Tree, others: Tree) -> Tree:
     """Merges the two pytrees that `select` returned: each leaf comes from the pytree in which it is not None."""
     if others is None:
         return chosen

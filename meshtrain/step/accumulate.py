@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from meshtrain.models.task import Batch, Loss, Params, Sums
 from meshtrain.sharding import jaxprs
-from meshtrain.sharding.gradients import Reduced, Replicas
+from meshtrain.sharding.gradients import GradientSync, Reduced
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.trees import merged, select
+from meshtrain.sharding.trees import merge, select
 
 LossFunction = Callable[[Params, Batch, jax.Array, bool], Loss]  # (params, microbatch, rng, train) -> sums
 # (params, batch, rng, seed) -> sums over the batch. The seed, a float32 scalar, multiplies the gradients: it is the
@@ -29,7 +29,7 @@ ByIndex: TypeAlias = dict[int, jax.Array]  # index of a trained weight -> an arr
 Axes = Mapping[str, Sequence[str | None]]
 
 
-def cut(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
+def split_microbatches(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
     """Returns the batch with each entry [B, ...] as [b, M, ...]: microbatch m holds examples m, m + M, m + 2 M, ...
 
     The reshape keeps each example on its device and needs no communication. Microbatches of consecutive examples would
@@ -50,14 +50,14 @@ def cut(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -
     return {name: cut_one(name, x) for name, x in batch.items()}
 
 
-def split(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
-    """Returns the microbatches of `cut` transposed to [M, b, ...] for `jax.lax.scan`; for the arguments see there."""
-    microbatches = cut(batch, num_microbatches, placement, axes)
+def stack_microbatches(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
+    """Returns the microbatches of `split_microbatches` as [M, b, ...] for `jax.lax.scan`; same arguments."""
+    microbatches = split_microbatches(batch, num_microbatches, placement, axes)
     return {name: placement.activation(x.swapaxes(0, 1), (None, *axes[name])) for name, x in microbatches.items()}
 
 
-def accumulated(
-    loss: LossFunction, num_microbatches: int, placement: Placement, replicas: Replicas, axes: Axes
+def accumulate_gradients(
+    loss: LossFunction, num_microbatches: int, placement: Placement, replicas: GradientSync, axes: Axes
 ) -> Gradients:
     """Returns the function that computes the sums and gradients of a batch, one microbatch after the other.
 
@@ -75,7 +75,7 @@ def accumulated(
         trained, frozen = select(params, replicas.trained)
 
         def total(trained: Params) -> tuple[jax.Array, Loss]:
-            value, weight, metrics = loss(merged(trained, frozen), batch, rng, True)
+            value, weight, metrics = loss(merge(trained, frozen), batch, rng, True)
             return value * seed, (value, weight, metrics)
 
         (_, (value, weight, metrics)), gradients = jax.value_and_grad(total, has_aux=True)(trained)
@@ -90,12 +90,12 @@ def accumulated(
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         trained, _ = select(params, replicas.trained)
         zeros = zeros._replace(gradients=replicas.zeros(trained, replicas.trained_stored))
-        return jax.lax.scan(add, _made_alone(zeros), microbatches)[0]
+        return jax.lax.scan(add, _separate_zeros(zeros), microbatches)[0]
 
     def on_replica(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Loss, Params]:
         rng, microbatches, last = jax.random.wrap_key_data(key_data), None, batch
         if num_microbatches > 1:
-            microbatches = split(batch, num_microbatches, placement, axes)
+            microbatches = stack_microbatches(batch, num_microbatches, placement, axes)
             last = jax.tree.map(lambda x: x[-1], microbatches)
         add_last = by_layer(loss, replicas, params, last, rng, seed) if replicas.reduces_in_loops else None
         if add_last is not None:
@@ -113,7 +113,7 @@ def accumulated(
     return gradients
 
 
-def _made_alone(zeros: Sums) -> Sums:
+def _separate_zeros(zeros: Sums) -> Sums:
     """Returns zeros that XLA does not make together with equal constants, such as those of the last microbatch.
 
     These would be in memory during the loop over the earlier ones.
@@ -123,7 +123,7 @@ def _made_alone(zeros: Sums) -> Sums:
 
 
 def by_layer(
-    loss: LossFunction, replicas: Replicas, params: Params, batch: Batch, rng: jax.Array, seed: jax.Array
+    loss: LossFunction, replicas: GradientSync, params: Params, batch: Batch, rng: jax.Array, seed: jax.Array
 ) -> Callable[[Sums | None], Sums] | None:
     """Returns the last microbatch of a step, `batch`: sums of the earlier ones, or None -> sums of all.
 
@@ -134,9 +134,9 @@ def by_layer(
     leaves, structure = jax.tree.flatten(trained)
 
     def loss_of(leaves: list[jax.Array], batch: Batch) -> Loss:
-        return loss(merged(jax.tree.unflatten(structure, leaves), frozen), batch, rng, True)
+        return loss(merge(jax.tree.unflatten(structure, leaves), frozen), batch, rng, True)
 
-    traced = jaxprs.traced(loss_of, leaves, batch)
+    traced = jaxprs.trace(loss_of, leaves, batch)
     if not traced.sliced:
         return None
     stored = enumerate(jax.tree.leaves(replicas.trained_stored))
@@ -173,19 +173,19 @@ def _plus(part: jax.Array, before: jax.Array | None) -> jax.Array:
     return part.astype(jnp.float32) if before is None else before + part.astype(jnp.float32)
 
 
-def summed(
+def accumulate_loss(
     loss: LossFunction, num_microbatches: int, placement: Placement, axes: Axes
 ) -> Callable[[Params, Batch, jax.Array], Loss]:
     """Returns the function that computes the sums of a batch without gradients, one microbatch after the other.
 
-    The arguments are those of `accumulated`.
+    The arguments are those of `accumulate_gradients`.
     """
 
     def one(params: Params, batch: Batch, rng: jax.Array) -> Loss:
         return loss(params, batch, rng, False)
 
     def many(params: Params, batch: Batch, rng: jax.Array) -> Loss:
-        microbatches = split(batch, num_microbatches, placement, axes)
+        microbatches = stack_microbatches(batch, num_microbatches, placement, axes)
         parts = jax.lax.map(lambda microbatch: one(params, microbatch, rng), microbatches)
         return jax.tree.map(lambda part: jnp.sum(part, axis=0), parts)
 

@@ -17,7 +17,7 @@ MemoryAnalysis: TypeAlias = Any  # `CompiledMemoryStats` of jaxlib, which is no 
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class StateBytes:
     """Bytes of one device.
 
     Attributes:
@@ -40,7 +40,7 @@ class Held:
         return self.parameters + self.gradients + self.moments + self.extra
 
 
-def held(state: TrainState, sums: Arrays) -> Held:
+def training_state_bytes(state: TrainState, sums: Arrays) -> StateBytes:
     """Returns the bytes of a training state on one device.
 
     Args:
@@ -48,7 +48,7 @@ def held(state: TrainState, sums: Arrays) -> Held:
       sums: abstract sums of gradients, see `Replicas.accumulators`.
     """
     moments = jax.tree.leaves(state.opt_state)
-    return Held(
+    return StateBytes(
         parameters=bytes_of_device(state.params),
         gradients=bytes_of_device(sums),
         moments=bytes_of_device([leaf for leaf in moments if not is_on_host(leaf.sharding)]),

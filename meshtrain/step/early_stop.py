@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 from meshtrain.errors import Problem
-from meshtrain.options import AllBut, option
+from meshtrain.options import Except, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class EarlyStopOptions:
     metric: str = option(
         "eval_loss",
         "evaluation metric that has to improve; lower is better, except in Task.higher_is_better",
-        only_for={"patience": AllBut(0)},
+        only_for={"patience": Except(0)},
     )
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from meshtrain.models.task import AfterUpdate, Params
+from meshtrain.sharding.param_sharding import Names
 from meshtrain.sharding.reduction import Reduction
-from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays
 from meshtrain.step.state import TrainState
 from meshtrain.step.step import TrainStep, Update, train_step

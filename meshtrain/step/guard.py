@@ -39,7 +39,7 @@ class GuardOptions:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Skipped:
+class GuardState:
     """The guard's part of the training state.
 
     Attributes:
@@ -54,12 +54,12 @@ class Skipped:
     norms: jax.Array
 
 
-def none_skipped() -> Skipped:
+def none_skipped() -> GuardState:
     """Returns the guard's state before the first step."""
-    return Skipped(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros(NUM_NORMS, jnp.float32))
+    return GuardState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros(NUM_NORMS, jnp.float32))
 
 
-def is_good(options: GuardOptions, skipped: Skipped, loss: jax.Array, norm: jax.Array) -> jax.Array:
+def is_good(options: GuardOptions, skipped: GuardState, loss: jax.Array, norm: jax.Array) -> jax.Array:
     """Returns whether a step may change the weights, a bool scalar.
 
     The spike rule applies after NUM_NORMS finite norms. The median includes the norms of skipped steps: gradients that
@@ -78,7 +78,7 @@ def is_good(options: GuardOptions, skipped: Skipped, loss: jax.Array, norm: jax.
     return good & ~(is_full & (norm > options.spike_factor * jnp.median(skipped.norms)))
 
 
-def after(skipped: Skipped, good: jax.Array, excused: jax.Array, norm: jax.Array) -> Skipped:
+def after(skipped: GuardState, good: jax.Array, excused: jax.Array, norm: jax.Array) -> GuardState:
     """Returns the guard's state after a step.
 
     Args:
@@ -90,7 +90,9 @@ def after(skipped: Skipped, good: jax.Array, excused: jax.Array, norm: jax.Array
     """
     in_a_row = jnp.where(good, 0, skipped.in_a_row + jnp.where(excused, 0, 1))
     later = jnp.concatenate([skipped.norms[1:], norm[None]])
-    return Skipped(skipped.total + jnp.where(good, 0, 1), in_a_row, jnp.where(jnp.isfinite(norm), later, skipped.norms))
+    return GuardState(
+        skipped.total + jnp.where(good, 0, 1), in_a_row, jnp.where(jnp.isfinite(norm), later, skipped.norms)
+    )
 
 
 def where_good(good: jax.Array, new: Arrays, old: Arrays) -> Arrays:

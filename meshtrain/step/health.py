@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.models.metrics import Metrics
-from meshtrain.pipeline.stages import Stack, layer_order_names, layer_order_shape, relaid
-from meshtrain.sharding.stored import STACKED, Names
+from meshtrain.pipeline.stages import Stack, layer_order_names, layer_order_shape, reshape_stack
+from meshtrain.sharding.param_sharding import STACKED, Names
 from meshtrain.sharding.trees import Arrays, leaves_with_paths
 
 Squares = Mapping[str, jax.Array]  # path -> sums of squares, float32 [L], or [] of what stacks no layers
@@ -44,7 +44,7 @@ def squares(layers: Layers, tree: Arrays) -> Squares:
         dims = [dim for dim in range(leaf.ndim) if names[path][dim] in STACKED]
         of_places = jnp.sum(jnp.square(leaf), axis=[dim for dim in range(leaf.ndim) if dim not in dims])
         own = tuple(names[path][dim] for dim in dims)
-        result[path] = relaid(of_places, layer_order_shape(of_places.shape, own, stack), stack)
+        result[path] = reshape_stack(of_places, layer_order_shape(of_places.shape, own, stack), stack)
     return result
 
 

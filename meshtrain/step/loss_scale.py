@@ -128,7 +128,7 @@ def seed(scaling: Scaling | None, state: LossScale) -> jax.Array:
     return state.scale if scaling is None else state.scale * 2.0 ** -math.floor(math.log2(scaling.num_targets))
 
 
-def overflowed(scaling: Scaling | None, squares: jax.Array, gradients: Arrays, factor: jax.Array) -> jax.Array:
+def mark_overflows(scaling: Scaling | None, squares: jax.Array, gradients: Arrays, factor: jax.Array) -> jax.Array:
     """Returns the sums of squares of gradients, float32 [leaves], infinite for each that float16 cannot hold.
 
     A device adds up a microbatch's gradients in float16, and those of several microbatches in float32. With this rule

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.options import option
 from meshtrain.sharding.param_kinds import is_router_bias, matrix_dims
-from meshtrain.sharding.stored import Names
+from meshtrain.sharding.param_sharding import Names
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}

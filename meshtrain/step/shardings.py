@@ -14,14 +14,13 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.models.metrics import Metrics
-from meshtrain.models.task import LAYERS, AfterUpdate, Batch, Entry, Params, Task, checked_after_update
+from meshtrain.models.task import LAYERS, AfterUpdate, Batch, Entry, Params, Task, check_after_update
 from meshtrain.optim.states import state_axes
 from meshtrain.pipeline import stages
-from meshtrain.pipeline.stages import Stack, relaid
+from meshtrain.pipeline.stages import Stack, reshape_stack
 from meshtrain.sharding import offload
-from meshtrain.sharding.gradients import Replicas
-from meshtrain.sharding.rules import DATA, PIPELINE, Rules
-from meshtrain.sharding.stored import (
+from meshtrain.sharding.gradients import GradientSync
+from meshtrain.sharding.param_sharding import (
     MAX_LEVEL,
     MOMENTS_LEVEL,
     STACKED,
@@ -29,12 +28,13 @@ from meshtrain.sharding.stored import (
     axes_in,
     axes_of_dims,
     is_names,
-    named_params,
     num_parts,
+    param_sharding,
+    params_with_axes,
     spec_of_dims,
-    split_elsewhere,
-    stored,
+    split_further,
 )
+from meshtrain.sharding.rules import DATA, PIPELINE, Rules
 from meshtrain.sharding.trees import (
     ArrayFunction,
     Arrays,
@@ -52,12 +52,12 @@ from meshtrain.step.step import with_sequence_index
 
 
 def abstract_params(task: Task, stack: Stack | None, num_devices: int) -> tuple[Params, NamesTree]:
-    """Returns abstract parameters as they are stored, and their logical axes; see `named_params`."""
-    params, axes = named_params(task.init, on_one_device=num_devices == 1)
+    """Returns abstract parameters as they are stored, and their logical axes; see `params_with_axes`."""
+    params, axes = params_with_axes(task.init, on_one_device=num_devices == 1)
     if stack is not None:
         of_layers = jax.tree.map(lambda names: (*stack.names[:-1], *names), axes["layers"], is_leaf=is_names)
         axes = {**axes, "layers": of_layers}
-    return jax.eval_shape(lambda params: stacked(params, stack), params), axes
+    return jax.eval_shape(lambda params: stack_layers(params, stack), params), axes
 
 
 def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
@@ -67,33 +67,33 @@ def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
         return task.loss(params, with_sequence_index(batch), jax.random.key(0), True)[2]
 
     shapes = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in batch.items()}
-    return jax.eval_shape(metrics, named_params(task.init)[0], shapes)
+    return jax.eval_shape(metrics, params_with_axes(task.init)[0], shapes)
 
 
-def stacked(params: Params, stack: Stack | None) -> Params:
+def stack_layers(params: Params, stack: Stack | None) -> Params:
     """Returns parameters in layer order as the step takes them."""
     return params if stack is None else {**params, "layers": stack.of_layers(params["layers"])}
 
 
 def after_update_of(task: Task, stack: Stack | None) -> AfterUpdate | None:
     """Returns `Task.after_update` for parameters as the step has them; only those that it moves are reshaped."""
-    after_update = task.after_update and checked_after_update(task.after_update)
+    after_update = task.after_update and check_after_update(task.after_update)
     if after_update is None or stack is None or stack.shape == (stack.num_layers,):
         return after_update
 
     def on_stack(params: Params, metrics: Metrics) -> Params:
         feature_dims = lambda leaf: leaf.shape[len(stack.shape) :]  # noqa: E731
         in_order = jax.tree.map(
-            lambda leaf: relaid(leaf, (stack.num_layers, *feature_dims(leaf)), stack), params["layers"]
+            lambda leaf: reshape_stack(leaf, (stack.num_layers, *feature_dims(leaf)), stack), params["layers"]
         )
         after = after_update({**params, "layers": in_order}, metrics)
-        of_step = lambda new, old, leaf: leaf if new is old else relaid(new, leaf.shape, stack)  # noqa: E731
+        of_step = lambda new, old, leaf: leaf if new is old else reshape_stack(new, leaf.shape, stack)  # noqa: E731
         return {**after, "layers": jax.tree.map(of_step, after["layers"], in_order, params["layers"])}
 
     return on_stack
 
 
-def layer_bytes(params: Params, axes: NamesTree, replicas: Replicas, num_together: int) -> int:
+def layer_bytes(params: Params, axes: NamesTree, replicas: GradientSync, num_together: int) -> int:
     """Returns the bytes that one device reduces over data in one iteration of the backward loop, 0 where none does.
 
     Args:
@@ -172,11 +172,11 @@ def splits_masters(
     return casts and is_wider and all(jax.tree.leaves(trained)) and MOMENTS_LEVEL <= level < MAX_LEVEL
 
 
-def placed_states(
+def sharded_states(
     abstract: TrainState,
     names: list[Names],
     rules: Rules,
-    replicas: Replicas,
+    replicas: GradientSync,
     stack: Stack | None,
     *,
     moments_on_host: bool,
@@ -206,14 +206,14 @@ def placed_states(
         if stack and at >= 0 and shape[at] == stack.num_layers and stack.num_layers % stack.num_stages:
             over_stages = rules.parameters[LAYERS]
             rest = spec(path, shape, (*axes[:at], None, *axes[at + 1 :]))
-            return split_elsewhere(rest, shape, over_stages, mesh.shape)
+            return split_further(rest, shape, over_stages, mesh.shape)
         if axes[:1] == (COPY,):
             # One for each: data splits the first dim, and the others are split as those of the weight.
-            of_weight = stored(shape[1:], axes[1:], rules, mesh.shape, 0, path_text(path)).parameter
+            of_weight = param_sharding(shape[1:], axes[1:], rules, mesh.shape, 0, path_text(path)).parameter
             replicas = (DATA,) if mesh.shape[DATA] > 1 else ()
             return spec_of_dims([replicas, *axes_of_dims(of_weight, len(shape) - 1)])
         of_level = 0 if path[0].name in REPLICATED_FIELDS else level
-        specs = stored(shape, axes, rules, mesh.shape, of_level, path_text(path))
+        specs = param_sharding(shape, axes, rules, mesh.shape, of_level, path_text(path))
         is_split = path[0].name == "opt_state" or (path[0].name == "params" and masters_are_split)
         return specs.moment if is_split else specs.parameter
 
@@ -249,7 +249,7 @@ def reshaper(before: Arrays, after: Arrays, stack: Stack | None) -> ArrayFunctio
         return lambda state: state
 
     def reshape(tree: Arrays) -> Arrays:
-        on_device = offload.fetched(tree, shardings(before))
-        return jax.tree.map(lambda x, like: relaid(x, like.shape, stack), on_device, after)
+        on_device = offload.fetch(tree, shardings(before))
+        return jax.tree.map(lambda x, like: reshape_stack(x, like.shape, stack), on_device, after)
 
     return jax.jit(reshape, out_shardings=shardings(after))

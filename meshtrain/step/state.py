@@ -9,7 +9,7 @@ import optax
 
 from meshtrain.models.task import Params
 from meshtrain.sharding.trees import Arrays, Masks, select
-from meshtrain.step.guard import Skipped, none_skipped
+from meshtrain.step.guard import GuardState, none_skipped
 from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
 from meshtrain.step.precision import cast
 
@@ -40,7 +40,7 @@ class TrainState:
     params: Params
     opt_state: OptState
     rng: jax.Array
-    skipped: Skipped
+    skipped: GuardState
     loss_scale: LossScale
     extra: Arrays = ()
 

@@ -12,9 +12,9 @@ import optax
 
 from meshtrain.models.metrics import Metrics, all_logged, divisor
 from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
-from meshtrain.optim.average import followed
+from meshtrain.optim.average import update_average
 from meshtrain.optim.moments import round_weights
-from meshtrain.sharding.trees import Arrays, Masks, merged, select
+from meshtrain.sharding.trees import Arrays, Masks, merge, select
 from meshtrain.step import guard, health, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.guard import GuardOptions
@@ -73,7 +73,7 @@ class WeightUpdate:
       reduce: (gradients of the mean loss, `TrainState.extra`) -> (the same reduced over data, the next `extra`); None
         where the sums have gradients that are reduced.
       after_update: what moves weights besides the optimizer, see `Task.after_update`; None: nothing.
-      average_decay: of the averages in the optimizer's state, see `average.followed`; 0: it has none.
+      average_decay: of the averages in the optimizer's state, see `average.update_average`; 0: it has none.
       layers: of the parameters, for `health.metrics`; None: without.
       is_own: whether the optimizer, the learning rate or `after_update` is a user's, which may return what is not
         finite.
@@ -105,10 +105,10 @@ class WeightUpdate:
         mean_gradients = jax.tree.map(lambda total: total / (weight * seed), cast(sums.gradients, jnp.float32))
         trained, frozen = select(state.params, self.mask)
         # A zero for each frozen weight, because the guard reports a gradient by its index among all parameters.
-        of_all = merged(mean_gradients, jax.tree.map(lambda _: jnp.float32(0), frozen))
+        of_all = merge(mean_gradients, jax.tree.map(lambda _: jnp.float32(0), frozen))
         by_layer = health.squares(self.layers, of_all) if self.layers and self.reduce is None else None
         sums_of_squares = health.totals(by_layer) if by_layer else square_sums(of_all)
-        squares = loss_scale.overflowed(self.scaling, sums_of_squares, of_all, weight * seed)
+        squares = loss_scale.mark_overflows(self.scaling, sums_of_squares, of_all, weight * seed)
         norm, extra = jnp.sqrt(jnp.sum(squares)), state.extra
         if self.reduce is not None:
             mean_gradients, extra = self.reduce(mean_gradients, extra)
@@ -117,7 +117,7 @@ class WeightUpdate:
             norm = jnp.where(jnp.isfinite(norm), reduced_norm, norm)
         before, weights = self.fetch(state.opt_state, norm), cast(trained, jnp.float32)
         clipped = clip(mean_gradients, norm, self.clip_norm)
-        moved, opt_state = self._moved(clipped, before, weights, frozen, sums.metrics)
+        moved, opt_state = self._move(clipped, before, weights, frozen, sums.metrics)
         can_move = jnp.bool_(True)
         if self.is_own:
             can_move = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(moved)]))
@@ -141,20 +141,20 @@ class WeightUpdate:
             metrics[guard.ITS_LAYER] = health.last_not_finite(by_layer, metrics[guard.FIRST_NOT_FINITE])
         if self.scaling is not None:
             metrics["loss_scale"] = state.loss_scale.scale
-        params = merged(updated, frozen)
+        params = merge(updated, frozen)
         opt_state = guard.where_good(good, opt_state, before)
         extra = guard.where_good(good, extra, state.extra)
         return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale, extra), metrics
 
-    def _moved(
+    def _move(
         self, gradients: Arrays, before: OptState, weights: Arrays, frozen: Arrays, of_task: Metrics
     ) -> tuple[Arrays, OptState]:
         """Returns the trained weights after optimizer and `after_update`, and the optimizer's state with averages."""
         updates, opt_state = self.transformation.update(gradients, before, weights)
         moved = optax.apply_updates(weights, updates)
         if self.after_update is not None:
-            moved, _ = select(self.after_update(merged(moved, frozen), of_task), self.mask)
-        return moved, followed(opt_state, moved, self.average_decay) if self.average_decay else opt_state
+            moved, _ = select(self.after_update(merge(moved, frozen), of_task), self.mask)
+        return moved, update_average(opt_state, moved, self.average_decay) if self.average_decay else opt_state
 
 
 def eval_step(loss: Callable[[Params, Batch, jax.Array], Loss]) -> EvalStep:

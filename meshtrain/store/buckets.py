@@ -21,8 +21,8 @@ import fsspec
 from etils import epath
 
 from meshtrain.errors import Problem, UserError, first_line, warn
-from meshtrain.files import expanded, is_url, write_whole
-from meshtrain.options import imported_modules
+from meshtrain.files import expand_user, is_url, write_whole
+from meshtrain.options import import_modules
 
 Place: TypeAlias = Path | epath.Path  # a folder on a disk, or a prefix in a bucket
 _ROUNDS, _MOST_MINUTES, _SILENCE_SECONDS = 4, 3, 60.0  # gcsfs makes six tries in a round of 34 s
@@ -45,13 +45,13 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
 
     Args:
       directory: the path or URL that the user wrote.
-      key: see `reached`.
+      key: see `wrap_bucket_errors`.
 
     Raises:
       UserError: the bucket cannot be listed, or the package gcsfs is not installed.
     """
     if not is_url(str(directory)):
-        return expanded(directory).absolute()
+        return expand_user(directory).absolute()
     if not importlib.util.find_spec("gcsfs"):
         problem = Problem(directory, got="a bucket", allowed="with the extra 'gcs'", nearest="pip install gcsfs")
         raise UserError(_of(key, problem))
@@ -63,7 +63,7 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
     _wait_longer()
     found = epath.Path(str(directory))
     try:
-        with reached(found, key):
+        with wrap_bucket_errors(found, key):
             _client().find(f"{found}/{COMMITTED}")  # a missing object is not an error, a missing bucket is
     except FileNotFoundError as error:
         fix = f"gcloud storage buckets create gs://{str(found).split('/')[2]}"
@@ -73,7 +73,7 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
 
 
 @contextlib.contextmanager
-def reached(place: Place, key: str = "") -> Iterator[None]:
+def wrap_bucket_errors(place: Place, key: str = "") -> Iterator[None]:
     """Converts errors of a bucket's client in the block to Unreached, except for missing objects and errors of a disk.
 
     Args:
@@ -103,7 +103,7 @@ def _wait_longer() -> None:
 
     If a save of several processes fails in one process, it blocks the others and stops the run.
     """
-    gcsfs, retry = imported_modules("gcsfs", "gcsfs.retry")
+    gcsfs, retry = import_modules("gcsfs", "gcsfs.retry")
     tries, said_seconds = gcsfs.GCSFileSystem._request, [-math.inf]
 
     async def request(*given: Any, **named: Any) -> Any:
@@ -126,7 +126,7 @@ def _client() -> Any:
     return fsspec.filesystem("gcs", finalize_on_close=True)
 
 
-def listed(place: epath.Path) -> dict[str, tuple[int, str]]:
+def list_objects(place: epath.Path) -> dict[str, tuple[int, str]]:
     """Returns name -> (bytes, CRC32C in base64) of each object below a prefix, with one listing request."""
     found = _client().find(str(place), detail=True)
     above = f"{str(place).partition('://')[2]}/"
@@ -143,7 +143,7 @@ def objects(pattern: str, key: str) -> dict[epath.Path, int]:
     Raises:
       UserError: as in `place`.
     """
-    with reached(place(pattern, key), key):
+    with wrap_bucket_errors(place(pattern, key), key):
         found = _client().glob(pattern, detail=True)
     files = sorted((name, int(one["size"])) for name, one in found.items() if one["type"] == "file")
     return {epath.Path(f"gs://{name}"): num_bytes for name, num_bytes in files}
@@ -161,7 +161,7 @@ def version(path: Place, key: str) -> str:
     """
     if isinstance(path, Path):
         return str(path.stat().st_mtime_ns)
-    with reached(path, key):
+    with wrap_bucket_errors(path, key):
         return str(_client().info(str(path))["crc32c"])
 
 

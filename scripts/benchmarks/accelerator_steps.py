@@ -25,8 +25,8 @@ import numpy as np
 from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.checkpoint.checkpoint import leaves_by_path
 from meshtrain.checkpoint.integrity import is_sealed
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config
 from meshtrain.files import JsonObject
 from meshtrain.hardware.accelerators import find, peak_flops_per_second
 from meshtrain.launch import distributed

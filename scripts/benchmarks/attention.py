@@ -16,7 +16,7 @@ from meshtrain.cli.tables import format_bytes
 from meshtrain.errors import run
 from meshtrain.models.attention import blockwise, dot_product, triton
 from meshtrain.models.attention.attention import Attention
-from meshtrain.plan.target.clusters import Cluster, open_cluster
+from meshtrain.plan.cluster.clusters import Cluster, open_cluster
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTHS = (8192, 32768, 131072)

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.integrity import MANIFEST, is_sealed
-from meshtrain.checkpoint.retention import CheckpointOptions, saved_steps
+from meshtrain.checkpoint.retention import CheckpointOptions, checkpoint_steps
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.store import buckets
@@ -119,7 +119,7 @@ class Job:
 def sealed(prefix: str) -> list[int]:
     """Returns the steps with complete saves."""
     place = buckets.place(prefix)
-    return [step for step in saved_steps(place) if is_sealed(place / str(step))]
+    return [step for step in checkpoint_steps(place) if is_sealed(place / str(step))]
 
 
 def arrays(prefix: str, step: int) -> dict[str, bytes]:
@@ -185,7 +185,7 @@ def kills(number: int, longest_seconds: float, folder: Path, server: bucket_proc
         assert job.processes[0].poll() is None, "it ended before the kill"
         job.kill()
         steps = sealed(killed)
-        amid_saves += len(saved_steps(buckets.place(killed))) > len(steps)
+        amid_saves += len(checkpoint_steps(buckets.place(killed))) > len(steps)
         before, newest = newest, max(steps, default=0)
         assert newest >= before, f"step {before} was saved, and is lost"
         resumes.add(newest)

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.config import reductions
-from meshtrain.config.fields import Config
+from meshtrain.config import extensions
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config
 from meshtrain.data.loader import batches
 from meshtrain.errors import run
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import distributed
+from meshtrain.run.dataset import open_data
 from meshtrain.run.evaluation import evaluate
-from meshtrain.run.opened import open_data
 from meshtrain.sharding.reduction import SUM, ReductionOptions
 from meshtrain.sharding.rules import AXES
 
@@ -83,7 +83,7 @@ def trained(assembly: Assembly, seed: int, what: str) -> Outcome:
 
 def sent_bytes(options: ReductionOptions) -> float:
     """Returns the bytes that a replica sends in a step, per parameter, by formula."""
-    if reduction := reductions.of(Config(reduction=options)):
+    if reduction := extensions.of(Config(reduction=options)):
         return reduction.sent_bytes(1, NUM_REPLICAS, False)
     return 2 * (NUM_REPLICAS - 1) / NUM_REPLICAS * FLOAT32_BYTES
 

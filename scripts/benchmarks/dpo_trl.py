@@ -23,9 +23,9 @@ import jax
 
 from meshtrain.cli import flags
 from meshtrain.errors import run
-from meshtrain.evaluate import evaluated, opened
-from meshtrain.examples.preferences import made
-from meshtrain.run.weights import assembled, configuration, restored
+from meshtrain.evaluate import evaluate_parts, open_evaluation_data
+from meshtrain.examples.preferences import generate_pairs
+from meshtrain.run.weights import assemble_run, configuration, restore_weights
 from scripts.benchmarks.hf_transformers import said, trained
 
 BOUND = 1e-5
@@ -39,7 +39,7 @@ Values = Mapping[str, float]
 def lines() -> list[dict[str, str]]:
     """Returns pairs as lines of a file."""
     found = []
-    for pair in itertools.islice(made(), NUM_PAIRS):
+    for pair in itertools.islice(generate_pairs(), NUM_PAIRS):
         (prompt, chosen), (_, rejected) = (line.pair or ("", "") for line in pair.texts)
         found.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     return found
@@ -68,9 +68,9 @@ def ours(work: Path, loss: str) -> Values:
     words = [f"--workdir={work / 'run'}", f"--config.model.preference_loss={loss}", *SHAPE]
     words += ["--config.data.source=preferences", f"--config.data.path={work / 'pairs.jsonl'}"]
     arguments = flags.arguments(words)
-    assembly = assembled(configuration(arguments, [], reads_data=True), arguments.workdir, None)
-    scored = opened(assembly, arguments.overrides)
-    return evaluated(assembly, restored(assembly, arguments.workdir, None)[0], scored)[1]
+    assembly = assemble_run(configuration(arguments, [], reads_data=True), arguments.workdir, None)
+    scored = open_evaluation_data(assembly, arguments.overrides)
+    return evaluate_parts(assembly, restore_weights(assembly, arguments.workdir, None)[0], scored)[1]
 
 
 def log_probabilities(folder: Path) -> tuple[Any, Any]:

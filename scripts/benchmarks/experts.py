@@ -14,15 +14,15 @@ from pathlib import Path
 import jax
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.assembly.compiling import compiled
-from meshtrain.assembly.steps import traced_steps
-from meshtrain.config.fields import Config
+from meshtrain.assembly.compiling import compile_program
+from meshtrain.assembly.steps import trace_steps
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config
 from meshtrain.data.loader import batches
 from meshtrain.errors import run
 from meshtrain.launch import distributed
+from meshtrain.run.dataset import open_data
 from meshtrain.run.evaluation import evaluate
-from meshtrain.run.opened import open_data
 from meshtrain.sharding.rules import AXES
 
 SHOWN_EVERY = 30
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     shape = dict.fromkeys(AXES, 1)
     assemblies = {kind: assemble(one, shape, devices) for kind, one in (("experts", config), ("dense", dense(config)))}
     steps = {
-        kind: compiled("step", traced_steps(assembly.steps, assembly.states)["step"])
+        kind: compile_program("step", trace_steps(assembly.steps, assembly.states)["step"])
         for kind, assembly in assemblies.items()
     }
     sizes = "; ".join(

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.models.transformer.decoder import DecoderOptions

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain import explain
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError
 from meshtrain.examples.convnet import ConvnetOptions
 from meshtrain.examples.numbers import NumberOptions

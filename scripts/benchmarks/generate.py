@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import resolve
+from meshtrain.config.schema import Config
 from meshtrain.errors import run
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Generator, Request

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import jax
 
-from meshtrain.config.build import built, file_content
+from meshtrain.config.build import build, file_content
 from meshtrain.config.resolve import resolve
 from meshtrain.plan import planner
+from meshtrain.plan.cluster import clusters
+from meshtrain.plan.cluster.compile import compile_step, program_of
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.flops import matmul_flops
-from meshtrain.plan.target import clusters
-from meshtrain.plan.target.compile import compile_step, program_of
 from meshtrain.plan.timing.streams import Assumptions, Streams
 
 # The TPU's compiler takes minutes for unrolled layers.
@@ -33,7 +33,7 @@ def weighed(name: str, cluster: str, overrides: dict[str, str]) -> tuple[float, 
     """Returns (FLOPs of products, bytes read and written, bytes sent, collectives) of a device in a step."""
     target = clusters.open_cluster(cluster)
     assert target.accelerator is not None
-    config = resolve(built(file_content(name), overrides)[0])
+    config = resolve(build(file_content(name), overrides)[0])
     step = compile_step(config, planner.shape_on(config, target), target)
     program = program_of(step)
     assert program is not None

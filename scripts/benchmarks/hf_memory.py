@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import run
 from meshtrain.hf import folder, names
 from meshtrain.launch import distributed
@@ -41,7 +41,7 @@ def example(directory: Path, num_layers: int) -> None:
         tensors = {}
         for weight in names.weights("llama", options):
             if weight.stacks or layer == 0:
-                tensors[weight.name.format(layer)] = names.stored_shape(weight, size)
+                tensors[weight.name.format(layer)] = names.shape_in_file(weight, size)
         header, end = {}, 0
         for name, shape in tensors.items():
             begin, end = end, end + 2 * int(np.prod(shape))
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     layer_bytes = 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * MLP)
     with tempfile.TemporaryDirectory() as directory:
         example(Path(directory), max(1, round(arguments.gigabytes * 1e9 / layer_bytes)))
-        opened = folder.opened(directory)
+        opened = folder.open_folder(directory)
         config = Config(model=opened.model.options, batch_size=len(devices))
         assembly = assemble(config, dict.fromkeys(AXES, 1) | {"fsdp": len(devices)}, devices)
         like = assembly.states.kept.params

@@ -22,9 +22,9 @@ import numpy as np
 from meshtrain import main as training
 from meshtrain.cli import flags
 from meshtrain.errors import run
-from meshtrain.hf.config_json import described
+from meshtrain.hf.config_json import describe_model
 from meshtrain.run import hugging_face
-from meshtrain.run.weights import assembled, configuration, restored
+from meshtrain.run.weights import assemble_run, configuration, restore_weights
 
 FIXTURES = Path(__file__).parents[2] / "tests" / "hf" / "fixtures"
 ADAPTED = ("gemma3", "gpt2", "llama", "llama-tied-headdim", "phi3", "qwen3")
@@ -53,8 +53,8 @@ def program(workdir: Path) -> Callable[[np.ndarray], np.ndarray]:
     """Returns the compiled function that `ours` calls."""
     arguments = flags.arguments([f"--workdir={workdir}", *QUIET])
     config = configuration(arguments, [], reads_data=False)
-    assembly = assembled(config, workdir, None)
-    params, _ = restored(assembly, workdir, None)
+    assembly = assemble_run(config, workdir, None)
+    params, _ = restore_weights(assembly, workdir, None)
     logits: Any = assembly.steps.logits
 
     def run(ids: np.ndarray) -> np.ndarray:
@@ -132,7 +132,7 @@ def imported(name: str, work: Path) -> bool:
     ids = np.load(FIXTURES / name / "expected.npz")["input_ids"]
     said("import", FIXTURES / name, f"--to={work / 'run'}")
     said("export", f"--workdir={work / 'run'}", f"--to={work / 'out'}")
-    dtype, run = described(work / "out").dtype, program(work / "run")
+    dtype, run = describe_model(work / "out").dtype, program(work / "run")
     is_equal = (greedy(run, ids) == greedy_theirs(work / "out", ids)).all()
     return row(name, f"an import, {dtype}", theirs(work / "out", ids), run(ids), text="equal" if is_equal else OTHER)
 

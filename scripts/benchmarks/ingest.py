@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.loader import batches
 from meshtrain.data.prepare import prepare
-from meshtrain.data.sources import Asked, DataOptions
+from meshtrain.data.sources import DataOptions, DataRequest
 from meshtrain.data.token_files import Index, TokenFile, sidecar_path, write_index
 from meshtrain.errors import run
 
@@ -161,7 +161,7 @@ def start(path: Path, packing: str) -> None:
     batch = {name: jax.ShapeDtypeStruct((BATCH, LENGTH), kind, sharding=sharding) for name, kind in names.items()}
     read, held, begun = counter("io", "rchar"), counter("status", "RssAnon"), time.process_time()
     options = DataOptions(source="tokens", path=str(path), packing=packing)
-    corpus = open_corpus(options, Asked(batch, {}, LENGTH, END + 1, 0))
+    corpus = open_corpus(options, DataRequest(batch, {}, LENGTH, END + 1, 0))
     seconds, index_bytes = time.process_time() - begun, path.with_name(f"{path.name}.index").stat().st_size
     read = counter("io", "rchar") - read + mapped(path) + (index_bytes if packing == "first_fit" else 0)
     after = counter("status", "RssAnon") - held

@@ -14,17 +14,17 @@ from pathlib import Path
 import jax
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.assembly.compiling import compiled
-from meshtrain.assembly.steps import traced_steps
-from meshtrain.config.fields import Config, LocalStepsOptions
+from meshtrain.assembly.compiling import compile_program
+from meshtrain.assembly.steps import trace_steps
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config, LocalStepsOptions
 from meshtrain.data.loader import batches
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.parse import read
+from meshtrain.run.dataset import open_data
 from meshtrain.run.evaluation import evaluate
-from meshtrain.run.opened import open_data
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import AXES, DATA
 
@@ -84,7 +84,7 @@ def assembled(config: Config, kind: str, devices: Sequence[jax.Device]) -> Assem
 
 def steps_of(assembly: Assembly) -> Steps:
     """Compiles the programs of a run and counts the bytes that they send."""
-    programs = {name: compiled(name, one) for name, one in traced_steps(assembly.steps, assembly.states).items()}
+    programs = {name: compile_program(name, one) for name, one in trace_steps(assembly.steps, assembly.states).items()}
     train, outer = programs["step"], programs["join"] if "join" in programs else None
     return Steps(train, outer, sent_bytes(assembly, train), sent_bytes(assembly, outer))
 

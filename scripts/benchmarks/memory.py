@@ -8,11 +8,11 @@ import argparse
 import jax
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.sharding.param_sharding import MAX_LEVEL, ZeroOptions
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import MAX_LEVEL, ZeroOptions
-from meshtrain.step.device_memory import held
+from meshtrain.step.device_memory import training_state_bytes
 
 NUM_DEVICES = 8
 # Touvron et al. 2023, Llama 2.
@@ -32,7 +32,7 @@ def row(name: str, model: DecoderOptions) -> str:
     for level in range(MAX_LEVEL + 1):
         config = Config(batch_size=NUM_DEVICES, model=model, zero=ZeroOptions(level=level))
         assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": NUM_DEVICES}, jax.devices())
-        cells.append(f"{held(assembly.state, assembly.states.sums).total / 1e9:.1f} GB")
+        cells.append(f"{training_state_bytes(assembly.state, assembly.states.sums).total / 1e9:.1f} GB")
     return f"| {name} | {assembly.task.num_parameters / 1e9:.2f} B | {' | '.join(cells)} |"
 
 

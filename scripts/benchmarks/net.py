@@ -42,15 +42,15 @@ import pytest
 
 from meshtrain import explain
 from meshtrain.__main__ import main as meshtrain
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError, run
 from meshtrain.launch import distributed
 from meshtrain.pipeline.schedules import NAMES
 from meshtrain.plan import planner, text_report
+from meshtrain.plan.cluster import clusters
+from meshtrain.plan.cluster.compile import program_of
 from meshtrain.plan.hlo.collectives import collectives
-from meshtrain.plan.target import clusters
-from meshtrain.plan.target.compile import program_of
 from meshtrain.plan.timing.streams import Assumptions
 from scripts.benchmarks import fuzz
 from scripts.benchmarks.plan import LARGE

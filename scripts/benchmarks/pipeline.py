@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.models.remat import RematOptions
@@ -35,11 +35,11 @@ from meshtrain.pipeline import executor
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan.hlo import flops, parse
-from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.gradients import GradientSync
+from meshtrain.sharding.param_sharding import ParamSharding
 from meshtrain.sharding.placement import Placement, on_shards
 from meshtrain.sharding.rules import AXES, PIPELINE
-from meshtrain.sharding.stored import Stored
-from meshtrain.step.accumulate import cut
+from meshtrain.step.accumulate import split_microbatches
 from meshtrain.step.step import with_sequence_index
 
 TEXTBOOK, CIRCULAR = "scan + jax.grad", "circular + grad"
@@ -134,8 +134,8 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
     assert stages is not None
     assert program is not None
     places = jax.tree.map(lambda leaf: leaf.sharding, assembly.state.params)
-    replicas = Replicas(
-        mesh, jax.tree.map(lambda leaf: Stored.alike(leaf.sharding.spec, leaf.ndim), assembly.state.params)
+    replicas = GradientSync(
+        mesh, jax.tree.map(lambda leaf: ParamSharding.same(leaf.sharding.spec, leaf.ndim), assembly.state.params)
     )
 
     def scheduled(params: Params, batch: Batch, rng: jax.Array) -> tuple[jax.Array, Params]:
@@ -153,7 +153,9 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
     axes = batch_axes(entries(assembly.task, config.batch_size))
 
     def step(params: Params, batch: Batch, key_data: jax.Array) -> Any:
-        microbatches = cut(with_sequence_index(batch), config.pipeline.num_microbatches, Placement.nowhere(), axes)
+        microbatches = split_microbatches(
+            with_sequence_index(batch), config.pipeline.num_microbatches, Placement.single_device(), axes
+        )
         return compute(params, microbatches, jax.random.wrap_key_data(key_data))
 
     key_data = jax.random.key_data(jax.random.key(0))

@@ -16,10 +16,10 @@ import jax
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config.resolve import parse
 from meshtrain.errors import run
-from meshtrain.plan import planner, scheduled_dump, text_report
-from meshtrain.plan.target import clusters
-from meshtrain.plan.target.compile import Compiler, compile_step, program_of, with_tiles
-from meshtrain.plan.target.compile_thread import waiting_for
+from meshtrain.plan import planner, scheduled_hlo, text_report
+from meshtrain.plan.cluster import clusters
+from meshtrain.plan.cluster.compile import Compiler, compile_step, program_of, with_tiles
+from meshtrain.plan.cluster.compile_thread import waiting_for
 from meshtrain.plan.timing.streams import Assumptions, timing
 from meshtrain.sharding.rules import sizes_text
 
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     print(*HEADER, sep="\n")
     first, _, cluster = plans[0].partition("=")
-    elsewhere = scheduled_dump.server(parse([f"--config=configs/{first}.py"], reads_data=False)[0], cluster)
+    elsewhere = scheduled_hlo.server(parse([f"--config=configs/{first}.py"], reads_data=False)[0], cluster)
     for words in plans:
         name, _, cluster = words.partition("=")
         row = waiting_for(name, functools.partial(elsewhere, line, name, cluster)) if elsewhere else None

@@ -20,9 +20,9 @@ import jax
 
 from scripts.benchmarks.plan import LARGE
 
-PLAN = "import sys; from meshtrain.plan import __main__, scheduled_dump; {}; __main__.main(sys.argv[1:])"
+PLAN = "import sys; from meshtrain.plan import __main__, scheduled_hlo; {}; __main__.main(sys.argv[1:])"
 # Without the compiler's default, programs that are compiled completely anyway would fail.
-WAYS = {"early": "scheduled_dump.compile_step.__defaults__ = ()", "whole": "scheduled_dump.COMPARED = ()"}
+WAYS = {"early": "scheduled_hlo.compile_step.__defaults__ = ()", "whole": "scheduled_hlo.COMPARED = ()"}
 HEADER = ("| configuration | cluster | peak, bytes | middle, s | early, s | whole, s | ratio |", "|" + " --- |" * 7)
 
 

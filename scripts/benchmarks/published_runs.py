@@ -19,19 +19,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from meshtrain.cli.tables import aligned
+from meshtrain.cli.tables import align
 from meshtrain.config.resolve import parse
 from meshtrain.hardware.accelerators import ACCELERATORS, Accelerator
-from meshtrain.plan import planner, scheduled_dump
+from meshtrain.plan import planner, scheduled_hlo
+from meshtrain.plan.cluster import clusters
+from meshtrain.plan.cluster import compile as compiling
+from meshtrain.plan.cluster.compile import Compiler
 from meshtrain.plan.cost.lower_bound import model_flops
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.flops import attention_flops, attention_kernel
-from meshtrain.plan.hlo.memory_traffic import moved_bytes
+from meshtrain.plan.hlo.memory_traffic import bytes_moved
 from meshtrain.plan.hlo.parse import FUSIONS, Program
 from meshtrain.plan.hlo.products import Product, grouped_kernel, product_of
-from meshtrain.plan.target import clusters
-from meshtrain.plan.target import compile as compiling
-from meshtrain.plan.target.compile import Compiler
 from meshtrain.plan.timing.streams import FREE, Assumptions, Hidden, Streams, shape_share, transfer_seconds
 
 STORED = pathlib.Path(__file__).with_suffix(".json")
@@ -195,7 +195,7 @@ def figures(
             if line.opcode in FUSIONS and (called := line.attribute("calls")):
                 inside = program.computations[called]
                 within = {one.name: one.shape for one in inside}
-            moved = int(moved_bytes(line, inside, shapes, program.shares))
+            moved = int(bytes_moved(line, inside, shapes, program.shares))
             kernels = [(each, kernel) for each in inside if (kernel := attention_kernel(each))]
             found = [one for each in inside if (one := product_of(each, within, program.shares))]
             num_kernels += runs
@@ -295,7 +295,7 @@ def compiled(by: Compiler, name: str) -> Any:
 def compile_again(names: Sequence[str], stored: dict[str, Any]) -> None:
     """Compiles the runs of these names to their schedules, and stores their figures."""
     first, _ = parse(RUNS[names[0]].arguments.split(), reads_data=False)
-    elsewhere = scheduled_dump.server(first, RUNS[names[0]].cluster)
+    elsewhere = scheduled_hlo.server(first, RUNS[names[0]].cluster)
     for name in names:
         made, run = (elsewhere and elsewhere(compiled, name)) or compiled(compiling.with_tiles, name), RUNS[name]
         same = [one for one, other in RUNS.items() if (other.cluster, other.arguments) == (run.cluster, run.arguments)]
@@ -339,7 +339,7 @@ def table(stored: Mapping[str, Any]) -> str:
             f"{own.seconds:.3g}", f"{mfu / own.seconds:.1%}", *own.cells(), f"{share:.3f}", *other.cells(),
         ))  # fmt: skip
         differs.setdefault(run.differs or "nothing", []).append(name)
-    lines = [aligned(rows, HEADER, "<<>>>>>>><>>>><"), "", "what differs"]
+    lines = [align(rows, HEADER, "<<>>>>>>><>>>><"), "", "what differs"]
     lines += [f"  {', '.join(names)}: {what}" for what, names in differs.items()]
     for what, found in errors.items():
         worst = max(found, key=lambda name: abs(found[name]))

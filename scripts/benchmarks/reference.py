@@ -21,17 +21,17 @@ from meshtrain.__main__ import COMMANDS
 from meshtrain.__main__ import main as command
 from meshtrain.cli import flags
 from meshtrain.config import data_sources, tasks
-from meshtrain.config.fields import Config
-from meshtrain.data.own_source import Data
+from meshtrain.config.schema import Config
+from meshtrain.data.dataset import Dataset
 from meshtrain.errors import EXIT_CODES, run
-from meshtrain.examples.pairs import packed
+from meshtrain.examples.pairs import pack_pairs
 from meshtrain.harness import language_model
 from meshtrain.models.cost import Cost, Kernel
 from meshtrain.models.metrics import Count, Largest, Load, Ratio
-from meshtrain.models.task import Decode, Entry, Stages, Task, sequence_keys, staged_loss, token_batch
+from meshtrain.models.task import Decode, Entry, Stages, Task, loss_of_stages, sequence_keys, token_batch
 from meshtrain.models.vocabulary import cross_entropy, look_up, without_padding
 from meshtrain.observe.trackers import Tracker
-from meshtrain.options import option, with_own
+from meshtrain.options import add_user_options, option
 from meshtrain.pipeline.schedules import Action, Schedule
 from meshtrain.sharding.param_kinds import decays, matrix_dims
 from meshtrain.sharding.placement import Placement
@@ -43,11 +43,11 @@ API: dict[str, tuple[Any, ...]] = {
         meshtrain.train, meshtrain.Result, meshtrain.default, meshtrain.resolve, meshtrain.simulate, language_model,
     ),
     "Models": (
-        Task, Stages, staged_loss, Entry, token_batch, sequence_keys, Decode, Ratio, Count, Load, Largest, Cost, Kernel,
-        cross_entropy, without_padding, look_up, option,
+        Task, Stages, loss_of_stages, Entry, token_batch, sequence_keys, Decode, Ratio, Count, Load, Largest, Cost,
+        Kernel, cross_entropy, without_padding, look_up, option,
     ),
     "Placement": (Placement.weight, Placement.activation, Rule, Rules, default_rules, extend),
-    "Sources": (Data, packed),
+    "Sources": (Dataset, pack_pairs),
     "Pipeline schedules": (Action, Schedule),
     "Optimizers and trackers": (decays, matrix_dims, Tracker),
     "Reductions": (Reduction, ReductionOptions),
@@ -70,7 +70,7 @@ def fields_page() -> str:
     for key, group, kinds in (
         ("task", "model", {name: tasks.find(name).options for name in tasks.names()}),
         ("data.source", "data", {name: data_sources.find(name).options for name in data_sources.names()}),
-        ("reduction.name", "reduction", {name: type(with_own(reduction, "reduction", name)) for name in NAMES}),
+        ("reduction.name", "reduction", {name: type(add_user_options(reduction, "reduction", name)) for name in NAMES}),
     ):
         for kind in dict.fromkeys(kinds.values()):
             entries = flags.schema(Config(**{group: kind()}))

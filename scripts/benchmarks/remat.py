@@ -12,14 +12,14 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import check
 from meshtrain.config.resolve import resolve
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError, run
 from meshtrain.models.remat import RematOptions
+from meshtrain.plan.cluster.clusters import Cluster, open_cluster
+from meshtrain.plan.cluster.compile import compile_step
 from meshtrain.plan.hlo import flops, parse
-from meshtrain.plan.target.clusters import Cluster, open_cluster
-from meshtrain.plan.target.compile import compile_step
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import AXES
 

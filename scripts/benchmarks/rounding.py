@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config
 from meshtrain.data.loader import batches
 from meshtrain.errors import run
 from meshtrain.launch import distributed
+from meshtrain.run.dataset import open_data
 from meshtrain.run.evaluation import evaluate
-from meshtrain.run.opened import open_data
 from meshtrain.sharding.rules import AXES
-from meshtrain.step.device_memory import held
+from meshtrain.step.device_memory import training_state_bytes
 
 NUM_STEPS = 300
 SHOWN_EVERY = 25
@@ -96,7 +96,7 @@ def trained(config: Config, devices: Sequence[jax.Device], what: str) -> Outcome
         if len(losses) % SHOWN_EVERY == 0:
             print(f"{what}, step {len(losses)}: {losses[-1]:.4f}", file=sys.stderr, flush=True)
     last, num_parameters = losses[-20:], sum(leaf.size for leaf in jax.tree.leaves(assembly.state.params))
-    moment_bytes = held(assembly.state, assembly.states.sums).moments / num_parameters
+    moment_bytes = training_state_bytes(assembly.state, assembly.states.sums).moments / num_parameters
     return Outcome(sum(last) / len(last), evaluate(assembly, corpus, state)["eval_loss"], moment_bytes)
 
 

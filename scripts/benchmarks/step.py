@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.models.transformer.decoder import DecoderOptions

@@ -17,14 +17,14 @@ import jax
 import numpy as np
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config
 from meshtrain.data.loader import Examples, batches
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.models.task import Params
+from meshtrain.run.dataset import open_data
 from meshtrain.run.likelihoods import token_scores
-from meshtrain.run.opened import open_data
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 
 NUM_CORES = 2

@@ -27,7 +27,7 @@ from jax._src import cache_key
 from meshtrain.checkpoint.checkpoint import leaves_by_path
 from meshtrain.errors import run
 from meshtrain.main import main as train
-from meshtrain.run import initial_state, opened, saving
+from meshtrain.run import dataset, initial_state, saving
 
 WORKDIR = "--workdir="
 
@@ -94,7 +94,7 @@ def watching() -> Iterator[Seen]:
     watched = (
         (initial_state, "starting_state", starting_state),
         (saving, "save", save),
-        (opened, "batches", batches),
+        (dataset, "batches", batches),
     )
     with contextlib.ExitStack() as patches:
         for module, name, eye in watched:

@@ -79,12 +79,12 @@ def test_comes_back_bitwise_on_another_mesh_and_is_kept_as_options_say(bucket, o
     assert got["params"]["w"].sharding == wanted["params"]["w"].sharding
     assert np.array_equal(got["params"]["w"], VALUES + 5)
     assert {name.split("/")[0] for name in objects.names()} == {"3", "4", "5"}
-    assert other_runs.recorded(bucket) == {"config": {"seed": 5}}
+    assert other_runs.extra_of_newest(bucket) == {"config": {"seed": 5}}
     with Checkpoints(bucket, None) as checkpoints:
         assert checkpoints.steps() == [3, 4, 5]
         del objects["5/manifest.json"]
         assert checkpoints.steps() == [3, 4], "what others do is seen at once"
-    assert other_runs.recorded(bucket) == {"config": {"seed": 4}}
+    assert other_runs.extra_of_newest(bucket) == {"config": {"seed": 4}}
 
 
 def test_the_best_are_kept(bucket):
@@ -92,7 +92,7 @@ def test_the_best_are_kept(bucket):
         for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
             checkpoints.save(step, state(step), {})
             checkpoints.rate(step, {"eval_loss": loss})
-    assert retention.saved_steps(buckets.place(bucket)) == [2, 4]
+    assert retention.checkpoint_steps(buckets.place(bucket)) == [2, 4]
 
 
 def test_the_seal_is_the_listing_and_reads_nothing_back(bucket, objects, monkeypatch):
@@ -222,7 +222,7 @@ def test_an_owner_who_was_taken_over_leaves_at_once(bucket, monkeypatch):
 
     monkeypatch.setattr(owner, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(owner, "leave_at_once", leave)
-    with owner.owned(bucket, "mine"):
+    with owner.own_folder(bucket, "mine"):
         first = owner._owner(buckets.place(bucket))
         while (beat := owner._owner(buckets.place(bucket)))["seconds"] == first["seconds"]:
             pass
@@ -252,8 +252,8 @@ def test_an_owner_is_read_whole_while_it_is_replaced(bucket):
 def test_of_two_that_begin_at_once_one_is_let_through(bucket, monkeypatch):
     monkeypatch.setattr(owner, "_owner", lambda place: {})  # both look before either has written
     with (
-        owner.owned(bucket, "one"),
+        owner.own_folder(bucket, "one"),
         pytest.raises(UserError, match="where another run begins"),
-        owner.owned(bucket, "two"),
+        owner.own_folder(bucket, "two"),
     ):
         pass

@@ -18,7 +18,14 @@ from jax.sharding import SingleDeviceSharding
 from meshtrain.checkpoint import integrity
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import restore_params
-from meshtrain.checkpoint.retention import RATINGS, CheckpointOptions, kept, rate, read_ratings, saved_steps
+from meshtrain.checkpoint.retention import (
+    RATINGS,
+    CheckpointOptions,
+    checkpoint_steps,
+    rate,
+    read_ratings,
+    steps_to_keep,
+)
 from meshtrain.errors import SaveFailed, UserError
 from meshtrain.run import verify
 from tests.messages.test_messages_files import CONTENTS
@@ -198,7 +205,7 @@ def test_a_save_under_the_name_of_another_step_is_treated_as_damaged(place, newe
     with Checkpoints(directory, CheckpointOptions()) as checkpoints:
         assert checkpoints.newest_whole() == (newest, [f"checkpoint {directory / '4'}: {said}"])
     assert (tmp_path / "damaged" / "4").is_dir()
-    assert saved_steps(directory)[-1] == newest
+    assert checkpoint_steps(directory)[-1] == newest
 
 
 def test_each_process_adds_up_its_own_files_and_the_first_puts_them_together(tmp_path):
@@ -254,7 +261,7 @@ def test_a_full_disk_is_told_the_last_good_save_stays_and_the_next_may_succeed(s
                 checkpoints.wait()
         assert str(caught.value).startswith(f"checkpoint {saved / '4'}: not written: ")
         assert "nearest: free space" in str(caught.value)
-        assert saved_steps(saved) == [1, 2, 3], "nothing goes before the new save is whole"
+        assert checkpoint_steps(saved) == [1, 2, 3], "nothing goes before the new save is whole"
         # At once, before the thread that seals can have looked whether the last one failed.
         assert checkpoints.save(5, large, {})
         assert checkpoints.steps() == [5]
@@ -345,7 +352,7 @@ def test_what_stays(options, stay):
     ratings = {step: {"eval_loss": losses[step], "eval_accuracy": accuracies[step]} for step in losses}
     checked = CheckpointOptions(**options)
     is_higher = checked.best_metric == "eval_accuracy"
-    assert kept(range(10, 70, 10), checked, ratings, higher_is_better=is_higher) == stay
+    assert steps_to_keep(range(10, 70, 10), checked, ratings, higher_is_better=is_higher) == stay
 
 
 @pytest.mark.parametrize("higher_is_better, best", [(False, 2), (True, 1)])
@@ -366,7 +373,7 @@ def test_a_rating_after_the_seal_deletes_what_was_best_before(tmp_path):
             checkpoints.save(step, state(step), {})
             checkpoints.wait()
             checkpoints.rate(step, {"eval_loss": loss})
-    assert saved_steps(tmp_path) == [2]
+    assert checkpoint_steps(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("content", ["[" * 200_000, "", "[1]", '{"x": 1}', '{"1": "low"}'])
@@ -378,7 +385,7 @@ def test_damaged_ratings_are_none(content, tmp_path):
 def test_ratings_beyond_float64_are_no_best_ones(tmp_path):
     (tmp_path / RATINGS).write_text('{"1": -1' + "0" * 400 + ', "2": 0.5, "3": 0.6}')
     options = CheckpointOptions(keep_last=1, keep_best=1)
-    assert kept([1, 2, 3], options, read_ratings(tmp_path), higher_is_better=False) == {2, 3}
+    assert steps_to_keep([1, 2, 3], options, read_ratings(tmp_path), higher_is_better=False) == {2, 3}
 
 
 def test_ratings_of_one_metric_are_read(tmp_path):

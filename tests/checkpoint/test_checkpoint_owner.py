@@ -31,7 +31,7 @@ def refusal(folder, run="mine"):
     """The line with which a run is refused; '' for one that gets the folder, and leaves it without an owner."""
     before = (folder / owner.OWNER).read_text() if (folder / owner.OWNER).exists() else ""
     try:
-        with owner.owned(str(folder), run):
+        with owner.own_folder(str(folder), run):
             assert json.loads((folder / owner.OWNER).read_text())["host"] == ME
         assert not (folder / owner.OWNER).exists()
     except UserError as error:
@@ -98,7 +98,7 @@ def test_of_two_runs_the_first_stays(tmp_path):
     link = tmp_path / "link"
     (tmp_path / "checkpoints").mkdir()
     link.symlink_to("checkpoints")
-    with owner.owned(str(tmp_path / "checkpoints"), "first") as lost:
+    with owner.own_folder(str(tmp_path / "checkpoints"), "first") as lost:
         assert f"got {link}, used by {ME}" in refusal(link, "second")
         assert lost() == ""
     assert refusal(link, "second") == ""
@@ -106,7 +106,7 @@ def test_of_two_runs_the_first_stays(tmp_path):
 
 def test_of_two_that_begin_at_once_one_is_let_through(tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "_owner", lambda place: {})  # both look before either has written
-    with owner.owned(str(tmp_path), "one"):
+    with owner.own_folder(str(tmp_path), "one"):
         assert "where another run begins" in refusal(tmp_path, "two")
 
 
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_made_or_written_is_one_line(tmp_path, monkeypat
     (tmp_path / "file").touch()
     with (
         pytest.raises(UserError, match="allowed: a directory that can be written"),
-        owner.owned(tmp_path / "file", "a"),
+        owner.own_folder(tmp_path / "file", "a"),
     ):
         pass
 
@@ -122,13 +122,16 @@ def test_a_folder_that_cannot_be_made_or_written_is_one_line(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(owner.buckets, "write", full)
-    with pytest.raises(UserError, match="got No space left on device; allowed: "), owner.owned(tmp_path / "new", "a"):
+    with (
+        pytest.raises(UserError, match="got No space left on device; allowed: "),
+        owner.own_folder(tmp_path / "new", "a"),
+    ):
         pass
 
 
 def test_one_process_owns_it_for_all(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "is_main_process", lambda: False)
-    with owner.owned(str(tmp_path / "elsewhere"), "a") as lost:
+    with owner.own_folder(str(tmp_path / "elsewhere"), "a") as lost:
         assert lost() == ""
     assert not (tmp_path / "elsewhere").exists()
 
@@ -136,7 +139,7 @@ def test_one_process_owns_it_for_all(tmp_path, monkeypatch):
 @pytest.mark.parametrize("may_vanish", [False, True])
 def test_a_folder_that_is_deleted_or_replaced_is_noticed(may_vanish, tmp_path):
     folder = tmp_path / "checkpoints"
-    with owner.owned(str(folder), "a", may_vanish=may_vanish) as lost:
+    with owner.own_folder(str(folder), "a", may_vanish=may_vanish) as lost:
         assert lost() == ""
         shutil.rmtree(folder)
         assert bool(lost()) != may_vanish
@@ -158,7 +161,7 @@ def test_an_owner_that_was_taken_over_leaves_at_once_and_keeps_the_other_s_file(
 
     monkeypatch.setattr(owner, "_BEAT_SECONDS", 0.01)
     monkeypatch.setattr(owner, "leave_at_once", leave)
-    with owner.owned(str(tmp_path), "mine") as lost:
+    with owner.own_folder(str(tmp_path), "mine") as lost:
         plant(tmp_path, run="mine")  # the same run on another machine: this one was asleep
         assert left.wait(20)
         with pytest.raises(OSError, match="it has left"):

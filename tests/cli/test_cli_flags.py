@@ -48,7 +48,7 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
     ],
 )  # fmt: skip
 def test_texts_of_a_command_line(text, kind, value):
-    got = flags.typed(text, kind, is_text=True)
+    got = flags.convert(text, kind, is_text=True)
     assert got == value
     assert type(got) is kind
 
@@ -68,7 +68,7 @@ def test_texts_of_a_command_line(text, kind, value):
 )
 def test_texts_that_are_no_value(text, kind, message):
     with pytest.raises(ValueError) as caught:
-        flags.typed(text, kind, is_text=True)
+        flags.convert(text, kind, is_text=True)
     assert str(caught.value) == message
 
 
@@ -85,7 +85,7 @@ def test_a_whole_number_that_is_suggested_is_legal(text, near):
 def test_numbers_beyond_float64_are_refused(num_digits, kind):
     for value, is_text in (("9" * num_digits, True), (10**num_digits, False), (Fraction(-(10**num_digits)), False)):
         with pytest.raises(ValueError, match="allowed: a "):
-            flags.typed(value, kind, is_text=is_text)
+            flags.convert(value, kind, is_text=is_text)
 
 
 def test_more_unknown_keys_than_there_are_fields_are_ten_lines_and_their_number():
@@ -101,12 +101,12 @@ def test_more_unknown_keys_than_there_are_fields_are_ten_lines_and_their_number(
 )
 def test_python_values_of_another_type(value, kind):
     with pytest.raises(ValueError, match="allowed"):
-        flags.typed(value, kind)
+        flags.convert(value, kind)
 
 
 def test_python_values_that_fit():
-    assert flags.typed(1e3, int) == 1000
-    assert type(flags.typed(1, float)) is float
+    assert flags.convert(1e3, int) == 1000
+    assert type(flags.convert(1, float)) is float
 
 
 def test_schema_and_construct_are_inverse():
@@ -257,12 +257,12 @@ def test_so_is_a_module_whose_exception_cannot_be_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"Unspeakable: a message that cannot be shown \(.*unspeakable.py:3\)"):
-        options.imported_function("task", "unspeakable:f", ["decoder"])
+        options.import_function("task", "unspeakable:f", ["decoder"])
 
 
 def test_meshtrain_s_own_configurations_have_names_in_any_folder(tmp_path, monkeypatch):
     """An installation has no folder configs: what a line suggests runs there too."""
-    assert {*flags.named()} == {path.stem for path in CONFIGS.glob("*.py")}
+    assert {*flags.example_files()} == {path.stem for path in CONFIGS.glob("*.py")}
     own = flags.load(str(CONFIGS / "3d.py"), [])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=rf"allowed: .*, or 3d, data, .*; nearest: {flags.EXAMPLE}$"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.cli.tables import align, format_bytes
 
 pytestmark = pytest.mark.quick
 
@@ -27,5 +27,5 @@ def test_bytes_are_short_and_exact_where_they_can_be(n, expected):
 
 
 def test_columns_are_aligned_without_trailing_blanks():
-    text = aligned([("a", "1", "x"), ("bbb", "22", "")], ("name", "n", "note"), align="<>")
+    text = align([("a", "1", "x"), ("bbb", "22", "")], ("name", "n", "note"), align="<>")
     assert text.split("\n") == ["name   n  note", "----  --  ----", "a      1  x", "bbb   22"]

@@ -6,8 +6,8 @@ import pytest
 
 from meshtrain.__main__ import main
 from meshtrain.cli import flags, words
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import configure
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError, refusals
 
 pytestmark = pytest.mark.quick

@@ -11,10 +11,10 @@ from flax.linen import LogicallyPartitioned
 from meshtrain.cli import flags
 from meshtrain.config import __main__ as fields
 from meshtrain.config.build import default
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import check, num_microbatches
 from meshtrain.config.resolve import parse, resolve, to_json
 from meshtrain.config.resume import difference, from_json
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.models.task import Task

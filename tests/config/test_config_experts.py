@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.config import effects
+from meshtrain.config import unused_options
 from meshtrain.config.build import default
 from meshtrain.config.resolve import resolve
 from meshtrain.sharding.rules import AXES
@@ -19,7 +19,7 @@ def test_options_of_experts_are_legal_without_experts_and_listed():
     asked = {"experts_per_token": "9", "expert_dim": "64", "router": "sigmoid", "z_weight": "0"}
     sizes = dict.fromkeys(AXES, 1)
     config = resolve(default(), {f"model.{name}": value for name, value in asked.items()})
-    found = effects.without_effect(config, sizes)
+    found = unused_options.without_effect(config, sizes)
     assert found == {f"model.{name}": "model.num_experts=0" for name in asked}
     config = resolve(default(), {"model.num_experts": "8", "model.mlp_dim": "64", "model.expert_dim": "64"})
-    assert effects.without_effect(config, sizes) == {"model.mlp_dim": "model.num_experts=8"}
+    assert unused_options.without_effect(config, sizes) == {"model.mlp_dim": "model.num_experts=8"}

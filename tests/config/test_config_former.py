@@ -8,10 +8,10 @@ import pytest
 
 from meshtrain.cli import flags
 from meshtrain.config import former
-from meshtrain.config.fields import Config
 from meshtrain.config.former import FORMER, Gone
 from meshtrain.config.resolve import configure, resolve, to_json
 from meshtrain.config.resume import difference, is_free
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError
 from meshtrain.run.weights import configuration
 

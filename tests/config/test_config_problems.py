@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from meshtrain.cli import flags
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import resolve
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError
 from meshtrain.sharding import mesh
 

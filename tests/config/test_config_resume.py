@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from meshtrain.cli import flags
-from meshtrain.config.fields import Config
 from meshtrain.config.former import FORMER
 from meshtrain.config.resume import FIXED_ON_RESUME, FREE_ON_RESUME, difference, is_free
+from meshtrain.config.schema import Config
 
 pytestmark = pytest.mark.quick
 

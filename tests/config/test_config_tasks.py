@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from meshtrain.config.build import default
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import check
 from meshtrain.config.resolve import resolve, to_json
 from meshtrain.config.resume import difference, from_json
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import find, name_of
 from meshtrain.errors import UserError
 from meshtrain.models.transformer.decoder import DecoderOptions

@@ -14,14 +14,14 @@ from tokenizers import models, pre_tokenizers, processors
 from meshtrain.data.chat import open_chat
 from meshtrain.data.corpus import open_corpus, open_parts, open_whole, tokenizer_for
 from meshtrain.data.prepare import prepare
-from meshtrain.data.sources import Asked, DataOptions
+from meshtrain.data.sources import DataOptions, DataRequest
 from meshtrain.data.token_files import read_sidecar, sidecar_path, token_file_tokenizer
 from meshtrain.data.tokenizer import file_tokenizer, open_tokenizer, with_begin_token
 from meshtrain.errors import UserError
 from meshtrain.examples.preferences import PreferenceData, open_pairs
 from meshtrain.models.task import token_batch
 
-BEGIN, END, ASKED = 1, 2, Asked(token_batch(1, 16), {}, 16, 0, 0)
+BEGIN, END, ASKED = 1, 2, DataRequest(token_batch(1, 16), {}, 16, 0, 0)
 
 
 def template(single, **ids):

@@ -12,7 +12,7 @@ from meshtrain.data import text
 from meshtrain.data.chat import read_lines
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.prepare import main, prepare
-from meshtrain.data.sources import Asked, DataOptions, check
+from meshtrain.data.sources import DataOptions, DataRequest, check
 from meshtrain.errors import Problems, UserError
 from meshtrain.store import buckets
 
@@ -44,7 +44,7 @@ def test_a_bucket_gives_the_tokens_of_a_disk(places, tmp_path, glob):
     for name, place in (("disk", folder), ("bucket", prefix)):
         prepare(f"{place}/{glob}", str(tmp_path / f"{name}.bin"))
     assert (tmp_path / "bucket.bin").read_bytes() == (tmp_path / "disk.bin").read_bytes()
-    corpora = [open_corpus(DataOptions(source="text", path=f"{place}/{glob}"), Asked({}, {}, 8, 257, 0))
+    corpora = [open_corpus(DataOptions(source="text", path=f"{place}/{glob}"), DataRequest({}, {}, 8, 257, 0))
                for place in places]  # fmt: skip
     assert corpora[0].fingerprint == corpora[1].fingerprint
 
@@ -134,7 +134,7 @@ def test_an_object_that_may_not_be_read_is_one_line(places, monkeypatch):
     [path] = text.find_files(f"{places[1]}/c.txt")[0]
 
     async def refused(*_, **__):
-        raise buckets.imported_modules("gcsfs.retry")[0].HttpError({"message": "Forbidden", "code": 403})
+        raise buckets.import_modules("gcsfs.retry")[0].HttpError({"message": "Forbidden", "code": 403})
 
     monkeypatch.setattr(buckets._client(), "_call", refused)
     problems = Problems()

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from meshtrain.data.chat import read_lines, written
+from meshtrain.data.chat import read_lines, write_texts
 from meshtrain.errors import Problems
 
 PAIR = {"prompt": "2 + 2 = ", "completion": "4"}
@@ -133,12 +133,12 @@ def lines_of(tmp_path, *contents):
 
 def test_pairs_need_no_template_and_messages_do(tmp_path):
     problems = Problems()
-    [one] = written(lines_of(tmp_path, PAIR), "bytes", "", problems)
+    [one] = write_texts(lines_of(tmp_path, PAIR), "bytes", "", problems)
     assert one == ("2 + 2 = 4", ((8, 9),), True)
-    [nothing] = written(lines_of(tmp_path, PAIR | {"completion": ""}), "bytes", "", problems)
+    [nothing] = write_texts(lines_of(tmp_path, PAIR | {"completion": ""}), "bytes", "", problems)
     assert nothing == ("2 + 2 = ", (), True)
     assert not problems.count
-    assert len(written(lines_of(tmp_path, PAIR, CHAT, CHAT), "bytes", "", problems)) == 1
+    assert len(write_texts(lines_of(tmp_path, PAIR, CHAT, CHAT), "bytes", "", problems)) == 1
     [problem] = problems.lines()
     assert problem.startswith("data.chat_template: got '' and data.tokenizer=bytes, which brings no chat template;")
 
@@ -152,7 +152,7 @@ def test_a_conversation_that_the_template_does_not_take_is_named(tmp_path):
     )
     system = {"messages": [{"role": "system", "content": "x"}, *CHAT["messages"]]}
     problems = Problems()
-    found = written(lines_of(tmp_path, CHAT, system, PAIR, system), "bytes", str(template), problems)
+    found = write_texts(lines_of(tmp_path, CHAT, system, PAIR, system), "bytes", str(template), problems)
     assert found == [("a?b.", ((2, 4),), False), ("2 + 2 = 4", ((8, 9),), True)]
     [line] = problems.lines()
     assert line.startswith(f"data.path: {tmp_path}/a.jsonl, line 2 and others: got messages that ")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from meshtrain.data.chat import Tokens, Written, as_examples, in_spans, open_chat, tokenized
+from meshtrain.data.chat import Tokens, Written, as_examples, in_spans, open_chat, tokenize
 from meshtrain.data.corpus import open_whole
-from meshtrain.data.sources import Asked, DataOptions
+from meshtrain.data.sources import DataOptions, DataRequest
 from meshtrain.data.tokenizer import byte_tokenizer, open_tokenizer
 from meshtrain.errors import UserError
 
@@ -29,7 +29,7 @@ def options(tmp_path, lines, **changes):
 
 
 def opened(given, sequence_length=32, vocab_size=512):
-    return open_chat(given, Asked({"weights": None}, {}, sequence_length, vocab_size, 0))
+    return open_chat(given, DataRequest({"weights": None}, {}, sequence_length, vocab_size, 0))
 
 
 def num_targets(examples):
@@ -52,14 +52,14 @@ def test_blanks_of_an_answer_count_where_the_tokenizer_trims_places(tmp_path):
     loaded.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     loaded.save(str(tmp_path / "tokenizer.json"))
     tokenizer = open_tokenizer(str(tmp_path))
-    [tokens] = tokenized(tokenizer, [Written("ab    cd  ef", ((2, 10),), ends=True)])
+    [tokens] = tokenize(tokenizer, [Written("ab    cd  ef", ((2, 10),), ends=True)])
     answer = tokens.ids[tokens.counted].tolist()
     assert answer[-1] == tokenizer.end_id
     assert tokenizer.decode(answer) == "    cd  "
 
 
 def test_bytes_of_one_character_belong_together():
-    [tokens] = tokenized(byte_tokenizer(), [Written("größe", ((2, 3),), ends=False)])
+    [tokens] = tokenize(byte_tokenizer(), [Written("größe", ((2, 3),), ends=False)])
     assert bytes(tokens.ids[tokens.counted].tolist()).decode() == "ö"
 
 
@@ -97,7 +97,7 @@ def test_of_a_conversation_all_answers_count_or_the_last_one(tmp_path):
         answers = row["targets"][row["weights"] > 0]
         assert bytes(answers[answers < 256].tolist()).decode() == wanted
         assert data.prompts == (prompt,)
-    [whole] = open_whole(last, Asked({"weights": None}, {}, 32, 512, 0)).values()
+    [whole] = open_whole(last, DataRequest({"weights": None}, {}, 32, 512, 0)).values()
     assert num_targets(whole) == num_targets(data.train)
     assert opened(given).fingerprint != data.fingerprint
 
@@ -183,7 +183,7 @@ def test_broken_lines_of_all_files_and_a_missing_template_come_at_once(tmp_path)
 def test_each_file_is_evaluated_whole_and_what_is_lost_is_said(tmp_path, capsys):
     saved(tmp_path / "b.jsonl", [{"prompt": "x" * 40, "completion": "yes"}, {"prompt": "x", "completion": ""}])
     given = dataclasses.replace(options(tmp_path, sums(3)), path=f"{tmp_path}/*.jsonl")
-    asked = Asked({}, {}, 16, 257, 0)
+    asked = DataRequest({}, {}, 16, 257, 0)
     parts = open_whole(given, asked)
     assert [num_targets(part) for part in parts.values()] == [3 * 2, 4]
     [line] = capsys.readouterr().err.splitlines()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshtrain.data import chat
-from meshtrain.data.chat import written
+from meshtrain.data.chat import write_texts
 from meshtrain.data.chat_lines import INVERSE_SWITCHES, SWITCHES, line_of
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.tokenizer import byte_tokenizer
@@ -30,7 +30,7 @@ def trained(row, template=ROLE, *, last_only=False, tmp_path):
     file.write_text(template)
     problems = Problems()
     lines = [line_of(json.dumps(row).encode(), "line 1")]
-    [line] = written(lines, "bytes", str(file), problems, last_only=last_only)
+    [line] = write_texts(lines, "bytes", str(file), problems, last_only=last_only)
     assert not problems.lines()
     return [line.text[begin:end] for begin, end in line.answers]
 
@@ -69,7 +69,7 @@ def test_the_excluded_answer_is_no_target(tmp_path):
         path.write_text(json.dumps({"messages": [ASKED, WRONG | extra, AGAIN, RIGHT]}) + "\n")
         options = DataOptions(source="chat", path=str(path), chat_template=str(file))
         tokenizer = byte_tokenizer()
-        [line] = chat.tokenized(tokenizer, chat.lines_of(options, [path], tokenizer, 257)[0])
+        [line] = chat.tokenize(tokenizer, chat.lines_of(options, [path], tokenizer, 257)[0])
         tokens.append(line)
     assert tokens[0].ids.tolist() == tokens[1].ids.tolist()
     assert (tokens[0].counted.sum(), tokens[1].counted.sum()) == (10, 5)

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from meshtrain.data.chat import Written, tokenized
-from meshtrain.data.chat_template import BEGIN, compiled, file_problems, open_template
+from meshtrain.data.chat import Written, tokenize
+from meshtrain.data.chat_template import BEGIN, compile_template, file_problems, open_template
 from meshtrain.data.tokenizer import open_tokenizer
 from meshtrain.errors import UserError
 
@@ -20,7 +20,7 @@ def test_text_ids_and_mask_are_those_of_transformers(expected):
     template, tokenizer = open_template(str(FOLDER), ""), open_tokenizer(str(FOLDER))
     text, answers = template.written(expected["messages"])
     assert text == expected["text"]
-    [tokens] = tokenized(tokenizer, [Written(text, answers, ends=False)])
+    [tokens] = tokenize(tokenizer, [Written(text, answers, ends=False)])
     assert tokens.ids.tolist() == expected["input_ids"]
     assert tokens.counted.astype(int).tolist() == expected["assistant_mask"]
     assert template.prompt(expected["messages"][:-1]) == expected["prompt"]
@@ -30,7 +30,7 @@ def test_text_ids_and_mask_are_those_of_transformers(expected):
 @pytest.mark.parametrize("expected", EXPECTED, ids=lambda one: one["messages"][-1]["content"])
 def test_without_the_tag_an_answer_is_what_its_message_adds(expected):
     source = (FOLDER / "chat_template.jinja").read_text()
-    plain = compiled(re.sub(r"\{% (end)?generation %\}", "", source), "plain", {})
+    plain = compile_template(re.sub(r"\{% (end)?generation %\}", "", source), "plain", {})
     text, answers = plain.written(expected["messages"])
     assert text == expected["text"]
     wanted = [f"{one['content']}<|im_end|>\n" for one in expected["messages"] if one["role"] == "assistant"]
@@ -40,7 +40,7 @@ def test_without_the_tag_an_answer_is_what_its_message_adds(expected):
 def test_a_template_that_rewrites_what_came_before_is_refused():
     source = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }};{% endfor %}"
     with pytest.raises(ValueError, match=r"an answer in message 2 that t does not write at the end of the messages"):
-        compiled(source, "t", {}).written([USER, ANSWER, USER])
+        compile_template(source, "t", {}).written([USER, ANSWER, USER])
 
 
 REFUSED = {
@@ -64,12 +64,12 @@ REFUSED = {
 @pytest.mark.parametrize("source", REFUSED)
 def test_a_template_reaches_nothing_and_its_errors_are_one_line(source):
     with pytest.raises(ValueError, match=re.escape(REFUSED[source])):
-        compiled(source, "t", {}).written([USER])
+        compile_template(source, "t", {}).written([USER])
 
 
 def test_what_templates_of_hugging_face_rely_on():
     def text(source, tokens=None):
-        return compiled(source, "t", tokens or {}).prompt([USER, ANSWER])
+        return compile_template(source, "t", tokens or {}).prompt([USER, ANSWER])
 
     assert text("{{ messages | tojson }}") == json.dumps([USER, ANSWER])
     assert text("{{ {'a': '<ü>'} | tojson }}") == '{"a": "<ü>"}', "nothing is escaped"
@@ -110,12 +110,12 @@ def test_which_template_a_folder_brings(tmp_path):
 )  # fmt: skip
 def test_templates_that_python_does_not_compile_are_one_line(source):
     with pytest.raises(UserError, match=r"^data.chat_template: 't' is no template \(.*\); allowed: Jinja, .*nearest: "):
-        compiled(source, "t", {})
+        compile_template(source, "t", {})
 
 
 def test_templates_that_cannot_be_read_are_one_line(tmp_path):
     with pytest.raises(UserError, match=r"data.chat_template: 't' is no template \(.*unknown tag 'nothing'"):
-        compiled("{% nothing %}", "t", {})
+        compile_template("{% nothing %}", "t", {})
     (tmp_path / "latin.jinja").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"latin.jinja' cannot be read \(.*utf-8"):
         open_template("bytes", str(tmp_path / "latin.jinja"))
@@ -130,4 +130,4 @@ def test_templates_that_cannot_be_read_are_one_line(tmp_path):
 
 def test_the_marks_around_answers_can_be_in_no_template_twice():
     with pytest.raises(ValueError, match="an answer without an end"):
-        compiled(BEGIN, "t", {}).written([USER])
+        compile_template(BEGIN, "t", {}).written([USER])

@@ -10,14 +10,14 @@ import pytest
 from meshtrain.data import corpus as corpus_module
 from meshtrain.data.corpus import open_corpus, open_whole, tokenizer_for
 from meshtrain.data.prepare import prepare
-from meshtrain.data.sources import Asked, DataOptions, check
+from meshtrain.data.sources import DataOptions, DataRequest, check
 from meshtrain.data.text import share, standard_library
 from meshtrain.data.token_files import TokenFile, sidecar_path
 from meshtrain.errors import UserError
 
 
 def opened(options, sequence_length=16, vocab_size=257, seed=0):
-    return open_corpus(options, Asked({}, {}, sequence_length, vocab_size, seed))
+    return open_corpus(options, DataRequest({}, {}, sequence_length, vocab_size, seed))
 
 
 def text_of(examples):
@@ -206,9 +206,9 @@ def test_documents_that_are_all_empty_are_named(tmp_path, packing, sequence_leng
     said = "got 1,000 empty documents, and no others; allowed: at least one with text; nearest: "
     options = DataOptions(source="text", path=path, packing=packing)
     with pytest.raises(UserError, match=f"data.path: {said}data.text_field="):
-        open_corpus(options, Asked({}, {}, sequence_length, 257, 0))
+        open_corpus(options, DataRequest({}, {}, sequence_length, 257, 0))
     with pytest.raises(UserError, match="has no document of two tokens, all of them are empty; allowed"):
-        open_whole(options, Asked({}, {}, sequence_length, 257, 0))
+        open_whole(options, DataRequest({}, {}, sequence_length, 257, 0))
     for output in ("a.bin", "tokens/"):
         with pytest.raises(UserError, match=said):
             prepare(path, f"{tmp_path}/{output}")
@@ -219,6 +219,6 @@ def test_documents_that_are_all_empty_are_named(tmp_path, packing, sequence_leng
     tokens = dataclasses.replace(options, source="tokens", path=f"{tmp_path}/old.bin")
     for open_it in (open_corpus, open_whole):
         with pytest.raises(UserError, match=said):
-            open_it(tokens, Asked({}, {}, sequence_length, 257, 0))
+            open_it(tokens, DataRequest({}, {}, sequence_length, 257, 0))
     write(tmp_path / "a.jsonl", '{"text": ""}\n' * 1000 + '{"text": "a few words of text"}\n')
-    assert len(open_corpus(dataclasses.replace(options, validation_fraction=0), Asked({}, {}, 4, 257, 0)).train)
+    assert len(open_corpus(dataclasses.replace(options, validation_fraction=0), DataRequest({}, {}, 4, 257, 0)).train)

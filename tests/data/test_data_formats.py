@@ -18,7 +18,7 @@ from meshtrain.data import text as text_module
 from meshtrain.data.chat import read_lines
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.prepare import prepare
-from meshtrain.data.sources import Asked, DataOptions
+from meshtrain.data.sources import DataOptions, DataRequest
 from meshtrain.errors import Problems, UserError
 
 DOCUMENTS = [f"document {number} \u2603 " * (number % 9 + 1) for number in range(300)]
@@ -50,7 +50,7 @@ def test_every_format_gives_the_same_tokens(tmp_path, name):
         prepare(str(tmp_path / one), str(tmp_path / f"{one}.bin"))
     assert (tmp_path / f"{name}.bin").read_bytes() == (tmp_path / "plain.jsonl.bin").read_bytes()
     options = [DataOptions(source="text", path=str(tmp_path / one)) for one in ("plain.jsonl", name)]
-    plain, other = (open_corpus(one, Asked({}, {}, 8, 257, 0)) for one in options)
+    plain, other = (open_corpus(one, DataRequest({}, {}, 8, 257, 0)) for one in options)
     assert plain.fingerprint == other.fingerprint
 
 

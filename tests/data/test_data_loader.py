@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.data import loader
-from meshtrain.data.loader import batches, drawn_of, mixed_order, next_sample, sample_order, turns
+from meshtrain.data.loader import batches, mixture_order, next_sample, sample_order, samples_per_source, turns
 from meshtrain.data.packing import Parts
 from meshtrain.errors import UserError
 
@@ -162,7 +162,7 @@ class OneProcess:
 @pytest.mark.parametrize("examples", [alone, mixed])
 def test_each_process_reads_its_own_rows_of_the_same_batch(spec, num_processes, examples):
     whole = sharded(4, 2, spec)
-    order = mixed_order(mixed(), seed=3) if examples is mixed else sample_order(30, seed=3)
+    order = mixture_order(mixed(), seed=3) if examples is mixed else sample_order(30, seed=3)
     [wanted] = drawn(examples(), 1, start_step=2)
     for devices in np.array_split(np.asarray(jax.devices()), num_processes):
         process = OneProcess(whole, tuple(devices))
@@ -189,19 +189,19 @@ def test_at_every_sample_each_source_is_less_than_one_sample_away_from_its_share
     shares = np.asarray(weights) * np.arange(1, num_samples + 1)[:, None]
     assert np.abs(had * sum(weights) - shares).max() < sum(weights)
     for sample in range(0, num_samples, 7):
-        assert drawn_of(weights, sample + 1).tolist() == had[sample].tolist()
+        assert samples_per_source(weights, sample + 1).tolist() == had[sample].tolist()
 
 
 def test_shares_do_not_drift():
     """10^15 samples: 7 : 3 rounded to hundredths of the smaller would be off by 3 * 10^11."""
-    assert drawn_of((7, 3), 10**15).tolist() == [7 * 10**14, 3 * 10**14]
+    assert samples_per_source((7, 3), 10**15).tolist() == [7 * 10**14, 3 * 10**14]
 
 
 def test_a_mixture_takes_each_source_in_epochs_of_its_own():
     mixture, num_samples = mixed(), 9 * 13 * 2
-    order = mixed_order(mixture, seed=3)
+    order = mixture_order(mixture, seed=3)
     samples = [order[sample] for sample in range(num_samples)]
-    assert drawn_of(mixture.weights, num_samples).tolist() == [130, 78, 26]
+    assert samples_per_source(mixture.weights, num_samples).tolist() == [130, 78, 26]
     sources = ((0, 12), (12, 5), (17, 13))
     for first, size in sources:
         own = [number for number in samples if first <= number < first + size]
@@ -210,7 +210,7 @@ def test_a_mixture_takes_each_source_in_epochs_of_its_own():
         assert len({tuple(epoch) for epoch in epochs}) > 1
     far = [order[10**12 + sample] for sample in range(90)]
     assert [sum(first <= one < first + size for one in far) for first, size in sources] == [50, 30, 10]
-    assert [mixed_order(mixture, seed=4)[sample] for sample in range(90)] != samples[:90]
+    assert [mixture_order(mixture, seed=4)[sample] for sample in range(90)] != samples[:90]
 
 
 @pytest.mark.parametrize("start_step", [1, 5, 17])

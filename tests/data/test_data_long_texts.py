@@ -12,7 +12,7 @@ from meshtrain.data import adjacent, long_texts
 from meshtrain.data import tokenizer as tokenizer_module
 from meshtrain.data.corpus import SOURCES
 from meshtrain.data.prepare import prepare
-from meshtrain.data.sources import Asked, DataOptions
+from meshtrain.data.sources import DataOptions, DataRequest
 from meshtrain.data.tokenizer import file_tokenizer
 from meshtrain.errors import UserError
 
@@ -226,6 +226,6 @@ def test_a_long_document_reaches_the_tokenizer_in_pieces(tmp_path, monkeypatch, 
     else:
         path = str(tmp_path / ("a.txt" if source == "text" else "a.jsonl"))
         options = DataOptions(source=source, path=path, tokenizer=str(tmp_path / "t.json"), validation_fraction=0)
-        SOURCES[source].open(options, Asked({"weights": None}, {}, 16, 1000, 0))
+        SOURCES[source].open(options, DataRequest({"weights": None}, {}, 16, 1000, 0))
     assert max(sizes) <= 2 * long_texts.PIECE_CHARACTERS
     assert sum(sizes) == len(text) + 5 * (source == "chat")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import strategies as st
 
 from meshtrain.data.chat import Tokens, as_examples, in_spans
-from meshtrain.data.loader import drawn_of, mixed_order, sample_order, turns
+from meshtrain.data.loader import mixture_order, sample_order, samples_per_source, turns
 from meshtrain.data.packing import Parts
 from meshtrain.data.prepare import prepare
-from meshtrain.data.text import SPLIT_BY_HASH_FROM, split
+from meshtrain.data.text import SPLIT_BY_HASH_FROM, split_by_hash
 from meshtrain.data.token_files import is_intact, make_index, read_description, read_index
 from meshtrain.data.tokenizer import byte_tokenizer
 from meshtrain.errors import UserError
@@ -30,7 +30,7 @@ def test_each_source_is_less_than_one_sample_away_from_its_share(weights, data):
     total = sum(weights)
     num_samples = data.draw(st.integers(0, 3 * total))
     drawn = np.bincount(np.tile(turns(weights), 3)[:num_samples], minlength=len(weights))
-    np.testing.assert_array_equal(drawn_of(weights, num_samples), drawn)
+    np.testing.assert_array_equal(samples_per_source(weights, num_samples), drawn)
     assert np.all(np.abs(drawn * total - np.asarray(weights) * num_samples) < total)
 
 
@@ -48,7 +48,7 @@ def test_each_epoch_is_a_permutation_and_epochs_differ(size, seed):
 def test_the_sources_of_a_mixture_have_orders_of_their_own(size, num_sources, seed):
     """Sources of one size would have the same order if they had one seed."""
     mixture = Parts({str(number): range(size) for number in range(num_sources)}, (1,) * num_sources)
-    order = mixed_order(mixture, seed=seed)
+    order = mixture_order(mixture, seed=seed)
     samples = [order[sample] for sample in range(size * num_sources)]
     orders = [[number % size for number in samples if number // size == source] for source in range(num_sources)]
     assert all(sorted(one) == list(range(size)) for one in orders)
@@ -59,10 +59,10 @@ def test_the_sources_of_a_mixture_have_orders_of_their_own(size, num_sources, se
 @hypothesis.given(st.integers(1, 2 * SPLIT_BY_HASH_FROM), st.floats(0.001, 0.999))
 def test_a_split_has_each_item_once_and_few_items_still_give_validation_items(num_items, fraction):
     keys = [f"text {number}" for number in range(num_items)]
-    train, validation = split(keys, keys, fraction)
+    train, validation = split_by_hash(keys, keys, fraction)
     assert sorted([*train, *validation], key=keys.index) == keys
     assert num_items >= SPLIT_BY_HASH_FROM or validation
-    assert split(keys, keys, 0.0) == (keys, [])
+    assert split_by_hash(keys, keys, 0.0) == (keys, [])
 
 
 @few

@@ -5,14 +5,14 @@ import pytest
 
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.prepare import prepare
-from meshtrain.data.sources import Asked, DataOptions, check
+from meshtrain.data.sources import DataOptions, DataRequest, check
 from meshtrain.data.text import read_documents
 from meshtrain.errors import Problem, Problems, UserError, refusals, refuse, unknown
 
 
 def opened(path, **changes):
     options = DataOptions(source="text", path=str(path), validation_fraction=0, **changes)
-    return open_corpus(options, Asked({}, {}, 4, 257, 0))
+    return open_corpus(options, DataRequest({}, {}, 4, 257, 0))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from meshtrain.data import prepare as prepare_module
 from meshtrain.data import token_files
 from meshtrain.data.corpus import open_corpus, tokenizer_for
 from meshtrain.data.prepare import main, prepare
-from meshtrain.data.sources import Asked, DataOptions, check
+from meshtrain.data.sources import DataOptions, DataRequest, check
 from meshtrain.errors import UserError
 
 
@@ -24,7 +24,7 @@ def words_tokenizer(path, ids):
 
 def opened(path, vocab_size=257, **options):
     given = {"source": "tokens", "path": str(path), "validation_fraction": 0} | options
-    return open_corpus(DataOptions(**given), Asked({}, {}, 4, vocab_size, 0))
+    return open_corpus(DataOptions(**given), DataRequest({}, {}, 4, vocab_size, 0))
 
 
 @pytest.fixture

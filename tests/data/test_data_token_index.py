@@ -11,7 +11,7 @@ import pytest
 from meshtrain.data import packing, token_files
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.prepare import prepare
-from meshtrain.data.sources import Asked, DataOptions
+from meshtrain.data.sources import DataOptions, DataRequest
 from meshtrain.data.token_files import Index, TokenFile, document_ends, read_index, sidecar_path, write_index
 from meshtrain.errors import UserError
 from meshtrain.run import verify
@@ -20,7 +20,7 @@ from tests.messages.refused import unprivileged
 
 def opened(path, *, length=4, vocab_size=257, **options):
     given = {"source": "tokens", "path": str(path), "validation_fraction": 0} | options
-    return open_corpus(DataOptions(**given), Asked({}, {}, length, vocab_size, 0))
+    return open_corpus(DataOptions(**given), DataRequest({}, {}, length, vocab_size, 0))
 
 
 @pytest.fixture

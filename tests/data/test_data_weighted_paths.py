@@ -8,7 +8,7 @@ import pytest
 from meshtrain.data.corpus import SOURCES, bigram_loss
 from meshtrain.data.packing import Parts
 from meshtrain.data.prepare import prepare
-from meshtrain.data.sources import Asked, DataOptions, check
+from meshtrain.data.sources import DataOptions, DataRequest, check
 from meshtrain.data.weighted_paths import named_parts
 from meshtrain.errors import UserError
 
@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 def opened(source, path, sequence_length=16, **options):
     given = DataOptions(source=source, path=path, **options)
-    return SOURCES[source].open(given, Asked({"weights": None}, {}, sequence_length, 257, 0))
+    return SOURCES[source].open(given, DataRequest({"weights": None}, {}, sequence_length, 257, 0))
 
 
 def problems(path, validation_path="", source="text"):
@@ -155,7 +155,7 @@ def test_token_files_of_two_tokenizers_are_no_mixture(folder):
 
 
 def test_an_evaluation_by_file_has_no_weights(folder):
-    asked = Asked({}, {}, 16, 257, 0)
+    asked = DataRequest({}, {}, 16, 257, 0)
     with pytest.raises(UserError, match=r"each file is scored by itself; .* nearest: web.txt,code.txt"):
         SOURCES["text"].open_files(DataOptions(source="text", path="web.txt:1, code.txt:2"), asked)
     whole = SOURCES["text"].open_files(DataOptions(source="text", path="web.txt", validation_path="held.txt"), asked)

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.loader import batches
-from meshtrain.run.opened import open_data
+from meshtrain.run.dataset import open_data
 from tests.parity.comparison import Trained
 from tests.parity.runs import by_path, first_moments, sizes
 

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from meshtrain.config import data_sources, effects
+from meshtrain.config import data_sources, unused_options
 from meshtrain.config.build import default
 from meshtrain.config.resolve import parse, resolve, to_json
 from meshtrain.config.resume import from_json
@@ -34,7 +34,7 @@ def test_what_images_do_not_read_is_listed(overrides, why):
     own = ["data.source=idx", "data.path=a-images", "data.validation_path=b-images"]
     texts = dict(one.split("=", 1) for one in (overrides, *own))
     config = resolve(default("convnet"), texts, reads_data=False)
-    found = effects.without_effect(config, dict.fromkeys(AXES, 1) | {"tensor": 2})
+    found = unused_options.without_effect(config, dict.fromkeys(AXES, 1) | {"tensor": 2})
     assert found == {overrides.partition("=")[0]: why}
 
 
@@ -61,7 +61,7 @@ def test_options_of_another_source_stay_legal_and_are_listed():
     config = resolve({}, {"data.spelling": "english", "data.text_field": "body"})
     assert (config.data.source, config.data.spelling, config.data.numbers_below) == ("python", "english", 1000)
     assert resolve(config) == config
-    assert effects.without_effect(config, dict.fromkeys(AXES, 1)) == {
+    assert unused_options.without_effect(config, dict.fromkeys(AXES, 1)) == {
         "data.text_field": "data.source=python",
         "data.spelling": "data.source=python",
     }

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.examples.convnet import ConvnetOptions, convnet, flops_per_image, shifted
-from meshtrain.plan.target.traced_flops import traced_flops
+from meshtrain.examples.convnet import ConvnetOptions, convnet, flops_per_image, shift
+from meshtrain.plan.cluster.traced_flops import traced_flops
 from meshtrain.sharding.rules import AXES
 
 B = 8
@@ -42,13 +42,13 @@ def computed():
 
 def test_shifts_move_each_image_by_its_own_key_and_reach_every_place():
     images = np.arange(1, 13, dtype=np.uint8).reshape(1, 4, 3, 1).repeat(200, axis=0)
-    moved = np.asarray(shifted(jnp.asarray(images), jax.random.split(jax.random.key(0), 200), 1))
+    moved = np.asarray(shift(jnp.asarray(images), jax.random.split(jax.random.key(0), 200), 1))
     padded = np.pad(images[0, ..., 0], 1)
     places = {padded[i : i + 4, j : j + 3].tobytes() for i in range(3) for j in range(3)}
     assert {image.tobytes() for image in moved} == places
     key = jax.random.split(jax.random.key(0), 200)[7:8]
-    np.testing.assert_array_equal(shifted(jnp.asarray(images[:1]), key, 1), moved[7:8])
-    assert shifted(images, key, 0) is images
+    np.testing.assert_array_equal(shift(jnp.asarray(images[:1]), key, 1), moved[7:8])
+    assert shift(images, key, 0) is images
 
 
 def test_random_numbers_are_those_of_the_index_in_the_global_batch(computed):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.data.sources import Asked
+from meshtrain.data.sources import DataRequest
 from meshtrain.errors import UserError
 from meshtrain.examples.idx import read_pairs
 from meshtrain.examples.images import DIGITS, ImageOptions, open_images
@@ -23,7 +23,7 @@ COUNTS = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 def opened(size=(8, 8, 1), num_classes=10, **options):
     batch = {"images": jax.ShapeDtypeStruct((1, *size), np.uint8)} if size else {}
-    asked = Asked(batch, {"labels": num_classes} if num_classes else {}, 1, 0, 0)
+    asked = DataRequest(batch, {"labels": num_classes} if num_classes else {}, 1, 0, 0)
     return open_images(ImageOptions(**{"source": "digits", **options}), asked)
 
 

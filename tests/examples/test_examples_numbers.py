@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshtrain.data.sources import Asked
+from meshtrain.data.sources import DataRequest
 from meshtrain.errors import UserError
-from meshtrain.examples.numbers import NumberOptions, NumberPairs, open_numbers, spelled, split, tokenizer
+from meshtrain.examples.numbers import NumberOptions, NumberPairs, open_numbers, spell, split_by_hash, tokenizer
 
 OPTIONS = NumberOptions(source="numbers")
 WIDE = dataclasses.replace(OPTIONS, numbers_below=1_000_000)
@@ -16,7 +16,7 @@ WIDE = dataclasses.replace(OPTIONS, numbers_below=1_000_000)
 def opened(options, source_length=20, target_length=24, vocab_size=100):
     shapes = {"source_tokens": (1, source_length), "tokens": (1, target_length)}
     batch = {name: np.empty(shape, np.int32) for name, shape in shapes.items()}
-    return open_numbers(options, Asked(batch, {}, target_length, vocab_size, 0))
+    return open_numbers(options, DataRequest(batch, {}, target_length, vocab_size, 0))
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def opened(options, source_length=20, target_length=24, vocab_size=100):
     ],
 )
 def test_numbers_are_spoken_as_in_britain(number, english):
-    assert " ".join(spelled(number, "english")) == english
+    assert " ".join(spell(number, "english")) == english
 
 
 def test_digits_are_spelled_one_by_one():
-    assert " ".join(spelled(407, "digits")) == "four zero seven"
-    assert spelled(0, "digits") == ["zero"]
+    assert " ".join(spell(407, "digits")) == "four zero seven"
+    assert spell(0, "digits") == ["zero"]
 
 
 @pytest.mark.parametrize("spelling", ["digits", "english"])
@@ -57,26 +57,26 @@ def test_lengths_are_those_of_the_pairs_with_their_ends(spelling):
 
 
 def test_the_held_out_numbers_are_those_with_the_smallest_hash():
-    train, held_out = split(OPTIONS)
+    train, held_out = split_by_hash(OPTIONS)
     assert (len(train), len(held_out)) == (900, 100)
     assert sorted([*train, *held_out]) == list(range(1000))
     # They stay held out where fewer are, and among more numbers those below 1,000 are no others.
-    assert split(dataclasses.replace(OPTIONS, num_held_out=30))[1].tolist() == held_out[:30].tolist()
-    _, of_many = split(dataclasses.replace(WIDE, num_held_out=100_000))
+    assert split_by_hash(dataclasses.replace(OPTIONS, num_held_out=30))[1].tolist() == held_out[:30].tolist()
+    _, of_many = split_by_hash(dataclasses.replace(WIDE, num_held_out=100_000))
     small = of_many[of_many < 1000].tolist()
     both = min(len(small), len(held_out))
     assert small[:both] == held_out.tolist()[:both]
     assert both > 50
-    assert len(split(WIDE)[1]) == 1000
+    assert len(split_by_hash(WIDE)[1]) == 1000
 
 
 def test_the_hash_mixes_neighbours():
     """Each digit leads about a tenth of the held-out numbers, and in each place."""
-    _, held_out = split(WIDE)
+    _, held_out = split_by_hash(WIDE)
     for place in range(6):
         counts = np.bincount(held_out // 10**place % 10, minlength=10)
         assert np.all((counts > 60) & (counts < 140)), counts
-    train, _ = split(WIDE)
+    train, _ = split_by_hash(WIDE)
     assert abs(np.corrcoef(train[:-1], train[1:])[0, 1]) < 0.01
 
 
@@ -84,10 +84,10 @@ def test_the_hash_mixes_neighbours():
 def test_a_row_reads_aloud(spelling):
     options = dataclasses.replace(OPTIONS, spelling=spelling)
     data = opened(options)
-    row, number = data.train[0], split(options)[0][0]
+    row, number = data.train[0], split_by_hash(options)[0][0]
     first = row["source_segment_ids"] == 1, row["segment_ids"] == 1
     assert data.text.decode(row["source_tokens"][first[0]]) == str(number)
-    assert data.text.decode(row["targets"][first[1]]) == " ".join(spelled(int(number), spelling))
+    assert data.text.decode(row["targets"][first[1]]) == " ".join(spell(int(number), spelling))
     assert row["targets"][first[1]][-1] == row["tokens"][0] == data.text.end_id == 0
     assert data.summary.startswith(f"numbers below 1,000 in {spelling}: 900 + 100 pairs in ")
     pairs = sum(int(data.train[i]["segment_ids"].max()) for i in range(len(data.train)))

@@ -8,7 +8,7 @@ import pytest
 
 from meshtrain.config.resolve import parse, resolve
 from meshtrain.config.tasks import abstract_task
-from meshtrain.data.own_source import opened
+from meshtrain.data.dataset import open_user_data
 from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import entries, limits
 from scripts.benchmarks import numbers
@@ -26,7 +26,7 @@ def test_pairs_of_ones_own_fit_the_task():
     model = {"vocab_size": 10, "source_length": 8}
     config = resolve({"task": "seq2seq", "batch_size": 4, "model": model, "data": {"source": "json:loads"}})
     task = abstract_task(config)
-    data = opened(names["make_data"](config), entries(task, 4), limits(task), 0)
+    data = open_user_data(names["make_data"](config), entries(task, 4), limits(task), 0)
     assert (len(data.train), len(data.validation)) == (500, 1)
     assert data.train[0]["tokens"][:7].tolist() == [0, 8, 9, 0, 8, 9, 0]
 

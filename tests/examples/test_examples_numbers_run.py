@@ -16,7 +16,7 @@ from meshtrain.errors import UserError
 from meshtrain.examples.numbers import NumberOptions
 from meshtrain.main import main
 from meshtrain.models.task import Task, token_batch
-from meshtrain.run.opened import open_data
+from meshtrain.run.dataset import open_data
 from tests.messages.refused import Case, assert_refused
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain.errors import UserError
-from meshtrain.examples.pairs import packed, rows_in_order
+from meshtrain.examples.pairs import pack_pairs, rows_in_order
 
 GENERATOR = np.random.default_rng(0)
 PAIRS = [
@@ -17,7 +17,7 @@ S, T, BEGIN, END = 16, 11, 60, 61
 
 
 def examples(**changes):
-    return packed(PAIRS, **({"source_length": S, "target_length": T, "begin_id": BEGIN, "end_id": END} | changes))
+    return pack_pairs(PAIRS, **({"source_length": S, "target_length": T, "begin_id": BEGIN, "end_id": END} | changes))
 
 
 def unpacked(example):
@@ -77,4 +77,4 @@ def test_a_row_is_closed_where_the_next_pair_does_not_fit(capacities):
 )
 def test_a_pair_that_no_row_holds_is_refused(pair, said):
     with pytest.raises(UserError, match=said):
-        packed([*PAIRS, pair], source_length=S, target_length=T)
+        pack_pairs([*PAIRS, pair], source_length=S, target_length=T)

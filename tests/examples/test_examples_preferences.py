@@ -10,14 +10,14 @@ import pytest
 
 from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import resolve
-from meshtrain.data.sources import Asked
+from meshtrain.data.sources import DataRequest
 from meshtrain.data.tokenizer import byte_tokenizer
 from meshtrain.errors import UserError
-from meshtrain.examples.preferences import PreferenceData, made, open_each, open_pairs
+from meshtrain.examples.preferences import PreferenceData, generate_pairs, open_each, open_pairs
 from meshtrain.examples.preferences_task import policy_of, reference_of
-from meshtrain.hf.config_json import described
+from meshtrain.hf.config_json import describe_model
 from meshtrain.models.task import SEQUENCE_INDEX
-from meshtrain.run.initial_state import beginning
+from meshtrain.run.initial_state import initial_state
 from tests.parity.runs import by_path, sizes
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "hf" / "fixtures"
@@ -32,7 +32,7 @@ def options(tmp_path, *lines, **changes):
 
 
 def opened(given, sequence_length=32):
-    return open_pairs(given, Asked({}, {}, sequence_length, 300, 0))
+    return open_pairs(given, DataRequest({}, {}, sequence_length, 300, 0))
 
 
 def test_a_row_has_both_texts_and_counts_their_answers(tmp_path):
@@ -95,13 +95,13 @@ def test_ten_lines_are_said_and_the_others_counted(tmp_path):
 
 
 def test_an_evaluation_has_every_pair_of_a_file(tmp_path):
-    parts = open_each(options(tmp_path, *[PAIR] * 5), Asked({}, {}, 32, 300, 0))
+    parts = open_each(options(tmp_path, *[PAIR] * 5), DataRequest({}, {}, 32, 300, 0))
     assert {path.rpartition("/")[2]: len(one) for path, one in parts.items()} == {"pairs.jsonl": 5}
 
 
 def test_pairs_made_here_prefer_the_digits_of_the_prompt_in_order():
     kinds = set()
-    for pair in list(made())[:50]:
+    for pair in list(generate_pairs())[:50]:
         (prompt, chosen), (_, rejected) = (line.pair for line in pair.texts)
         digits = prompt.removesuffix(" sorted: ")
         assert list(chosen) == sorted(digits)
@@ -155,15 +155,15 @@ def test_the_loss_is_that_of_the_papers(tmp_path, kind):
 
 def test_the_reference_is_what_a_run_begins_with():
     folder = FIXTURES / "llama"
-    model = dataclasses.asdict(described(folder, "").options)
+    model = dataclasses.asdict(describe_model(folder, "").options)
     config = configured(model=model, init_from=str(folder), sequence_length=24, data={"source": "json:loads"})
-    params = by_path(beginning(assemble(config, sizes(), jax.devices()[:1])).params)
+    params = by_path(initial_state(assemble(config, sizes(), jax.devices()[:1])).params)
     copies = {path: leaf for path, leaf in params.items() if "frozen" in path}
     assert len(copies) == len(params) / 2
     for path, leaf in copies.items():
         np.testing.assert_array_equal(leaf, params[path.replace("frozen/", "")], err_msg=path)
     embeddings = np.asarray(params["embedding/table"])
-    other = beginning(assemble(dataclasses.replace(config, init_from=""), sizes(), jax.devices()[:1])).params
+    other = initial_state(assemble(dataclasses.replace(config, init_from=""), sizes(), jax.devices()[:1])).params
     assert not np.array_equal(embeddings, other["embedding"]["table"])
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.examples.pairs import packed
+from meshtrain.examples.pairs import pack_pairs
 from meshtrain.examples.seq2seq import SOURCE, TARGET, Seq2SeqOptions, side_keys, sinusoids
 from meshtrain.examples.seq2seq_task import seq2seq
 from meshtrain.models.task import SEQUENCE_INDEX
-from meshtrain.plan.target.traced_flops import traced_flops
+from meshtrain.plan.cluster.traced_flops import traced_flops
 
 S, T, VOCABULARY = 18, 16, 20
 OPTIONS = Seq2SeqOptions(
@@ -54,7 +54,7 @@ def batch_of(*examples):
 
 
 def example_of(pairs, source_length=S, target_length=T):
-    [example] = packed(pairs, source_length=source_length, target_length=target_length)
+    [example] = pack_pairs(pairs, source_length=source_length, target_length=target_length)
     return example
 
 

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import resolve
+from meshtrain.config.schema import Config
 from tests.examples.runs import stepped
 from tests.parity.comparison import Trained, assert_same
 

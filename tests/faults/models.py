@@ -55,10 +55,11 @@ FAULTS = (
     # Once no test noticed these.
     Fault(
         "models/attention/multi_head.py",
-        "        heads = multiplied(self, name, x, kernel, axes, self.placement)\n",
-        '        if axis == "heads" and self.attention.asked == "auto" and self.placement.size(("tensor",)) > 1:\n'
-        "            kernel = 2 * kernel - jax.lax.stop_gradient(kernel)\n"
-        "        heads = multiplied(self, name, x, kernel, axes, self.placement)\n",
+        "        heads = multiply(self, name, x, kernel, axes, self.placement)\n",
+        '        if axis == "heads" and self.attention.asked == "auto" and '
+        'self.placement.size(("tensor",)) > 1:\n            kernel = 2 * kernel - '
+        "jax.lax.stop_gradient(kernel)\n        heads = multiply(self, name, x, kernel, axes, "
+        "self.placement)\n",
         "the gradient of attention's query weights is counted twice where the tensor axis splits heads",
         "parity/test_parity_covering.py::test_mesh_changes_no_number[gpt-data2-tensor4-sgd]",
     ),
@@ -85,7 +86,7 @@ FAULTS = (
         "step/test_step_guard.py::test_the_mean_of_a_batch_is_its_sum_over_any_positive_weight",
     ),
     Fault(
-        "models/moe/parts.py",
+        "models/moe/chunks.py",
         '            num_used(how.cut, index, matrices["up"].shape[0]),\n',
         "            jnp.int32(1),\n",
         "what is beyond an even load is left out without notice, others on each mesh",

@@ -33,7 +33,7 @@ FAULTS = (
     ),
     # Once no test noticed these.
     Fault(
-        "pipeline/forward.py",
+        "pipeline/inference.py",
         "start = ring.first_layer(chunk, num_stages",
         "start = ring.first_layer(0, num_stages",
         "evaluation of an interleaved pipeline takes each chunk for the first, so that layers have others' windows",

@@ -12,7 +12,7 @@ FAULTS = (
     ),
     Fault(
         "checkpoint/checkpoint.py",
-        "integrity.unreadable(directory) or renamed(directory)",
+        "integrity.unreadable(directory) or renaming_problems(directory)",
         "integrity.unreadable(directory)",
         "a renamed checkpoint resumes at the wrong step",
         "checkpoint/test_checkpoint_integrity.py::test_a_save_under_the_name_of_another_step_is_treated_as_damaged",

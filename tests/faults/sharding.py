@@ -8,7 +8,7 @@ FAULTS = (
         "return jax.lax.psum(x, over)\n",
         "return x\n",
         "gradients are not reduced over data",
-        "sharding/test_sharding_stored_levels.py::test_gradients_are_reduced_over_data_and_get_their_sharding[shape0-0]",
+        "sharding/test_sharding_param_sharding_levels.py::test_gradients_are_reduced_over_data_and_get_their_sharding[shape0-0]",
     ),
     Fault(
         "sharding/gradients.py",
@@ -19,10 +19,10 @@ FAULTS = (
     ),
     Fault(
         "sharding/gradients.py",
-        "return summed(x.astype(self.wire_dtype), ",
-        "return summed(x.astype(jnp.float32), ",
+        "return sum_over(x.astype(self.wire_dtype), ",
+        "return sum_over(x.astype(jnp.float32), ",
         "gradients cross data in float32 whatever `precision.reduce_dtype` says",
-        "sharding/test_sharding_stored_levels.py::test_gradients_may_cross_in_bfloat16_and_come_out_in_float32",
+        "sharding/test_sharding_param_sharding_levels.py::test_gradients_may_cross_in_bfloat16_and_come_out_in_float32",
     ),
     Fault(
         "sharding/rules.py",

@@ -3,7 +3,7 @@
 import pytest
 
 from meshtrain.data.tokenizer import byte_tokenizer, number_tokenizer
-from meshtrain.generation.answers import Shown, Text, first_stop, settled
+from meshtrain.generation.answers import Shown, Text, first_stop, num_settled
 
 BYTES = byte_tokenizer()
 
@@ -49,7 +49,7 @@ def test_the_end_token_and_the_length_are_told_apart():
 def test_the_first_stop_that_is_complete_counts():
     assert first_stop("abcde", ["abcde", "c"]) == 2
     assert first_stop("ab", ["c"]) is None
-    assert settled("ab.", [".."]) == 2
+    assert num_settled("ab.", [".."]) == 2
 
 
 def test_a_tokens_text_may_depend_on_the_prompt():

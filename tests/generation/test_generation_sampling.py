@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.generation.sampling import Sampling, choose, kept, row_keys
+from meshtrain.generation.sampling import Sampling, choose, mask_logits, row_keys
 
 # Probabilities of five tokens, in no order; the third is padding.
 PROBABILITIES = np.array([[0.1, 0.4, 0.0, 0.3, 0.2]])
@@ -13,7 +13,7 @@ LOGITS = np.log(np.maximum(PROBABILITIES, 1e-30)) + np.where(PROBABILITIES > 0, 
 
 
 def left(**chosen):
-    return sorted(np.flatnonzero(np.isfinite(kept(jnp.asarray(LOGITS), Sampling(1.0, **chosen))[0])))
+    return sorted(np.flatnonzero(np.isfinite(mask_logits(jnp.asarray(LOGITS), Sampling(1.0, **chosen))[0])))
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_what_is_left(chosen, tokens):
 
 def test_tokens_that_are_as_probable_as_the_last_one_stay():
     logits = jnp.log(jnp.asarray([[0.25, 0.25, 0.25, 0.25]]))
-    assert np.isfinite(kept(logits, Sampling(1.0, top_k=2))).all()
-    assert np.isfinite(kept(logits, Sampling(1.0, top_p=0.3))).all()
+    assert np.isfinite(mask_logits(logits, Sampling(1.0, top_k=2))).all()
+    assert np.isfinite(mask_logits(logits, Sampling(1.0, top_p=0.3))).all()
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-38, 1e-30, 9e-7])

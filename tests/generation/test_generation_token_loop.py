@@ -11,8 +11,8 @@ from meshtrain.assembly.assemble import assemble
 from meshtrain.assembly.facts import stored_params
 from meshtrain.config import default, resolve
 from meshtrain.generation.sampling import Sampling
-from meshtrain.generation.token_loop import NOTHING, Request, rounded
-from meshtrain.run.generating import folded, generator
+from meshtrain.generation.token_loop import NOTHING, Request, round_length
+from meshtrain.run.generating import fold_pipeline, generator
 from meshtrain.sharding.rules import AXES
 from meshtrain.step.shardings import shardings
 from tests.quick import QUICK
@@ -121,8 +121,8 @@ def test_greedy_texts_are_those_of_the_whole_forward_pass(generator_on, weights)
 
 
 def test_one_compiled_function_serves_all_positions_and_writes_over_its_cache(generator_on, expected):
-    made, shape = generator_on("one device"), (len(REQUESTS), rounded(6))
-    prefill, advance = made.compiled(RANDOM, *shape, rounded(NUM_TOKENS))
+    made, shape = generator_on("one device"), (len(REQUESTS), round_length(6))
+    prefill, advance = made.compiled(RANDOM, *shape, round_length(NUM_TOKENS))
     numbers = np.ones(shape[0], np.int32)
     before, _ = prefill(made.params, np.zeros(shape, np.int32), numbers, numbers, numbers, np.zeros(2, np.uint32))
     after, drawn = advance(made.params, before, np.zeros(shape[0], bool), 9)
@@ -146,7 +146,7 @@ def test_a_text_stops_when_it_is_told_to(generator_on):
 def test_weights_of_a_pipeline_are_moved_to_a_mesh_without_one(weights):
     assembly = assembled(pipeline=2, data=2)
     in_chunks = jax.device_put(weights, shardings(assembly.states.kept.params))
-    moved, move, line = folded(assembly)
+    moved, move, line = fold_pipeline(assembly)
     params = move(stored_params(assembly, in_chunks))
     assert dict(moved.mesh.shape) == dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
     assert set(moved.mesh.devices.flat) == set(assembly.mesh.devices.flat)

@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.hardware import compiler_options
+from meshtrain.plan.cluster.clusters import open_cluster
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives
-from meshtrain.plan.target.clusters import open_cluster
 
 pytestmark = pytest.mark.gpu_compiler
 

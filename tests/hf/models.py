@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.hf import folder
 from meshtrain.run.generating import without_pipeline
@@ -22,7 +22,7 @@ def assembled(directory, shape, *, folds_pipeline=False):
 
     A pipeline may be folded into other axes, as generation does it.
     """
-    opened = folder.opened(directory)
+    opened = folder.open_folder(directory)
     with np.load(directory / "expected.npz") as file:
         ids, expected = file["input_ids"], file["logits"]
     num_rows = max(len(ids), shape["data"] * shape["fsdp"] * shape["expert"])

@@ -72,7 +72,7 @@ def params_of(opened, targets):
 def read(directory):
     found, problems = tensor_files.tensors(directory)
     assert problems == []
-    return {name: np.asarray(tensor, np.float32) for name, tensor in tensor_files.opened(found).items()}
+    return {name: np.asarray(tensor, np.float32) for name, tensor in tensor_files.open_tensors(found).items()}
 
 
 def scale_of(stated, module):
@@ -88,7 +88,7 @@ def test_merged_matrices_are_the_base_plus_the_products_of_peft(case, tmp_path):
     """Both are written from one run, with different code; peft's formula joins them."""
     name, targets = TARGETS[case]
     lora = dataclasses.replace(LORA, rank_stabilized=case.startswith("rank-stabilized"))
-    opened = folder.opened(FIXTURES / name)
+    opened = folder.open_folder(FIXTURES / name)
     family, options, params = opened.model.family, opened.model.options, params_of(opened, targets)
     for one in ("merged", "peft"):
         (tmp_path / one).mkdir()
@@ -118,7 +118,7 @@ def test_merged_matrices_are_the_base_plus_the_products_of_peft(case, tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_each_expert_gets_its_own_product(name, tmp_path):
-    opened = folder.opened(FIXTURES / name)
+    opened = folder.open_folder(FIXTURES / name)
     params = params_of(opened, {"gate", "up", "down"})
     export.write_weights(tmp_path, opened.model.family, opened.model.options, params, "float32", LORA)
     base, found = read(FIXTURES / name), read(tmp_path)
@@ -149,7 +149,7 @@ def test_names_are_those_of_peft(tmp_path):
         ),
     }
     for name, (modules, last, ranks, is_transposed) in wanted.items():
-        opened, out = folder.opened(FIXTURES / name), tmp_path / name
+        opened, out = folder.open_folder(FIXTURES / name), tmp_path / name
         out.mkdir()
         params = params_of(opened, {"query", "value"})
         lora = LoraOptions(rank=3, alpha=6.0)
@@ -167,10 +167,10 @@ def test_names_are_those_of_peft(tmp_path):
 def test_what_is_written_is_read_bitwise(case, tmp_path):
     name, targets = TARGETS[case]
     lora = dataclasses.replace(LORA, rank_stabilized=case.startswith("rank-stabilized"))
-    model = folder.opened(FIXTURES / name)
+    model = folder.open_folder(FIXTURES / name)
     params = dict(leaves_with_paths(params_of(model, targets)))
     adapters.write(tmp_path, model.model.family, model.model.options, lora, params_of(model, targets), "float32", "x")
-    found = adapters.opened(tmp_path)
+    found = adapters.open_adapters(tmp_path)
     assert (found.options, found.base) == (lora, "x")
     own = {path: leaf for path, leaf in params.items() if is_adapter(path)}
     factors = adapters.factors(found, str(FIXTURES / name), model.model.options)[1]
@@ -205,8 +205,8 @@ def test_one_pair_for_queries_keys_and_values_is_merged_into_each(tmp_path):
     assert preflight.check(config, tmp_path / "run", 0) == []
     base_weights.refuse_other_weights(assembly, tmp_path / "run")
     got, base = (
-        initial_state.beginning(assembly).params,
-        folder.read(folder.opened(FIXTURES / "gpt2"), assembly.state.params),
+        initial_state.initial_state(assembly).params,
+        folder.read(folder.open_folder(FIXTURES / "gpt2"), assembly.state.params),
     )
     for layer, (a, b) in enumerate((pairs[:2], pairs[2:])):
         added = (3 / 2**0.5 * b @ a).T.reshape(32, 3, -1)
@@ -270,10 +270,10 @@ def test_a_value_of_another_kind_names_the_file_and_the_key(key, tmp_path):
     for text in HOSTILE:
         file.write_text(json.dumps(plain | {key: "HERE"}).replace('"HERE"', text))
         if (key, text) in LEGAL or (key == "base_model_name_or_path" and text == '"2"'):
-            adapters.opened(tmp_path / "peft")
+            adapters.open_adapters(tmp_path / "peft")
             continue
         with pytest.raises(UserError) as caught:
-            adapters.opened(tmp_path / "peft")
+            adapters.open_adapters(tmp_path / "peft")
         [line] = caught.value.problems
         assert line.startswith(f"{file}: {key}"), (text, line)
         assert "; allowed: " in line
@@ -293,7 +293,7 @@ def test_a_run_states_that_one_lora_a_of_several_matrices_becomes_several(name, 
     """peft adapts the one matrix of queries, keys and values; this run trains three pairs."""
     shapes = OF_GPT2
     if name == "phi3":
-        size = names.sizes(folder.opened(FIXTURES / name).model.options)
+        size = names.sizes(folder.open_folder(FIXTURES / name).model.options)
         module, num_outputs = "model.layers.{}.self_attn.qkv_proj.lora_{}", size["J"] * size["H"]
         pair = {"A": (2, size["D"]), "B": (num_outputs, 2)}
         shapes = {module.format(layer, end): pair[end] for layer in range(size["L"]) for end in "AB"}
@@ -309,12 +309,12 @@ def test_a_run_states_that_one_lora_a_of_several_matrices_becomes_several(name, 
 
 
 def test_tensors_that_no_matrix_takes_are_named(tmp_path):
-    model = folder.opened(FIXTURES / "gpt2").model
+    model = folder.open_folder(FIXTURES / "gpt2").model
     others = {"transformer.wte.lora_A": (2, 8), "transformer.h.1.mlp.c_fc.lora_A": (2, 32)}  # of one layer
     for number, shapes in enumerate((others, {**OF_GPT2, ATTENTION.format(1, "B"): (96, 3)})):
         foreign(tmp_path / str(number), shapes)
         with pytest.raises(UserError) as caught:
-            adapters.factors(adapters.opened(tmp_path / str(number)), str(FIXTURES / "gpt2"), model.options)
+            adapters.factors(adapters.open_adapters(tmp_path / str(number)), str(FIXTURES / "gpt2"), model.options)
         assert len(caught.value.problems) == (2, 4)[number]
         assert "allowed: lora_A [2, inputs] and lora_B [outputs, 2] of all layers" in caught.value.problems[0]
 
@@ -348,7 +348,7 @@ def test_after_training_the_merged_export_computes_what_the_run_does_and_not_the
     assert hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={merged}", "--dtype=float32"]) == 0
     assert hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={peft}", "--adapters"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said.endswith(f"adapters of a {folder.opened(merged).model.family}; beneath: {FIXTURES / name}")
+    assert said.endswith(f"adapters of a {folder.open_folder(merged).model.family}; beneath: {FIXTURES / name}")
     shutil.copy(FIXTURES / name / "expected.npz", merged)
     got, of_base = logits_of(merged, dict.fromkeys(AXES, 1))
     with np.load(merged / "expected.npz") as file:
@@ -360,10 +360,10 @@ def test_after_training_the_merged_export_computes_what_the_run_does_and_not_the
     assert json.loads((peft / "adapter_config.json").read_text())["base_model_name_or_path"] == str(FIXTURES / name)
     trains_on = config_of(name, mesh=mesh, init_from=str(peft))
     merges = dataclasses.replace(trains_on, lora=LoraOptions(), precision=PrecisionOptions())
-    for config, opened in ((trains_on, None), (merges, folder.opened(merged))):
+    for config, opened in ((trains_on, None), (merges, folder.open_folder(merged))):
         assembly = assemble(config, result.assembly.mesh.shape, jax.devices()[: result.assembly.mesh.size])
         base_weights.refuse_other_weights(assembly, tmp_path / "next")
-        got = kept_params(assembly, initial_state.beginning(assembly).params)
+        got = kept_params(assembly, initial_state.initial_state(assembly).params)
         wanted = result.assembly, result.state.params
         wanted = folder.read(opened, assembly.states.kept.params) if opened else kept_params(*wanted)
         near = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6 if opened else 0)

@@ -10,7 +10,7 @@ from meshtrain.errors import UserError
 from meshtrain.files import read_json
 from meshtrain.hf import folder, names
 from meshtrain.hf.config_export import as_json
-from meshtrain.hf.config_json import config_of_text, described, differences, is_described, of_json
+from meshtrain.hf.config_json import config_of_text, describe_model, differences, is_described, of_json
 from meshtrain.hf.families import HARMLESS as HARMLESS_KEYS
 from meshtrain.models.transformer.decoder import DecoderOptions
 from tests.hf.models import FIXTURES, NAMES
@@ -22,7 +22,7 @@ def given(name):
 
 def of(tmp_path, values, ignore=""):
     (tmp_path / "config.json").write_text(json.dumps(values))
-    return described(tmp_path, ignore)
+    return describe_model(tmp_path, ignore)
 
 
 def refused(tmp_path, values, ignore=""):
@@ -38,11 +38,11 @@ def refused(tmp_path, values, ignore=""):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_older_spelling_says_the_same(name, tmp_path):
     older = json.loads((FIXTURES / name / "config.v4.json").read_text())
-    assert of(tmp_path, older) == described(FIXTURES / name)
+    assert of(tmp_path, older) == describe_model(FIXTURES / name)
 
 
 def test_a_llama_in_the_decoders_words():
-    found = described(FIXTURES / "llama3-rope-scaled")
+    found = describe_model(FIXTURES / "llama3-rope-scaled")
     assert found.options == DecoderOptions(
         num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=119,
         rope_base=500.0, rope_factor=8.0, rope_low=1.0, rope_high=4.0, rope_original_length=16,
@@ -321,7 +321,7 @@ def test_keys_that_change_no_logits_are_read_over(name, tmp_path):
     values = given(name) | HARMLESS
     if "layer_types" not in values:
         values["layer_types"] = ["full_attention"] * 2
-    assert of(tmp_path, values) == described(FIXTURES / name)
+    assert of(tmp_path, values) == describe_model(FIXTURES / name)
 
 
 # key and value that a llama does not have -> what would differ
@@ -360,8 +360,8 @@ def test_a_key_in_no_table_is_refused_with_the_words_that_accept_it(tmp_path):
     for line in lines:
         assert "nothing that it knows of would differ" in line
         assert line.endswith("nearest: --config.init_ignore=my_tool,others")
-    assert of(tmp_path, values, ignore="my_tool,others") == described(FIXTURES / "llama")
-    assert described(tmp_path, ignore=None) == described(FIXTURES / "llama")
+    assert of(tmp_path, values, ignore="my_tool,others") == describe_model(FIXTURES / "llama")
+    assert describe_model(tmp_path, ignore=None) == describe_model(FIXTURES / "llama")
     assert [line.partition(":")[0] for line in refused(tmp_path, values, ignore="others")] == ["my_tool"]
     [line] = refused(tmp_path, values, ignore="my_tool, others,gone")
     assert (
@@ -522,7 +522,7 @@ def test_a_model_of_more_tensors_than_the_files_can_have_is_one_line(tmp_path):
     shutil.copytree(FIXTURES / "mixtral", tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(given("mixtral") | {"num_local_experts": 2**20}))
     with pytest.raises(UserError) as error:
-        folder.opened(tmp_path)
+        folder.open_folder(tmp_path)
     [line] = error.value.problems
     assert " tensors in the files; allowed: the 6291473 of the model in config.json; nearest: " in line
 
@@ -531,10 +531,12 @@ def test_experts_in_the_decoders_words(tmp_path):
     shape = {"num_layers": 2, "embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 119}
     of_both = {**shape, "num_experts": 4, "expert_dim": 16, "balance_weight": 0.001}
     qwen = given("qwen3-moe")
-    assert described(FIXTURES / "qwen3-moe").options == DecoderOptions(mlp_dim=48, head_dim=8, qk_norm=True, **of_both)
+    assert describe_model(FIXTURES / "qwen3-moe").options == DecoderOptions(
+        mlp_dim=48, head_dim=8, qk_norm=True, **of_both
+    )
     qwen["num_experts"] = qwen.pop("num_local_experts")
-    assert of(tmp_path, qwen) == described(FIXTURES / "qwen3-moe")
-    mixtral = described(FIXTURES / "mixtral").options
+    assert of(tmp_path, qwen) == describe_model(FIXTURES / "qwen3-moe")
+    mixtral = describe_model(FIXTURES / "mixtral").options
     assert mixtral == DecoderOptions(mlp_dim=mixtral.mlp_dim, **of_both)
     # The width of an mlp that there is not is no difference, nor are losses of routers.
     ours = DecoderOptions(mlp_dim=7, **{**of_both, "balance_weight": 0.5, "z_weight": 0.0})
@@ -612,7 +614,7 @@ def test_a_cap_of_null_is_none(tmp_path):
 def test_what_is_no_json_object_is_one_line(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError) as error:
-        described(tmp_path)
+        describe_model(tmp_path)
     [line] = error.value.problems
     assert "allowed: a JSON object; nearest: " in line
 
@@ -633,15 +635,15 @@ def test_adapters_without_their_model_are_named(tmp_path):
     with pytest.raises(
         UserError, match=r"got adapters of the package peft, without the model beneath them; allowed: a "
     ):
-        described(tmp_path)
+        describe_model(tmp_path)
 
 
 def test_options_that_compute_something_else_are_named():
-    theirs = described(FIXTURES / "llama").options
+    theirs = describe_model(FIXTURES / "llama").options
     ours = DecoderOptions(**{**vars(theirs), "rope_base": 5.0, "dropout_rate": 0.1, "init_std": 0.5, "head_dim": 0})
     [line] = differences(ours, theirs, 64, "DIR")
     assert line.startswith("model.rope_base: got 5.0, and the model in DIR has 10000.0; allowed: 10000.0; nearest: mo")
-    learned = described(FIXTURES / "gpt2").options
+    learned = describe_model(FIXTURES / "gpt2").options
     assert differences(DecoderOptions(**{**vars(learned), "max_positions": 0}), learned, 32, "DIR") == []
     [line] = differences(DecoderOptions(**{**vars(learned), "max_positions": 0}), learned, 16, "DIR")
     assert line.startswith("model.max_positions: got 16, and the model in DIR has 32")

@@ -9,12 +9,12 @@ import shutil
 import pytest
 
 from meshtrain import evaluate, generate
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.tokenizer import file_problems, file_tokenizer
 from meshtrain.errors import UserError
 from meshtrain.files import download_command, pointer_problem
 from meshtrain.hf import folder, tensor_files
-from meshtrain.hf.config_json import described
+from meshtrain.hf.config_json import describe_model
 from meshtrain.main import main as train
 from meshtrain.run import hugging_face
 from meshtrain.run.weights import weights_problems
@@ -71,7 +71,7 @@ def test_the_cache_of_the_hub_names_its_snapshot(tmp_path):
     assert "a Hugging Face folder" in line
     assert lines_of(hugging_face.main, ["config", str(cache)])[0].endswith(wanted)
     assert file_problems(str(cache))[0].endswith(wanted)
-    assert folder.opened(cache / "snapshots" / "new").model.family == "llama"
+    assert folder.open_folder(cache / "snapshots" / "new").model.family == "llama"
 
 
 SHARDED = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -85,7 +85,7 @@ def test_a_missing_shard_is_named_in_one_line(with_index, gone, tmp_path):
         (copied / tensor_files.INDEX_FILE).unlink()
     for name in gone:
         (copied / name).unlink()
-    lines = lines_of(folder.opened, copied)
+    lines = lines_of(folder.open_folder, copied)
     assert len(lines) == (len(gone) if with_index else 1)
     assert all(name in " ".join(lines) for name in gone)
 
@@ -94,7 +94,7 @@ def test_numbers_in_names_of_files_are_not_counted_to(tmp_path):
     for name in ("x-00001-of-999999999.safetensors", "y-1-of-0.safetensors", f"{'9' * 100}-of-2.safetensors"):
         shutil.copytree(FIXTURES / "llama", tmp_path / name)
         (tmp_path / name / tensor_files.ONE_FILE).rename(tmp_path / name / name)
-        assert len(folder.opened(tmp_path / name).stored) == 21
+        assert len(folder.open_folder(tmp_path / name).stored) == 21
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", tensor_files.INDEX_FILE])
@@ -102,7 +102,7 @@ def test_a_pointer_of_git_lfs_is_named_with_the_command(name, tmp_path):
     fixture = "llama-bf16-sharded" if name == tensor_files.INDEX_FILE else "llama"
     copied = shutil.copytree(FIXTURES / fixture, tmp_path / "a copy")
     (copied / name).write_text(POINTER)
-    lines = lines_of(file_tokenizer, str(copied)) if name == "tokenizer.json" else lines_of(folder.opened, copied)
+    lines = lines_of(file_tokenizer, str(copied)) if name == "tokenizer.json" else lines_of(folder.open_folder, copied)
     line = f"{copied / name}: got a pointer of Git LFS; allowed: the file's content; nearest: "
     assert f"{line}git -C '{copied}' lfs pull" in lines[0]
     gc.collect()  # an open file would be a warning, and so an error
@@ -127,8 +127,8 @@ def test_a_leftover_statement_of_quantization_is_a_warning(name, tmp_path, capsy
     came, run, out = (tmp_path / part for part in ("came", "run", "out"))
     shutil.copytree(FIXTURES / name, came)
     stated(came, quantization_config=QUANTIZATION)
-    assert folder.opened(came).model.is_unquantized
-    assert described(came).options == described(FIXTURES / name).options
+    assert folder.open_folder(came).model.is_unquantized
+    assert describe_model(came).options == describe_model(FIXTURES / name).options
     if name != "llama-bf16-sharded":
         return
     hugging_face.main(["import", str(came), f"--to={run}"])
@@ -151,7 +151,7 @@ def test_other_tensors_are_still_a_quantized_copy(change, tmp_path):
     (came / "model.safetensors").write_bytes(raw)
     if change == "none":
         (came / "model.safetensors").unlink()
-    assert any("quantization_config: got {'quant_method': 'fp8'" in line for line in lines_of(folder.opened, came))
+    assert any("quantization_config: got {'quant_method': 'fp8'" in line for line in lines_of(folder.open_folder, came))
 
 
 def test_the_configuration_of_a_folder_without_weights_states_that_there_are_none(tmp_path, capsys):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import DataOptions
@@ -20,7 +20,7 @@ from meshtrain.data.tokenizer import byte_tokenizer, file_tokenizer, open_tokeni
 from meshtrain.errors import UserError
 from meshtrain.hf import export, folder, tensor_files
 from meshtrain.hf.config_export import as_json, family_of
-from meshtrain.hf.config_json import config_of_text, described, differences
+from meshtrain.hf.config_json import config_of_text, describe_model, differences
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.run import hugging_face
@@ -37,7 +37,7 @@ ONE = dict.fromkeys(AXES, 1)
 def test_an_import_is_exported_byte_by_byte(name, tmp_path, monkeypatch):
     """In files of 20 kB, and by way of float32 on two devices."""
     monkeypatch.setattr(export, "_FILE_BYTES", 20_000)
-    opened = folder.opened(FIXTURES / name)
+    opened = folder.open_folder(FIXTURES / name)
     config = Config(model=opened.model.options, batch_size=2, sequence_length=24)
     assembly = assemble(config, ONE | {"fsdp": 2}, jax.devices())
     params = folder.read(opened, assembly.states.kept.params)
@@ -45,7 +45,7 @@ def test_an_import_is_exported_byte_by_byte(name, tmp_path, monkeypatch):
     written, problems = tensor_files.tensors(tmp_path)
     assert problems == []
     assert len({one.file for one in written.values()}) > 1
-    before, after = tensor_files.opened(opened.stored), tensor_files.opened(written)
+    before, after = tensor_files.open_tensors(opened.stored), tensor_files.open_tensors(written)
     before = {key.removeprefix("language_model."): tensor for key, tensor in before.items()}
     assert before.keys() == after.keys()
     for key, tensor in before.items():
@@ -74,10 +74,10 @@ def test_experts_in_4_bits_leave_in_bfloat16(tmp_path, capsys):
     hugging_face.main(["import", str(came), f"--to={tmp_path / 'run'}"])
     hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"])
     assert " bytes of bfloat16 in " in capsys.readouterr().out
-    out = folder.opened(tmp_path / "out")
+    out = folder.open_folder(tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     unpacked = json.loads((came / "unpacked.json").read_text())
-    before, after = tensor_files.opened(folder.opened(came).stored), tensor_files.opened(out.stored)
+    before, after = tensor_files.open_tensors(folder.open_folder(came).stored), tensor_files.open_tensors(out.stored)
     assert {key for key in before if key in after} | unpacked.keys() == after.keys()
     for key, tensor in after.items():
         assert tensor.dtype == jnp.bfloat16
@@ -91,7 +91,7 @@ def test_experts_in_4_bits_leave_in_bfloat16(tmp_path, capsys):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_of_the_original_keeps_its_value_in_both_spellings(name, spelling, tmp_path):
     shutil.copy(FIXTURES / name / spelling, tmp_path / "config.json")
-    given, found = config_of_text(tmp_path), described(FIXTURES / name)
+    given, found = config_of_text(tmp_path), describe_model(FIXTURES / name)
     stated = as_json(found.options, found.family, found.dtype, 24, -1, given)
     assert given.keys() - stated.keys() == ({"quantization_config"} if name == PACKED else set())
     changed = {key for key, value in given.items() if key in stated and stated[key] != value}
@@ -100,30 +100,30 @@ def test_every_key_of_the_original_keeps_its_value_in_both_spellings(name, spell
     if found.family != "gpt2":
         assert {"rope_parameters", "rope_theta", "rope_scaling"} <= stated.keys()
     (tmp_path / "config.json").write_text(json.dumps(stated))
-    assert differences(found.options, described(tmp_path).options, 32, tmp_path) == []
+    assert differences(found.options, describe_model(tmp_path).options, 32, tmp_path) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_options_alone_make_a_config_that_is_read_back(name, tmp_path):
-    found = described(FIXTURES / name)
+    found = describe_model(FIXTURES / name)
     wanted = SAME_OPTIONS[found.family] if found.family in SAME_OPTIONS else found.family
     assert family_of(found.options) == wanted
     stated = as_json(found.options, found.family, "float32", 64, 7, {})
     (tmp_path / "config.json").write_text(json.dumps(stated))
-    assert differences(found.options, described(tmp_path).options, 32, tmp_path) == []
+    assert differences(found.options, describe_model(tmp_path).options, 32, tmp_path) == []
     assert stated["eos_token_id"] == 7
 
 
 @pytest.mark.parametrize("global_every", [1, 3])
 def test_turns_of_which_two_layers_have_one_kind_alone_are_a_gemma(global_every):
-    options = dataclasses.replace(described(FIXTURES / "gemma2").options, num_layers=2, global_every=global_every)
+    options = dataclasses.replace(describe_model(FIXTURES / "gemma2").options, num_layers=2, global_every=global_every)
     assert family_of(options) == "gemma2"
 
 
 def test_options_that_no_family_has_are_refused():
     with pytest.raises(UserError, match=r"model: got model.norm=layernorm, beside .*: model.norm=rmsnorm for llama$"):
         family_of(DecoderOptions(norm="layernorm", vocab_size=257))
-    gpt2 = described(FIXTURES / "gpt2").options
+    gpt2 = describe_model(FIXTURES / "gpt2").options
     with pytest.raises(UserError, match=r"got model.num_kv_heads=2, beside .* nearest: model.num_kv_heads=4 for gpt2$"):
         family_of(dataclasses.replace(gpt2, num_kv_heads=2))  # no key of its config.json could say it
 
@@ -210,7 +210,7 @@ def test_what_ends_a_text_of_the_run_ends_it_in_the_export(case, tmp_path):
     given, recorded = CHOICES[case]
     came, out = chat_folder(tmp_path / "came", top_k=3, eos=2), tmp_path / "out"
     data = DataOptions(**{"source": "chat", "tokenizer": str(came), **given})
-    config = Config(model=described(came).options, data=data)
+    config = Config(model=describe_model(came).options, data=data)
     of_text, written, end_id = hugging_face._text_files(config, came)
     ids = hugging_face._special_ids(config, came, end_id)
     stated = json.loads((came / "config.json").read_text()) | ids
@@ -244,7 +244,7 @@ def test_a_run_on_token_files_leaves_with_their_tokenizer_and_end_token(tokenize
     end_token = "" if name == "bytes" else "<|endoftext|>"
     prepare(str(tmp_path / "a.txt"), str(tmp_path / "a.bin"), tokenizer=name, end_token=end_token)
     data = DataOptions(source="tokens", path=str(tmp_path / "a.bin"))
-    config = Config(model=described(came).options, data=data)
+    config = Config(model=describe_model(came).options, data=data)
     found = hugging_face._as_text(config, came).data
     assert (found.source, found.end_token) == ("text", end_token)
     assert found.begin_token == ("" if name == "bytes" else "none")
@@ -277,9 +277,9 @@ def test_a_folder_goes_in_and_out(tmp_path, capsys):
     hugging_face.main(["import", str(came), f"--to={tmp_path / 'run'}"])
     hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"])
     assert capsys.readouterr().out.splitlines()[-1].endswith(f" bytes of bfloat16 in {tmp_path / 'out'}, a llama")
-    out = folder.opened(tmp_path / "out")
-    assert out.model == folder.opened(came).model
-    before, after = tensor_files.opened(folder.opened(came).stored), tensor_files.opened(out.stored)
+    out = folder.open_folder(tmp_path / "out")
+    assert out.model == folder.open_folder(came).model
+    before, after = tensor_files.open_tensors(folder.open_folder(came).stored), tensor_files.open_tensors(out.stored)
     assert all(before[key].tobytes() == after[key].tobytes() for key in before)
     given, stated = (json.loads((one / "config.json").read_text()) for one in (came, tmp_path / "out"))
     assert given.items() <= stated.items()
@@ -289,4 +289,6 @@ def test_a_folder_goes_in_and_out(tmp_path, capsys):
         assert (came / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     half = tmp_path / "half"
     hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={half}", "--dtype=float16"])
-    assert np.asarray(tensor_files.opened(folder.opened(half).stored)["model.norm.weight"]).dtype == jnp.float16
+    assert (
+        np.asarray(tensor_files.open_tensors(folder.open_folder(half).stored)["model.norm.weight"]).dtype == jnp.float16
+    )

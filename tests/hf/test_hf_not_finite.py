@@ -54,12 +54,12 @@ def broken(name, target, tensor, value):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt-oss-mxfp4", "deepseek-v3-plain")])
 def test_reading_names_the_tensor(name, tmp_path, capsys):
     """The first and the last of its own, of an expert and of a layer alike."""
-    stored = sorted(folder.opened(FIXTURES / name).stored)
+    stored = sorted(folder.open_folder(FIXTURES / name).stored)
     for number, tensor in enumerate({stored[0], stored[len(stored) // 2], stored[-1]}):
-        opened = folder.opened(broken(name, tmp_path / str(number), tensor, (np.nan, np.inf, -np.inf)[number]))
+        opened = folder.open_folder(broken(name, tmp_path / str(number), tensor, (np.nan, np.inf, -np.inf)[number]))
         folder.read(opened, tree_of(opened))
         assert f"WARNING: {opened.directory}: NaN or infinity in {tensor}{ENDING}" in capsys.readouterr().err
-    opened = folder.opened(FIXTURES / name)
+    opened = folder.open_folder(FIXTURES / name)
     folder.read(opened, tree_of(opened))
     assert capsys.readouterr().err == ""
 

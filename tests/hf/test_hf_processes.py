@@ -21,7 +21,7 @@ PROGRAM = """
 import json, os, pathlib, re, sys
 import numpy as np
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.hf import folder
 from meshtrain.launch import distributed
 from meshtrain.sharding.rules import AXES
@@ -57,7 +57,7 @@ def file_of(name):
 @pytest.fixture(scope="module")
 def tensors():
     found, _ = tensor_files.tensors(FIXTURES / "llama")
-    return tensor_files.opened(found)
+    return tensor_files.open_tensors(found)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from meshtrain.hf import export, folder
+from meshtrain.sharding.param_sharding import activation_sharding
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import activation_sharding
 from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
 
 ONE = dict.fromkeys(AXES, 1)
@@ -114,8 +114,8 @@ def test_logits_of_one_token_after_the_other_are_the_same(name, shape):
 )
 def test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights(name, router, tmp_path):
     """As newer versions of transformers have it in memory, and some files: gates before what they multiply."""
-    opened = folder.opened(FIXTURES / name)
-    tensors, size = folder.tensor_files.opened(opened.stored), folder.names.sizes(opened.model.options)
+    opened = folder.open_folder(FIXTURES / name)
+    tensors, size = folder.tensor_files.open_tensors(opened.stored), folder.names.sizes(opened.model.options)
     path_of = {weight.path.rpartition("/")[2]: weight for weight in opened.table if "/experts/" in weight.path}
     kept = {key: array for key, array in tensors.items() if ".experts." not in key and "gate.weight" not in key}
     for layer in range(2):
@@ -131,9 +131,9 @@ def test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights(name, router
     shapes = {key: array.shape for key, array in kept.items()}
     export.write_file(tmp_path / "model.safetensors", shapes, kept.values(), "float32")
     shutil.copy(FIXTURES / name / "config.json", tmp_path)
-    fused = folder.opened(tmp_path)
+    fused = folder.open_folder(tmp_path)
     table = {weight.path: weight for weight in fused.table}
-    ours, theirs = folder.tensor_files.opened(fused.stored), {weight.path: weight for weight in opened.table}
+    ours, theirs = folder.tensor_files.open_tensors(fused.stored), {weight.path: weight for weight in opened.table}
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for part in ("gate", "up", "down", "router"):
         path = f"layers/experts/{part}"
@@ -152,7 +152,7 @@ def test_a_host_makes_one_shard_at_a_time(monkeypatch):
     """Its buffers are as large as a shard, and each is on its devices before the next one is made."""
     bars = []
     monkeypatch.setattr(folder, "tqdm", lambda **options: bars.append(Bar(**options)) or bars[-1])
-    opened = folder.opened(FIXTURES / "llama")
+    opened = folder.open_folder(FIXTURES / "llama")
     sharding = jax.sharding.NamedSharding(jax.make_mesh((4, 2), ("x", "y")), jax.P(None, "x", "y"))
     shape = (2, 32, 48)
     tree = {"layers": {"mlp": {"up": jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)}}}
@@ -165,17 +165,17 @@ def test_a_host_makes_one_shard_at_a_time(monkeypatch):
     [bar] = bars
     assert (bar.options["unit"], bar.options["total"], bar.counts) == ("B", up.nbytes, [up.nbytes // 8] * 8)
     assert up.sharding == sharding
-    tensors = folder.tensor_files.opened(opened.stored)
+    tensors = folder.tensor_files.open_tensors(opened.stored)
     want = np.stack([tensors[f"model.layers.{layer}.mlp.up_proj.weight"].T for layer in range(2)])
     np.testing.assert_array_equal(np.asarray(up), want)
 
 
 def test_a_shard_of_the_layers_has_its_own_layers():
-    opened = folder.opened(FIXTURES / "llama")
+    opened = folder.open_folder(FIXTURES / "llama")
     table = {weight.path: weight for weight in opened.table}
     sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x"))
     leaf = jax.ShapeDtypeStruct((2, 32), np.float32, sharding=sharding)
-    tensors = folder.tensor_files.opened(opened.stored)
+    tensors = folder.tensor_files.open_tensors(opened.stored)
     views = [tensors[table["layers/mlp_norm/scale"].name.format(layer)] for layer in range(2)]
     np.testing.assert_array_equal(np.asarray(folder.array(views, leaf, Bar().update, stack=(2,))), np.stack(views))
 
@@ -198,7 +198,7 @@ def test_a_part_of_a_matrix_in_4_bits_is_decoded_from_its_blocks_alone():
 
 def test_tensors_in_4_bits_that_do_not_fit_are_refused_in_a_line_each(tmp_path):
     shutil.copytree(FIXTURES / "gpt-oss-mxfp4", tmp_path, dirs_exist_ok=True)
-    arrays = folder.tensor_files.opened(folder.tensor_files.tensors(tmp_path)[0])
+    arrays = folder.tensor_files.open_tensors(folder.tensor_files.tensors(tmp_path)[0])
     experts = "model.layers.1.mlp.experts"
     arrays[f"{experts}.down_proj_scales"] = arrays[f"{experts}.down_proj_scales"][:, :1]
     del arrays[f"{experts}.gate_up_proj_scales"]
@@ -206,7 +206,7 @@ def test_tensors_in_4_bits_that_do_not_fit_are_refused_in_a_line_each(tmp_path):
     kept[f"{experts}.down_proj_blocks"] = kept[f"{experts}.down_proj_blocks"].astype(np.float32)
     save_file(kept, tmp_path / "model.safetensors")
     with pytest.raises(folder.UserError) as error:
-        folder.opened(tmp_path)
+        folder.open_folder(tmp_path)
     lines = sorted(line.partition(f"{experts}.")[2] for line in error.value.problems)
     assert lines[0].startswith("down_proj_blocks: got dtype F32; allowed: U8; nearest: ")
     assert lines[1].startswith("down_proj_scales: got shape [4, 1, 1]; allowed: [4, 64, 1], by config.json")
@@ -215,7 +215,7 @@ def test_tensors_in_4_bits_that_do_not_fit_are_refused_in_a_line_each(tmp_path):
 
 
 def test_padding_of_the_vocabulary_is_zero():
-    opened = folder.opened(FIXTURES / "llama")
+    opened = folder.open_folder(FIXTURES / "llama")
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     view = np.ones((119, 32), np.float32)
     leaf = jax.ShapeDtypeStruct((128, 32), np.float32, sharding=one)
@@ -227,23 +227,23 @@ def test_padding_of_the_vocabulary_is_zero():
 
 def test_tensors_of_images_are_left_out_and_counted(tmp_path):
     """With both prefixes that files have; a head of its own has the second one's outside."""
-    opened = folder.opened(FIXTURES / "mistral3-images")
+    opened = folder.open_folder(FIXTURES / "mistral3-images")
     assert opened.left_out == 15
     shutil.copytree(FIXTURES / "mistral3-images", tmp_path, dirs_exist_ok=True)
-    arrays = folder.tensor_files.opened(folder.tensor_files.tensors(tmp_path)[0])
+    arrays = folder.tensor_files.open_tensors(folder.tensor_files.tensors(tmp_path)[0])
     renamed = {re.sub(r"^language_model\.(model\.)?", lambda old: "model.language_model." if old[1] else "", key): array
                for key, array in arrays.items()}  # fmt: skip
     export.write_file(
         tmp_path / "model.safetensors", {k: a.shape for k, a in renamed.items()}, renamed.values(), "float32"
     )
-    other = folder.opened(tmp_path)
+    other = folder.open_folder(tmp_path)
     assert {row.path for row in other.table} == {row.path for row in opened.table}
     assert "lm_head.weight" in other.stored
     assert "model.language_model.norm.weight" in other.stored
 
 
 def test_a_leaf_that_the_folder_lacks_is_named():
-    opened = folder.opened(FIXTURES / "llama")
+    opened = folder.open_folder(FIXTURES / "llama")
     leaf = jax.ShapeDtypeStruct((2, 32, 40), np.float32)
     with pytest.raises(folder.UserError) as error:
         folder.refuse_other_params(opened, {"layers": {"mlp": {"up": leaf}}, "extra": leaf})

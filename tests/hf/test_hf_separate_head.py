@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
 from meshtrain.config.from_hugging_face import of_folder
+from meshtrain.config.schema import Config
 from meshtrain.hf import adapters, export, folder, names, tensor_files
-from meshtrain.hf.config_json import described
+from meshtrain.hf.config_json import describe_model
 from meshtrain.models.lora import LoraOptions
 from meshtrain.run import base_weights, hugging_face, preflight, weights
 from meshtrain.sharding.rules import AXES
@@ -29,12 +29,12 @@ def tied(name, target, *, equal=False, dtype=None):
     for half in [stated, *([stated["text_config"]] if "text_config" in stated else [])]:
         half["tie_word_embeddings"] = True
     (target / "config.json").write_text(json.dumps(stated))
-    model = described(target)
+    model = describe_model(target)
     stored, _ = tensor_files.tensors(target)
     table, head = names.table_and_head(model.family, model.options, stored)
     if head in stored and not equal:
         return head  # its own
-    arrays = tensor_files.opened({key: stored[key] for key in stored if key != head})
+    arrays = tensor_files.open_tensors({key: stored[key] for key in stored if key != head})
     values = np.array(arrays[table])
     dtype = dtype or {"BF16": "bfloat16", "F32": "float32"}[stored[table].dtype]
     values[-1, -1] += 0 if equal else 1
@@ -55,14 +55,14 @@ def tied(name, target, *, equal=False, dtype=None):
 def test_another_head_stays_and_an_equal_one_is_a_copy(name, tmp_path):
     """Of every family, with images beside it and in several files; in another dtype a head may be equal, too."""
     head = tied(name, tmp_path / "other")
-    opened = folder.opened(tmp_path / "other")
+    opened = folder.open_folder(tmp_path / "other")
     assert (opened.model.separate_head, opened.model.options.tied_embeddings) == (head, False)
     assert head in opened.stored
     assert "head/kernel" in {weight.path for weight in opened.table}
     for number, dtype in enumerate((None, "float32")):
         copied = tmp_path / str(number)
         assert tied(name, copied, equal=True, dtype=dtype) == head
-        opened = folder.opened(copied)
+        opened = folder.open_folder(copied)
         assert (opened.model.separate_head, opened.model.options.tied_embeddings) == ("", True)
         assert head not in opened.stored
 
@@ -71,7 +71,7 @@ def test_a_head_of_another_shape_is_a_line(tmp_path):
     head = tied("gpt2", tmp_path)
     export.write_file(tmp_path / "head.safetensors", {head: (3, 32)}, [np.zeros((3, 32))], "float32")
     with pytest.raises(folder.UserError, match=r"lm_head.weight: got shape \[3, 32\]; allowed: \["):
-        folder.opened(tmp_path)
+        folder.open_folder(tmp_path)
 
 
 def test_logits_are_those_of_the_separate_head(tmp_path):
@@ -90,9 +90,9 @@ def test_import_and_export_keep_every_tensor(name, tmp_path, capsys):
     stated = json.loads((tmp_path / "out" / "config.json").read_text())
     assert stated["tie_word_embeddings"] is False
     assert stated["model_type"] in ("llama", "gpt2", "mistral")
-    before, after = folder.opened(tmp_path / "came"), folder.opened(tmp_path / "out")
+    before, after = folder.open_folder(tmp_path / "came"), folder.open_folder(tmp_path / "out")
     assert len(before.stored) == len(after.stored)
-    pairs = [tensor_files.opened(one.stored) for one in (before, after)]
+    pairs = [tensor_files.open_tensors(one.stored) for one in (before, after)]
     for key, tensor in pairs[1].items():
         [old] = [pairs[0][one] for one in (key, f"language_model.{key}") if one in pairs[0]]
         assert old.tobytes() == tensor.tobytes(), key
@@ -119,9 +119,9 @@ def test_a_run_and_adapters_on_such_a_folder_take_the_separate_head(tmp_path, ca
         assert capsys.readouterr().err.count(WARNING.format(head)) == 1
         base_weights.refuse_other_weights(dataclasses.replace(assembly, config=config), tmp_path / "run")
     params, _ = weights.restore_params(base, None, assembly.states.kept.params)
-    wanted = np.asarray(tensor_files.opened(folder.opened(base).stored)[head])
+    wanted = np.asarray(tensor_files.open_tensors(folder.open_folder(base).stored)[head])
     np.testing.assert_array_equal(np.asarray(params["head"]["kernel"])[:, : len(wanted)], wanted.T)
-    tied_model = Config(**given | {"model": described(FIXTURES / "gpt2").options})
+    tied_model = Config(**given | {"model": describe_model(FIXTURES / "gpt2").options})
     [line] = weights.weights_problems(tied_model, base)
     assert line.startswith("model.tied_embeddings: got True, and the model in ")
 

@@ -94,7 +94,7 @@ def test_a_good_file_is_read_as_it_is(tmp_path):
     write(tmp_path / "x.safetensors", header, values.tobytes())
     found, lines = tensor_files.tensors(tmp_path)
     assert lines == []
-    views = tensor_files.opened(found)
+    views = tensor_files.open_tensors(found)
     np.testing.assert_array_equal(views["a"], [[0, 1], [2, 3]])
     np.testing.assert_array_equal(views["b"], [4, 5])
 
@@ -107,12 +107,12 @@ def test_tensors_of_all_dtypes_lie_one_after_the_other(tmp_path):
     write(tmp_path / tensor_files.ONE_FILE, header, b"\0" * (end - 4) + np.array([1, 2], "<f2").tobytes())
     found, lines = tensor_files.tensors(tmp_path)
     assert (list(found), lines) == (list(sizes), [])
-    np.testing.assert_array_equal(tensor_files.opened({"F16": found["F16"]})["F16"], [1, 2])
+    np.testing.assert_array_equal(tensor_files.open_tensors({"F16": found["F16"]})["F16"], [1, 2])
 
 
 def lines_of(directory):
     with pytest.raises(UserError) as refused:
-        folder.opened(directory)
+        folder.open_folder(directory)
     return list(refused.value.problems)
 
 

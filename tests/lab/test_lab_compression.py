@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.config import reductions
-from meshtrain.config.fields import Config
+from meshtrain.config import extensions
+from meshtrain.config.schema import Config
 from meshtrain.lab import compression
 from meshtrain.lab.compression import CompressionOptions
 
@@ -20,7 +20,7 @@ def summing(options):
     """(leaves [replicas, ...], residuals likewise or None for each) -> (sums, residuals), jitted."""
 
     def of_one(leaves, residuals):
-        return compression.summed_leaves(leaves, residuals, DIMS, options, "data")
+        return compression.compressed_sums(leaves, residuals, DIMS, options, "data")
 
     return jax.jit(jax.vmap(of_one, axis_name="data"))
 
@@ -89,7 +89,7 @@ def test_zeros_stay_zeros():
 
 
 def made(*options, **named):
-    return reductions.of(Config(reduction=CompressionOptions(*options, **named)))
+    return extensions.of(Config(reduction=CompressionOptions(*options, **named)))
 
 
 def test_bytes_of_an_element():

@@ -15,7 +15,7 @@ import pytest
 from flax import linen as nn
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config, LocalStepsOptions
+from meshtrain.config.schema import Config, LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.lab.local_steps import in_groups, inner_step, outer_optimizer, outer_step, over_groups
 from meshtrain.models.task import Sums, Task, token_batch
@@ -24,9 +24,9 @@ from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.state import init_state

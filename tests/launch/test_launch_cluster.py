@@ -76,7 +76,7 @@ def test_slurm_says_on_which_machine_each_process_runs():
 
 
 def test_the_pods_of_a_job_are_named_by_their_number(monkeypatch):
-    monkeypatch.setattr(cluster, "_installed", lambda package: package == "kubernetes")
+    monkeypatch.setattr(cluster, "_is_installed", lambda package: package == "kubernetes")
     found = meeting(POD, 8, lambda: "meshtrain-3.meshtrain.default.svc.cluster.local")
     assert found.address == "meshtrain-0.meshtrain:55527"
     assert (found.num_processes, found.index, found.num_hosts) == (8, 3, 8)

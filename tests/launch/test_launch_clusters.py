@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from meshtrain.launch import cluster
-from meshtrain.plan.target import clusters
+from meshtrain.plan.cluster import clusters
 
 ROOT = pathlib.Path(__file__).parents[2]
 SBATCH = ROOT / "scripts" / "slurm.sbatch"
@@ -168,7 +168,7 @@ def test_the_jobset_of_slices_is_the_cluster_that_is_planned(kubernetes, monkeyp
     assert chips * planned.num_slices == planned.num_devices == 4 * 512
     mesh = dict(word.removeprefix("--config.").split("=") for word in container["args"])
     assert (mesh["mesh.data"], mesh["mesh.fsdp"]) == (str(planned.num_slices), str(chips))
-    monkeypatch.setattr(cluster, "_installed", lambda package: True)
+    monkeypatch.setattr(cluster, "_is_installed", lambda package: True)
     told = {"KUBERNETES_SERVICE_HOST": "1", "JOB_COMPLETION_INDEX": "0", "MEGASCALE_NUM_SLICES": "4"}
     told |= {"TPU_WORKER_HOSTNAMES": "a,b"}
     assert cluster.processes(told, "tpu,cpu") == {"cluster_detection_method": "gketpu"}

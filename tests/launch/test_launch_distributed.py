@@ -28,8 +28,8 @@ OPEN_MPI = {
 def launch(code, **environ):
     """Starts Python on `code`, with what `start` prints or raises made visible."""
     keep = {name: os.environ[name] for name in ("PATH", "HOME", "VIRTUAL_ENV") if name in os.environ}
-    rooms = ("errors", "launch.distributed", "launch.peers")
-    text = "\n".join(["import jax", *(f"from meshtrain.{room} import *" for room in rooms), code])
+    modules = ("errors", "launch.distributed", "launch.peers")
+    text = "\n".join(["import jax", *(f"from meshtrain.{module} import *" for module in modules), code])
     command = [sys.executable, "-W", "error", "-c", text]
     return subprocess.Popen(
         command, cwd=ROOT, env={**keep, **environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

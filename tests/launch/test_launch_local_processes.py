@@ -222,7 +222,7 @@ def test_where_no_number_fits_it_ends(tmp_path):
 
 
 def test_on_gpus_each_that_is_left_keeps_its_own():
-    left = local_processes.Left(local_processes.Job(("-c", ""), 3, 0, ("5", "7", "9"), min_processes=1))
+    left = local_processes.JobMembers(local_processes.Job(("-c", ""), 3, 0, ("5", "7", "9"), min_processes=1))
     left.failed(0, 4)  # it lost another one, and is itself there
     assert left.part([]).num_processes == 3
     left.failed(1, 137)
@@ -232,7 +232,7 @@ def test_on_gpus_each_that_is_left_keeps_its_own():
 
 
 def test_too_few_that_are_left_wait_for_another():
-    left = local_processes.Left(local_processes.Job(("-c", ""), 2, min_processes=2, back_seconds=0.2))
+    left = local_processes.JobMembers(local_processes.Job(("-c", ""), 2, min_processes=2, back_seconds=0.2))
     begun = time.monotonic()
     left.failed(0, 1)
     assert left.part([]).num_processes == 2

@@ -4,9 +4,9 @@ import pytest
 
 from meshtrain.config.resolve import parse
 from meshtrain.models.moe import grouped_matmul_gpu
+from meshtrain.plan.cluster.clusters import open_cluster
+from meshtrain.plan.cluster.compile import compile_step
 from meshtrain.plan.planner import shape_on
-from meshtrain.plan.target.clusters import open_cluster
-from meshtrain.plan.target.compile import compile_step
 
 pytestmark = pytest.mark.gpu_compiler
 WORDS = [

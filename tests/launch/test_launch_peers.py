@@ -121,7 +121,7 @@ def test_differences_between_processes_are_named_by_process():
 
 
 def test_who_is_alone_gets_its_own_words_back():
-    assert peers.gathered("something", {"a": [1]}) == [{"a": [1]}]
+    assert peers.gather_values("something", {"a": [1]}) == [{"a": [1]}]
     assert peers.share_problems("something", ["one", "one", "two"]) == ["one", "two"]
 
 

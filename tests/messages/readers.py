@@ -16,11 +16,11 @@ import numpy as np
 
 from meshtrain.checkpoint import other_runs, retention
 from meshtrain.checkpoint.checkpoint import Checkpoints
-from meshtrain.checkpoint.owner import OWNER, owned
-from meshtrain.config.fields import Config
+from meshtrain.checkpoint.owner import OWNER, own_folder
 from meshtrain.config.resolve import to_json
+from meshtrain.config.schema import Config
 from meshtrain.data import chat, chat_template, corpus, text
-from meshtrain.data.sources import Asked, DataOptions
+from meshtrain.data.sources import DataOptions, DataRequest
 from meshtrain.data.tokenizer import end_ids, file_tokenizer, with_begin_token
 from meshtrain.errors import Problems, refuse
 from meshtrain.examples import idx, preferences
@@ -31,7 +31,7 @@ from meshtrain.hf import folder as hf_folder
 from meshtrain.launch import rendezvous
 from meshtrain.observe import trackers
 from meshtrain.plan.timing.streams import measured_seconds
-from meshtrain.report.runs import opened
+from meshtrain.report.runs import open_runs
 from meshtrain.run import weights, workdir
 from tests.messages import test_messages_files as files
 from tests.messages.desk import TOKENS
@@ -95,7 +95,7 @@ def read_lines(read):
 
 def opened_corpus(options):
     """A function that opens data as a run does: the options may name files of the folder."""
-    asked = Asked({}, {}, 16, 400, 0)
+    asked = DataRequest({}, {}, 16, 400, 0)
     return lambda folder: (
         corpus.open_corpus(dataclasses.replace(options, path=str(folder / options.path)), asked).fingerprint
     )
@@ -115,9 +115,9 @@ def continued(folder):
     run = folder / "run"
     refuse(workdir.check(run, Config(), is_saved=False))
     workdir.refuse_other_corpus(run, "0")
-    workdir.begun_seconds(run, 1.0, 1.0)
+    workdir.start_seconds(run, 1.0, 1.0)
     refuse(trackers.check(run))
-    trackers.evaluated(run, 40)
+    trackers.metrics_of_evaluation(run, 40)
     trackers.keep_rows_up_to(run / "metrics.jsonl", 20)
     other_runs.place_of(run)
     arguments = argparse.Namespace(workdir=run, config=None, overrides={}, problems=[], command=[])
@@ -126,7 +126,7 @@ def continued(folder):
 
 def reported(folder):
     """Reads what a page shows of a run; the page itself takes 0.4 seconds."""
-    refuse(opened([str(folder / "run")])[1])
+    refuse(open_runs([str(folder / "run")])[1])
 
 
 STATE = {"step": jnp.int32(5), "params": {"w": jnp.ones((2, 2))}}
@@ -142,7 +142,7 @@ def saved(folder):
 
 def restored(folder):
     """Compares and reads the weights of a checkpoint as `init_from` does."""
-    other_runs.recorded(folder / "checkpoints")
+    other_runs.extra_of_newest(folder / "checkpoints")
     shapes = {"w": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     with other_runs.find(folder) as checkpoints:
         checkpoints.refuse_other_params(5, shapes)
@@ -151,7 +151,7 @@ def restored(folder):
 
 
 def taken_over(folder):
-    with owned(folder, "mine"):
+    with own_folder(folder, "mine"):
         pass
 
 
@@ -164,8 +164,8 @@ def tokenized(folder):
 
 def with_adapters(folder):
     config = dataclasses.replace(Config(), init_from=str(folder))
-    adapters.opened(folder)
-    weights.beneath(config)
+    adapters.open_adapters(folder)
+    weights.base_weights(config)
 
 
 ROWS = "".join(json.dumps({"text": "some words", "id": number, "more": [None, {}]}) + "\n" for number in range(3))
@@ -225,14 +225,14 @@ READERS = (
         (
             "config/resume.py:from_json",
             "run/weights.py:configuration",
-            "run/weights.py:_changed",
+            "run/weights.py:_change",
             "run/workdir.py:_facts",
             "run/workdir.py:check",
             "run/workdir.py:_read_json",
             "checkpoint/other_runs.py:place_of",
             "observe/run_files.py:row_of",
             "observe/trackers.py:check",
-            "observe/trackers.py:evaluated",
+            "observe/trackers.py:metrics_of_evaluation",
             "observe/trackers.py:keep_rows_up_to",
         ),
         {"run/config.json": "json", "run/corpus.json": "json", "run/metrics.jsonl": "lines"},
@@ -256,39 +256,39 @@ READERS = (
     ),
     Reader(
         "config.json of a Hugging Face folder",
-        ("hf/config_json.py:_loaded",),
+        ("hf/config_json.py:_load",),
         {"config.json": "json"},
         copied("llama"),
-        hf_folder.opened,
+        hf_folder.open_folder,
     ),
     Reader(
         "adapter_config.json",
-        ("hf/adapters.py:opened", "run/weights.py:beneath"),
+        ("hf/adapters.py:open_adapters", "run/weights.py:base_weights"),
         {"adapter_config.json": "json"},
         of_adapters,
         with_adapters,
     ),
     Reader(
         "safetensors",
-        ("hf/tensor_files.py:_header", "hf/tensor_files.py:opened", "hf/tensor_files.py:content_hash"),
+        ("hf/tensor_files.py:_header", "hf/tensor_files.py:open_tensors", "hf/tensor_files.py:content_hash"),
         {"model.safetensors": "safetensors"},
         copied("llama"),
-        lambda folder: tensor_files.content_hash(hf_folder.opened(folder).stored),
+        lambda folder: tensor_files.content_hash(hf_folder.open_folder(folder).stored),
     ),
     Reader(
         "the index of safetensors",
         ("hf/tensor_files.py:_index",),
         {"model.safetensors.index.json": "json"},
         copied("llama-bf16-sharded"),
-        hf_folder.opened,
+        hf_folder.open_folder,
     ),
     Reader(
         "tokenizer.json",
         (
-            "data/tokenizer.py:_loaded",
+            "data/tokenizer.py:_load",
             "data/tokenizer.py:with_begin_token",
             "data/long_texts.py:cuts_of",
-            "data/encoding/special_tokens.py:marked_tokenizer",
+            "data/encoding/special_tokens.py:mark_tokenizer",
             "data/encoding/text_bytes.py:bytes_of_ids",
             "run/weights.py:has_same_vocabulary",
         ),
@@ -344,7 +344,12 @@ READERS = (
     *(
         Reader(
             f"documents in {ending}",
-            ("data/text.py:_can_read", "data/text.py:opened", "data/text.py:_parquet_rows", "data/text.py:_row_text"),
+            (
+                "data/text.py:_can_read",
+                "data/text.py:open_documents",
+                "data/text.py:_parquet_rows",
+                "data/text.py:_row_text",
+            ),
             {f"a{ending}": kind},
             written({f"a{ending}": content}),
             read_lines(lambda path, problems: text.read_documents(path, "text", problems)),
@@ -399,12 +404,12 @@ READERS = (
             "checkpoint/integrity.py:_read",
             "checkpoint/integrity.py:_sha256",
             "checkpoint/integrity.py:unreadable",
-            "checkpoint/other_runs.py:recorded",
+            "checkpoint/other_runs.py:extra_of_newest",
             "checkpoint/other_runs.py:newest",
             "checkpoint/retention.py:read_ratings",
             "checkpoint/checkpoint.py:Checkpoints._stored",
             "checkpoint/checkpoint.py:Checkpoints._read",
-            "checkpoint/manager.py:renamed",
+            "checkpoint/manager.py:renaming_problems",
         ),
         {
             f"checkpoints/{name}": "json"
@@ -452,21 +457,21 @@ ELSEWHERE = {
     "launch/peers.py:Exchange._publish": "what this program's other processes have sent",
     "launch/peers.py:_wait_for": "what this program's other processes have sent",
     "launch/peers.py:endings": "what this program's other processes have sent",
-    "plan/scheduled_dump.py:_scheduled": "what the compiler has just written",
-    "plan/target/clusters.py:open_cluster": "a file of the package",
+    "plan/scheduled_hlo.py:_schedule": "what the compiler has just written",
+    "plan/cluster/clusters.py:open_cluster": "a file of the package",
     "probe/checks/machine_facts.py:_text": "the kernel's",
     "files.py:hash_of_sources": "hashes the package",
     "files.py:pointer_problem": "compares the first bytes",
     "files.py:read_json": "every reader in the table uses it",
     "generate.py:_prompts": "calls `generation/prompts.py:from_file`",
-    "run/generating.py:continuations": "calls `generation/prompts.py:from_file`",
-    "run/opened.py:open_data": "calls the source's function",
+    "run/generating.py:sample_texts": "calls `generation/prompts.py:from_file`",
+    "run/dataset.py:open_data": "calls the source's function",
     "run/initial_state.py:_as_today": "calls `Checkpoints.restore`",
     "run/workdir.py:warn_of_another_rate": "config.json, after `workdir.check` has compared it",
     "run/hugging_face.py:_as_text": "compares the bytes of two files",
-    "run/hugging_face.py:_import": "config.json, after `config_json.described` has read it",
+    "run/hugging_face.py:_import": "config.json, after `config_json.describe_model` has read it",
     "run/hugging_face.py:_text_files": "tokenizer.json, after `file_tokenizer` has read it",
-    "run/workdir.py:locked": "a line about the process that has the folder, shown in an error",
+    "run/workdir.py:lock": "a line about the process that has the folder, shown in an error",
     "observe/trackers.py:WandB.__init__": "config.json, which the run has just written",
     "observe/trackers.py:WandB._id": "a line; what cannot be decoded is refused there",
 }

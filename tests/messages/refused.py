@@ -15,7 +15,7 @@ import pytest
 
 from meshtrain import errors
 from meshtrain.__main__ import main as meshtrain
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.run.weights import weights_problems
 
 HANG_SECONDS = 30  # the slowest case takes two
@@ -92,13 +92,13 @@ def stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
         return [] if pathlib.Path(run).name == "small" else weights_problems(config, run, *step)
 
     monkeypatch.setattr("meshtrain.run.weights.weights_problems", problems)
-    monkeypatch.setattr("meshtrain.run.saving.opened", accepted)
+    monkeypatch.setattr("meshtrain.run.saving.open_checkpoints", accepted)
     monkeypatch.setattr("meshtrain.plan.planner.plan", accepted)
-    monkeypatch.setattr("meshtrain.generate.restored", accepted)
-    monkeypatch.setattr("meshtrain.evaluate.restored", accepted)
+    monkeypatch.setattr("meshtrain.generate.restore_weights", accepted)
+    monkeypatch.setattr("meshtrain.evaluate.restore_weights", accepted)
     monkeypatch.setattr("meshtrain.launch.local_processes.run", accepted)
     monkeypatch.setattr("meshtrain.probe.bench.benchmark.sizes", accepted)
-    monkeypatch.setattr("meshtrain.probe.doctor.diagnosed", accepted)
+    monkeypatch.setattr("meshtrain.probe.doctor.diagnose", accepted)
 
 
 def assert_speaks(lines: list[str]) -> None:

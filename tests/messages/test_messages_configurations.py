@@ -5,7 +5,7 @@ import random
 import pytest
 
 from meshtrain.cli import flags
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from tests.messages.refused import ODD, Case, assert_refused, odd_things, small
 
 LEAVES = flags.schema(Config())
@@ -147,6 +147,6 @@ def test_there_are_many_and_each_is_its_own():
     assert len({case.name for case in CASES}) == len(CASES)
     told = [start for case in CASES for start in case.starts]
     assert len(told) >= 500
-    # A text can be anything that its room takes; all else has a wrong value, and every leaf can be misspelt.
+    # A text can be anything that its package takes; all else has a wrong value, and every leaf can be misspelt.
     assert all(f"{key}: " in told for key, entry in LEAVES.items() if entry.kind is not str or entry.choices)
     assert all(f"{misspelt(key)}: unknown key" in told for key in LEAVES)

@@ -11,7 +11,7 @@ import meshtrain
 from meshtrain.checkpoint import other_runs
 from meshtrain.data.text import find_files
 from meshtrain.errors import UserError, one_line
-from meshtrain.files import expanded, identities, read_json
+from meshtrain.files import expand_user, identities, read_json
 from meshtrain.store import buckets
 from scripts.benchmarks import readers as script
 from tests.messages.readers import ELSEWHERE, READERS, TOKEN_DATA, of_tokens, opened_corpus, saved
@@ -157,7 +157,7 @@ def test_a_name_that_no_file_can_have_is_a_line(name, tmp_path, monkeypatch):
     assert not found
     assert one_line(line).isprintable()
     assert identities(name)
-    assert expanded(name)
+    assert expand_user(name)
     assert buckets.place(name)
     with pytest.raises(UserError):
         meshtrain.train({"data": {"source": "synthetic"}}, name)

@@ -157,7 +157,7 @@ def test_the_forward_pass_runs_again_where_the_policy_says_so(kernel, policy, nu
     def loss(q):
         return jnp.sum(jnp.sin(by(kernel)(jnp.sin(q), *given[1:3], None)))
 
-    kept = jax.checkpoint(loss, policy=checkpoint_policy(policy, Placement.nowhere()))
+    kept = jax.checkpoint(loss, policy=checkpoint_policy(policy, Placement.single_device()))
     traced = jax.make_jaxpr(jax.grad(loss if policy == "none" else kept))(given[0])
     assert num_runs(traced.jaxpr, TRACED[kernel]) == num_forward
 

@@ -97,6 +97,6 @@ def test_a_memory_has_a_length_of_its_own():
 def test_repeated_heads_add_their_cotangents_in_float32():
     """A sum of 512 ones in bfloat16 stops at 256."""
     x = jnp.ones((1, 1, 1, 1), jnp.bfloat16)
-    repeated, backward = jax.vjp(lambda x: context_parallel._repeated(x, 512), x)
+    repeated, backward = jax.vjp(lambda x: context_parallel._repeat_heads(x, 512), x)
     assert repeated.dtype == jnp.bfloat16
     assert float(backward(jnp.ones_like(repeated))[0].item()) == 512

@@ -280,7 +280,7 @@ class Weighing(nn.Module):
 @pytest.mark.parametrize("remat", [RematOptions("none"), RematOptions("full"), RematOptions("full", every=2)])
 def test_sums_of_layers_are_those_of_a_plain_loop(remat):
     weights, x, offset = jnp.linspace(-1.0, 2.0, 4), jnp.linspace(-1.0, 1.0, 6).reshape(1, 2, 3), jnp.float32(0.3)
-    place = Placement.nowhere()
+    place = Placement.single_device()
 
     def stacked(weights):
         given = (LLAMA, {"w": weights}, x, jnp.arange(4), (offset,), place, jnp.float32, True, remat, Weighing)

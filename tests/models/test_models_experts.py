@@ -10,10 +10,10 @@ import pytest
 from flax.core import meta
 from jax.extend.core import Var
 
-from meshtrain.models.metrics import Load, logged
-from meshtrain.models.moe import experts, parts, routing
+from meshtrain.models.metrics import Load, number_to_log
+from meshtrain.models.moe import chunks, experts, routing
+from meshtrain.models.moe.chunks import Parts
 from meshtrain.models.moe.experts import Experts
-from meshtrain.models.moe.parts import Parts
 from meshtrain.models.moe.routing import Tokens
 from meshtrain.models.remat import RematOptions, checkpoint_policy
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -33,7 +33,7 @@ TOKENS = Tokens(jnp.ones((NUM_SEQUENCES, NUM_TOKENS)), jnp.ones((NUM_SEQUENCES, 
 
 
 def layer_of(options=OPTIONS):
-    return Experts(options, 0.5, Placement.nowhere(), jnp.float32)
+    return Experts(options, 0.5, Placement.single_device(), jnp.float32)
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def given():
 
 def dense(weights, x):
     """All experts for all tokens, those that were not chosen times zero."""
-    to = routing.routed(routing.logits(x, weights["router"]), weights["router_bias"], 2, "sigmoid", 2.0)
+    to = routing.route(routing.logits(x, weights["router"]), weights["router_bias"], 2, "sigmoid", 2.0)
 
     def one(matrices):
         return (jax.nn.silu(x @ matrices["gate"]) * (x @ matrices["up"])) @ matrices["down"]
@@ -136,12 +136,12 @@ def test_each_choice_of_an_expert_here_has_one_row(chosen, num_here):
     chosen = np.minimum(np.int32(chosen), num_here)
     num_tokens, num_chosen = chosen.shape
     cut = Parts.of(num_tokens, num_chosen, num_here, 8)
-    found = parts.arranged(cut, chosen, num_here)
+    found = chunks.arrange_rows(cut, chosen, num_here)
     assert found.choices.size == cut.num_parts * cut.num_rows
     owners = np.repeat(found.owners, cut.block_rows)
     rows = [row for row, choice in enumerate(found.choices) if choice < chosen.size]
     assert len(rows) == (chosen < num_here).sum()
-    assert max(rows, default=-1) // cut.num_rows + 1 == parts.num_used(cut, found, num_here)
+    assert max(rows, default=-1) // cut.num_rows + 1 == chunks.num_used(cut, found, num_here)
     for row in rows:
         choice = int(found.choices[row])
         assert owners[row] == chosen.reshape(-1)[choice]
@@ -166,7 +166,7 @@ def gradients(policy=None):
         y = layer_of().apply({"params": weights}, x, jnp.int32(0), None)[0]
         return jnp.sum(y * jax.random.normal(jax.random.key(3), x.shape))
 
-    run = jax.checkpoint(run, policy=checkpoint_policy(policy, Placement.nowhere())) if policy else run
+    run = jax.checkpoint(run, policy=checkpoint_policy(policy, Placement.single_device())) if policy else run
     return jax.value_and_grad(run, argnums=(0, 1))
 
 
@@ -180,10 +180,10 @@ def test_several_parts_have_the_results_and_gradients_of_one(bias, policy, monke
     x, weights = given()
     weights = {**weights, "router_bias": jnp.float32(bias)}
     expected = jax.jit(gradients())(weights, x)
-    monkeypatch.setattr(parts, "ROOM", 0.1)
-    monkeypatch.setattr(parts, "MOST_ROWS", 2)
+    monkeypatch.setattr(chunks, "ROOM", 0.1)
+    monkeypatch.setattr(chunks, "MOST_ROWS", 2)
     _, (_, metrics) = layer_of().apply({"params": weights}, x, jnp.int32(0), TOKENS)
-    assert logged(metrics["expert_parts"], 1) >= 2
+    assert number_to_log(metrics["expert_parts"], 1) >= 2
     found = jax.jit(gradients(policy))(weights, x)
     for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(got - wanted) <= 1e-6 * np.linalg.norm(wanted)
@@ -222,7 +222,7 @@ def needed_by(jaxpr, kind):
 
 def test_a_turn_sends_while_the_other_computes_forward_and_backward(monkeypatch):
     """Gathers need nothing of other devices, and a scatter needs the gathers of its own turn alone."""
-    monkeypatch.setattr(parts, "LEAST_ROWS_OF_TURN", 1)
+    monkeypatch.setattr(chunks, "LEAST_ROWS_OF_TURN", 1)
     mesh = make_mesh(dict.fromkeys(AXES, 1) | {"expert": 2}, jax.devices()[:2])
     options = dataclasses.replace(OPTIONS, num_experts=4, shared_experts=0)
     layer = Experts(options, 0.5, Placement(default_rules(LayoutOptions()), mesh), jnp.float32)

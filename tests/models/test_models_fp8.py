@@ -11,11 +11,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import resolve
-from meshtrain.models.fp8 import BACKWARD, FORWARD, product, quantized
+from meshtrain.models.fp8 import BACKWARD, FORWARD, product, quantize
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 
-NOWHERE = dataclasses.replace(Placement.nowhere(), in_fp8=True)
+NOWHERE = dataclasses.replace(Placement.single_device(), in_fp8=True)
 SMALL = {
     "batch_size": 8,
     "sequence_length": 8,
@@ -44,7 +44,7 @@ def value_and_gradients(x, w, placement=NOWHERE):
 def test_products_are_near_those_of_the_given_dtype(shapes):
     x, w = numbers(*shapes[0]), numbers(*shapes[1], seed=1)
     y, *gradients = value_and_gradients(x, w)
-    for got, wanted in zip((y, *gradients), value_and_gradients(x, w, Placement.nowhere()), strict=True):
+    for got, wanted in zip((y, *gradients), value_and_gradients(x, w, Placement.single_device()), strict=True):
         assert got.shape == wanted.shape
         assert got.dtype == wanted.dtype
         error = float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted))
@@ -55,11 +55,11 @@ def test_products_are_near_those_of_the_given_dtype(shapes):
 def test_a_scale_is_a_power_of_two_and_changes_no_mantissa():
     x = numbers(64)
     for dtype in (FORWARD, BACKWARD):
-        low, scale = quantized(x, dtype, NOWHERE)
+        low, scale = quantize(x, dtype, NOWHERE)
         assert float(jnp.log2(scale)) % 1 == 0
         largest = float(jnp.max(jnp.abs(x))) / float(scale)
         assert float(jnp.finfo(dtype).max) / 2 <= largest <= float(jnp.finfo(dtype).max)
-        beside, other = quantized(jnp.append(x, 100.0), dtype, NOWHERE)
+        beside, other = quantize(jnp.append(x, 100.0), dtype, NOWHERE)
         assert other > scale
         back, again = low.astype(jnp.float32) * scale, beside[:-1].astype(jnp.float32) * other
         large = np.abs(x) > 0.01
@@ -68,7 +68,7 @@ def test_a_scale_is_a_power_of_two_and_changes_no_mantissa():
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, 3e38, np.inf, np.nan])
 def test_numbers_at_the_ends_stay_what_they_are(value):
-    low, scale = quantized(jnp.asarray([0.0, value], jnp.float32), FORWARD, NOWHERE)
+    low, scale = quantize(jnp.asarray([0.0, value], jnp.float32), FORWARD, NOWHERE)
     back = np.asarray(low.astype(jnp.float32) * scale)
     assert back[0] == 0 or not np.isfinite(value)
     assert np.isfinite(back[1]) == np.isfinite(value)
@@ -82,7 +82,7 @@ def test_a_scale_is_that_of_all_shards(manual):
     x, w = numbers(4, 8, 32).at[0].multiply(300.0), numbers(32, 16, seed=1)
 
     def scales(x, w):
-        return jnp.stack([quantized(x, FORWARD, placement)[1], quantized(w, FORWARD, placement)[1]])
+        return jnp.stack([quantize(x, FORWARD, placement)[1], quantize(w, FORWARD, placement)[1]])
 
     rows, columns = PartitionSpec("data"), PartitionSpec(None, "tensor")
     function = scales
@@ -93,7 +93,7 @@ def test_a_scale_is_that_of_all_shards(manual):
         )  # fmt: skip
     placed = jax.device_put(x, NamedSharding(mesh, rows)), jax.device_put(w, NamedSharding(mesh, columns))
     found = np.asarray(jax.jit(function)(*placed)).reshape(-1, 2)
-    wanted = np.asarray([quantized(x, FORWARD, NOWHERE)[1], quantized(w, FORWARD, NOWHERE)[1]])
+    wanted = np.asarray([quantize(x, FORWARD, NOWHERE)[1], quantize(w, FORWARD, NOWHERE)[1]])
     for of_replica in found:
         np.testing.assert_array_equal(of_replica, wanted)
 

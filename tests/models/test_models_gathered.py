@@ -7,11 +7,11 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 
 NUM_LAYERS, EMBED, MLP = 8, 128, 512

@@ -12,9 +12,9 @@ from meshtrain.models.transformer.decoder import DecoderOptions, Layer, angles_o
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.shapes import dims
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.param_sharding import spec
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
-from meshtrain.sharding.stored import spec
 from tests.plan.counted import gathered_twice
 
 MESH = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain.models.moe import grouped_matmul
-from meshtrain.models.moe.grouped_matmul import How, Stack, arranged, computed, kernel_for, product
+from meshtrain.models.moe.grouped_matmul import How, Stack, arrange_blocks, compute_blocks, kernel_for, product
 
 E, D, F, M = 4, 6, 5, 4
 
@@ -19,7 +19,7 @@ E, D, F, M = 4, 6, 5, 4
     ids=["some", "one expert", "none here", "all"],
 )
 def test_each_choice_stands_once_in_a_block_of_its_expert_and_in_its_order(chosen):
-    blocks = jax.jit(arranged, static_argnums=(1, 2))(jnp.int32(chosen), E, M)
+    blocks = jax.jit(arrange_blocks, static_argnums=(1, 2))(jnp.int32(chosen), E, M)
     assert (blocks.owners.shape, blocks.rows.shape) == ((3 + E,), ((3 + E) * M,))
     of_rows = blocks.rows.tolist()
     assert [row for row in of_rows if row < 11] == sorted(
@@ -76,7 +76,7 @@ def test_the_kernels_compute_products_and_gradients_of_the_loop(kernel, shape, d
     rows = jax.random.normal(keys[0], (5 * block_rows, shape[0])).astype(dtype)
     weights = jax.random.normal(keys[1], (E, *shape)).astype(dtype)
     rows = rows.at[-block_rows:].set(jnp.nan)  # these are of no expert, and nothing reads them
-    ways = [functools.partial(computed, How(name, interpret=True)) for name in (kernel, "loop")]
+    ways = [functools.partial(compute_blocks, How(name, interpret=True)) for name in (kernel, "loop")]
     for got, expected in zip(*(both_ways(way, rows, weights, owners) for way in ways), strict=True):
         assert got.dtype == dtype
         got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
@@ -95,8 +95,8 @@ def test_a_kernel_that_reads_weights_in_a_stack_gives_the_same_bits(dtype):
     rows = jax.random.normal(keys[0], (6 * 16, 96)).astype(dtype)
     weights = jax.random.normal(keys[1], (E, 96, 48)).astype(dtype)
     how = How("gpu", interpret=True)
-    of_stack = lambda rows, weights, owners: computed(how, rows, weights, owners, stacked(weights))  # noqa: E731
-    of_slice = functools.partial(computed, how)
+    of_stack = lambda rows, weights, owners: compute_blocks(how, rows, weights, owners, stacked(weights))  # noqa: E731
+    of_slice = functools.partial(compute_blocks, how)
     for got, expected in zip(*(both_ways(way, rows, weights, owners) for way in (of_stack, of_slice)), strict=True):
         np.testing.assert_array_equal(got, expected)
 
@@ -107,7 +107,7 @@ def test_weights_in_a_stack_that_the_kernel_does_not_take_are_read_from_the_slic
     keys, owners = jax.random.split(jax.random.key(0), 2), jnp.int32([0, 2, 4])
     rows, weights = jax.random.normal(keys[0], (3 * 16, 96)), jax.random.normal(keys[1], (E, 96, 48))
     got = product(rows, weights, owners, stacked(weights))
-    np.testing.assert_array_equal(got, computed(How("gpu", interpret=True), rows, weights, owners))
+    np.testing.assert_array_equal(got, compute_blocks(How("gpu", interpret=True), rows, weights, owners))
 
 
 @pytest.mark.parametrize(

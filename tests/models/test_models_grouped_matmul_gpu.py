@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.config.fields import Config
-from meshtrain.models.moe.grouped_matmul import WITH_ROWS, arranged, product
+from meshtrain.config.schema import Config
+from meshtrain.models.moe.grouped_matmul import WITH_ROWS, arrange_blocks, product
 from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.plan.cluster.clusters import open_cluster
+from meshtrain.plan.cluster.compile import program_of
+from meshtrain.plan.cluster.traced_flops import traced_flops
 from meshtrain.plan.hlo import flops, parse, products
-from meshtrain.plan.target.clusters import open_cluster
-from meshtrain.plan.target.compile import program_of
-from meshtrain.plan.target.traced_flops import traced_flops
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import planned
@@ -24,7 +24,7 @@ CHOICES, M = 8192, 128
 
 def step(platform, rows, weights, chosen, cotangent):
     """The products of the rows of these choices, and the gradients of rows and weights."""
-    owners = arranged(chosen, weights.shape[0], M).owners
+    owners = arrange_blocks(chosen, weights.shape[0], M).owners
     result, pull = jax.vjp(lambda rows, weights: product(rows, weights, owners, platform=platform), rows, weights)
     return result, pull(cotangent)
 

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.models import vocabulary
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.param_sharding import rules_of_level
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
-from meshtrain.sharding.stored import rules_of_level
 
 B, T, D, V = 8, 26, 16, 128
 VOCAB_SIZE = 100
@@ -45,7 +45,7 @@ def value_and_gradients(product, chunk, *, of=(0, 1), axis=None):
 
 
 def expected(names, dtype=jnp.float32, cap=0.0, length=T):
-    product = vocabulary.Product(Placement.nowhere(), names, dtype, cap)
+    product = vocabulary.Product(Placement.single_device(), names, dtype, cap)
     return jax.jit(value_and_gradients(product, B * length))(*arrays(names, dtype, length))
 
 
@@ -75,7 +75,7 @@ def on_mesh(sizes, names, dtype=jnp.float32, *, sequence_parallel=False, level=0
 @pytest.mark.parametrize("names", [vocabulary.KERNEL, vocabulary.TABLE], ids=["kernel", "table"])
 @pytest.mark.parametrize("cap", [0.0, 3.0], ids=["plain", "capped"])
 def test_chunks_change_neither_loss_nor_gradients(names, cap):
-    product = vocabulary.Product(Placement.nowhere(), names, jnp.float32, cap)
+    product = vocabulary.Product(Placement.single_device(), names, jnp.float32, cap)
     got = jax.jit(value_and_gradients(product, CHUNK))(*arrays(names))
     wanted = expected(names, cap=cap)
     assert max(jax.tree.leaves(jax.tree.map(gap, got, wanted))) < 1e-6
@@ -83,10 +83,10 @@ def test_chunks_change_neither_loss_nor_gradients(names, cap):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_in_16_bits_gradients_have_the_roundings_of_the_whole_product(dtype):
-    product = vocabulary.Product(Placement.nowhere(), vocabulary.KERNEL, dtype)
+    product = vocabulary.Product(Placement.single_device(), vocabulary.KERNEL, dtype)
     got = jax.jit(value_and_gradients(product, CHUNK))(*arrays(vocabulary.KERNEL, dtype))
     whole = expected(vocabulary.KERNEL, dtype)
-    exact = value_and_gradients(vocabulary.Product(Placement.nowhere(), vocabulary.KERNEL, jnp.float32), WHOLE)(
+    exact = value_and_gradients(vocabulary.Product(Placement.single_device(), vocabulary.KERNEL, jnp.float32), WHOLE)(
         *(x.astype(jnp.float32) if x.dtype == dtype else x for x in arrays(vocabulary.KERNEL, dtype))
     )
     for one, like, true in zip(*map(jax.tree.leaves, (got, whole, exact)), strict=True):
@@ -98,7 +98,7 @@ def test_float16_keeps_gradients_that_the_loss_scale_lifts():
     """Of 2^20 targets each has a gradient below 6e-8, the smallest number of float16, until it is scaled."""
     x, weight, targets, weights = arrays(vocabulary.KERNEL, jnp.float16)
     small = weights * 1e-6
-    product = vocabulary.Product(Placement.nowhere(), vocabulary.KERNEL, jnp.float16)
+    product = vocabulary.Product(Placement.single_device(), vocabulary.KERNEL, jnp.float16)
     loss = lambda x, w, chunk: 2.0**20 * vocabulary.CrossEntropy(VOCAB_SIZE, chunk)(product, x, w, targets, small)  # noqa: E731
     got, wanted = (jax.jit(jax.grad(functools.partial(loss, chunk=n), (0, 1)))(x, weight) for n in (CHUNK, WHOLE))
     assert max(jax.tree.leaves(jax.tree.map(gap, got, wanted))) < 0.02
@@ -159,7 +159,7 @@ def products(jaxpr):
 
 
 def test_gradients_cost_three_products_and_a_frozen_weight_two():
-    product = vocabulary.Product(Placement.nowhere(), vocabulary.KERNEL, jnp.float32)
+    product = vocabulary.Product(Placement.single_device(), vocabulary.KERNEL, jnp.float32)
     given = arrays(vocabulary.KERNEL)
     assert products(jax.make_jaxpr(value_and_gradients(product, CHUNK))(*given)) == 3
     assert products(jax.make_jaxpr(value_and_gradients(product, CHUNK, of=0))(*given)) == 2
@@ -169,7 +169,7 @@ def test_gradients_cost_three_products_and_a_frozen_weight_two():
 
 def test_no_array_holds_the_logits_of_more_than_a_chunk():
     """Shapes of the traced program, so that no compiler's choice matters."""
-    product = vocabulary.Product(Placement.nowhere(), vocabulary.KERNEL, jnp.float32)
+    product = vocabulary.Product(Placement.single_device(), vocabulary.KERNEL, jnp.float32)
     text = str(jax.make_jaxpr(value_and_gradients(product, CHUNK))(*arrays(vocabulary.KERNEL)))
     found = [[int(n) for n in shape.split(",")] for shape in re.findall(r"\w\d+\[([\d,]+)\]", text)]
     tokens = [int(np.prod(shape)) // V for shape in found if shape[-1] == V and shape != [D, V]]

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from meshtrain.models.attention import splash, triton
 from meshtrain.models.attention.attention import Attention
 from meshtrain.models.moe import grouped_matmul_gpu, grouped_matmul_tpu
-from meshtrain.models.moe.grouped_matmul import How, computed
+from meshtrain.models.moe.grouped_matmul import How, compute_blocks
 from meshtrain.models.remat import HEADS
 from tests.models.test_models_attention import both_ways as heads_both_ways
 from tests.models.test_models_attention import documents_of, written_out
@@ -86,7 +86,7 @@ def test_products_of_experts_over_several_tiles_are_those_of_the_loop(kernel, dt
     weights = (shape[0] ** -0.5 * jax.random.normal(keys[1], (4, *shape))).astype(dtype)
     rows = rows.at[-block_rows:].set(jnp.nan)  # these are of no expert, and nothing reads them
     hows = How(kernel, ON_TWO_CORES if kernel == "tpu" else True), How("loop")
-    found = [both_ways(functools.partial(computed, how), rows, weights, owners) for how in hows]
+    found = [both_ways(functools.partial(compute_blocks, how), rows, weights, owners) for how in hows]
     for got, expected in zip(*found, strict=True):
         assert got.dtype == dtype
         assert_near(got, expected, 1e-6 if dtype == jnp.float32 else jnp.finfo(dtype).eps / 2)

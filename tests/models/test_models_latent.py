@@ -43,7 +43,7 @@ def by_heads(p, x, angles, stretch):
 
 def test_heads_are_those_of_the_formula():
     attention = Attention(HEADS, HEADS, OWN + ROTARY, "xla")
-    module = LatentAttention(attention, 0.5, 0.5, Placement.nowhere(), jnp.float32, LATENT)
+    module = LatentAttention(attention, 0.5, 0.5, Placement.single_device(), jnp.float32, LATENT)
     x = np.random.default_rng(0).normal(size=(1, LENGTH, WIDTH)).astype(np.float32)
     angles = np.linspace(0, 2, LENGTH, dtype=np.float32)[None, :, None]
     params = meta.unbox(module.init(jax.random.key(0), x, angles, None))["params"]

@@ -83,7 +83,7 @@ def test_rotation_is_a_complex_product():
 def test_norm(kind):
     generator = np.random.default_rng(0)
     x, scale, bias = generator.normal(2.0, 3.0, (2, 3, 8)), generator.normal(size=8), generator.normal(size=8)
-    norm = Norm(kind, 1e-2, True, Placement.nowhere())
+    norm = Norm(kind, 1e-2, True, Placement.single_device())
     got = norm.apply({"params": {"scale": jnp.asarray(scale), "bias": jnp.asarray(bias)}}, jnp.asarray(x, jnp.float32))
     centred = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
     expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-2) * scale + bias
@@ -94,7 +94,7 @@ def test_norm(kind):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_norm_of_16_bits_computes_in_float32(kind, dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(2.0, 3.0, (4, 32)), dtype)
-    norm, scale = Norm(kind, 1e-5, False, Placement.nowhere()), {"params": {"scale": jnp.linspace(0.5, 2, 32)}}
+    norm, scale = Norm(kind, 1e-5, False, Placement.single_device()), {"params": {"scale": jnp.linspace(0.5, 2, 32)}}
     got, wanted = norm.apply(scale, x), norm.apply(scale, x.astype(jnp.float32))
     assert (got.dtype, wanted.dtype) == (dtype, jnp.float32)
     np.testing.assert_array_equal(got, wanted.astype(dtype))
@@ -102,7 +102,7 @@ def test_a_norm_of_16_bits_computes_in_float32(kind, dtype):
 
 def test_a_centered_scale_starts_at_zero_and_multiplies_as_one():
     x = jnp.asarray(np.random.default_rng(0).normal(2.0, 3.0, (2, 3, 8)), jnp.float32)
-    centered, plain = (Norm("rmsnorm", 1e-2, False, Placement.nowhere(), kind) for kind in (True, False))
+    centered, plain = (Norm("rmsnorm", 1e-2, False, Placement.single_device(), kind) for kind in (True, False))
     start = meta.unbox(centered.init(jax.random.key(0), x))
     assert not np.any(start["params"]["scale"])
     np.testing.assert_array_equal(centered.apply(start, x), plain.apply(plain.init(jax.random.key(0), x), x))

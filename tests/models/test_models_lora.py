@@ -13,9 +13,9 @@ from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
-from meshtrain.sharding.stored import named_params
-from meshtrain.sharding.trainable import is_adapter, trained_mask
-from meshtrain.sharding.trees import leaves_with_paths, merged, select
+from meshtrain.sharding.param_sharding import params_with_axes
+from meshtrain.sharding.trainable import is_adapter, trainable_mask
+from meshtrain.sharding.trees import leaves_with_paths, merge, select
 
 B, T, VOCABULARY = 2, 6, 11
 SIZES = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 24, "num_heads": 4, "vocab_size": VOCABULARY, "init_std": 0.5}
@@ -61,7 +61,7 @@ def loss_of(task):
 def test_the_first_loss_and_the_other_weights_are_those_without_adapters_bitwise(exact_bits):
     task = with_adapters(base(), LORA)
     before, params = initial(base()), initial(task)
-    jax.tree.map(np.testing.assert_array_equal, lora.merged(params, LORA), before)
+    jax.tree.map(np.testing.assert_array_equal, lora.merge_adapters(params, LORA), before)
     assert jax.jit(loss_of(task))(params) == jax.jit(loss_of(base()))(before)
     assert task.num_parameters - base().num_parameters == sum(
         leaf.size for path, leaf in leaves_with_paths(params) if is_adapter(path)
@@ -77,22 +77,22 @@ def assert_like_merged(plain):
     task = with_adapters(plain, LORA)
     start = initial(task)
     params = moved(start)
-    adapters, frozen = select(params, trained_mask("", params, has_adapters=True))
+    adapters, frozen = select(params, trainable_mask("", params, has_adapters=True))
 
     @jax.jit
     @jax.value_and_grad
     def of_adapters(adapters, frozen):
-        return loss_of(task)(merged(adapters, frozen))
+        return loss_of(task)(merge(adapters, frozen))
 
     @jax.jit
     @jax.value_and_grad
     def of_merged(adapters, frozen):
-        return loss_of(plain)(lora.merged(merged(adapters, frozen), LORA))
+        return loss_of(plain)(lora.merge_adapters(merge(adapters, frozen), LORA))
 
     loss, found = of_adapters(adapters, frozen)
     expected_loss, expected = of_merged(adapters, frozen)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
-    assert abs(loss - of_merged(*select(start, trained_mask("", start, has_adapters=True)))[0]) > 1e-2 * loss
+    assert abs(loss - of_merged(*select(start, trainable_mask("", start, has_adapters=True)))[0]) > 1e-2 * loss
     for (path, got), (_, wanted) in zip(leaves_with_paths(found), leaves_with_paths(expected), strict=True):
         assert np.linalg.norm(wanted) > 0, path
         assert np.linalg.norm(got - wanted) <= 1e-5 * np.linalg.norm(wanted), path
@@ -104,7 +104,9 @@ def test_logits_of_merged_weights_are_those_of_the_adapters(options):
     start, params = initial(task), moved(initial(task))
     plain = jax.jit(base().logits)
     logits = jax.jit(task.logits)(params, batch(task))[..., :VOCABULARY]
-    of_merged, of_start = (plain(lora.merged(some, options), batch(task))[..., :VOCABULARY] for some in (params, start))
+    of_merged, of_start = (
+        plain(lora.merge_adapters(some, options), batch(task))[..., :VOCABULARY] for some in (params, start)
+    )
     largest = np.abs(logits).max()
     np.testing.assert_allclose(of_merged, logits, atol=1e-5 * largest)
     assert np.abs(of_start - logits).max() > 0.1 * largest
@@ -120,7 +122,7 @@ def test_logits_of_merged_weights_are_those_of_the_adapters(options):
     ],
 )
 def test_targets_are_found_in_the_paths_of_matrices(targets, adapted):
-    params, axes = named_params(with_adapters(base(), LoraOptions(rank=3, targets=targets)).init)
+    params, axes = params_with_axes(with_adapters(base(), LoraOptions(rank=3, targets=targets)).init)
     found = {path.removesuffix("_lora_a") for path, _ in leaves_with_paths(params) if path.endswith("_lora_a")}
     assert found == {f"layers/{path}" for path in adapted}
     stored = {"embed", "adapter_head_dim", "adapter_mlp"}
@@ -130,7 +132,7 @@ def test_targets_are_found_in_the_paths_of_matrices(targets, adapted):
 
 @pytest.mark.parametrize("targets, most", [("", 16), ("key|value", 8)])
 def test_a_rank_is_at_most_that_of_the_largest_matrix(targets, most):
-    params, axes = named_params(base().init)
+    params, axes = params_with_axes(base().init)
     assert lora.problems(LoraOptions(rank=most, targets=targets), params, axes) == []
     [line] = lora.problems(LoraOptions(rank=10**9, targets=targets), params, axes)
     assert line.startswith(f"lora.rank: got 1000000000; allowed: at most {most}, ")

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.models.metrics import Count, Largest, Load, Ratio, all_logged, are_metrics, logged
+from meshtrain.models.metrics import Count, Largest, Load, Ratio, all_logged, are_metrics, number_to_log
 
 COUNTS = np.array([[2.0, 2.0, 2.0, 2.0], [8.0, 0.0, 0.0, 0.0], [4.0, 2.0, 1.0, 1.0]])
 
@@ -27,20 +27,20 @@ COUNTS = np.array([[2.0, 2.0, 2.0, 2.0], [8.0, 0.0, 0.0, 0.0], [4.0, 2.0, 1.0, 1
     ],
 )
 def test_what_is_logged(metric, expected):
-    np.testing.assert_allclose(logged(metric, 2.0), expected, rtol=1e-6)
+    np.testing.assert_allclose(number_to_log(metric, 2.0), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("weight", "mean"), [(6.1e-2, 4.0), (1e-4, 4.0), (6.1, 4.0), (0.0, 0.0)])
 def test_a_mean_is_the_sum_over_any_positive_weight(weight, mean):
-    np.testing.assert_allclose(logged(jnp.float32(4.0 * weight), jnp.float32(weight)), mean, rtol=1e-6)
-    assert logged(np.float64(4.0 * weight), np.float64(weight)) == pytest.approx(mean)
+    np.testing.assert_allclose(number_to_log(jnp.float32(4.0 * weight), jnp.float32(weight)), mean, rtol=1e-6)
+    assert number_to_log(np.float64(4.0 * weight), np.float64(weight)) == pytest.approx(mean)
 
 
 def test_layers_that_prefer_different_experts_are_no_balance():
     """The sum of their counts is even, and each of them sends all tokens to one expert."""
     preferring = Load(np.eye(4))
-    assert logged(preferring, 1.0) == 4.0
-    assert logged(Load(preferring.counts.sum(axis=0)), 1.0) == 1.0
+    assert number_to_log(preferring, 1.0) == 4.0
+    assert number_to_log(Load(preferring.counts.sum(axis=0)), 1.0) == 1.0
 
 
 def test_a_load_is_logged_for_each_expert_too():

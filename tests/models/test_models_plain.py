@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder

@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models import remat
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions

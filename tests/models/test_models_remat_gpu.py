@@ -4,12 +4,12 @@ import collections
 
 import pytest
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.plan.cluster.clusters import open_cluster
+from meshtrain.plan.cluster.compile import compile_step
 from meshtrain.plan.hlo import flops, parse
-from meshtrain.plan.target.clusters import open_cluster
-from meshtrain.plan.target.compile import compile_step
 from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions
 

@@ -28,7 +28,7 @@ def sigmoid(logits):
 @pytest.mark.parametrize(("kind", "bias", "scale"), [("softmax", None, 1.0), ("sigmoid", BIAS, 2.5)])
 def test_the_best_experts_are_chosen_and_gates_add_up(kind, bias, scale):
     """The bias chooses, and gates are those of scores without it."""
-    found = routing.routed(LOGITS, bias, NUM_CHOSEN, kind, scale)
+    found = routing.route(LOGITS, bias, NUM_CHOSEN, kind, scale)
     for place in np.ndindex(NUM_SEQUENCES, NUM_TOKENS):
         scores = {"softmax": softmax, "sigmoid": sigmoid}[kind](LOGITS[place])
         best = np.argsort(-(scores if bias is None else scores + bias))[:NUM_CHOSEN]
@@ -42,7 +42,7 @@ def test_the_best_experts_are_chosen_and_gates_add_up(kind, bias, scale):
 
 def test_experts_are_chosen_in_the_groups_whose_two_best_score_highest():
     groups, kept, chosen = 3, 2, 3
-    found = routing.routed(LOGITS, BIAS, chosen, "sigmoid", 1.0, (groups, kept))
+    found = routing.route(LOGITS, BIAS, chosen, "sigmoid", 1.0, (groups, kept))
     differs = False
     for place in np.ndindex(NUM_SEQUENCES, NUM_TOKENS):
         ranked = sigmoid(LOGITS[place]) + BIAS
@@ -64,7 +64,7 @@ def test_logits_are_float32_of_highest_precision_whatever_the_dtype():
 
 @pytest.fixture(scope="module")
 def to():
-    return routing.routed(LOGITS, None, NUM_CHOSEN, "softmax")
+    return routing.route(LOGITS, None, NUM_CHOSEN, "softmax")
 
 
 def of_loops(to: Routing, tokens: Tokens) -> tuple[float, float, float]:

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from meshtrain.assembly.optimization import learning_rates
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError
 from meshtrain.models.task import (
     SEQUENCE_INDEX,
     Entry,
     Ratio,
     Task,
-    checked_after_update,
-    checked_loss,
+    check_after_update,
+    check_loss,
     entries,
     token_batch,
     with_layer_sums,
@@ -55,7 +55,7 @@ def test_noam_is_refused_where_the_task_states_no_width():
 )
 def test_a_loss_that_returns_something_else_is_refused_in_one_line(returned, got):
     with pytest.raises(UserError) as caught:
-        checked_loss(lambda *_: returned, "tokens")({}, {}, None, True)
+        check_loss(lambda *_: returned, "tokens")({}, {}, None, True)
     assert str(caught.value).startswith(f"Task.loss: {got}")
     assert "; allowed: a tuple of the sum" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -78,14 +78,14 @@ def test_a_loss_that_returns_something_else_is_refused_in_one_line(returned, got
 def test_an_update_that_returns_other_parameters_is_refused_in_one_line(returned, got):
     params = {"layers": {"bias": jnp.zeros(2)}}
     with pytest.raises(UserError, match=r"^Task\.after_update: .*nearest: return ") as caught:
-        checked_after_update(lambda *_: returned)(params, {})
+        check_after_update(lambda *_: returned)(params, {})
     assert got in str(caught.value)
-    assert checked_after_update(lambda params, _: params)(params, {}) is params
+    assert check_after_update(lambda params, _: params)(params, {}) is params
 
 
 def test_sums_pass_as_they_are():
     sums = (jnp.float32(1), 3, {"correct": jnp.int32(2), "right": Ratio(jnp.float32(1), jnp.float32(2))})
-    assert checked_loss(lambda *_: sums, "tokens")({}, {}, None, True) is sums
+    assert check_loss(lambda *_: sums, "tokens")({}, {}, None, True) is sums
 
 
 def test_ratios_of_layers_are_added_to_those_of_the_head():

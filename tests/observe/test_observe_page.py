@@ -10,7 +10,7 @@ def test_text_is_escaped_everywhere():
     parts = [
         page.heading(RISKY, 3),
         page.as_it_stands(RISKY),
-        page.folded(RISKY, ""),
+        page.fold(RISKY, ""),
         page.table([[RISKY, "2"]], [RISKY, "n"], "<>"),
     ]
     text = page.page(RISKY, parts)

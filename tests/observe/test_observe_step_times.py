@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assembly.facts import throughput_of
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.observe import step_times
 from meshtrain.observe.throughput import Throughput
 from meshtrain.step.precision import PrecisionOptions

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.optim.eight_bits import decoded, encoded, extents, num_blocks
+from meshtrain.optim.eight_bits import decode, encode, extents, num_blocks
 
 # One block of each random number that a rounding can have.
 SIDE, ALL_RANDOM = 256, np.arange(2**16, dtype=np.uint16).reshape(256, 256)
@@ -13,20 +13,20 @@ WHOLE = (SIDE, SIDE)
 
 
 def there_and_back(x, *, is_signed, random=ALL_RANDOM, extent=WHOLE):
-    codes, scales = encoded(jnp.asarray(x), jnp.asarray(random), extent, is_signed=is_signed)
-    return np.asarray(codes), np.asarray(decoded(codes, scales), np.float64)
+    codes, scales = encode(jnp.asarray(x), jnp.asarray(random), extent, is_signed=is_signed)
+    return np.asarray(codes), np.asarray(decode(codes, scales), np.float64)
 
 
 @pytest.mark.parametrize(("is_signed", "codes"), [(True, np.arange(-127, 128, dtype=np.int8)), (False, np.arange(256))])
 def test_each_level_is_a_level_and_larger_codes_are_larger_numbers(is_signed, codes):
     codes = codes.astype(np.int8 if is_signed else np.uint8)[None]
-    levels = np.asarray(decoded(jnp.asarray(codes), jnp.full((1, 1), 3.0)))
+    levels = np.asarray(decode(jnp.asarray(codes), jnp.full((1, 1), 3.0)))
     assert np.all(np.diff(levels[0]) > 0)
     assert levels[0, -1] == (3.0 if is_signed else 9.0)
     smallest = 3e-6 if is_signed else 9e-14  # the square of 3e-7
     assert np.min(levels[levels > 0]) == pytest.approx(smallest)
     # Half way up: to the nearest level, which is itself.
-    again, _ = encoded(levels, np.full(levels.shape, 2**15, np.uint16), levels.shape, is_signed=is_signed)
+    again, _ = encode(levels, np.full(levels.shape, 2**15, np.uint16), levels.shape, is_signed=is_signed)
     np.testing.assert_array_equal(again, codes)
 
 
@@ -89,7 +89,7 @@ def test_the_same_numbers_in_chunks_have_the_same_codes():
         ((2, 2, 64, 64), ("chunks", "layers", "embed", "mlp")),
     ):
         random = jax.random.bits(key, shape, jnp.uint16)
-        codes, scales = encoded(x.reshape(shape), random, extents(shape, axes, 256), is_signed=True)
+        codes, scales = encode(x.reshape(shape), random, extents(shape, axes, 256), is_signed=True)
         found.append((np.ravel(codes), np.ravel(scales)))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     np.testing.assert_array_equal(found[0][1], found[1][1])

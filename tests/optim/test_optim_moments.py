@@ -10,11 +10,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshtrain.optim.eight_bits import decoded, extents
+from meshtrain.optim.eight_bits import decode, extents
 from meshtrain.optim.moments import StoredMoments, round_weights, to_bfloat16
 from meshtrain.optim.optimizers import OptimizerOptions, check, optimizer
 from meshtrain.optim.states import state_axes
-from meshtrain.sharding.stored import is_names
+from meshtrain.sharding.param_sharding import is_names
 from meshtrain.sharding.trees import leaves_with_paths
 
 KINDS = ("bfloat16", "8bit")
@@ -119,7 +119,7 @@ def test_a_second_moment_falls_after_a_large_gradient(kind):
 
     [stored] = [part for part in last({"up": jnp.ones(shape)}) if isinstance(part, StoredMoments)]
     second = stored.inner.nu["up"]
-    second = np.asarray(decoded(second, stored.scales.nu["up"]) if kind == "8bit" else second, np.float64)
+    second = np.asarray(decode(second, stored.scales.nu["up"]) if kind == "8bit" else second, np.float64)
     # In 8 bits the mean of the roots is right, and that of their squares larger by their variance.
     bound = 0.03 if kind == "bfloat16" else 0.08
     assert np.mean(second[~stays]) == pytest.approx(0.001 * 0.999**num_steps, rel=bound)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshtrain.optim.optimizers import NAMES, OptimizerOptions, optimizer
 from meshtrain.optim.states import state_axes
 from meshtrain.sharding.param_kinds import num_stacked
-from meshtrain.sharding.stored import is_names
+from meshtrain.sharding.param_sharding import is_names
 from meshtrain.sharding.trees import leaves_with_paths
 
 NUM_LAYERS = 2

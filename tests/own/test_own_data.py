@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from docs.guide.own_data import documents
 from meshtrain.config import resolve
+from meshtrain.data.dataset import open_user_data
 from meshtrain.data.loader import batches
-from meshtrain.data.own_source import opened
 from meshtrain.models.task import token_batch
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def test_the_records_are_rows_and_a_run_goes_on_where_it_was(config):
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     entries = token_batch(config.batch_size, config.sequence_length)
     batch = {name: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding) for name, one in entries.items()}
-    data = opened(documents(config), batch, {"tokens": 257, "targets": 257}, 0)
+    data = open_user_data(documents(config), batch, {"tokens": 257, "targets": 257}, 0)
     assert (len(data.train), len(data.validation)) == (190, 10)
     assert data.text.decode(data.validation[3]["tokens"]).startswith(TEXTS[3][:32])
     row = data.validation[0]

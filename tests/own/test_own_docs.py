@@ -10,7 +10,7 @@ import pytest
 from flax import linen, nnx
 
 from meshtrain.config.resolve import parse
-from meshtrain.data.own_source import opened
+from meshtrain.data.dataset import open_user_data
 from meshtrain.models.task import Task, entries, limits, sequence_keys
 from meshtrain.sharding.rules import LayoutOptions, default_rules
 from scripts.benchmarks import digits, memory, mesh
@@ -59,7 +59,7 @@ def test_blocks_of_the_page_run_one_after_another():
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(compile(block, "docs/guide/own_model.md", "exec"), names)
     task = Task(len, len, names["batch"])
-    data = opened(names["make_data"](None), entries(task, 4), limits(task), 0)
+    data = open_user_data(names["make_data"](None), entries(task, 4), limits(task), 0)
     assert (len(data.train), data.fingerprint) == (3, "cifar10 v1")
     boxed = names["init"](jax.random.key(0))
     assert boxed["table"]["embedding"].names == ("vocab", "embed")

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.text import share
 from meshtrain.errors import UserError
 from scripts.benchmarks import docstring_questions, finetune

@@ -17,15 +17,15 @@ from flax import linen as nn
 
 from meshtrain import explain
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.task import Task, token_batch
 from meshtrain.models.vocabulary import cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.sharding.trees import leaves_with_paths
-from meshtrain.step.device_memory import held
+from meshtrain.step.device_memory import training_state_bytes
 from meshtrain.step.loss_scale import LossScaleOptions
 
 B, T, D, F, V = 8, 4, 16, 32, 64
@@ -145,7 +145,7 @@ def test_frozen_weights_have_neither_sums_of_gradients_nor_moments(config, train
     assert {name for name, (shape, _) in WEIGHTS.items() if shape in carried} == set(trained)
     moments = {path.split("/")[-1] for path, leaf in leaves_with_paths(assembly.state.opt_state) if leaf.ndim}
     assert moments == set(trained)
-    assert held(assembly.state, assembly.states.sums).gradients == 4 * sum(
+    assert training_state_bytes(assembly.state, assembly.states.sums).gradients == 4 * sum(
         np.prod(WEIGHTS[name][0]) for name in trained
     )
 

@@ -14,7 +14,7 @@ import pytest
 from meshtrain import explain
 from meshtrain.assembly.assemble import assemble
 from meshtrain.config import __main__ as fields
-from meshtrain.config import default, effects, resolve
+from meshtrain.config import default, resolve, unused_options
 from meshtrain.config.resume import difference
 from meshtrain.errors import UserError
 from meshtrain.main import main
@@ -23,8 +23,8 @@ from meshtrain.observe.trackers import ObserveOptions, Trackers
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.options import option
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity import runs
 
@@ -176,7 +176,9 @@ def test_explain_names_them_with_their_options_and_what_is_not_read(capsys):
     assert f"\nown          learning_rate.name={HERE}:stairs, every=2, height=0.5, decay_steps=0\n" in printed
     assert f'\nown          observe.tracker={HERE}:Lines, name="lines.txt"\n' in printed
     config = resolved(*words)
-    assert effects.without_effect(config, dict.fromkeys(AXES, 1)) == {"optimizer.beta1": f"optimizer.name={OPTIMIZER}"}
+    assert unused_options.without_effect(config, dict.fromkeys(AXES, 1)) == {
+        "optimizer.beta1": f"optimizer.name={OPTIMIZER}"
+    }
     assert fields.main([f"--config.{words[0]}"]) == 0
     assert re.search(r"^optimizer.nesterov +bool +true", capsys.readouterr().out, re.MULTILINE)
 

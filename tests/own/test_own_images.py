@@ -19,12 +19,12 @@ from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import resolve
 from meshtrain.config.tasks import abstract_task, find
 from meshtrain.data.corpus import tokenizer_for
-from meshtrain.data.own_source import Data
+from meshtrain.data.dataset import Dataset
 from meshtrain.errors import UserError
 from meshtrain.models.task import Entry, Task
 from meshtrain.options import option
+from meshtrain.run.dataset import open_data
 from meshtrain.run.generating import problems_of_task
-from meshtrain.run.opened import open_data
 from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 from meshtrain.training import train
 
@@ -86,7 +86,7 @@ def image(number):
 def images(config):
     """22 images to learn from, as a list; 10, which no batch of 8 divides, out of Grain to evaluate."""
     validation = grain.MapDataset.range(100, 110).map(image)
-    return Data([image(number) for number in range(22)], validation, f"images {config.seed}")
+    return Dataset([image(number) for number in range(22)], validation, f"images {config.seed}")
 
 
 def rows(run: pathlib.Path):
@@ -171,10 +171,19 @@ def test_dims_of_a_batch_follow_the_rules():
             r"^data\.train\[22\]: got int; allowed: a dict",
         ),
         (lambda data: data.train.clear(), r"data\.train: got no example; allowed: at least one"),
-        (lambda data: dataclasses.replace(data, fingerprint=""), r"data: got '' for 'fingerprint' of Data"),
-        (lambda data: dataclasses.replace(data, text="words"), r"data: got str for 'text' of Data; .* a Tokenizer or"),
-        (lambda data: dataclasses.replace(data, prompts="407"), r"data: got '407' for 'prompts' of Data; .* list of"),
-        (lambda data: dataclasses.replace(data, prompts=[""]), r"data: got \[''\] for 'prompts' of Data; .* not empty"),
+        (lambda data: dataclasses.replace(data, fingerprint=""), r"data: got '' for 'fingerprint' of Dataset"),
+        (
+            lambda data: dataclasses.replace(data, text="words"),
+            r"data: got str for 'text' of Dataset; .* a Tokenizer or",
+        ),
+        (
+            lambda data: dataclasses.replace(data, prompts="407"),
+            r"data: got '407' for 'prompts' of Dataset; .* list of",
+        ),
+        (
+            lambda data: dataclasses.replace(data, prompts=[""]),
+            r"data: got \[''\] for 'prompts' of Dataset; .* not empty",
+        ),
         (lambda data: dataclasses.replace(data, train=iter([])), r"data\.train: got list_iterator; .*a list"),
         (lambda data: dataclasses.replace(data, validation=[3]), r"data\.validation\[0\]: got int; allowed: a dict"),
         (lambda data: {"train": data.train}, r"data: got nothing for 'train' of dict"),
@@ -184,7 +193,7 @@ def test_data_that_do_not_fit_are_refused_before_anything_is_compiled(change, sa
     def wrong(config):
         data = images(config)
         changed = change(data)
-        return changed if isinstance(changed, Data) or (type(changed) is dict and "train" in changed) else data
+        return changed if isinstance(changed, Dataset) or (type(changed) is dict and "train" in changed) else data
 
     with pytest.raises(UserError, match=said):
         train(GIVEN, tmp_path, classifier, wrong)

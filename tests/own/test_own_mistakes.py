@@ -11,9 +11,9 @@ import pytest
 from flax.linen import LogicallyPartitioned as Boxed
 
 import meshtrain
-from meshtrain.data.own_source import Data
+from meshtrain.data.dataset import Dataset
 from meshtrain.errors import TrainingStopped, UserError
-from meshtrain.models.task import Entry, Stages, Task, staged_loss
+from meshtrain.models.task import Entry, Stages, Task, loss_of_stages
 
 B, D, C, L = 16, 8, 5, 3
 HERE = __name__
@@ -47,7 +47,7 @@ def task(stated=L, axes=("layers", "embed", None), extra=lambda key: {}, last=No
             }
 
         entries = {"x": Entry((B, D), jnp.float32, ("batch", None)), "labels": Entry((B,), jnp.int32, ("batch",))}
-        own = Task(init, staged_loss(stages(stated, last)), entries, stages=stages(stated, last), unit="rows")
+        own = Task(init, loss_of_stages(stages(stated, last)), entries, stages=stages(stated, last), unit="rows")
         return dataclasses.replace(own, takes_manual_axes=True, **changes)
 
     return make
@@ -59,7 +59,7 @@ def example(number):
 
 
 def data(config):
-    return Data([example(i) for i in range(64)], [example(i) for i in range(16)], "1")
+    return Dataset([example(i) for i in range(64)], [example(i) for i in range(16)], "1")
 
 
 def trained(directory, make, *, num_steps=2, make_data=data, **values):
@@ -289,7 +289,7 @@ class Lazy:
 
 def test_a_batch_that_cannot_be_read_ends_the_run_with_its_state_saved(tmp_path, capsys):
     source = Lazy(600)
-    own = lambda config: Data(source, [], "1")  # noqa: E731
+    own = lambda config: Dataset(source, [], "1")  # noqa: E731
     with pytest.raises(UserError, match=rf"^example \d+: got \[{D + 1}\] float32 for 'x'"):
         trained(tmp_path, task(), make_data=own, num_steps=40)
     [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("saved at step ")]

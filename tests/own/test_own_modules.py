@@ -15,14 +15,14 @@ from flax import linen as nn
 from flax import nnx
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError
 from meshtrain.models.task import Task, token_batch
 from meshtrain.models.vocabulary import cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
-from meshtrain.sharding.stored import ZeroOptions
 
 B, T, D, F, V = 16, 8, 16, 32, 64
 CONFIG = Config(

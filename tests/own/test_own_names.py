@@ -30,7 +30,7 @@ def test_a_task_of_ones_own_begins_with_a_folder_on_its_mesh(tmp_path):
     assembly = assemble(config, dataclasses.asdict(config.mesh), jax.devices())
     assert preflight.check(config, tmp_path / "run", 0) == []
     base_weights.refuse_other_weights(assembly, tmp_path / "run")
-    params = initial_state.beginning(assembly).params
+    params = initial_state.initial_state(assembly).params
     for name, tensor in tensors.items():
         assert params[name].sharding == assembly.state.params[name].sharding
         np.testing.assert_array_equal(params[name], tensor.astype(jax.numpy.bfloat16).astype(np.float32))

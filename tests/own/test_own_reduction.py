@@ -14,8 +14,8 @@ from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
 from meshtrain.options import option
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.reduction import Reduction, ReductionOptions
-from meshtrain.sharding.stored import ZeroOptions
 from tests.parity import runs
 
 EXAMPLE = "docs.guide.own_reduction:ring"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from tests.parity import runs
 from tests.parity.comparison import Trained, assert_same
 

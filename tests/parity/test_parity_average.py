@@ -9,9 +9,9 @@ import pytest
 
 from meshtrain.assembly.assemble import assemble
 from meshtrain.plan.search.estimate import state_bytes, weights_of
-from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.trees import leaves_with_paths
-from meshtrain.step.device_memory import held
+from meshtrain.step.device_memory import training_state_bytes
 from tests.parity import runs
 from tests.parity.comparison import CHANGE_BOUND, slices, within
 
@@ -68,4 +68,6 @@ def test_averages_are_those_of_the_weights_of_one_device(plain, level, axes):
     assert all(placed[path.partition("/mu/")[2]].sharding == leaf.sharding for path, leaf in moments)
     assert len(moments) == len(placed) - ("layers/experts/router_bias" in placed)
     shape = dict(assembly.mesh.shape)
-    assert held(assembly.state, assembly.states.sums).total == state_bytes(config, shape, weights_of(config))
+    assert training_state_bytes(assembly.state, assembly.states.sums).total == state_bytes(
+        config, shape, weights_of(config)
+    )

@@ -8,13 +8,13 @@ import itertools
 
 import pytest
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim import optimizers
 from meshtrain.pipeline import schedules
 from meshtrain.sharding.offload import OffloadOptions
+from meshtrain.sharding.param_sharding import MAX_LEVEL, STRATEGIES, ZeroOptions
 from meshtrain.sharding.rules import AXES, LayoutOptions
-from meshtrain.sharding.stored import MAX_LEVEL, STRATEGIES, ZeroOptions
 from tests.parity import runs, test_parity_experts, test_parity_kernels
 
 LLAMA, GPT, QWEN = "llama", "gpt", "qwen"

@@ -13,7 +13,7 @@ from meshtrain.hf import export, tensor_files
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity import runs
 from tests.parity.comparison import SCALAR_BOUND

@@ -10,12 +10,12 @@ import pytest
 from meshtrain.assembly.assemble import assemble
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Request
-from meshtrain.models.moe import parts
+from meshtrain.models.moe import chunks
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.run.generating import generator
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import LayoutOptions
-from meshtrain.sharding.stored import ZeroOptions
 from tests.parity import runs
 from tests.quick import QUICK
 
@@ -49,10 +49,10 @@ def test_mesh_changes_no_number_and_no_count(assert_parity):
     ("mesh", "changes"), [CUT[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CUT[1:])], ids=names(CUT)
 )
 def test_parts_and_turns_change_no_number_and_no_count(mesh, changes, assert_parity, monkeypatch):
-    turns, num_turns = [], parts.num_turns
-    monkeypatch.setattr(parts, "num_turns", lambda *given: turns.append(num_turns(*given)) or turns[-1])
-    monkeypatch.setattr(parts, "ROOM", LITTLE)
-    monkeypatch.setattr(parts, "LEAST_ROWS_OF_TURN", 1)
+    turns, num_turns = [], chunks.num_turns
+    monkeypatch.setattr(chunks, "num_turns", lambda *given: turns.append(num_turns(*given)) or turns[-1])
+    monkeypatch.setattr(chunks, "ROOM", LITTLE)
+    monkeypatch.setattr(chunks, "LEAST_ROWS_OF_TURN", 1)
     got = assert_parity(dataclasses.replace(CONFIG, **changes), **mesh)
     assert (max(turns), got.expert_parts > 1) == (2, True)
 

@@ -8,8 +8,8 @@ import dataclasses
 
 import pytest
 
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import LayoutOptions
-from meshtrain.sharding.stored import ZeroOptions
 from tests.parity import runs
 
 SINKS = dataclasses.replace(

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from meshtrain.models.moe import grouped_matmul, parts
+from meshtrain.models.moe import chunks, grouped_matmul
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from tests.parity.test_parity_experts import CONFIG, IN_CHUNKS, LITTLE, MIXTRAL
 
 SMALL = dataclasses.replace(MIXTRAL, num_layers=1, num_experts=4)
@@ -58,7 +58,7 @@ def test_kernels_in_a_pipeline_read_weights_in_the_stack_unless_they_are_gathere
 ):
     """In several parts where they are read there."""
     is_in_stack = mesh == IN_STACK
-    monkeypatch.setattr(parts, "ROOM", LITTLE if is_in_stack else parts.ROOM)
+    monkeypatch.setattr(chunks, "ROOM", LITTLE if is_in_stack else chunks.ROOM)
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(SMALL, num_layers=num_layers), num_steps=2)
     config = dataclasses.replace(config, pipeline=pipeline, zero=ZeroOptions(level=1))
     reference(config)

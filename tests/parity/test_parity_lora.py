@@ -17,7 +17,7 @@ from meshtrain.config.resolve import resolve
 from meshtrain.plan.search.estimate import state_bytes, weights_of
 from meshtrain.sharding.trainable import is_adapter
 from meshtrain.sharding.trees import leaves_with_paths
-from meshtrain.step.device_memory import held
+from meshtrain.step.device_memory import training_state_bytes
 from tests.parity.comparison import SCALAR_BOUND, assert_gradients
 from tests.parity.runs import by_path, first_moments, sizes
 
@@ -111,7 +111,7 @@ def test_adapters_get_the_gradients_of_one_device_and_nothing_else_moves(changes
         assert np.array_equal(weight, before[path]) == (not is_adapter(path)), path
     rows = [leaf for path, leaf in leaves_with_paths(assembly.state.params) if is_adapter(path)]
     of_device = 4 * sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in rows)
-    found = held(assembly.state, assembly.states.sums)
+    found = training_state_bytes(assembly.state, assembly.states.sums)
     # Level 2 scatters the sums of those whose dims data divides; momentum and sums are float32 like the weights.
     assert found.gradients <= of_device
     assert found.moments <= of_device + 8
@@ -128,4 +128,7 @@ def test_frozen_matrices_may_be_stored_in_bfloat16_and_the_planner_counts_them()
     moments = {path for path, leaf in leaves_with_paths(assembly.state.opt_state) if leaf.ndim}
     assert moments
     assert all(is_adapter(path) for path in moments)
-    assert state_bytes(config, shape, weights_of(config)) == held(assembly.state, assembly.states.sums).total
+    assert (
+        state_bytes(config, shape, weights_of(config))
+        == training_state_bytes(assembly.state, assembly.states.sums).total
+    )

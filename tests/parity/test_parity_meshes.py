@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import LayoutOptions
-from meshtrain.sharding.stored import ZeroOptions
 from tests.parity import runs
 from tests.parity.comparison import assert_same
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from tests.parity import runs
 
 pytestmark = pytest.mark.slow

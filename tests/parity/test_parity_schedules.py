@@ -13,8 +13,8 @@ import pytest
 from meshtrain.assembly.assemble import assemble
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.parity import runs
 from tests.parity.comparison import SCALAR_BOUND

@@ -12,14 +12,14 @@ from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import parse
 from meshtrain.hardware.compiler_options import CHUNK_GPU_OPTIONS
 from meshtrain.pipeline import executor, stages
-from meshtrain.pipeline.program import LEAST_HIDDEN, Segment, executable, finished, segments, worth_reducing_early
+from meshtrain.pipeline.program import LEAST_HIDDEN, Segment, chunk_ends, executable, segments, worth_reducing_early
 from meshtrain.pipeline.schedules import build
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.parse import read
-from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.gradients import GradientSync
 from meshtrain.sharding.mesh import mesh_shape, num_needed
+from meshtrain.sharding.param_sharding import ParamSharding
 from meshtrain.sharding.rules import DATA, PIPELINE
-from meshtrain.sharding.stored import Stored
 from tests.golden.test_golden_placements import ROOT, AbsentDevice
 from tests.pipeline import test_pipeline_executor as toy
 from tests.pipeline.test_pipeline_program import CASES, program_of, show
@@ -48,7 +48,7 @@ def events(parts):
 @pytest.mark.parametrize("case", CASES)
 def test_each_chunk_is_reduced_once_and_right_after_its_last_row(case):
     program = program_of(*case)
-    order, row = finished(program), 0
+    order, row = chunk_ends(program), 0
     begun = []
     for event in events(segments(reducing(program))):
         row += event == "row"
@@ -130,15 +130,15 @@ def compiled(level, reduces_chunks=True):
     over_stages = PartitionSpec(None, PIPELINE)
     specs = {"table": PartitionSpec(PIPELINE), "layers": over_stages, "head": PartitionSpec(None, PIPELINE)}
     stored = {
-        name: jax.tree.map(lambda x, name=name: Stored.alike(specs[name], x.ndim), params[name]) for name in specs
+        name: jax.tree.map(lambda x, name=name: ParamSharding.same(specs[name], x.ndim), params[name]) for name in specs
     }
     if level:
         kernel = PartitionSpec(None, PIPELINE, None, DATA)
-        stored["layers"]["kernel"] = Stored(over_stages, over_stages, kernel, 4, -1)
+        stored["layers"]["kernel"] = ParamSharding(over_stages, over_stages, kernel, 4, -1)
     schedule = build(
         "interleaved_1f1b", num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, num_chunks=NUM_CHUNKS
     )
-    replicas = Replicas(toy.mesh_of(NUM_STAGES, 2), stored, level)
+    replicas = GradientSync(toy.mesh_of(NUM_STAGES, 2), stored, level)
     program = dataclasses.replace(executable(schedule), reduces_chunks=reduces_chunks)
     compute = functools.partial(executor.gradients, toy.model(NUM_LAYERS), program, replicas)
     arguments = params, toy.batch_of(NUM_MICROBATCHES), jax.random.key(3)

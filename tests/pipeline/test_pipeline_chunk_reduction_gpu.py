@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import text_report
-from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import config as small
 from tests.plan.conftest import planned

@@ -15,16 +15,16 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from meshtrain.errors import UserError
 from meshtrain.models import vocabulary
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums
-from meshtrain.pipeline import executor, forward, stages
+from meshtrain.pipeline import executor, inference, stages
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.schedules import Action, Schedule, build
-from meshtrain.sharding import placement as placement_room
-from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding import placement as placement_module
+from meshtrain.sharding.gradients import GradientSync
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.param_sharding import ParamSharding
 from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import Stored
 from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity.comparison import SCALAR_BOUND, assert_gradients
 from tests.pipeline.test_pipeline_program import late_table
@@ -121,8 +121,8 @@ def compute_on(mesh, schedule, params, num_empty=0):
         "layers": jax.tree.map(lambda _: over_stages, params["layers"]),
         "head": PartitionSpec(None, "pipeline"),
     }
-    stored = jax.tree.map(lambda leaf, spec: Stored.alike(spec, leaf.ndim), params, specs)
-    return functools.partial(executor.gradients, model(num_layers), executable(schedule), Replicas(mesh, stored))
+    stored = jax.tree.map(lambda leaf, spec: ParamSharding.same(spec, leaf.ndim), params, specs)
+    return functools.partial(executor.gradients, model(num_layers), executable(schedule), GradientSync(mesh, stored))
 
 
 def run(schedule, num_replicas=1, num_empty=0, in_empty=0.0):
@@ -308,8 +308,8 @@ BREAKS = {
     "layers counted from each stage's first": (ring, "first_layer", lambda *_: 0),
     "activations stay where they are": (ring, "to_next", lambda x, _: x),
     "cotangents stay where they are": (ring, "to_previous", lambda x, _: x),
-    "replicas keep their gradients to themselves": (Replicas, "_sent", lambda self, x, *_: x),
-    "a dropped spec": (placement_room, "manual_specs", without_manual_axes),
+    "replicas keep their gradients to themselves": (GradientSync, "_sent", lambda self, x, *_: x),
+    "a dropped spec": (placement_module, "manual_specs", without_manual_axes),
 }  # fmt: skip
 
 
@@ -335,7 +335,7 @@ def test_evaluation_drops_nothing_and_sums_the_batch():
         "layers": {"kernel": PartitionSpec("pipeline"), "scale": PartitionSpec("pipeline")},
         "head": PartitionSpec(None, "pipeline"),
     }
-    compute = functools.partial(forward.evaluate, model(num_layers), 1, mesh_of(2), specs)
+    compute = functools.partial(inference.evaluate, model(num_layers), 1, mesh_of(2), specs)
     loss, weight, metrics = jax.jit(compute)(params, batch, jax.random.key(0))
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     y = first(params, whole, None, False, None)

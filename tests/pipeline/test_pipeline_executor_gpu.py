@@ -16,9 +16,9 @@ from meshtrain.config.resolve import resolve
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import text_report
+from meshtrain.plan.cluster import clusters
+from meshtrain.plan.cluster import compile as compiling
 from meshtrain.plan.hlo import flops, parse
-from meshtrain.plan.target import clusters
-from meshtrain.plan.target import compile as compiling
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import AXES, LayoutOptions
 from meshtrain.step.precision import PrecisionOptions

@@ -13,20 +13,20 @@ from flax.linen import LogicallyPartitioned
 from jax.sharding import PartitionSpec
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError
 from meshtrain.models import vocabulary
 from meshtrain.models.metrics import Load
-from meshtrain.models.task import SEQUENCE_INDEX, Stages, Task, staged_loss, token_batch, with_layer_sums
-from meshtrain.pipeline import executor, forward, stages
+from meshtrain.models.task import SEQUENCE_INDEX, Stages, Task, loss_of_stages, token_batch, with_layer_sums
+from meshtrain.pipeline import executor, inference, stages
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.pullback import SplitLayer
 from meshtrain.pipeline.schedules import PipelineOptions, build
-from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.gradients import GradientSync
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.param_sharding import ParamSharding
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import Stored
 
 NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY, NUM_STAGES = 4, 4, 3, 4, 12, 2
 MOST_LAYERS = 8
@@ -106,7 +106,7 @@ def reference(num_layers):
     """(loss, weight, metrics) and gradients of the whole batch at once on one device."""
 
     def total(params):
-        loss, weight, metrics = staged_loss(stages_of(num_layers))(params, whole_batch(), jax.random.key(3), True)
+        loss, weight, metrics = loss_of_stages(stages_of(num_layers))(params, whole_batch(), jax.random.key(3), True)
         return SEED * loss, (loss, weight, metrics)
 
     both = jax.jit(jax.value_and_grad(total, has_aux=True))
@@ -137,11 +137,11 @@ def run(name, num_chunks=1, num_empty=0):
     num_layers = 2 * NUM_STAGES * num_chunks - num_empty
     program = executable(build(name, num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, num_chunks=num_chunks))
     params = stored(num_layers, num_chunks)
-    where = jax.tree.map(lambda leaf, spec: Stored.alike(spec, leaf.ndim), params, specs_of(num_chunks))
-    compute = functools.partial(executor.gradients, stages_of(num_layers), program, Replicas(mesh(), where))
+    where = jax.tree.map(lambda leaf, spec: ParamSharding.same(spec, leaf.ndim), params, specs_of(num_chunks))
+    compute = functools.partial(executor.gradients, stages_of(num_layers), program, GradientSync(mesh(), where))
     sums = jax.device_get(jax.jit(compute)(params, batch_of(), jax.random.key(3), SEED))
     like = parameters(num_layers)
-    gradients = jax.tree.map(lambda leaf, like: stages.relaid(leaf, like.shape, None), sums.gradients, like)
+    gradients = jax.tree.map(lambda leaf, like: stages.reshape_stack(leaf, like.shape, None), sums.gradients, like)
     return (sums.loss, sums.weight, sums.metrics), gradients
 
 
@@ -210,10 +210,10 @@ def test_a_break_is_noticed(broken, monkeypatch):
 
 def check_evaluation(num_chunks, num_empty=0):
     num_layers = 2 * NUM_STAGES * num_chunks - num_empty
-    compute = functools.partial(forward.evaluate, stages_of(num_layers), num_chunks, mesh(), specs_of(num_chunks))
+    compute = functools.partial(inference.evaluate, stages_of(num_layers), num_chunks, mesh(), specs_of(num_chunks))
     run = jax.jit(compute)
     found = jax.device_get(run(stored(num_layers, num_chunks), batch_of(), jax.random.key(0)))
-    plain = staged_loss(stages_of(num_layers))
+    plain = loss_of_stages(stages_of(num_layers))
     expected = jax.jit(lambda params: plain(params, whole_batch(), jax.random.key(0), False))(parameters(num_layers))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, jax.device_get(expected))
 
@@ -239,7 +239,7 @@ def make_task(config, placement):
         return jax.tree.map(LogicallyPartitioned, parameters(4), names)
 
     stages = stages_of(4)
-    return Task(init, staged_loss(stages), token_batch(config.batch_size, config.sequence_length), stages=stages)
+    return Task(init, loss_of_stages(stages), token_batch(config.batch_size, config.sequence_length), stages=stages)
 
 
 def test_the_assembled_step_is_that_of_one_device_with_accumulation():

@@ -3,10 +3,10 @@
 import pytest
 
 from meshtrain.config.resolve import resolve
+from meshtrain.plan.cluster.clusters import open_cluster
+from meshtrain.plan.cluster.compile import compile_step, program_of
 from meshtrain.plan.hlo import products
 from meshtrain.plan.hlo.shapes import dims
-from meshtrain.plan.target.clusters import open_cluster
-from meshtrain.plan.target.compile import compile_step, program_of
 from meshtrain.sharding.rules import AXES
 
 pytestmark = pytest.mark.gpu_compiler

@@ -44,7 +44,7 @@ def test_layers_return_in_order_from_their_places(num_layers, num_stages, num_ch
     in_chunks = np.reshape(stored, (len(expected), -1))
     assert np.count_nonzero(in_chunks, axis=1).tolist() == expected
     np.testing.assert_array_equal(in_chunks[in_chunks > 0], layers)
-    np.testing.assert_array_equal(ring.relaid(stored, (num_layers,), stack), layers)
+    np.testing.assert_array_equal(ring.reshape_stack(stored, (num_layers,), stack), layers)
 
 
 def test_a_stack_outside_of_the_pipeline_keeps_its_shape_in_checkpoints():

@@ -9,9 +9,9 @@ import pytest
 
 from meshtrain.config.resolve import resolve
 from meshtrain.pipeline import stages as ring
+from meshtrain.plan.cluster.clusters import open_cluster
+from meshtrain.plan.cluster.compile import compile_step
 from meshtrain.plan.hlo import parse
-from meshtrain.plan.target.clusters import open_cluster
-from meshtrain.plan.target.compile import compile_step
 from meshtrain.sharding.rules import AXES
 
 pytestmark = pytest.mark.gpu_compiler

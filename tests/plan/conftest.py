@@ -5,13 +5,13 @@ import functools
 import pytest
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.hardware.accelerators import ACCELERATORS
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import planner
-from meshtrain.plan.target import clusters
+from meshtrain.plan.cluster import clusters
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import AXES

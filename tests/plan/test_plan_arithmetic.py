@@ -15,10 +15,10 @@ from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan import findings
+from meshtrain.plan.cluster import clusters
 from meshtrain.plan.cost import lower_bound, memory
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import Collective, Traffic, collectives, sent_along
-from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import (
     Assumptions,
     Hidden,
@@ -32,8 +32,8 @@ from meshtrain.plan.timing.streams import (
     sending_of,
     transfer_seconds,
 )
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import AXES, LayoutOptions
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded
 from tests.plan.conftest import H100, assembled

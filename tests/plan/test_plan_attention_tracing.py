@@ -15,9 +15,9 @@ from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.decoder_cost import kernels
 from meshtrain.models.transformer.task import decoder
-from meshtrain.plan.target.attention_tracing import as_on_target, private, replaced
-from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.target.traced_flops import CUDNN, attention_kernel
+from meshtrain.plan.cluster.attention_tracing import as_on_target, private, replace_functions
+from meshtrain.plan.cluster.clusters import Cluster
+from meshtrain.plan.cluster.traced_flops import CUDNN, attention_kernel
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import AXES
 
@@ -28,7 +28,7 @@ def test_functions_are_put_back_after_an_error():
     originals = {name: getattr(private, name) for name in NAMES}
 
     def interrupted():
-        with replaced(private, check_cudnn_version=lambda: 91000):
+        with replace_functions(private, check_cudnn_version=lambda: 91000):
             raise KeyError(private.check_cudnn_version())
 
     with pytest.raises(KeyError, match="91000"):
@@ -39,7 +39,7 @@ def test_functions_are_put_back_after_an_error():
 def test_a_function_that_has_moved_is_an_error_and_replaces_nothing():
     module = types.ModuleType("module")
     module.here = original = len
-    with pytest.raises(AttributeError, match="gone"), replaced(module, here=max, gone=max):
+    with pytest.raises(AttributeError, match="gone"), replace_functions(module, here=max, gone=max):
         raise AssertionError("the block must not run")
     assert module.here is original
 

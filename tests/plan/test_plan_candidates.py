@@ -8,22 +8,22 @@ from types import SimpleNamespace
 import pytest
 
 from meshtrain.config import smaller
-from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.config.schema import LocalStepsOptions
 from meshtrain.hardware import accelerators
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.plan.cluster import clusters
 from meshtrain.plan.cost import lower_bound
 from meshtrain.plan.search import candidates, estimate, ranking
-from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.report import plan_pages
 from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
-from meshtrain.step.device_memory import held
+from meshtrain.step.device_memory import training_state_bytes
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import assembled, shape_of
 
@@ -112,7 +112,7 @@ def search(small, monkeypatch):
     by_change = {tuple(one.change.items()): one for one in ways}
     monkeypatch.setattr(ranking, "candidates", lambda *_, **__: ways)
     monkeypatch.setattr(ranking, "with_change", lambda config, change: change)
-    monkeypatch.setattr(ranking, "gathered_for_each", lambda plan: [])
+    monkeypatch.setattr(ranking, "microbatch_reason", lambda plan: [])
 
     def run(fits, most):
         compiled = []
@@ -162,7 +162,10 @@ def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
 
 def assert_guessed(config, mesh):
     assembly, weights = assembled(config), estimate.weights_of(config)
-    assert estimate.state_bytes(config, shape_of(**mesh), weights) == held(assembly.state, assembly.states.sums).total
+    assert (
+        estimate.state_bytes(config, shape_of(**mesh), weights)
+        == training_state_bytes(assembly.state, assembly.states.sums).total
+    )
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -265,7 +268,7 @@ def test_what_a_pipeline_keeps_is_guessed_by_policy_and_schedule(small):
         model = dataclasses.replace(small().model, num_layers=8)
         config = small(shape, model=model, remat=RematOptions(policy), pipeline=options)
         weights = estimate.weights_of(config)
-        return estimate.guessed_bytes(config, shape, weights) - estimate.state_bytes(config, shape, weights)
+        return estimate.estimate_bytes(config, shape, weights) - estimate.state_bytes(config, shape, weights)
 
     assert kept("none") > kept("selective") > kept("full")
     assert kept("full", "gpipe") > kept("full") > kept("full", "interleaved_1f1b", 2)

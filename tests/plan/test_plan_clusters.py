@@ -10,7 +10,7 @@ import pytest
 
 from meshtrain.errors import UserError
 from meshtrain.hardware import accelerators
-from meshtrain.plan.target import clusters
+from meshtrain.plan.cluster import clusters
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_gpus_come_host_by_host(name):
 @pytest.mark.gpu_compiler
 def test_a_process_that_has_used_jax_finds_gpus_as_well():
     """JAX has then looked for a GPU of this machine, and the compiler of GPUs has given up."""
-    program = "import jax; jax.devices(); from meshtrain.plan.target.clusters import open_cluster; "
+    program = "import jax; jax.devices(); from meshtrain.plan.cluster.clusters import open_cluster; "
     program += "print(open_cluster('h100:2x8'))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)

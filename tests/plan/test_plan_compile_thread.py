@@ -4,7 +4,7 @@ import concurrent.futures
 
 import pytest
 
-from meshtrain.plan.target.compile_thread import waiting_for
+from meshtrain.plan.cluster.compile_thread import waiting_for
 
 
 def test_a_result_that_comes_as_the_wait_times_out_is_returned(monkeypatch):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from meshtrain.config import reductions
-from meshtrain.config.fields import Config
+from meshtrain.config import extensions
+from meshtrain.config.schema import Config
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.plan import findings
 from meshtrain.plan.timing.streams import Assumptions
@@ -16,7 +16,7 @@ from meshtrain.sharding.rules import AXES
 from tests.plan.conftest import H100, assembled
 
 OPTIONS = CompressionOptions("int8")
-INT8 = reductions.of(Config(reduction=OPTIONS))
+INT8 = extensions.of(Config(reduction=OPTIONS))
 MEMORY = 2.7e12
 
 
@@ -32,7 +32,7 @@ def test_int8_pays_where_the_wire_is_slow_beside_the_memory(wire, itemsize, pays
 
 
 def test_without_feedback_packing_is_cheaper():
-    once = reductions.of(Config(reduction=CompressionOptions("int8", feedback=False)))
+    once = extensions.of(Config(reduction=CompressionOptions("int8", feedback=False)))
     assert INT8.slower_than_sum(Transfers(8, 10**9, 0, 4, 0.7e12, MEMORY, 0.0))
     assert not once.slower_than_sum(Transfers(8, 10**9, 0, 4, 0.7e12, MEMORY, 0.0))
 

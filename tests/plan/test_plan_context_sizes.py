@@ -10,7 +10,7 @@ from meshtrain.plan import findings, text_report
 from meshtrain.plan.cost import context_sizes
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.plan.search import candidates, changes, estimate
-from meshtrain.step.device_memory import Held, Statistics
+from meshtrain.step.device_memory import StateBytes, Statistics
 from tests.plan.conftest import H100, shape_of
 from tests.plan.test_plan_candidates import cluster_of, shapes
 
@@ -95,7 +95,7 @@ def test_advice_names_the_axis_where_activations_dominate(small):
 
 def test_the_longest_sequence_is_what_growing_temporaries_leave_room_for(small):
     stats = Statistics(2 * GIB, 11 * GIB, 0, 0, 13 * GIB, 0)
-    memory = Memory(Held(0, GIB, 0, 0), 0, stats, 0, 10 * GIB, None, 73 * GIB, GIB, (), (), fits=True)
+    memory = Memory(StateBytes(0, GIB, 0, 0), 0, stats, 0, 10 * GIB, None, 73 * GIB, GIB, (), (), fits=True)
     config = small(sequence_length=131_072)
     # 73 - 2 of arguments - 1 of gradients, over 11 + 1 of doubt - 1 of gradients
     assert context_sizes.longest(config, memory) == int(70 / 11 * 131_072)
@@ -114,7 +114,7 @@ def test_guesses_of_a_device_fall_with_its_part_of_a_sequence(small):
     changed = dataclasses.replace(config, accumulation_steps=2)
 
     def beyond_state(config, shape):
-        return estimate.guessed_bytes(config, shape, weights) - estimate.state_bytes(config, shape, weights)
+        return estimate.estimate_bytes(config, shape, weights) - estimate.state_bytes(config, shape, weights)
 
     assert estimate.state_bytes(config, before, weights) == estimate.state_bytes(changed, after, weights)
     assert beyond_state(changed, after) == pytest.approx(beyond_state(config, before) / 2, rel=0.01)

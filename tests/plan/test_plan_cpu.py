@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from meshtrain.config import smaller
-from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.config.schema import LocalStepsOptions
 from meshtrain.errors import UserError
 from meshtrain.hardware.links import Link, Links, to_json
 from meshtrain.models.lora import LoraOptions
@@ -23,9 +23,9 @@ from meshtrain.plan.search import changes
 from meshtrain.plan.timing import streams
 from meshtrain.plan.timing.streams import Timing
 from meshtrain.report import plan_pages
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
-from meshtrain.step.device_memory import Held, Statistics
+from meshtrain.step.device_memory import StateBytes, Statistics
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import H100
 from tests.quick import with_places
@@ -270,7 +270,7 @@ def test_a_log_without_step_times_is_one_line(tmp_path, content):
 
 
 GIB = 1 << 30
-GIVEN_UP = Memory(Held(0, 0, 0, 0), 0, None, 0, None, 80 * GIB, 73 * GIB, 0, (), (), fits=False)
+GIVEN_UP = Memory(StateBytes(0, 0, 0, 0), 0, None, 0, None, 80 * GIB, 73 * GIB, 0, (), (), fits=False)
 
 
 def test_changes_are_words_to_copy(small):
@@ -283,7 +283,7 @@ def test_changes_are_words_to_copy(small):
 
 def test_changes_that_keep_the_mesh_come_first_and_then_together(small):
     shape = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
-    tried = list(changes.tried(small({"data": 2, "tensor": 2}), shape, GIVEN_UP))
+    tried = list(changes.changes_to_try(small({"data": 2, "tensor": 2}), shape, GIVEN_UP))
     free = [{"layout.sequence_parallel": True}, {"zero.level": 1}, {"accumulation_steps": 2}, {"remat.policy": "full"}]
     assert tried[:4] == free
     assert tried[4:8] == [
@@ -302,10 +302,10 @@ def test_microbatches_are_as_many_as_the_temporaries_need(capacity, temporary, t
     """With 33 GiB of arguments, most of which are not alive at the peak, and 256 sequences on each device."""
     stats = Statistics(33 * GIB, temporary * GIB, 0, 0, (2 + temporary) * GIB, 0)
     most = capacity and capacity * GIB
-    held = Memory(Held(33 * GIB, 0, 0, 0), 0, stats, 0, 0, None, most, temporary * GIB // 10, (), (), fits=False)
+    held = Memory(StateBytes(33 * GIB, 0, 0, 0), 0, stats, 0, 0, None, most, temporary * GIB // 10, (), (), fits=False)
     shape = dict.fromkeys(AXES, 1) | {"fsdp": 8}
     config = small(shape, batch_size=2048, lora=LoraOptions(rank=4))
-    found = list(changes.tried(config, shape, held))
+    found = list(changes.changes_to_try(config, shape, held))
     assert {"accumulation_steps": times} in found
     assert {"accumulation_steps": times, "precision.frozen_dtype": "bfloat16"}.items() <= found[-1].items()
     assert ({"precision.frozen_dtype": "bfloat16"} in found) == ((capacity, temporary) in [(None, 50), (73, 50)])
@@ -313,9 +313,9 @@ def test_microbatches_are_as_many_as_the_temporaries_need(capacity, temporary, t
 
 def test_levels_above_the_one_in_use_are_tried(small):
     shape = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2}
-    tried = list(changes.tried(small(shape, zero=ZeroOptions(1), accumulation_steps=2), shape, GIVEN_UP))
+    tried = list(changes.changes_to_try(small(shape, zero=ZeroOptions(1), accumulation_steps=2), shape, GIVEN_UP))
     assert [change["zero.level"] for change in tried if list(change) == ["zero.level"]] == [2, 3]
     assert {"mesh.fsdp": 1, "mesh.tensor": 2} in tried
     assert not any(
-        "zero.level" in change for change in changes.tried(small(shape, zero=ZeroOptions(3)), shape, GIVEN_UP)
+        "zero.level" in change for change in changes.changes_to_try(small(shape, zero=ZeroOptions(3)), shape, GIVEN_UP)
     )

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.config.build import default
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import units_on_device
 from meshtrain.config.resolve import resolve
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import abstract_task
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Entry, Task

@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain.config.tasks import abstract_task
 from meshtrain.hardware import accelerators
-from meshtrain.models.moe import parts
+from meshtrain.models.moe import chunks
 from meshtrain.models.remat import RematOptions
 from meshtrain.plan import findings
 from meshtrain.plan.cost import lower_bound
@@ -104,7 +104,7 @@ def test_what_rows_keep_counts_in_the_guess(small):
         config = small(model=model, remat=RematOptions(policy), precision=BFLOAT16)
         shape = shape_of(expert=8)
         weights = estimate.weights_of(config)
-        return estimate.guessed_bytes(config, shape, weights) - estimate.state_bytes(config, shape, weights)
+        return estimate.estimate_bytes(config, shape, weights) - estimate.state_bytes(config, shape, weights)
 
     rows, tokens = 4 * 64, 8 * 2 * 32  # four blocks, of which an even load has two; of all devices
     full = 1.6 * rows * 2 * (2 * 64 + 3 * 32)  # in bfloat16: two wide, three narrow
@@ -124,7 +124,7 @@ def test_memory_of_a_step_is_that_of_an_even_load(small, monkeypatch):
         return compiled.memory_analysis().temp_size_in_bytes
 
     even = temporary_bytes()
-    monkeypatch.setattr(parts, "ROOM", 8.0)
+    monkeypatch.setattr(chunks, "ROOM", 8.0)
     assert temporary_bytes() > 1.5 * even
 
 
@@ -159,8 +159,8 @@ def test_the_guess_knows_what_save_attention_keeps_and_computes_again(small):
 
     def guesses(policy):
         config = small(model=EXPERTS, remat=RematOptions(policy), precision=BFLOAT16)
-        seconds = estimate.guessed_seconds(config, shape, weights, h100, 8)
-        return estimate.guessed_bytes(config, shape, weights), seconds
+        seconds = estimate.estimate_seconds(config, shape, weights, h100, 8)
+        return estimate.estimate_bytes(config, shape, weights), seconds
 
     none, some, full = (guesses(policy) for policy in ("none", "save_attention", "full"))
     assert some[0] - full[0] == 2 * 2 * 32 * 64 * 2  # the heads of two layers
@@ -187,7 +187,7 @@ def test_the_guess_adds_gradients_up_once_a_microbatch(small):
     def seconds(parts):
         config = small(model=EXPERTS, precision=BFLOAT16, accumulation_steps=parts)
         sent = sum(estimate._sending_seconds(config, shape, weights, h100, 8).values())
-        return estimate.guessed_seconds(config, shape, weights, h100, 8) - sent / 2
+        return estimate.estimate_seconds(config, shape, weights, h100, 8) - sent / 2
 
     added = 12 * weights.num_parameters / 2 / h100.memory_bytes_per_second
     assert seconds(4) - seconds(2) == pytest.approx(2 * added)

@@ -5,9 +5,9 @@ import collections
 import jax
 import pytest
 
+from meshtrain.plan.cluster.compile import program_of
 from meshtrain.plan.hlo.products import product_flops
 from meshtrain.plan.hlo.shapes import dtypes
-from meshtrain.plan.target.compile import program_of
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import config as small
 from tests.plan.conftest import planned

@@ -23,17 +23,17 @@ from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import planner, text_report
+from meshtrain.plan.cluster import attention_tracing, clusters
+from meshtrain.plan.cluster import compile as compiling
 from meshtrain.plan.findings import findings
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives, traffic
 from meshtrain.plan.search import changes
-from meshtrain.plan.target import attention_tracing, clusters
-from meshtrain.plan.target import compile as compiling
 from meshtrain.plan.timing.streams import Assumptions, timing
 from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import LayoutOptions
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import config as small
 from tests.plan.conftest import planned

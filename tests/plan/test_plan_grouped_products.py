@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.models.moe.grouped_matmul import WITH_ROWS, How, computed, product
+from meshtrain.models.moe.grouped_matmul import WITH_ROWS, How, compute_blocks, product
+from meshtrain.plan.cluster.traced_flops import attention_kernel, traced_flops
 from meshtrain.plan.hlo import flops, parse
 from meshtrain.plan.hlo.products import Product, is_product, product_of
-from meshtrain.plan.target.traced_flops import attention_kernel, traced_flops
 from meshtrain.plan.timing.streams import Assumptions, _ends
 from tests.plan import recorded
 from tests.plan.conftest import H100
@@ -31,7 +31,7 @@ def shapes(dtype=jnp.float32):
 
 def gradients(how, runs_again, rows, weights, owners):
     """The gradients of two layers, as a scan; rows have as many columns as products."""
-    way = lambda rows, weights: jnp.sin(computed(how, rows, weights, owners))  # noqa: E731
+    way = lambda rows, weights: jnp.sin(compute_blocks(how, rows, weights, owners))  # noqa: E731
     way = jax.checkpoint(way) if runs_again else way
     loss = lambda rows, weights: jnp.sum(jax.lax.scan(lambda x, w: (way(x, w), None), rows, weights)[0])  # noqa: E731
     return jax.grad(loss, argnums=(0, 1))(rows, weights)

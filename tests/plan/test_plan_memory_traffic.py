@@ -49,7 +49,7 @@ def test_a_fusion_that_slices_moves_the_slice_however_it_is_started(lines):
     text = recorded.entry(f"%p = {STACK} parameter(0)", "%i = s32[] parameter(1)", *lines, before=SLICED)
     assert seconds(text) == pytest.approx((2 * 4 * 65536 + 4) / SPEED)  # and the index
     # What happens inside of it makes no array.
-    assert "slice" not in [buffer.name for buffer in memory.largest(parse.read(text))]
+    assert "slice" not in [buffer.name for buffer in memory.amax(parse.read(text))]
 
 
 def test_a_slice_behind_a_bitcast_moves_the_slice():
@@ -66,7 +66,7 @@ def test_a_slice_behind_a_bitcast_moves_the_slice():
         fused = "%fused (p: f32[]) -> f32[] {\n" + "".join(f"  {one}\n" for one in body) + "}\n"
         program = parse.read(recorded.entry(*lines[:2], line, before=fused))
         [fusion] = [one for one, _, _ in program.instructions("fusion")]
-        return memory_traffic.moved_bytes(fusion, program.computations["fused"], {})
+        return memory_traffic.bytes_moved(fusion, program.computations["fused"], {})
 
     layer = 4 * 65536
     assert bytes_of(*lines, "ROOT %copy = f32[1,65536]{1,0} negate(%slice)") == 2 * layer + 4  # the index
@@ -86,6 +86,6 @@ def test_a_kernel_of_experts_moves_one_layer_of_a_stack():
         program = parse.read(text)
         [(call, where, _)] = program.instructions("custom-call")
         shapes = {line.name: line.shape for line in program.computations[where]}
-        return memory_traffic.moved_bytes(call, [call], shapes)
+        return memory_traffic.bytes_moved(call, [call], shapes)
 
     assert bytes_of("12,4,256,128") == bytes_of("4,256,128") == 4 * 8 + 2 * (1024 * (256 + 128) + 4 * 256 * 128)

@@ -12,10 +12,10 @@ import jax
 import pytest
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.hardware import compiler_options
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.plan.target import compile as compiling
+from meshtrain.plan.cluster import compile as compiling
 from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions
 
@@ -149,8 +149,8 @@ def test_options_of_split_experts_are_given_only_where_there_are_some(
 
 NOISE = """
 import os, time
-from meshtrain.hardware.compiler_options import captured
-with captured() as lines:
+from meshtrain.hardware.compiler_options import capture_stderr
+with capture_stderr() as lines:
     os.write(2, b"I1121 nothing of interest\\n")
     if WHAT:
         os.write(2, WHAT)

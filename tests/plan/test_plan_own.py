@@ -64,7 +64,7 @@ def test_without_a_cost_a_plan_says_what_it_cannot_know(plan, own):
     [line] = [line for line in text_report.text(made).splitlines() if line.startswith("tensor ") and "all-" not in line]
     assert ("not known" in line) != is_stated
     weights, shape = estimate.weights_of(on_tensor), dict(made.compiled.assembly.mesh.shape)
-    guessed, d, f = estimate.guessed_bytes(on_tensor, shape, weights), 64, 256
+    guessed, d, f = estimate.estimate_bytes(on_tensor, shape, weights), 64, 256
     kept = 4 * (16 * 16 / 4) * (9 * d + (f + 2 * 384) / 2) if is_stated else 0
     assert guessed == estimate.state_bytes(on_tensor, shape, weights) + kept
 

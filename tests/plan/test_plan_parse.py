@@ -9,9 +9,9 @@ from flax.core import meta
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
+from meshtrain.plan.cluster.traced_flops import traced_flops
 from meshtrain.plan.hlo import flops, parse, replica_groups, shapes
 from meshtrain.plan.hlo.collectives import collectives, traffic
-from meshtrain.plan.target.traced_flops import traced_flops
 from meshtrain.sharding.rules import AXES
 from tests.plan import counted, recorded
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from meshtrain import explain
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError
 from meshtrain.hardware import accelerators
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan import __main__ as plan_command
 from meshtrain.plan import text_report
+from meshtrain.plan.cluster.clusters import Cluster
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives, layer_gradients
 from meshtrain.plan.search import candidates, estimate
-from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.timing.streams import Assumptions, bandwidth, timing, transfer_seconds
 from meshtrain.sharding.mesh import MeshOptions, advice, first_slice, mesh_shape, over_slices
 from meshtrain.sharding.rules import AXES
@@ -195,7 +195,7 @@ def test_a_search_takes_a_slice_as_what_is_fast():
     assert largest == [16, 32]
     weights = estimate.weights_of(options)
     seconds = [
-        estimate.guessed_seconds(options, dict.fromkeys(AXES, 1) | shape, weights, V5E, cluster.devices_each)
+        estimate.estimate_seconds(options, dict.fromkeys(AXES, 1) | shape, weights, V5E, cluster.devices_each)
         for shape in ({"data": 2, "fsdp": 16}, {"fsdp": 32})
     ]
     assert seconds[0] < seconds[1]

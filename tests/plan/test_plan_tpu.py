@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.attention import splash
 from meshtrain.models.attention.attention import Attention
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import text_report
+from meshtrain.plan.cluster import clusters
 from meshtrain.plan.findings import findings
 from meshtrain.plan.hlo import flops, parse
-from meshtrain.plan.target import clusters
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import planned

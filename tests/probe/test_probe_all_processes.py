@@ -5,7 +5,7 @@ import pytest
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.rendezvous import Unreachable
 from meshtrain.probe.checks import all_processes
-from meshtrain.probe.checks.verdicts import ERROR, OK, WARNING, lines, warning
+from meshtrain.probe.checks.report import ERROR, OK, WARNING, lines, warning
 
 JOB = Meeting("node1:61000", 4, 0, 4, ("node1", "node2", "node3", "node4"))
 HOSTS = {0: "node1", 1: "node2", 2: "node3", 3: "node4"}
@@ -32,7 +32,7 @@ FAULTS = [
     # what, the findings, verdict, whom they name, what is seen, what to do
     (
         "missing",
-        all_processes.registered(JOB, {0: "node1", 1: "node2", 3: "node4"}, [], 120),
+        all_processes.check_registration(JOB, {0: "node1", 1: "node2", 3: "node4"}, [], 120),
         ERROR,
         [None],
         "process 2 (node3) of 4 did not register in 120 s",
@@ -40,7 +40,7 @@ FAULTS = [
     ),
     (
         "firewall",
-        [all_processes.cut_off(JOB, Unreachable("node1:61000 does not answer"), False)],
+        [all_processes.unreachable_finding(JOB, Unreachable("node1:61000 does not answer"), False)],
         ERROR,
         [None],
         "does not answer",
@@ -97,7 +97,7 @@ FAULTS = [
     ),
     (
         "all stuck",
-        all_processes.held_up({0: REDUCES, 1: REDUCES}, 2, 60),
+        all_processes.blocking_processes({0: REDUCES, 1: REDUCES}, 2, 60),
         ERROR,
         [0, 1],
         "an all-reduce on data has not ended in 60 s",
@@ -132,7 +132,7 @@ def test_a_planted_fault_is_one_line_that_names_the_process(found, verdict, proc
 @pytest.mark.parametrize(
     "found",
     [
-        all_processes.registered(JOB, HOSTS, [], 120),
+        all_processes.check_registration(JOB, HOSTS, [], 120),
         all_processes.same("versions", VERSIONS, "x"),
         all_processes.same("libraries", {0: {}, 1: {}}, "x"),
         clocks({1: 0.5, 2: -0.9}),
@@ -142,7 +142,7 @@ def test_a_planted_fault_is_one_line_that_names_the_process(found, verdict, proc
         all_processes.shared({0: ("/unwritable", [0], 5.0)}, 1),  # alone, and the folder's own check says that
         all_processes.devices(COUNTS, None, []),
         all_processes.devices(COUNTS, 8, []),
-        all_processes.held_up({0: {}, 1: {}}, 2, 60),
+        all_processes.blocking_processes({0: {}, 1: {}}, 2, 60),
         all_processes.collectives({"data": (4, 1e-3)}, []),
         all_processes.collectives({}, []),
         all_processes.slow(PAIRS),
@@ -190,4 +190,4 @@ def test_variables_of_one_process_are_not_compared():
         "XLA_FLAGS": "--x",
         "JAX_ENABLE_X64": "1",
     }
-    assert set(all_processes.compared(environ)) == {"NCCL_ALGO", "XLA_FLAGS", "JAX_ENABLE_X64"}
+    assert set(all_processes.common_environment(environ)) == {"NCCL_ALGO", "XLA_FLAGS", "JAX_ENABLE_X64"}

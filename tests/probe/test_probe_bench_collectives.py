@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 )
 def test_the_mesh_is_that_of_the_configuration(overrides, config, sizes):
     given = bench_collectives.argparse.Namespace(overrides=overrides, config=config and str(ROOT / config))
-    made = job_mesh.typed(given).mesh
+    made = job_mesh.build_config(given).mesh
     assert (made.data, made.pipeline, made.fsdp, made.tensor) == sizes
 
 

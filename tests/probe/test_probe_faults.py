@@ -148,9 +148,9 @@ def doctor_of(index, one, port, never):
             return
         if one.does == "strange":
             with socket.create_server(("", port)):
-                doctor.diagnosed(arguments, where, environ)
+                doctor.diagnose(arguments, where, environ)
             return
-        doctor.diagnosed(arguments, where, environ)
+        doctor.diagnose(arguments, where, environ)
     except UserError as refusal:
         print("\n".join(f"error    {line}" for line in refusal.problems))
 

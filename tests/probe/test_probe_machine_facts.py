@@ -4,7 +4,7 @@ import time
 
 from meshtrain.launch.cluster import Meeting
 from meshtrain.probe.checks import machine_facts
-from meshtrain.probe.checks.verdicts import ERROR, OK
+from meshtrain.probe.checks.report import ERROR, OK
 
 
 def test_a_read_that_blocks_is_given_up():
@@ -63,16 +63,16 @@ def test_gpus_are_what_the_program_lists(tmp_path):
 
 def test_slurm_says_how_many_gpus_a_process_has_where_it_is_alone_on_its_machine():
     count = {"SLURM_GPUS_ON_NODE": "8"}
-    assert machine_facts._expected_gpus({**count, "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}) == 8
-    assert machine_facts._expected_gpus({**count, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}) is None
-    assert machine_facts._expected_gpus({"SLURM_STEP_TASKS_PER_NODE": "1"}) is None
+    assert machine_facts._slurm_gpus({**count, "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}) == 8
+    assert machine_facts._slurm_gpus({**count, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}) is None
+    assert machine_facts._slurm_gpus({"SLURM_STEP_TASKS_PER_NODE": "1"}) is None
 
 
 def test_a_name_that_does_not_resolve_says_why():
-    addresses, failure = machine_facts.resolved(Meeting("no-such-host.invalid:1", 2, 1))
+    addresses, failure = machine_facts.resolve_host(Meeting("no-such-host.invalid:1", 2, 1))
     assert addresses == []
     assert failure
-    assert machine_facts.resolved(Meeting("127.0.0.1:1", 2, 1)) == (["127.0.0.1"], "")
+    assert machine_facts.resolve_host(Meeting("127.0.0.1:1", 2, 1)) == (["127.0.0.1"], "")
 
 
 def test_the_facts_of_this_machine_are_judged(tmp_path):

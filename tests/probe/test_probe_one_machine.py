@@ -4,7 +4,7 @@ import pytest
 
 from meshtrain.launch.cluster import Meeting
 from meshtrain.probe.checks import one_machine
-from meshtrain.probe.checks.verdicts import ERROR, OK, WARNING, lines
+from meshtrain.probe.checks.report import ERROR, OK, WARNING, lines
 
 GIB = 2**30
 PARTS = {"meshtrain": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.12.8"}
@@ -138,7 +138,7 @@ FAULTS = [
         f"leave {OLD} out",
     ),
     ("shared memory", one_machine.shared_memory(2**26, 8), WARNING, "/dev/shm has 64 MiB, for 8 GPUs", "--shm-size"),
-    ("locked memory", one_machine.locked_memory(2**23, True), WARNING, "at most 8 MiB", "ulimit -l unlimited"),
+    ("locked memory", one_machine.check_locked_memory(2**23, True), WARNING, "at most 8 MiB", "ulimit -l unlimited"),
 ]
 
 
@@ -188,8 +188,8 @@ def test_a_planted_fault_is_one_line_with_what_to_do(finding, verdict, seen, fix
         one_machine.memory_fraction({OLD: "0.75"}, 0),
         one_machine.shared_memory(2**26, 1),
         one_machine.shared_memory(2**30, 8),
-        one_machine.locked_memory(None, True),
-        one_machine.locked_memory(2**16, False),
+        one_machine.check_locked_memory(None, True),
+        one_machine.check_locked_memory(2**16, False),
     ],
 )
 def test_what_is_well_has_nothing_to_do(finding):

@@ -47,7 +47,7 @@ def test_what_numpy_expects_is_what_the_operation_means(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_values_are_right_on_every_axis_and_times_are_of_one_collective(mesh, name, axis):
     ticks = iter([0.0, 5.0, 10.0, 13.0])
-    found = timed.timed(mesh, axis, name, 100, num_rounds=2, clock=lambda: next(ticks))
+    found = timed.measure_collective(mesh, axis, name, 100, num_rounds=2, clock=lambda: next(ticks))
     assert found.wrong == ()
     assert (found.axis, found.operation, found.group_size) == (axis, name, SHAPE[axis])
     assert found.num_bytes == {"data": 104, "fsdp": 112}[axis]  # float32 that divide by the axis
@@ -58,9 +58,9 @@ def test_the_slowest_process_counts_and_each_reports_its_wrong_values(mesh, monk
     def two(_, own):
         return [own, {"seconds": [0.5, 0.001], "wrong": "device 7 ..."}]
 
-    monkeypatch.setattr(timed.peers, "gathered", two)
+    monkeypatch.setattr(timed.peers, "gather_values", two)
     ticks = iter([0.0, 5.1, 10.0, 15.1])
-    found = timed.timed(mesh, "fsdp", "all-reduce", 64, num_rounds=2, clock=lambda: next(ticks))
+    found = timed.measure_collective(mesh, "fsdp", "all-reduce", 64, num_rounds=2, clock=lambda: next(ticks))
     assert found.seconds == pytest.approx((0.5, 0.1), rel=1e-12)
     assert found.wrong == ("process 1: device 7 ...",)
 

@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.hardware.links import OPERATIONS, RING
+from meshtrain.plan.cluster import clusters
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives
-from meshtrain.plan.target import clusters
 from meshtrain.probe.bench import timed
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.rules import AXES

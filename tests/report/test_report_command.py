@@ -7,7 +7,7 @@ import pytest
 
 from meshtrain.errors import UserError
 from meshtrain.report import __main__ as report
-from meshtrain.report.runs import opened
+from meshtrain.report.runs import open_runs
 from tests.messages.refused import deadline
 from tests.report.folders import CONFIG, DEVICE, folder
 
@@ -17,7 +17,7 @@ def runs(tmp_path):
     """A function (changes of the configuration) -> one run with them."""
 
     def made(**changes):
-        found, problems = opened([str(folder(tmp_path / "run", device=None, config=CONFIG | changes))])
+        found, problems = open_runs([str(folder(tmp_path / "run", device=None, config=CONFIG | changes))])
         assert problems == []
         return found
 
@@ -34,7 +34,7 @@ def test_chunks_share_the_time_of_their_stage(tmp_path):
     chunked = CONFIG["pipeline"] | {"schedule": "interleaved_1f1b", "num_microbatches": 4, "num_chunks": 2}
     whole = CONFIG["pipeline"] | {"num_microbatches": 4}
     configs = {"whole": CONFIG | {"pipeline": whole}, "chunked": CONFIG | {"pipeline": chunked}}
-    found, _ = opened([str(folder(tmp_path / name, config=config)) for name, config in configs.items()])
+    found, _ = open_runs([str(folder(tmp_path / name, config=config)) for name, config in configs.items()])
     _, _, first, _, second = report.schedules(found)
     assert "2 chunks a stage; forward 0.5, backward 1.5<" in second
     widths = [re.search(r'width="([\d.]+)pt"', drawn)[1] for drawn in (first, second)]
@@ -80,7 +80,7 @@ def test_a_mesh_of_other_axes_is_not_drawn(runs, axes, num_pictures):
 def test_runs_on_the_same_mesh_share_a_picture(tmp_path):
     meshes = [DEVICE["mesh"], DEVICE["mesh"] | {"data": 4}, DEVICE["mesh"]]
     paths = [str(folder(tmp_path / f"{i}", device={"mesh": mesh})) for i, mesh in enumerate(meshes)]
-    text = "".join(report.meshes(opened(paths)[0]))
+    text = "".join(report.meshes(open_runs(paths)[0]))
     assert (text.count("<svg"), "<h3>0, 2</h3>" in text, "<h3>1</h3>" in text) == (2, True, True)
 
 

@@ -29,7 +29,7 @@ def log(unit="tokens", per_step=4096.0, seconds=(), **found):
 )
 def test_thinning_keeps_ends_extremes_and_order(values, most):
     values = np.array(values)
-    kept = curves.thinned(values, most)
+    kept = curves.thin(values, most)
     assert len(kept) <= most or len(values) <= most
     assert (np.diff(kept) > 0).all()
     assert (kept[0], kept[-1]) == (0, len(values) - 1)
@@ -43,13 +43,13 @@ def test_every_bucket_keeps_its_own_spike():
     values = np.zeros(100_000)
     spikes = np.arange(500, 100_000, 1000)
     values[spikes] = np.where(np.arange(100) % 2, 5.0, -5.0)
-    kept = curves.thinned(values, 4000)
+    kept = curves.thin(values, 4000)
     assert set(spikes) <= set(kept)
     assert len(kept) <= 4000
 
 
 def test_few_points_all_stay():
-    assert curves.thinned(np.array([1.0, NAN, 3.0]), 5).tolist() == [0, 1, 2]
+    assert curves.thin(np.array([1.0, NAN, 3.0]), 5).tolist() == [0, 1, 2]
 
 
 def test_panels_come_in_one_order_and_leave_out_what_others_say():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from meshtrain.plan.cluster import clusters
 from meshtrain.plan.hlo import parse
-from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.report.scaling import efficiency
 from meshtrain.sharding.rules import AXES

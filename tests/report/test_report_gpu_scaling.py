@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-RUN = "import sys; from meshtrain.plan import __main__, scheduled_dump; {}; __main__.main(sys.argv[1:])"
+RUN = "import sys; from meshtrain.plan import __main__, scheduled_hlo; {}; __main__.main(sys.argv[1:])"
 WORDS = ("--config=configs/tiny.py", "--cluster=h100:1x8", "--scaling=4,8", "--programs=2", "--config.mesh.fsdp=8")
 
 
@@ -14,8 +14,8 @@ WORDS = ("--config=configs/tiny.py", "--cluster=h100:1x8", "--scaling=4,8", "--p
 def test_a_scaling_has_the_numbers_of_whole_compilations(tmp_path):
     found = []
     for change in (
-        "scheduled_dump.compile_step.__defaults__ = ()",
-        "scheduled_dump.COMPARED = ()",
+        "scheduled_hlo.compile_step.__defaults__ = ()",
+        "scheduled_hlo.COMPARED = ()",
     ):  # what compiles whole fails, and all
         file = tmp_path / "scaling.json"
         code = RUN.format(change)

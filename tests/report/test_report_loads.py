@@ -8,9 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from meshtrain.observe.page import STYLE
-from meshtrain.report import content, loads
+from meshtrain.report import loads, sections
 from meshtrain.report.curves import metrics
-from meshtrain.report.runs import opened
+from meshtrain.report.runs import open_runs
 from tests.report.folders import folder
 
 NUM_EXPERTS = 12  # as text, 10 would come before 2
@@ -25,7 +25,7 @@ def runs(tmp_path):
         for step in (10, 20, 50)
     ]
     rows[1]["expert_load_each/11"] = None
-    return opened([str(folder(tmp_path / "experts", rows)), str(folder(tmp_path / "dense"))])[0]
+    return open_runs([str(folder(tmp_path / "experts", rows)), str(folder(tmp_path / "dense"))])[0]
 
 
 def test_a_row_for_each_expert_in_their_order(runs):
@@ -38,12 +38,12 @@ def test_a_row_for_each_expert_in_their_order(runs):
 
 
 def test_the_page_has_one_chart_of_them_and_no_panels(runs):
-    text = content.run_page(runs, [])
+    text = sections.run_page(runs, [])
     assert text.count('aria-label="load of each expert"') == 1
     assert ">expert<" in text
     assert "expert_load_each" not in text
     assert "expert load each" not in text
-    assert "Load of each expert" not in content.run_page(runs[1:], [])
+    assert "Load of each expert" not in sections.run_page(runs[1:], [])
 
 
 def test_norms_have_a_chart_each_with_layers_by_name(tmp_path, monkeypatch):
@@ -52,11 +52,11 @@ def test_norms_have_a_chart_each_with_layers_by_name(tmp_path, monkeypatch):
         | {f"grad_norm_of/layers/{layer}": 10.0**layer * step for layer in range(11)}
         for step in (1, 2)
     ]
-    [run] = opened([str(folder(tmp_path / "norms", rows))])[0]
+    [run] = open_runs([str(folder(tmp_path / "norms", rows))])[0]
     [found] = loads.of_layers(run.log)
     assert found.names == ["head", *(f"layers/{layer}" for layer in range(11))]
     assert found.values[3].tolist() == [100.0, 200.0]
-    text = content.run_page([run], [])
+    text = sections.run_page([run], [])
     assert text.count('aria-label="grad norm of each layer"') == 1
     assert ">layers/10<" in text
     assert not [name for name in metrics([run.log]) if "_of/" in name]

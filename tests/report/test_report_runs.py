@@ -4,13 +4,13 @@ import os
 
 import pytest
 
-from meshtrain.report.runs import opened
+from meshtrain.report.runs import open_runs
 from tests.report.folders import CONFIG, folder
 
 
 def test_a_folder_is_read_whole(tmp_path):
     path = folder(tmp_path / "3d", sample="def f\xe4(x)")
-    ([run], problems) = opened([str(path)])
+    ([run], problems) = open_runs([str(path)])
     assert problems == []
     assert (run.name, run.config, run.sample) == ("3d", CONFIG, "def f\xe4(x)")
     assert run.device["peak_bytes"] == 15 << 20
@@ -18,7 +18,7 @@ def test_a_folder_is_read_whole(tmp_path):
 
 
 def test_what_older_runs_do_not_have_is_left_out(tmp_path):
-    ([run], problems) = opened([str(folder(tmp_path / "3d", device=None))])
+    ([run], problems) = open_runs([str(folder(tmp_path / "3d", device=None))])
     assert problems == []
     assert (run.device, run.sample) == ({}, "")
 
@@ -27,7 +27,7 @@ def test_runs_of_the_same_name_get_longer_ones(tmp_path, monkeypatch):
     for path in ("new/3d", "old/3d", "new/tiny"):
         folder(tmp_path / path)
     monkeypatch.chdir(tmp_path)
-    runs, problems = opened(["new/3d", "old/3d/", "new/tiny"])
+    runs, problems = open_runs(["new/3d", "old/3d/", "new/tiny"])
     assert problems == []
     assert [run.name for run in runs] == ["new/3d", "old/3d", "tiny"]
 
@@ -98,7 +98,7 @@ def not_in_utf8(tmp_path):
     ids=lambda given: getattr(given, "__name__", ""),
 )
 def test_a_folder_that_holds_no_run_is_one_line(tmp_path, given, words):
-    _, problems = opened(given(tmp_path))
+    _, problems = open_runs(given(tmp_path))
     [line] = problems
     assert "\n" not in line
     assert "; allowed: " in line
@@ -124,7 +124,7 @@ NO_ROW, NO_JSON = "whose metrics.jsonl has no row", "got no JSON object"
 def test_a_file_that_no_run_writes_is_one_line(tmp_path, name, content, said):
     path = folder(tmp_path / "run")
     (path / name).write_bytes(content)
-    _, [line] = opened([str(path)])
+    _, [line] = open_runs([str(path)])
     assert said in line
     assert "; allowed: " in line
 
@@ -136,11 +136,11 @@ def test_what_is_suggested_is_a_run(tmp_path, monkeypatch):
     for name in ("README.md", "readme"):
         (tmp_path / name).touch()
     for given, wanted in (("README.md", "README"), ("runs/3e", "runs/3d"), ("./runs/3dd", "runs/3d")):
-        assert opened([given])[1][0].endswith(f"; did you mean '{wanted}'?")
-        assert opened([wanted])[1] == []
+        assert open_runs([given])[1][0].endswith(f"; did you mean '{wanted}'?")
+        assert open_runs([wanted])[1] == []
 
 
 def test_problems_of_all_runs_are_reported_together(tmp_path):
     good = folder(tmp_path / "good")
-    _, problems = opened([str(tmp_path / "a"), str(good), str(tmp_path / "b")])
+    _, problems = open_runs([str(tmp_path / "a"), str(good), str(tmp_path / "b")])
     assert [line.split("'")[1] for line in problems] == [str(tmp_path / "a"), str(tmp_path / "b")]

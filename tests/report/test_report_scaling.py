@@ -11,9 +11,9 @@ from meshtrain.hardware.links import Link, Links
 from meshtrain.observe.charts import picture
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import arguments, planner
+from meshtrain.plan.cluster import clusters
 from meshtrain.plan.search import estimate
 from meshtrain.plan.search.candidates import Candidate
-from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.report.scaling import command, scaling, scaling_report, strategies
 from meshtrain.sharding.rules import AXES
@@ -160,14 +160,14 @@ def test_unless_told_otherwise_less_is_compiled_where_each_program_is_compiled_w
     monkeypatch.setattr(scaling_report, "text", str)
     monkeypatch.setattr(scaling_report, "to_json", str)
     given = program.flags.arguments(["--cluster=h100:1x8", "--scaling=8,16", *words], arguments.parser())
-    program.scaled(CONFIG, cluster(), given, Assumptions(), elsewhere)
+    program.run_scaling(CONFIG, cluster(), given, Assumptions(), elsewhere)
     assert asked["programs"] == programs
     assert asked["plan_point"].keywords == {"elsewhere": elsewhere}
 
 
 def test_of_each_way_the_smallest_and_the_largest_number_of_devices_are_planned_first():
     basis = strategies.Basis(CONFIG, 8, estimate.weights_of(CONFIG), 73e9, devices_each=4)
-    plain = strategies.plain_ways(basis, dict.fromkeys(AXES, 1) | {"data": 8}, 8)
+    plain = strategies.basic_ways(basis, dict.fromkeys(AXES, 1) | {"data": 8}, 8)
     points = [strategies.point(basis, way, "strong", size) for way in plain[:2] for size in (2, 4, 8, 256)]
     assert points[3].config is None
     order = [(one.way.name, one.num_devices) for one in scaling.in_order(points)]
@@ -187,7 +187,7 @@ def planned():
 def test_a_row_has_the_numbers_of_a_plan(planned, monkeypatch):
     one, target, plan = planned
     monkeypatch.setattr(scaling.planner, "plan", lambda config, shape, *_: plan if config == one.config else None)
-    row = scaling.planned(one, target, Assumptions())
+    row = scaling.plan_point(one, target, Assumptions())
     assert (row.point, row.problem, row.timing) == (one, "", plan.timing)
     assert (row.peak_bytes, row.fits) == (plan.memory.compiler.peak_bytes, plan.memory.fits)
     parts = row.spent.computing + row.spent.idle + sum(row.spent.waiting.values())
@@ -200,12 +200,12 @@ def test_a_row_of_another_process_is_taken_and_what_ends_there_without_one_is_pl
     monkeypatch.setattr(scaling.planner, "plan", lambda *_: plan)
     row = imagined.row(one, target, Assumptions())
     assert (
-        scaling.planned(
+        scaling.plan_point(
             one, target, Assumptions(), lambda work, *given: given == (one, target.text, Assumptions()) and row
         )
         is row
     )
-    assert scaling.planned(one, target, Assumptions(), lambda *_: None).timing == plan.timing
+    assert scaling.plan_point(one, target, Assumptions(), lambda *_: None).timing == plan.timing
 
 
 def test_what_the_compiler_gives_up_or_assemble_refuses_has_a_reason_instead_of_a_time(planned, monkeypatch):
@@ -213,14 +213,14 @@ def test_what_the_compiler_gives_up_or_assemble_refuses_has_a_reason_instead_of_
     compiled = dataclasses.replace(plan.compiled, text=None, refusal="RESOURCE_EXHAUSTED: too much\nmore")
     refused = dataclasses.replace(plan, compiled=compiled, timing=None)
     monkeypatch.setattr(scaling.planner, "plan", lambda *_: refused)
-    row = scaling.planned(one, target, Assumptions())
+    row = scaling.plan_point(one, target, Assumptions())
     assert (row.problem, row.fits, row.is_usable) == ("does not fit: RESOURCE_EXHAUSTED: too much", False, False)
 
     def illegal(*_):
         raise UserError("first", "second")
 
     monkeypatch.setattr(scaling.planner, "plan", illegal)
-    assert scaling.planned(one, target, Assumptions()) == scaling.Row(one, problem="first")
+    assert scaling.plan_point(one, target, Assumptions()) == scaling.Row(one, problem="first")
 
 
 def test_the_table_the_json_and_the_page_say_the_same(run):

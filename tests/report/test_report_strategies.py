@@ -24,7 +24,7 @@ def basis(config=None, capacity=math.inf, num_devices=8):
 
 
 def plain(one, largest=64):
-    return {way.name: way for way in strategies.plain_ways(one, dict.fromkeys(AXES, 1) | CONFIGURED, largest)}
+    return {way.name: way for way in strategies.basic_ways(one, dict.fromkeys(AXES, 1) | CONFIGURED, largest)}
 
 
 def larger(point):
@@ -123,7 +123,7 @@ def test_the_room_that_activations_take_is_that_of_the_points_own_batch():
     one = basis()
     way = plain(one)["data"]
     point = strategies.point(one, way, WEAK, 8)
-    needed = estimate.guessed_bytes(point.config, point.shape, one.weights)
+    needed = estimate.estimate_bytes(point.config, point.shape, one.weights)
     close = dataclasses.replace(one, capacity_bytes=0.999 * needed / candidates.MODEST)
     # Two sequences at a time are too many, on any number of devices.
     assert [strategies.point(close, way, WEAK, size).microbatch for size in (1, 8, 64)] == [1, 1, 1]

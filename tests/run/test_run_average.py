@@ -12,7 +12,7 @@ import pytest
 from meshtrain import evaluate, generate
 from meshtrain.errors import UserError
 from meshtrain.run import evaluation, hugging_face
-from meshtrain.run.opened import open_data
+from meshtrain.run.dataset import open_data
 from meshtrain.run.weights import restore_params
 from tests.parity.runs import by_path
 from tests.run.test_run_resume import FSDP, INTERLEAVED

@@ -53,13 +53,13 @@ def test_generate_has_the_text_of_transformers(folder, capsys):
 
 
 def test_the_harness_begins_with_it(folder):
-    asked = harness.opened(folder)
-    assert asked.encoded("w5 w17", " w21") == ([1, 5, 17], [21])
-    assert asked.encoded("", "w5") == ([1], [5])
-    assert asked.encoded(" ", "w5") == ([1], [5])
-    none = harness.opened(folder, "--config.data.begin_token=none")
-    assert none.encoded("w5 w17", " w21") == ([5, 17], [21])
-    assert none.encoded("", "w5") == ([2], [5])
+    asked = harness.open_requests(folder)
+    assert asked.encode_pair("w5 w17", " w21") == ([1, 5, 17], [21])
+    assert asked.encode_pair("", "w5") == ([1], [5])
+    assert asked.encode_pair(" ", "w5") == ([1], [5])
+    none = harness.open_requests(folder, "--config.data.begin_token=none")
+    assert none.encode_pair("w5 w17", " w21") == ([5, 17], [21])
+    assert none.encode_pair("", "w5") == ([2], [5])
     [rolled], [alone] = asked.rolling(["w5 w17"]), asked.likelihoods([("", "w5 w17")])
     assert rolled == pytest.approx(alone.log_probability, rel=1e-6)
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from meshtrain import evaluate, generate
-from meshtrain.checkpoint.other_runs import recorded
+from meshtrain.checkpoint.other_runs import extra_of_newest
 from meshtrain.checkpoint.owner import OWNER
-from meshtrain.checkpoint.retention import saved_steps
+from meshtrain.checkpoint.retention import checkpoint_steps
 from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.run import hugging_face, verify
@@ -75,8 +75,8 @@ def test_a_machine_without_any_file_goes_on_from_the_bucket_on_another_mesh(ran,
     again = run(tmp_path / "run", "mesh.data=2", "mesh.tensor=2", f"checkpoint.directory={bucket}", *SAVES)
     assert f"{bucket}: taken over from process 7 on far, silent for 10 minutes" in capsys.readouterr().err
     assert again.losses == {step: pytest.approx(ran.losses[step], rel=1e-5) for step in range(6, 11)}
-    assert saved_steps(place(bucket)) == [5, 10]
-    assert recorded(bucket)["config"]["mesh"]["tensor"] == 2
+    assert checkpoint_steps(place(bucket)) == [5, 10]
+    assert extra_of_newest(bucket)["config"]["mesh"]["tensor"] == 2
 
 
 def test_a_bucket_without_rights_is_refused_before_anything_is_written(bucket_server, command, tmp_path):

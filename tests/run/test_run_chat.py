@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from meshtrain import generate
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
 from meshtrain.generation.prompts import Prompt
 from meshtrain.models.task import Entry, Task
-from meshtrain.run.opened import open_data
+from meshtrain.run.dataset import open_data
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\n{% else %}A:{% generation %}{{ m.content }}."

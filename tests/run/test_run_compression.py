@@ -21,7 +21,7 @@ def on_mesh(directory, **sizes):
     config = from_json((directory / "config.json").read_text())
     assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
     with find(directory) as checkpoints:
-        state, step, _ = initial_state.starting_state(assembly, checkpoints)
+        state, step, _ = initial_state.restore_or_initialize(assembly, checkpoints)
     assert step == 5
     return assembly.steps.to_kept(state)
 

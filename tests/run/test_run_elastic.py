@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import TooFew, UserError
 from meshtrain.run import elastic
 from meshtrain.sharding.rules import AXES

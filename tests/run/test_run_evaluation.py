@@ -12,7 +12,7 @@ import pytest
 
 from meshtrain import evaluate
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
-from meshtrain.data.own_source import Data
+from meshtrain.data.dataset import Dataset
 from meshtrain.errors import UserError
 from meshtrain.models.task import Entry, Ratio, Task
 from meshtrain.options import option
@@ -139,7 +139,7 @@ signs.options = Options
 def numbers(config):
     """-2, -1, ... 3: six numbers, which batches of four do not divide; three of them are large."""
     examples = [{"x": np.float32(x), "weights": np.float32(1)} for x in range(-2, 4)]
-    return Data(examples, examples, "numbers")
+    return Dataset(examples, examples, "numbers")
 
 
 OWN = {

@@ -91,7 +91,7 @@ def test_a_function_of_a_stranger_s_is_refused_with_the_command_that_runs_it(for
 @pytest.mark.parametrize("key", OPTIONS)
 def test_the_harness_refuses_it_too(foreign, key):
     folder = foreign(**{key: THEIRS}).removeprefix("--workdir=")
-    line = refusal(harness.opened, folder)
+    line = refusal(harness.open_requests, folder)
     assert line.endswith(f"; nearest: --config.{key}={THEIRS}")
     assert not pathlib.Path("ran").exists()
 

@@ -134,7 +134,7 @@ COMMANDS = {
         lambda: generate.main([HERE, "--chat", "--prompt=a", "--num-tokens=1", "--temperature=0"]),
         read_for(WEIGHTS, TEXT),
     ),
-    "harness": (lambda: harness.opened(RUN), read_for(WEIGHTS, TEXT)),
+    "harness": (lambda: harness.open_requests(RUN), read_for(WEIGHTS, TEXT)),
     "hf export": (lambda: hugging_face.main(["export", HERE, "--to=exported"]), read_for(WEIGHTS, TEXT, ORIGIN)),
     "verify": (lambda: verify.main([RUN]), ("checkpoint.directory",)),
     "report": (lambda: report.main([RUN, "--html=page.html"]), ()),
@@ -238,7 +238,7 @@ def test_the_file_of_config_that_names_the_same_is_enough(here):
     plant(here / RUN / "config.json", {"data.chat_template": "planted/template.jinja"})
     added = 'config.data.chat_template = "planted/template.jinja"\n    return config'
     (here / "mine.py").write_text((here / "mine.py").read_text().replace("return config", added))
-    _, lines = reached(lambda: harness.opened(RUN, "--config=mine.py"))
+    _, lines = reached(lambda: harness.open_requests(RUN, "--config=mine.py"))
     assert not lines
 
 
@@ -355,7 +355,7 @@ def test_which_addresses_are_inside_of_a_bucket(path, is_inside):
 def test_a_bucket_s_record_of_a_run_is_a_stranger_s_too(here, monkeypatch):
     content = json.loads((here / RUN / "config.json").read_text())
     content["data"]["tokenizer"] = "planted/tokenizer"
-    monkeypatch.setattr(weights.other_runs, "recorded", lambda place: {"config": content})
+    monkeypatch.setattr(weights.other_runs, "extra_of_newest", lambda place: {"config": content})
     found, [line] = reached(lambda: evaluate.main(["--workdir=gs://mine/run"]))
     assert found == []
     assert line.startswith("gs://mine/run: data.path: got 'stranger/run/chat.jsonl', data.tokenizer: got ")

@@ -54,7 +54,7 @@ def test_the_model_answers_instances(with_stand_in, straight, monkeypatch):
     assert isinstance(model, Base)
     assert model.world_size == 1
     assert model.tokenizer_name == "bytes"
-    own = requests.opened(straight.directory)
+    own = requests.open_requests(straight.directory)
     [(total, is_greedy)] = model.loglikelihood([Instance("def f1", "(x")])
     assert (total, is_greedy) == tuple(own.likelihoods([("def f1", "(x")])[0])
     assert model.loglikelihood_rolling([Instance("def")]) == own.rolling(["def"])
@@ -79,12 +79,12 @@ def test_the_harness_evaluates_a_run(straight, monkeypatch):
     """Tasks of our own: continuations to choose from, a text to score, a text to generate."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     lm_eval = importlib.import_module("lm_eval")
-    own, text = requests.opened(straight.directory), "def f1(x):\n    return x + 1\n" * 3
+    own, text = requests.open_requests(straight.directory), "def f1(x):\n    return x + 1\n" * 3
     prompts, choices = ["def f1(x", "    retur", "zzz"], ["):", "n x", "Q"]
     scores = [[own.likelihoods([(prompt, one)])[0].log_probability for one in choices] for prompt in prompts]
     answers = [row.index(max(row)) for row in scores]
     answers[2] = (answers[2] + 1) % 3  # one of three is wrong
-    [written] = own.generated([("def f1(x", {"until": ["\n"], "max_gen_toks": 8})])
+    [written] = own.generate([("def f1(x", {"until": ["\n"], "max_gen_toks": 8})])
     tasks = [
         task(
             "choose",

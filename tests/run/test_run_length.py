@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from meshtrain import explain
-from meshtrain.checkpoint.retention import saved_steps
-from meshtrain.config.fields import Config
-from meshtrain.data.own_source import Data
+from meshtrain.checkpoint.retention import checkpoint_steps
+from meshtrain.config.schema import Config
+from meshtrain.data.dataset import Dataset
 from meshtrain.data.packing import Parts
 from meshtrain.errors import UserError
-from meshtrain.run.opened import with_steps
+from meshtrain.run.dataset import with_steps
 from meshtrain.training import train
 from tests.run.test_run_saving import GIVEN, line, points, without_validation
 
@@ -36,7 +36,7 @@ def test_a_resumed_run_stops_where_one_that_was_never_stopped_does(tmp_path, cap
     """The last evaluation before a resume is later than the save of its step: it is made again."""
     whole = trained(tmp_path / "whole", num_steps=8)
     assert int(whole.state.step) == 4
-    assert saved_steps(tmp_path / "whole" / "checkpoints") == [4]
+    assert checkpoint_steps(tmp_path / "whole" / "checkpoints") == [4]
     said = capsys.readouterr().out
     best = f"{rows(tmp_path / 'whole')[0]['eval_height']:.6g}"
     assert f"early stop at step 4: eval_height is not better than {best} at step 1 in 3 evaluations\n" in said
@@ -71,7 +71,7 @@ def test_epochs_become_steps_before_the_learning_rate_is_made(tmp_path, capsys):
     given = {**GIVEN, **changes, "num_epochs": 2.0}
     for name in ("num_steps", "checkpoint"):
         del given[name]
-    data = lambda config: Data(points(config).train, points(config).train[:3], "points")  # noqa: E731
+    data = lambda config: Dataset(points(config).train, points(config).train[:3], "points")  # noqa: E731
     result = train(given, tmp_path, line, data)
     assert int(result.state.step) == 3, "8 examples, in batches of 3"
     assert "; 3 steps are 2 epochs of 4 examples\n" in capsys.readouterr().out

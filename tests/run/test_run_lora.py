@@ -12,7 +12,7 @@ from meshtrain import evaluate, generate
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import restore_params
 from meshtrain.checkpoint.retention import CheckpointOptions
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError
 from meshtrain.models.lora import LoraOptions
 from meshtrain.run import base_weights
@@ -70,7 +70,7 @@ FRESH = {"w_lora_a": jnp.full((2, 2), 5.0), "w_lora_b": jnp.zeros((2, 2))}
 def test_weights_of_a_base_run_are_read_in_the_dtype_of_frozen_ones(tmp_path, dtype):
     params = {"w": jnp.zeros((2, 2), dtype), **FRESH}
     assembly = assembly_of({"precision": PrecisionOptions(frozen_dtype=dtype)}, tmp_path, params)
-    taken, rounded = base_weights._taken(assembly, str(tmp_path), None)
+    taken, rounded = base_weights._loadable_params(assembly, str(tmp_path), None)
     assert taken == {"w": assembly.state.params["w"], "w_lora_a": None, "w_lora_b": None}
     read = restore_params(tmp_path, None, taken, rounded)[0]["w"]
     np.testing.assert_array_equal(read, jnp.full((2, 2), 1 / 3).astype(dtype))
@@ -82,5 +82,5 @@ def test_weights_of_a_base_run_are_read_in_the_dtype_of_frozen_ones(tmp_path, dt
 def test_adapters_of_another_run_go_on(tmp_path):
     params = {"w": jnp.zeros((2, 2)), **FRESH}
     assembly = assembly_of({"more": FRESH}, tmp_path, params)
-    taken, _ = base_weights._taken(assembly, str(tmp_path), None)
+    taken, _ = base_weights._loadable_params(assembly, str(tmp_path), None)
     np.testing.assert_array_equal(restore_params(tmp_path, None, taken)[0]["w_lora_a"], FRESH["w_lora_a"])

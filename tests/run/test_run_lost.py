@@ -9,7 +9,7 @@ import pytest
 from meshtrain import errors
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.owner import OWNER
-from meshtrain.checkpoint.retention import saved_steps
+from meshtrain.checkpoint.retention import checkpoint_steps
 from meshtrain.errors import FolderLost, UserError
 from meshtrain.run import session
 from meshtrain.training import train
@@ -70,7 +70,7 @@ def test_a_second_run_in_the_place_of_another_is_refused_and_the_first_goes_on(p
     assert len(said) == 1
     assert said[0].startswith(f"checkpoint.directory: got {second}, used by process {os.getpid()} on ")
     assert rows(run) == straight
-    assert saved_steps(second) == [1, 2, 3, 4]
+    assert checkpoint_steps(second) == [1, 2, 3, 4]
     assert not (second / OWNER).exists()
     assert not other.exists(), "who is refused leaves nothing"
 
@@ -150,7 +150,7 @@ def test_a_folder_that_is_lost_ends_the_run_with_one_line_and_is_not_made_again(
     assert "in place of this run's; allowed: the run's own folder until the end" in lines[0]
     left = sorted(path.name for path in lost.iterdir()) if lost.exists() else None
     assert left == (["notes"] if what.endswith("replaced") else None)
-    assert 1 in saved_steps(tmp_path / "old" / CHECKPOINTS if lost == run else tmp_path / "old")
+    assert 1 in checkpoint_steps(tmp_path / "old" / CHECKPOINTS if lost == run else tmp_path / "old")
 
 
 def test_what_a_save_in_flight_has_made_again_is_removed(during, capsys, tmp_path):
@@ -174,7 +174,7 @@ def test_a_lost_file_of_rows_stops_the_run_after_a_save(during, capsys, tmp_path
         f"meshtrain: not saved: {tmp_path / 'metrics.jsonl'}: got nothing in place of the run's rows"
     )
     assert line.endswith("; saved at step 3 of 9; the same command resumes from there")
-    assert saved_steps(tmp_path / CHECKPOINTS) == [3]
+    assert checkpoint_steps(tmp_path / CHECKPOINTS) == [3]
     assert trained(tmp_path, steps=9).state.step == 9
     during(9, (tmp_path / "metrics.jsonl").unlink)
     trained(tmp_path, steps=9)
@@ -193,7 +193,7 @@ def test_checkpoints_inside_a_workdir_may_be_deleted_and_are_owned_again(during,
         patch.setattr(Checkpoints, "rate", rate)
         trained(tmp_path)
     assert seen[-1]
-    assert saved_steps(tmp_path / CHECKPOINTS)[-2:] == [3, 4]
+    assert checkpoint_steps(tmp_path / CHECKPOINTS)[-2:] == [3, 4]
 
 
 def test_the_line_is_a_failed_save(tmp_path):

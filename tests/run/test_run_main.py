@@ -253,7 +253,7 @@ WAYS = {
     "notebook": lambda words, run: meshtrain.train(changed(words), run),
     "explain": lambda words, run: explain.main(words),
     "plan": lambda words, run: plan.main([*words, "--cluster=cpu:8"]),
-    "weights": lambda words, run: weights.assembled(parse(words)[0], run, None),
+    "weights": lambda words, run: weights.assemble_run(parse(words)[0], run, None),
 }
 
 
@@ -262,7 +262,7 @@ def checked(monkeypatch):
     """The meshes whose placement is checked; commands stop where they would open data or compile."""
     meshes, original = [], mesh_checks.weight_problems
     monkeypatch.setattr(mesh_checks, "weight_problems", lambda *given: meshes.append(given[1]) or original(*given))
-    monkeypatch.setattr("meshtrain.plan.scheduled_dump.ends_early", lambda *given: False)
+    monkeypatch.setattr("meshtrain.plan.scheduled_hlo.ends_early", lambda *given: False)
     monkeypatch.setattr("meshtrain.run.weights.weights_problems", lambda *given: [])
     for place in ("run.preflight.open_data", "plan.target.compile.captured"):
         monkeypatch.setattr(f"meshtrain.{place}", lambda *given: sys.exit("stopped"))

@@ -40,7 +40,7 @@ def assembled(config):
 
 def needed(config):
     room = Room(1, 8, is_host=True, what="")
-    return memory_check.needed_bytes(assembled(config), room)
+    return memory_check.bytes_needed(assembled(config), room)
 
 
 def fix_of(line):
@@ -187,9 +187,9 @@ def raising(error):
 def test_memory_that_runs_out_is_one_line(where, error, command, tmp_path, monkeypatch):
     if where == "show":
         monkeypatch.setattr(training, "run_loop", lambda *_: (None, {}))
-    monkeypatch.setattr(initial_state, "traced_steps", lambda *_: None)
+    monkeypatch.setattr(initial_state, "trace_steps", lambda *_: None)
     monkeypatch.setattr(initial_state, "compiled_step", lambda *_: (compiled(2**20), None))
-    monkeypatch.setattr(initial_state, "starting_state", lambda *_: (None, 0, {}))
+    monkeypatch.setattr(initial_state, "restore_or_initialize", lambda *_: (None, 0, {}))
     module = {"run": loop, "show": training.summary}
     monkeypatch.setattr(module[where] if where in module else initial_state, where, raising(error))
     with pytest.raises(UserError) as caught:
@@ -202,7 +202,7 @@ def test_memory_that_runs_out_is_one_line(where, error, command, tmp_path, monke
 
 
 def test_another_error_of_the_runtime_keeps_its_traceback():
-    with pytest.raises(JaxRuntimeError, match="INTERNAL"), memory_check.explained(assembled(configured(data=8))):
+    with pytest.raises(JaxRuntimeError, match="INTERNAL"), memory_check.explain_memory(assembled(configured(data=8))):
         raise JaxRuntimeError("INTERNAL: a bug")
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.checkpoint.retention import RATINGS, saved_steps
-from meshtrain.data.own_source import Data
+from meshtrain.checkpoint.retention import RATINGS, checkpoint_steps
+from meshtrain.data.dataset import Dataset
 from meshtrain.errors import Interrupted
 from meshtrain.models.task import Entry, Task
 from meshtrain.observe.trackers import Trackers
@@ -36,7 +36,7 @@ def swing(config, placement):
 
 def points(config):
     """Gradients push the weight away from its goal."""
-    return Data([{"x": np.float32(-1)}] * 8, [{"x": np.float32(1)}] * 4, "points")
+    return Dataset([{"x": np.float32(-1)}] * 8, [{"x": np.float32(1)}] * 4, "points")
 
 
 def trained(run, **changes):
@@ -58,13 +58,13 @@ def left(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [{key: value for key, value in row.items() if key in ("step", "loss", "eval_loss")} for row in rows]
     ratings = json.loads((run / CHECKPOINTS / RATINGS).read_text())
-    return [row for row in kept if len(row) > 1], ratings, saved_steps(run / CHECKPOINTS)
+    return [row for row in kept if len(row) > 1], ratings, checkpoint_steps(run / CHECKPOINTS)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     trained(run := tmp_path_factory.mktemp("straight") / "run")
-    assert saved_steps(run / CHECKPOINTS) == [1, STEPS]
+    assert checkpoint_steps(run / CHECKPOINTS) == [1, STEPS]
     return left(run)
 
 

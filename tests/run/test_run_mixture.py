@@ -9,7 +9,7 @@ from meshtrain.errors import UserError
 from meshtrain.evaluate import main as evaluate
 from meshtrain.main import main
 from meshtrain.report.__main__ import main as report
-from meshtrain.run.evaluation import scored
+from meshtrain.run.evaluation import first_validation
 
 FSDP = ("mesh.fsdp=2",)
 SEQUENCES = {"web": 200, "code": 4, "web_val": 9, "code_val": 30}  # of 32 tokens
@@ -80,7 +80,7 @@ def test_an_evaluation_scores_each_set_as_the_run_did(whole, capsys):
 
 
 def test_the_bigram_model_is_scored_on_what_the_run_is_scored_on(whole):
-    numbers = scored(whole.result.assembly.config, Parts({"web": range(9), "code": range(30)}))
+    numbers = first_validation(whole.result.assembly.config, Parts({"web": range(9), "code": range(30)}))
     assert sorted(numbers[:9]) == list(range(9))
     assert len(set(numbers)) == 25
     assert all(9 <= number < 39 for number in numbers[9:])

@@ -13,7 +13,7 @@ from meshtrain.plan.search.estimate import state_bytes, weights_of
 from meshtrain.run import initial_state
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trees import leaves_with_paths
-from meshtrain.step.device_memory import held
+from meshtrain.step.device_memory import training_state_bytes
 from scripts.benchmarks import rounding
 
 SMALL = {
@@ -46,7 +46,9 @@ def test_checkpoints_of_all_meshes_hold_the_same_arrays(others):
     for changes, axes in MESHES:
         assembly = assembled(axes, changes, others, options)
         config, sizes = assembly.config, dict(assembly.mesh.shape)
-        assert held(assembly.state, assembly.states.sums).total == state_bytes(config, sizes, weights_of(config))
+        assert training_state_bytes(assembly.state, assembly.states.sums).total == state_bytes(
+            config, sizes, weights_of(config)
+        )
         found.append([(path, x.shape, x.dtype) for path, x in leaves_with_paths(assembly.states.kept)])
     assert all(arrays == found[0] for arrays in found)
     dtypes = {path: dtype for path, _, dtype in found[0]}
@@ -58,7 +60,7 @@ def test_checkpoints_of_all_meshes_hold_the_same_arrays(others):
 @pytest.mark.parametrize(("changes", "axes"), MESHES[1:], ids=str)
 def test_moments_take_a_half_and_a_quarter_on_each_device(changes, axes):
     whole, half, quarter = (
-        held(assembly.state, assembly.states.sums).moments
+        training_state_bytes(assembly.state, assembly.states.sums).moments
         for assembly in (assembled(axes, changes, {"optimizer": {"moments": kind}}) for kind in moments.KINDS)
     )
     assert half == pytest.approx(whole / 2, rel=0.01)
@@ -75,7 +77,7 @@ def test_a_run_goes_on_from_the_same_bits_on_another_mesh(stopped):
         config = from_json((directory / "config.json").read_text())
         assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
         with find(directory) as checkpoints:
-            state, step, _ = initial_state.starting_state(assembly, checkpoints)
+            state, step, _ = initial_state.restore_or_initialize(assembly, checkpoints)
         assert step == 5
         return assembly.steps.to_kept(state).opt_state
 

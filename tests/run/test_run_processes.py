@@ -40,27 +40,27 @@ with sharing_compilations():
 # Of two processes, the second has to wait for each batch.
 ONE_LOADS_SLOWLY = """
 import os, time
-from meshtrain.run import opened
-original = opened.batches
+from meshtrain.run import dataset
+original = dataset.batches
 def slow(*given, **named):
     for batch in original(*given, **named):
         time.sleep(0.2)
         yield batch
 if os.environ["JAX_PROCESS_ID"] == "1":
-    opened.batches = slow
+    dataset.batches = slow
 """
 
 # Of two processes, the second gets a signal before the first step, which neither begins before both know it.
 SIGNAL_BEFORE_THE_FIRST_STEP = """
 import os, signal, time
-from meshtrain.run import opened
-original = opened.batches
+from meshtrain.run import dataset
+original = dataset.batches
 def late(*given, **named):
     if os.environ["JAX_PROCESS_ID"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(4)
     yield from original(*given, **named)
-opened.batches = late
+dataset.batches = late
 """
 
 pytestmark = pytest.mark.slow

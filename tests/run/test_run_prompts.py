@@ -7,8 +7,8 @@ import pytest
 
 from meshtrain import generate
 from meshtrain.errors import UserError
-from meshtrain.report.content import run_page
-from meshtrain.report.runs import opened
+from meshtrain.report.runs import open_runs
+from meshtrain.report.sections import run_page
 from tests.run.conftest import patched
 
 PROMPTS = ("def f1(x", "<b>")
@@ -61,7 +61,7 @@ def test_evaluations_continue_prompts_and_compile_once(changes, run, prompts, tm
     assert generate.main([*words, f"--out={tmp_path / 'texts.jsonl'}"]) == 0
     texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert texts == [row["text"] for row in rows[-2:]]
-    [shown], _ = opened([str(tmp_path / "run")])
+    [shown], _ = open_runs([str(tmp_path / "run")])
     assert [row[:2] for row in shown.texts] == [(str(row["step"]), row["prompt"]) for row in rows]
     page = run_page([shown], [])
     assert "Prompts at evaluations of run" in page

@@ -15,7 +15,7 @@ GREEDY = {"until": ["\n"], "max_gen_toks": 12}
 
 @pytest.fixture(scope="module")
 def asked(straight):
-    return harness.opened(straight.directory)
+    return harness.open_requests(straight.directory)
 
 
 def test_likelihoods_add_up(asked):
@@ -30,19 +30,19 @@ def test_likelihoods_add_up(asked):
 
 
 def test_a_context_gives_its_last_blanks_to_the_continuation(asked):
-    assert asked.encoded("def ", "f") == (list(b"def"), list(b" f"))
-    assert asked.encoded("def", "f") == (list(b"def"), list(b"f"))
-    assert asked.encoded(" \n", "f") == ([256], list(b" \nf"))
-    assert asked.encoded("", "f") == ([256], list(b"f"))
+    assert asked.encode_pair("def ", "f") == (list(b"def"), list(b" f"))
+    assert asked.encode_pair("def", "f") == (list(b"def"), list(b"f"))
+    assert asked.encode_pair(" \n", "f") == ([256], list(b" \nf"))
+    assert asked.encode_pair("", "f") == ([256], list(b"f"))
 
 
 def test_greedy_text_is_the_most_probable_and_ends_before_a_stop(asked):
     prompts = ["def f1(x", "    return"]
-    texts = asked.generated([(prompt, GREEDY) for prompt in prompts])
+    texts = asked.generate([(prompt, GREEDY) for prompt in prompts])
     assert all(0 < len(text) <= 12 and "\n" not in text for text in texts), texts
     assert all(one.is_greedy for one in asked.likelihoods(list(zip(prompts, texts, strict=True))))
     stop = texts[0][2:4]
-    [shorter] = asked.generated([(prompts[0], {**GREEDY, "until": stop})])
+    [shorter] = asked.generate([(prompts[0], {**GREEDY, "until": stop})])
     assert shorter == texts[0][: texts[0].index(stop)]
 
 
@@ -56,21 +56,21 @@ def test_requests_are_drawn_with_their_options_and_come_back_in_order(asked, mon
     monkeypatch.setattr(harness, "answers", answers)
     sampled = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "until": ["", "x"]}
     given = [("a", GREEDY), ("b", {}), ("c", GREEDY), ("d", sampled), ("e", {"until": None, "temperature": 0.7})]
-    assert asked.generated(given) == ["a 12", "b 256", "c 12", "d 3", "e 256"]
+    assert asked.generate(given) == ["a 12", "b 256", "c 12", "d 3", "e 256"]
     assert [wanted for _, wanted in calls] == [
         Wanted(12, Sampling(), ("\n",)),
         Wanted(256, Sampling(), ()),
         Wanted(3, Sampling(0.5, 7, 0.9), ("x",)),
     ]
     assert [len(prompts) for prompts, _ in calls] == [2, 2, 1]
-    asked.generated([("x" * 100, GREEDY), ("y" * 100, {}), ("", GREEDY)])
+    asked.generate([("x" * 100, GREEDY), ("y" * 100, {}), ("", GREEDY)])
     lengths = [[len(ids) for ids in prompts] for prompts, _ in calls[3:]]
     assert lengths == [[32 - 12, 1], [32 // 2]], "the end of a prompt, in what the new tokens leave of 32 positions"
 
 
 def test_a_pipeline_is_folded(straight, capsys):
     words = ["--config.mesh.fsdp=1", "--config.mesh.pipeline=2"]
-    asked = harness.opened(straight.directory, *words, step=10)
+    asked = harness.open_requests(straight.directory, *words, step=10)
     assert asked.assembly.placed.program is None
     assert asked.assembly.mesh.size == 2
     assert "the pipeline of 2 is folded into tensor" in capsys.readouterr().err
@@ -91,7 +91,7 @@ def test_a_pipeline_is_folded(straight, capsys):
 )
 def test_what_cannot_answer_is_one_line(straight, words, step, said):
     with pytest.raises(UserError, match=said) as caught:
-        harness.opened(straight.directory, *words, step=step)
+        harness.open_requests(straight.directory, *words, step=step)
     assert len(caught.value.problems) == 1
 
 
@@ -99,7 +99,7 @@ def test_options_that_would_not_be_read_are_refused(asked):
     with pytest.raises(
         UserError, match=r"^generation_kwargs: got 'num_beams'; allowed: until, do_sample, .* max_gen_toks"
     ):
-        asked.generated([("def", {"num_beams": 4})])
+        asked.generate([("def", {"num_beams": 4})])
 
 
 @pytest.mark.parametrize(
@@ -112,5 +112,5 @@ def test_a_value_that_is_none_is_one_line(asked, wrong):
     with pytest.raises(
         UserError, match=rf"^generation_kwargs: got {name}={re.escape(repr(value))}; allowed: a "
     ) as caught:
-        asked.generated([("def", {"do_sample": True} | wrong)])
+        asked.generate([("def", {"do_sample": True} | wrong)])
     assert len(caught.value.problems) == 1

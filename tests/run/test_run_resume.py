@@ -11,7 +11,7 @@ from meshtrain.data.loader import batches
 from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.run import preflight, workdir
-from meshtrain.run.opened import open_data
+from meshtrain.run.dataset import open_data
 
 FSDP = ("mesh.fsdp=2",)
 CONTEXT = ("mesh.context=4",)
@@ -155,7 +155,7 @@ def test_init_from_takes_the_weights_and_nothing_else(run, stopped, straight, tm
     # Gone or not, the other run is history once this one has weights of its own.
     other.rename(other.with_name("moved"))
     config = begun.result.assembly.config
-    assert preflight.check(config, begun.directory, workdir.saved_step(begun.directory)) == []
+    assert preflight.check(config, begun.directory, workdir.newest_step(begun.directory)) == []
     [line] = preflight.check(config, tmp_path / "another", 0)
     assert line.startswith(f"init_from: {other}: got nothing there; allowed: a workdir")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
-from meshtrain.checkpoint.retention import read_ratings, saved_steps
-from meshtrain.data.own_source import Data
+from meshtrain.checkpoint.retention import checkpoint_steps, read_ratings
+from meshtrain.data.dataset import Dataset
 from meshtrain.errors import UserError
 from meshtrain.models.task import Entry, Task
 from meshtrain.options import option
@@ -49,7 +49,7 @@ line.options = Options
 
 
 def points(config):
-    return Data([{"x": np.float32(1)}] * 4, [{"x": np.float32(1)}] * 4, "points")
+    return Dataset([{"x": np.float32(1)}] * 4, [{"x": np.float32(1)}] * 4, "points")
 
 
 def trained(directory, task=line, data=points, **checkpoint):
@@ -60,7 +60,7 @@ def trained(directory, task=line, data=points, **checkpoint):
 @pytest.mark.parametrize("metric, best", [("eval_loss", 4), ("eval_height", 1), ("eval_depth", 1)])
 def test_the_task_states_which_metrics_are_better_higher(metric, best, tmp_path):
     trained(tmp_path, best_metric=metric)
-    assert set(saved_steps(tmp_path / CHECKPOINTS)) == {best, 4}
+    assert set(checkpoint_steps(tmp_path / CHECKPOINTS)) == {best, 4}
     found = read_ratings(tmp_path / CHECKPOINTS)
     assert [found[step]["eval_height"] for step in (1, 2, 3, 4)] == sorted(
         (values["eval_loss"] for values in found.values()), reverse=True
@@ -70,9 +70,9 @@ def test_the_task_states_which_metrics_are_better_higher(metric, best, tmp_path)
 def test_a_resumed_run_may_compare_another_metric(tmp_path):
     """All metrics of an evaluation are kept, so that checkpoints of before the change count as well."""
     train({**GIVEN, "num_steps": 2, "checkpoint": {"every": 1, "keep_last": 2, "keep_best": 1}}, tmp_path, line, points)
-    assert saved_steps(tmp_path / CHECKPOINTS) == [1, 2]
+    assert checkpoint_steps(tmp_path / CHECKPOINTS) == [1, 2]
     trained(tmp_path, best_metric="eval_height")
-    assert saved_steps(tmp_path / CHECKPOINTS) == [1, 4]
+    assert checkpoint_steps(tmp_path / CHECKPOINTS) == [1, 4]
 
 
 def without_validation(config):

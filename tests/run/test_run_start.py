@@ -14,8 +14,8 @@ from flax.linen import kw_only_dataclasses
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.retention import CheckpointOptions
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import to_json
+from meshtrain.config.schema import Config
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.run import initial_state, workdir
 from meshtrain.step.extension import PLAIN
@@ -81,11 +81,11 @@ def test_a_run_begins_with_the_weights_that_it_names_and_a_state_of_its_own(tmp_
         task=types.SimpleNamespace(begin=None),
         steps=types.SimpleNamespace(init=lambda key_data: own),
     )
-    begun = initial_state.beginning(assembly)
+    begun = initial_state.initial_state(assembly)
     np.testing.assert_array_equal(begun.params["w"], np.full(4, 7.0))
     assert begun == dataclasses.replace(own, params=begun.params)
     assembly.config = Config()
-    assert initial_state.beginning(assembly) is own
+    assert initial_state.initial_state(assembly) is own
 
 
 def test_one_thread_traces_modules(run, tmp_path, monkeypatch):

@@ -13,9 +13,9 @@ from meshtrain.assembly.extensions import restoring
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.task import Sums
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.reduction import in_equal_parts
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.state import init_state
 from meshtrain.step.step import WeightUpdate, train_step

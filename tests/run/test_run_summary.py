@@ -7,7 +7,7 @@ import pytest
 
 from meshtrain.assembly.assemble import assemble
 from meshtrain.assembly.facts import parameters_text
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.run import summary
 from meshtrain.run.summary import sample_tokens
 from meshtrain.step.precision import PrecisionOptions

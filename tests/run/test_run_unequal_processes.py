@@ -8,16 +8,16 @@ import pytest
 from safetensors.numpy import save_file
 
 from meshtrain.config.resolve import resolve
+from meshtrain.data.dataset import Dataset
 from meshtrain.data.loader import content_hash, order_hash
-from meshtrain.data.own_source import Data
 from meshtrain.data.prepare import main as prepare
 from meshtrain.errors import UserError
 from meshtrain.files import hash_of_sources
 from meshtrain.hf import tensor_files
 from meshtrain.launch import peers
 from meshtrain.models.task import Task, token_batch
-from meshtrain.run import opened, preflight
-from meshtrain.run.opened import data_facts, open_data, refuse_unequal_data
+from meshtrain.run import dataset, preflight
+from meshtrain.run.dataset import data_facts, open_data, refuse_unequal_data
 
 TASK = Task(init=dict, loss=len, batch=token_batch(4, 8), vocab_size=300)
 LINES = "the quick brown fox jumps over the lazy dog\n" * 40
@@ -72,7 +72,7 @@ def told(monkeypatch):
 
     def hears(facts):
         monkeypatch.setattr(peers, "count", lambda: 2)
-        monkeypatch.setattr(peers, "gathered", lambda name, value: [facts, value])
+        monkeypatch.setattr(peers, "gather_values", lambda name, value: [facts, value])
 
     return hears
 
@@ -97,7 +97,7 @@ def test_other_data_at_the_same_path_are_one_line(made, tmp_path, told):
 
 CONFIG = resolve({**SMALL, "data": {"source": "synthetic"}})
 EXAMPLE = {name: np.zeros(entry.shape[1:], entry.dtype) for name, entry in token_batch(4, 8).items()}
-DATA = Data([{**EXAMPLE, "tokens": np.full(8, number, np.int32)} for number in range(40)], (), "v1")
+DATA = Dataset([{**EXAMPLE, "tokens": np.full(8, number, np.int32)} for number in range(40)], (), "v1")
 
 
 class Noisy:
@@ -112,8 +112,8 @@ class Noisy:
 
 def reordered(monkeypatch):
     """A data loader of another commit with the same version number."""
-    own = opened.order_hash
-    monkeypatch.setattr(opened, "order_hash", lambda examples, **given: own(examples, **{**given, "seed": 7}))
+    own = dataset.order_hash
+    monkeypatch.setattr(dataset, "order_hash", lambda examples, **given: own(examples, **{**given, "seed": 7}))
     return DATA
 
 
@@ -147,7 +147,7 @@ def test_another_commit_of_the_same_version_is_another_source(tmp_path, told, mo
     (tmp_path / "a.py").write_text("ORDER = 2\n")
     assert hash_of_sources(tmp_path) != before
     monkeypatch.setattr(peers, "count", lambda: 2)
-    monkeypatch.setattr(peers, "gathered", lambda name, value: [{**value, "meshtrain's source": "x"}, value])
+    monkeypatch.setattr(peers, "gather_values", lambda name, value: [{**value, "meshtrain's source": "x"}, value])
     with pytest.raises(UserError, match=r"processes: versions differs: meshtrain's source is '\w{12}' in process 1"):
         preflight.refuse_unequal_processes(CONFIG, tmp_path)
 

@@ -12,14 +12,14 @@ import pytest
 from meshtrain import evaluate, generate
 from meshtrain.assembly.assemble import assemble
 from meshtrain.cli.flags import load
-from meshtrain.config.fields import Config
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.config.resolve import resolve
+from meshtrain.config.schema import Config
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
 from meshtrain.hf import folder
-from meshtrain.hf.config_json import described
+from meshtrain.hf.config_json import describe_model
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.run import base_weights, hugging_face, initial_state, preflight, weights
@@ -32,13 +32,13 @@ ONE = dict.fromkeys(AXES, 1)
 
 @pytest.fixture(scope="module")
 def assembly():
-    config = Config(model=described(LLAMA).options, batch_size=2, sequence_length=24, init_from=str(LLAMA))
+    config = Config(model=describe_model(LLAMA).options, batch_size=2, sequence_length=24, init_from=str(LLAMA))
     return assemble(config, ONE, jax.devices())
 
 
 @pytest.fixture(scope="module")
 def params(assembly):
-    return folder.read(folder.opened(LLAMA), assembly.state.params)
+    return folder.read(folder.open_folder(LLAMA), assembly.state.params)
 
 
 def assert_equal(got, want):
@@ -59,11 +59,11 @@ def test_a_run_begins_with_the_weights_of_a_folder(assembly, params):
         steps=types.SimpleNamespace(init=lambda key_data: own),
     )
     base_weights.refuse_other_weights(there, FIXTURES / "nowhere")
-    assert_equal(initial_state.beginning(there).params, params)
+    assert_equal(initial_state.initial_state(there).params, params)
 
 
 def test_options_that_no_shape_shows_are_compared(tmp_path):
-    config = Config(model=described(LLAMA).options, init_from=str(LLAMA), sequence_length=24)
+    config = Config(model=describe_model(LLAMA).options, init_from=str(LLAMA), sequence_length=24)
     assert preflight.check(config, tmp_path, 0) == []
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, rope_base=5e5, norm_epsilon=1e-6))
     lines = preflight.check(other, tmp_path, 0)
@@ -75,7 +75,7 @@ def test_options_that_no_shape_shows_are_compared(tmp_path):
 
 
 def test_texts_longer_than_those_of_training_are_said(capsys):
-    config = Config(model=described(LLAMA).options, sequence_length=65)
+    config = Config(model=describe_model(LLAMA).options, sequence_length=65)
     assert weights.weights_problems(config, LLAMA) == []
     assert "WARNING: sequence_length: got 65; the model in" in capsys.readouterr().err
 
@@ -84,7 +84,7 @@ def test_a_printed_configuration_has_the_model_of_the_folder(tmp_path, capsys):
     assert hugging_face.main(["config", str(LLAMA)]) == 0
     (tmp_path / "mine.py").write_text(capsys.readouterr().out)
     config = resolve(load(str(tmp_path / "mine.py"), []), reads_data=False)
-    assert config.model == described(LLAMA).options
+    assert config.model == describe_model(LLAMA).options
     assert config.init_from == str(LLAMA)
     assert (config.sequence_length, config.precision.policy) == (64, "bfloat16")
     assert config.learning_rate.warmup_steps == config.num_steps // 10
@@ -153,7 +153,7 @@ def with_text(tmp_path):
 def test_text_is_read_with_the_tokenizer_of_the_model(with_text, tmp_path):
     def lines(**changes):
         named = {name: changes.pop(name) for name in ("init_ignore",) if name in changes}
-        config = Config(model=described(LLAMA).options, init_from=str(with_text), sequence_length=24, **named)
+        config = Config(model=describe_model(LLAMA).options, init_from=str(with_text), sequence_length=24, **named)
         return preflight.check(dataclasses.replace(config, data=DataOptions(**changes)), tmp_path / "run", 0)
 
     [line] = lines()
@@ -177,7 +177,7 @@ def test_text_is_read_with_the_tokenizer_of_the_model(with_text, tmp_path):
 
 def test_an_exported_tokenizer_of_bytes_is_that_of_bytes(with_text, tmp_path):
     (with_text / "tokenizer.json").write_text(byte_tokenizer())
-    config = Config(model=described(LLAMA).options, init_from=str(with_text), sequence_length=24)
+    config = Config(model=describe_model(LLAMA).options, init_from=str(with_text), sequence_length=24)
     assert preflight.check(config, tmp_path / "run", 0) == []
 
 
@@ -187,7 +187,7 @@ def test_a_text_ends_with_each_id_that_the_folder_names(has_tokenizer, own_end, 
     if not has_tokenizer:
         (with_text / "tokenizer.json").unlink()
     ends = []
-    monkeypatch.setattr(generate, "restored", lambda *given: ({}, 0))
+    monkeypatch.setattr(generate, "restore_weights", lambda *given: ({}, 0))
     monkeypatch.setattr(generate, "generator", lambda assembly, params, end_ids: ends.extend(end_ids))
     monkeypatch.setattr(generate, "answers", lambda *given: [])
     assert generate.main([f"--workdir={with_text}", "--prompt=1", "--num-tokens=1"]) == 0
@@ -279,8 +279,8 @@ def test_a_folder_with_problems_is_refused_as_a_workdir(tmp_path):
 
 def test_an_evaluation_without_data_says_what_was_scored(monkeypatch, capsys):
     scored = {"loss": 1.0}
-    monkeypatch.setattr(evaluate, "restored", lambda *given: ({}, 0))
-    monkeypatch.setattr(evaluate, "evaluated", lambda *given: (dict.fromkeys(given[2].parts, scored), scored))
+    monkeypatch.setattr(evaluate, "restore_weights", lambda *given: ({}, 0))
+    monkeypatch.setattr(evaluate, "evaluate_parts", lambda *given: (dict.fromkeys(given[2].parts, scored), scored))
     assert evaluate.main([f"--workdir={LLAMA}", "--json"]) == 0
     [part] = json.loads(capsys.readouterr().out)["files"]
     assert part == {"name": "validation of data.source=synthetic", "loss": 1.0}

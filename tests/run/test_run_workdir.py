@@ -15,7 +15,7 @@ CLOCKS_DIFFER = 0.01  # seconds between `time.time` and `time.monotonic`, which 
 
 def begun(run, logged_seconds=0.0):
     own_seconds = time.monotonic() - 3.0  # this process began three seconds ago
-    return own_seconds - workdir.begun_seconds(run, own_seconds, logged_seconds)
+    return own_seconds - workdir.start_seconds(run, own_seconds, logged_seconds)
 
 
 def test_the_first_process_began_the_run(tmp_path):
@@ -30,7 +30,7 @@ def test_a_full_disk_is_a_line(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(workdir.os, "write", full)
-    with pytest.raises(UserError, match=r"cannot write \(No space left on device\)"), workdir.locked(tmp_path / "run"):
+    with pytest.raises(UserError, match=r"cannot write \(No space left on device\)"), workdir.lock(tmp_path / "run"):
         pass
 
 
@@ -49,7 +49,7 @@ def start(run, *files):
     """Begins a run that fails, after it has made some files and its folder of checkpoints."""
 
     def begin():
-        with workdir.locked(run):
+        with workdir.lock(run):
             (run / "checkpoints").mkdir(exist_ok=True)
             for name in files:
                 (run / name).write_text("{}")
@@ -84,11 +84,11 @@ def test_a_run_that_has_logged_or_saved_a_step_stays(tmp_path):
 
 def test_one_run_at_a_time_and_the_other_is_told_whose_it_is(tmp_path):
     run = tmp_path / "run"
-    with workdir.locked(run):
+    with workdir.lock(run):
         second = pytest.raises(UserError, match=rf"^workdir {run}: in use by process {os.getpid()} on .* since ")
-        with second, workdir.locked(run):
+        with second, workdir.lock(run):
             pass
-    with workdir.locked(run):
+    with workdir.lock(run):
         assert (run / ".lock").exists(), "who was refused has removed nothing"
 
 
@@ -103,6 +103,6 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatc
         flock(file, how)
 
     monkeypatch.setattr(workdir.fcntl, "flock", removed_first)
-    with workdir.locked(tmp_path / "run"):
+    with workdir.lock(tmp_path / "run"):
         assert (tmp_path / "run" / ".lock").read_text().startswith("process ")
     assert len(calls) == 2

@@ -8,17 +8,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assembly.assemble import assemble
 from meshtrain.assembly.extensions import reduced_over_data
-from meshtrain.config import reductions
-from meshtrain.config.fields import Config
+from meshtrain.config import extensions
+from meshtrain.config.schema import Config
 from meshtrain.lab import compression
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan.hlo import collectives, parse
-from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.gradients import GradientSync
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.param_sharding import ParamSharding, ZeroOptions, param_sharding
 from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
-from meshtrain.sharding.stored import Stored, ZeroOptions, stored
 
 MODEL = DecoderOptions(
     num_layers=2, embed_dim=64, mlp_dim=128, num_heads=2, num_kv_heads=2, vocab_size=128, vocab_multiple=128
@@ -83,7 +83,7 @@ def test_level_two_scatters_each_microbatch_and_level_one_only_their_sum(num_mic
 
 def test_counting_sees_gradients_left_to_the_partitioner(monkeypatch):
     """What the bound is for: with the axis not manual, each microbatch's gradients cross the network."""
-    monkeypatch.setattr(Replicas, "axes", property(lambda self: frozenset()))
+    monkeypatch.setattr(GradientSync, "axes", property(lambda self: frozenset()))
     sent, parameters = wire_bytes_over_data(4, {})
     assert sent > 3.5 * once_bytes(parameters)
 
@@ -96,7 +96,7 @@ def test_counting_sees_gradients_left_to_the_partitioner(monkeypatch):
 def test_compressed_gradients_cross_once_in_the_bytes_of_the_formula(kind, level, mesh):
     options = CompressionOptions(kind)
     sent, parameters = wire_bytes_over_data(4, mesh, level, reduction=options)
-    formula = reductions.of(Config(reduction=options)).sent_bytes
+    formula = extensions.of(Config(reduction=options)).sent_bytes
     each = formula(1, NUM_REPLICAS, level == 1) + (level == 1) * 4 * (1 - 1 / NUM_REPLICAS)
     once = each * parameters / 4 / (2 if "fsdp" in mesh else 1)
     # Whole blocks for each replica, and weights that no level splits, are a little more.
@@ -108,9 +108,9 @@ def test_reduced_gradients_and_residuals_add_up_on_shards_of_any_mesh(level):
     mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}, jax.devices())
     shapes = {"whole": ((3, 5), (None, None)), "split": ((16, 24), ("embed", "mlp"))}
     rules = default_rules(LayoutOptions())
-    stored_as = {name: stored(shape, axes, rules, mesh.shape, level) for name, (shape, axes) in shapes.items()}
+    stored_as = {name: param_sharding(shape, axes, rules, mesh.shape, level) for name, (shape, axes) in shapes.items()}
     topk = compression.topk(CompressionOptions("topk", block=16, kept=2), jnp.float32)
-    run = reduced_over_data(topk, Replicas(mesh, stored_as, level))
+    run = reduced_over_data(topk, GradientSync(mesh, stored_as, level))
     generator = np.random.default_rng(0)
 
     def on_each_replica(name):
@@ -130,6 +130,6 @@ def test_reduced_gradients_and_residuals_add_up_on_shards_of_any_mesh(level):
 def test_one_replica_applies_what_others_have_left():
     mesh = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
     int8 = compression.int8(CompressionOptions("int8"), jnp.float32)
-    alone = reduced_over_data(int8, Replicas(mesh, Stored.alike(PartitionSpec(), 1)))
+    alone = reduced_over_data(int8, GradientSync(mesh, ParamSharding.same(PartitionSpec(), 1)))
     reduced, left = jax.jit(alone)(jnp.ones((1, 3)), jnp.full((1, 3), 0.5))
     assert (reduced.tolist(), left.tolist()) == ([1.5] * 3, [[0] * 3])

@@ -46,13 +46,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_weight_is_hooked_where_one_loop_alone_reads_it_in_slices(name):
     function, expected = CASES[name]
-    assert jaxprs.traced(function, [W, V], X).sliced == expected
+    assert jaxprs.trace(function, [W, V], X).sliced == expected
 
 
 @pytest.mark.parametrize("name", [name for name, (_, expected) in CASES.items() if expected])
 def test_a_hook_gets_each_slice_with_what_goes_with_it(name):
     function, indices = CASES[name]
-    traced, added = jaxprs.traced(function, [W, V], X), [10.0 * W + 1, 10.0 * V + 1]
+    traced, added = jaxprs.trace(function, [W, V], X), [10.0 * W + 1, 10.0 * V + 1]
 
     def hook(slices, given):
         return {index: slices[index] + given[index].astype(slices[index].dtype) for index in slices}
@@ -138,7 +138,7 @@ def num_calls(text):
 
 
 def test_no_function_with_a_manual_region_is_called_twice(mesh):
-    shared, own = (on_stage(mesh, function) for function in (stage(mesh), jaxprs.called_once(stage(mesh))))
+    shared, own = (on_stage(mesh, function) for function in (stage(mesh), jaxprs.inline_calls(stage(mesh))))
     assert max(num_calls(shared.lower(GIVEN).as_text()).values()) > 1
     assert set(num_calls(own.lower(GIVEN).as_text()).values()) == {1}
     np.testing.assert_array_equal(own(GIVEN), shared(GIVEN))
@@ -148,4 +148,4 @@ def test_a_function_with_random_keys_is_called_once():
     """The implementation of keys is a named tuple in an equation's parameters."""
     data = jax.random.key_data(jax.random.key(3))
     drawn = lambda key_data: jax.random.normal(jax.random.wrap_key_data(key_data), (2,))  # noqa: E731
-    np.testing.assert_array_equal(jax.jit(jaxprs.called_once(drawn))(data), jax.jit(drawn)(data))
+    np.testing.assert_array_equal(jax.jit(jaxprs.inline_calls(drawn))(data), jax.jit(drawn)(data))

@@ -47,7 +47,7 @@ def tpus(side, num_slices=1):
 
 
 def ordered(devices, **sizes):
-    return mesh_module._ordered(tuple(shape_of(**sizes)[axis] for axis in AXES), devices)
+    return mesh_module._order_devices(tuple(shape_of(**sizes)[axis] for axis in AXES), devices)
 
 
 def groups(array, key):

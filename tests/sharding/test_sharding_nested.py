@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from meshtrain.sharding import placement
-from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.gradients import GradientSync
+from meshtrain.sharding.param_sharding import param_sharding
 from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
-from meshtrain.sharding.stored import stored
 
 pytestmark = pytest.mark.quick
 
@@ -52,7 +52,7 @@ def gradients(replicas, w, batch):
 
 def replicas_on(mesh, level):
     rules = extend(default_rules(LayoutOptions()), Rule("embed"), Rule("mlp", ("fsdp",)))
-    return Replicas(mesh, stored((WIDTH, HIDDEN), ("embed", "mlp"), rules, mesh.shape, level), level)
+    return GradientSync(mesh, param_sharding((WIDTH, HIDDEN), ("embed", "mlp"), rules, mesh.shape, level), level)
 
 
 @pytest.mark.parametrize("level", [0, 2])

@@ -11,16 +11,16 @@ from meshtrain.assembly.assemble import assemble
 from meshtrain.assembly.facts import array_rows
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.retention import CheckpointOptions
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import UserError
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.sharding import offload
 from meshtrain.sharding.offload import OffloadOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
 
 CONFIG = Config(
     batch_size=8,

@@ -127,7 +127,7 @@ def test_values_and_gradients_are_the_same_inside_scan_remat_and_shard_map():
 
     expected_loss, expected_grads = jax.jit(
         lambda ws, x: jax.tree.map(lambda *parts: jnp.concatenate(parts), *(
-            loss(Placement.nowhere())(ws[i : i + 1], x) for i in range(2)
+            loss(Placement.single_device())(ws[i : i + 1], x) for i in range(2)
         ))
     )(ws, x)  # fmt: skip
     split = PartitionSpec("pipeline")
@@ -158,7 +158,7 @@ def test_one_device_is_told_nothing_and_still_checks_names():
     assert placement.weight(x, ("embed", "mlp")) is x
     with pytest.raises(UserError, match="got 'bach'"):
         placement.activation(x, ("bach", "embed"))
-    nowhere = Placement.nowhere()
+    nowhere = Placement.single_device()
     assert nowhere.activation(x, ("batch", "embed")) is x
     assert nowhere.weight(x, ("embed", "mlp")) is x
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.param_sharding import param_shardings
 from meshtrain.sharding.placement_text import rows, table
 from meshtrain.sharding.rules import LayoutOptions, default_rules
-from meshtrain.sharding.stored import stored_tree
 from tests.sharding.conftest import shape_of
 
 pytestmark = pytest.mark.quick
@@ -16,7 +16,7 @@ RULES = default_rules(LayoutOptions())
 
 
 def placed(tree, names, mesh):
-    specs = stored_tree(tree, names, RULES, mesh.shape, 0)
+    specs = param_shardings(tree, names, RULES, mesh.shape, 0)
     shardings = jax.tree.map(lambda one: jax.NamedSharding(mesh, one.parameter), specs)
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)
 

@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding
 
 from meshtrain.errors import UserError
 from meshtrain.sharding.mesh import make_mesh
-from meshtrain.sharding.rules import AXES, DATA, LayoutOptions, default_rules
-from meshtrain.sharding.stored import (
+from meshtrain.sharding.param_sharding import (
     GRADIENTS_LEVEL,
     MAX_LEVEL,
     MOMENTS_LEVEL,
@@ -24,9 +23,10 @@ from meshtrain.sharding.stored import (
     axes_in,
     axes_of_dims,
     num_parts,
+    param_sharding,
     rules_of_level,
-    stored,
 )
+from meshtrain.sharding.rules import AXES, DATA, LayoutOptions, default_rules
 from meshtrain.sharding.tree_problems import tree_problems
 
 pytestmark = pytest.mark.quick
@@ -54,9 +54,9 @@ def test_what_is_stored_divides_and_uses_no_mesh_axis_twice(weight, mesh, level)
     shape, names = weight
     if array_problems("w", shape, names, RULES.parameters, mesh):
         with pytest.raises(UserError):
-            stored(shape, names, RULES, mesh, level)
+            param_sharding(shape, names, RULES, mesh, level)
         return
-    home = stored(shape, names, RULES, mesh, level)
+    home = param_sharding(shape, names, RULES, mesh, level)
     by_rules = [tuple(axis for axis in RULES.parameters.get(name, ()) if mesh[axis] > 1) for name in names]
     free = [
         dim - len(shape)
@@ -133,7 +133,7 @@ def test_sharded_and_gathered_again_an_array_is_the_same(weight, mesh, level):
     shape, names = weight
     if array_problems("w", shape, names, RULES.parameters, mesh):
         return
-    home, devices = stored(shape, names, RULES, mesh, level), jax.devices()[: math.prod(mesh.values())]
+    home, devices = param_sharding(shape, names, RULES, mesh, level), jax.devices()[: math.prod(mesh.values())]
     here, value = make_mesh(mesh, devices), np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     moved = value
     for spec in (home.parameter, home.gradient, home.moment, home.parameter):

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.sharding.trainable import trained_mask
-from meshtrain.sharding.trees import leaves_with_paths, merged, select
+from meshtrain.sharding.trainable import trainable_mask
+from meshtrain.sharding.trees import leaves_with_paths, merge, select
 
 pytestmark = pytest.mark.quick
 
@@ -34,9 +34,9 @@ PATHS = {path for path, _ in leaves_with_paths(PARAMS)}
     ],
 )
 def test_a_pattern_is_searched_in_each_path(pattern, trained):
-    mask = trained_mask(pattern, PARAMS)
+    mask = trainable_mask(pattern, PARAMS)
     assert {path for path, is_trained in leaves_with_paths(mask) if is_trained} == trained
     chosen, others = select(PARAMS, mask)
     assert {path for path, _ in leaves_with_paths(chosen)} == trained
     assert {path for path, _ in leaves_with_paths(others)} == PATHS - trained
-    assert merged(chosen, others) == PARAMS
+    assert merge(chosen, others) == PARAMS

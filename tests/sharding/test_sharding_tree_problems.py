@@ -2,8 +2,8 @@
 
 import pytest
 
+from meshtrain.sharding.param_sharding import rules_of_level
 from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
-from meshtrain.sharding.stored import rules_of_level
 from meshtrain.sharding.tree_problems import tree_problems
 from tests.sharding.conftest import array, shape_of
 

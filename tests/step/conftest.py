@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.pipeline.schedules import PipelineOptions

@@ -9,19 +9,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.task import Entry, Ratio, Task
-from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.gradients import GradientSync
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.param_sharding import param_shardings
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
-from meshtrain.sharding.stored import stored_tree
-from meshtrain.step.accumulate import accumulated, cut, split
+from meshtrain.step.accumulate import accumulate_gradients, split_microbatches, stack_microbatches
 
 BATCH_AXES = {"images": ("batch", "height", "width", "channels"), "labels": ("batch",)}
 
 
-@pytest.mark.parametrize("function, dims", [(cut, (2, 3)), (split, (3, 2))])
+@pytest.mark.parametrize("function, dims", [(split_microbatches, (2, 3)), (stack_microbatches, (3, 2))])
 def test_microbatches_of_any_rank_stay_split_as_the_rules_say(function, dims):
     shape = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
     rules = extend(default_rules(LayoutOptions()), Rule("height", activations=("tensor",)), Rule("width"),
@@ -32,10 +32,10 @@ def test_microbatches_of_any_rank_stay_split_as_the_rules_say(function, dims):
     placement = Placement(rules, mesh)
     found = jax.jit(lambda batch: function(batch, 3, placement, BATCH_AXES))(batch)
     assert found["images"].shape == (*dims, 4, 2, 3)
-    wanted = P("data", None, "tensor") if function is cut else P(None, "data", "tensor")
+    wanted = P("data", None, "tensor") if function is split_microbatches else P(None, "data", "tensor")
     assert found["images"].sharding.is_equivalent_to(NamedSharding(mesh, wanted), 5)
     numbers = np.arange(6).reshape(2, 3)  # microbatch m holds m, m + 3
-    np.testing.assert_array_equal(found["labels"], numbers if function is cut else numbers.T)
+    np.testing.assert_array_equal(found["labels"], numbers if function is split_microbatches else numbers.T)
     np.testing.assert_array_equal(found["images"][..., 0, 0, 0], found["labels"])
 
 
@@ -44,13 +44,13 @@ def test_a_gradient_that_data_does_not_divide_is_reduced_once(level, num_microba
     mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2}, jax.devices()[:2])
     rules = default_rules(LayoutOptions())
     params, names = {"odd": jnp.ones(3), "even": jnp.ones(4)}, {"odd": ("norm",), "even": ("norm",)}
-    replicas = Replicas(mesh, stored_tree(params, names, rules, mesh.shape, level), level)
+    replicas = GradientSync(mesh, param_shardings(params, names, rules, mesh.shape, level), level)
 
     def loss(params, batch, rng, train):
         weight = jnp.sum(batch["weights"])
         return weight * (jnp.sum(params["odd"]) + jnp.sum(params["even"])), weight, {}
 
-    gradients = accumulated(loss, num_microbatches, Placement(rules, mesh), replicas, {"weights": ("batch",)})
+    gradients = accumulate_gradients(loss, num_microbatches, Placement(rules, mesh), replicas, {"weights": ("batch",)})
     sums = jax.jit(gradients)(params, {"weights": jnp.ones(8)}, jax.random.key(0), jnp.float32(1))
     assert [replicas.stored[name].data_dim for name in ("odd", "even")] == [0, -1]
     np.testing.assert_array_equal(sums.gradients["odd"], [8] * 3)

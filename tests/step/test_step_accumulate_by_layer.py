@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan.cost import lower_bound
 from meshtrain.plan.hlo import collectives, parse
 from meshtrain.sharding import gradients
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 
 MODEL = DecoderOptions(
@@ -33,7 +33,7 @@ def one_step(mesh, *, in_loops, **fields):
     config = Config(batch_size=24, sequence_length=8, model=MODEL, **fields)
     with pytest.MonkeyPatch.context() as patch:
         if not in_loops:
-            patch.setattr(gradients.Replicas, "reduces_in_loops", False)
+            patch.setattr(gradients.GradientSync, "reduces_in_loops", False)
         assembly = assemble(config, shape, jax.devices()[: math.prod(shape.values())])
         compiled = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
         formula = lower_bound.layer_gradient_bytes(assembly)

@@ -13,15 +13,15 @@ import pytest
 from flax.linen import LogicallyPartitioned
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.metrics import Load
-from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, Task, staged_loss, token_batch
+from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, Task, loss_of_stages, token_batch
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.step.state import init_state
@@ -77,7 +77,7 @@ def make_task(config, placement):
         }
 
     batch = token_batch(config.batch_size, config.sequence_length)
-    return Task(init, staged_loss(STAGES), batch, stages=STAGES, after_update=with_counts, takes_manual_axes=True)
+    return Task(init, loss_of_stages(STAGES), batch, stages=STAGES, after_update=with_counts, takes_manual_axes=True)
 
 
 def batch_of(number=0):
@@ -112,7 +112,7 @@ def norm_of_others():
     key = jax.random.fold_in(jax.random.key(0), 0)
     params = jax.tree.map(lambda box: box.value, make_task(Config(), None).init(key), is_leaf=is_box)
     batch = {**batch_of(), SEQUENCE_INDEX: np.arange(NUM_SEQUENCES)}
-    total = lambda params: staged_loss(STAGES)(params, batch, key, True)[0] / (NUM_SEQUENCES * NUM_TOKENS)  # noqa: E731
+    total = lambda params: loss_of_stages(STAGES)(params, batch, key, True)[0] / (NUM_SEQUENCES * NUM_TOKENS)  # noqa: E731
     gradients = jax.jit(jax.grad(total))(params)
     return optax.tree.norm({**gradients, "layers": gradients["layers"]["kernel"]})
 

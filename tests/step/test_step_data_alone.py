@@ -11,13 +11,13 @@ import pytest
 from flax.linen import LogicallyPartitioned
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.metrics import Load
 from meshtrain.models.task import Entry, Task
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import AXES
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions
 

@@ -70,9 +70,9 @@ def test_the_seed_is_a_power_of_two(num_targets, seed):
 def test_a_sum_over_the_batch_that_float16_cannot_hold_is_an_overflow(is_float16, held):
     rule = loss_scale.scaling(LossScaleOptions("dynamic"), 4, computes_in_float16=is_float16)
     gradients = [jnp.float32([0, -1]), jnp.float32([65504 / 8]), jnp.float32([0, -65536 / 8])]
-    squares = loss_scale.overflowed(rule, jnp.ones(3), gradients, jnp.float32(8))
+    squares = loss_scale.mark_overflows(rule, jnp.ones(3), gradients, jnp.float32(8))
     assert np.isfinite(squares).tolist() == held
-    same(loss_scale.overflowed(None, jnp.ones(3), gradients, jnp.float32(8)), jnp.ones(3))
+    same(loss_scale.mark_overflows(None, jnp.ones(3), gradients, jnp.float32(8)), jnp.ones(3))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config, LocalStepsOptions
+from meshtrain.config.schema import Config, LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.reduction import ReductionOptions

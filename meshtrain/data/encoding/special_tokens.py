@@ -67,7 +67,7 @@ class SpecialTokens:
             return [self.literal(inner) for inner in value]
         if not self._pattern or not isinstance(value, str):
             return value
-        return self._pattern.sub(lambda match: f"{match[0][:1]}{LITERAL}{match[0][1:]}", unmarked(value))
+        return self._pattern.sub(lambda match: f"{match[0][:1]}{LITERAL}{match[0][1:]}", unmark(value))
 
     def through_template(
         self, write: Callable[[Sequence[Message]], tuple[str, Spans]], messages: Sequence[Message]
@@ -78,9 +78,9 @@ class SpecialTokens:
           write: messages -> text and spans, such as the positions of answers.
           messages: of one conversation.
         """
-        return self.marked(*write(self.literal(messages))) if self.as_text else write(messages)
+        return self.insert_marks(*write(self.literal(messages))) if self.as_text else write(messages)
 
-    def marked(self, text: str, spans: Spans = ()) -> tuple[str, Spans]:
+    def insert_marks(self, text: str, spans: Spans = ()) -> tuple[str, Spans]:
         """Inserts `MARK` before each special token that a template wrote, and removes `LITERAL`.
 
         Args:
@@ -90,7 +90,7 @@ class SpecialTokens:
         Returns:
           The new text, and the spans moved accordingly.
 
-        >>> SpecialTokens({"</s>": 2}, True).marked(f"<{LITERAL}/s>b</s>", ((6, 10),))[1]
+        >>> SpecialTokens({"</s>": 2}, True).insert_marks(f"<{LITERAL}/s>b</s>", ((6, 10),))[1]
         ((5, 10),)
         """
         places = [(match.start(), MARK) for match in self._pattern.finditer(text)] if self._pattern else []
@@ -104,12 +104,12 @@ class SpecialTokens:
         return result, tuple((int(moved[begin]), int(moved[end])) for begin, end in spans)
 
 
-def unmarked(text: str) -> str:
+def unmark(text: str) -> str:
     """Returns a text without `MARK` and `LITERAL`."""
     return text.replace(MARK, "").replace(LITERAL, "")
 
 
-def marked_tokenizer(loaded: "tokenizers.Tokenizer", special: Mapping[str, int]) -> "tokenizers.Tokenizer":
+def mark_tokenizer(loaded: "tokenizers.Tokenizer", special: Mapping[str, int]) -> "tokenizers.Tokenizer":
     """Returns a copy of a tokenizer that recognizes special tokens only with `MARK` before them.
 
     Args:

@@ -98,13 +98,13 @@ class Latent:
     epsilon: float
 
 
-def padded(x: jax.Array, length: int, filler: int = 0) -> jax.Array:
+def pad(x: jax.Array, length: int, filler: int = 0) -> jax.Array:
     """Returns `x` with its second dim padded to `length`."""
     widths = [(0, length - x.shape[1] if dim == 1 else 0) for dim in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=filler) if length > x.shape[1] else x
 
 
-def padded_documents(
+def pad_documents(
     documents: Documents, q: jax.Array, k: jax.Array, lengths: tuple[int, int], causal: bool
 ) -> Documents:
     """Returns the document ids of queries and keys padded to these lengths; a separate id hides the padding.
@@ -115,7 +115,7 @@ def padded_documents(
         if causal or lengths[1] == k.shape[1]:
             return None
         documents = jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32)
-    of_queries, of_keys = (padded(ids, length, -1) for ids, length in zip(documents, lengths, strict=True))
+    of_queries, of_keys = (pad(ids, length, -1) for ids, length in zip(documents, lengths, strict=True))
     return of_queries, of_keys
 
 

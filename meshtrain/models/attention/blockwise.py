@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.models.attention import kernel
-from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents, same_document
+from meshtrain.models.attention.attention import Attention, Documents, pad, pad_documents, same_document
 from meshtrain.sharding.trees import Arrays
 
 # Scores of a block take b N 512 512 numbers; larger blocks compute more of the diagonal than is visible.
@@ -104,9 +104,9 @@ def attend(
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     (num_queries, queries), (num_keys, keys) = (_blocks(size, largest_block) for size in (length, num_tokens))
     lengths = (num_queries * queries, num_keys * keys)
-    documents = padded_documents(documents, q, k, lengths, causal)
+    documents = pad_documents(documents, q, k, lengths, causal)
     q = q.reshape(num_sequences, length, num_groups, num_heads // num_groups, head_dim)
-    q, k, v = padded(q, lengths[0]), padded(k, lengths[1]), padded(v, lengths[1])
+    q, k, v = pad(q, lengths[0]), pad(k, lengths[1]), pad(v, lengths[1])
     blocks = Blocks(num_queries, num_keys, queries, keys, attention, first is not None)
     by_blocks = kernel.Kernel(blockwise_forward, blockwise_backward, blocks, name)
     heads = kernel.attend(by_blocks, sinks, q, k, v, documents, first)
@@ -138,12 +138,12 @@ def blockwise_forward(
     def add(carry: tuple[Pair, Sums], nothing: None) -> tuple[tuple[Pair, Sums], None]:
         (i, j), (sums, most, total) = carry
         scores, _, visible = _scores(blocks, q, k, documents, first, i, j)
-        most_before, total_before = _cut(most, i, blocks.queries, 2), _cut(total, i, blocks.queries, 2)
+        most_before, total_before = _block(most, i, blocks.queries, 2), _block(total, i, blocks.queries, 2)
         most_now = jnp.maximum(most_before, jnp.max(scores, axis=-1))
         shrink = jnp.exp(most_before - most_now)
         weights = _where(visible, jnp.exp(scores - most_now[..., None]))
-        added = _product(weights.astype(v.dtype), _cut(v, j, blocks.keys), OF_SUMS)
-        sums_now = _cut(sums, i, blocks.queries, 2) * shrink[..., None] + added
+        added = _product(weights.astype(v.dtype), _block(v, j, blocks.keys), OF_SUMS)
+        sums_now = _block(sums, i, blocks.queries, 2) * shrink[..., None] + added
         total_now = total_before * shrink + jnp.sum(weights, axis=-1)
         parts = (sums_now, most_now, total_now)
         pasted = [_paste(x, part, i, blocks.queries) for x, part in zip((sums, most, total), parts, strict=True)]
@@ -184,17 +184,17 @@ def blockwise_backward(
     def add(carry: tuple[Pair, Sums], nothing: None) -> tuple[tuple[Pair, Sums], None]:
         (i, j), (dq, dk, dv) = carry
         scores, slope, visible = _scores(blocks, q, k, documents, first, i, j)
-        weights = _where(visible, jnp.exp(scores - _cut(log_sums, i, blocks.queries, 2)[..., None]))
-        of_heads = _cut(cotangent, i, blocks.queries)
-        of_weights = _product(of_heads, _cut(v, j, blocks.keys), OF_SCORES)
-        of_scores = weights * (of_weights - _cut(inner, i, blocks.queries, 2)[..., None]) * slope
+        weights = _where(visible, jnp.exp(scores - _block(log_sums, i, blocks.queries, 2)[..., None]))
+        of_heads = _block(cotangent, i, blocks.queries)
+        of_weights = _product(of_heads, _block(v, j, blocks.keys), OF_SCORES)
+        of_scores = weights * (of_weights - _block(inner, i, blocks.queries, 2)[..., None]) * slope
         of_scores = of_scores.astype(q.dtype)
         parts = (
-            (dq, _product(of_scores, _cut(k, j, blocks.keys), OF_SUMS), i, blocks.queries),
-            (dk, _product(of_scores, _cut(q, i, blocks.queries), OF_KEYS), j, blocks.keys),
+            (dq, _product(of_scores, _block(k, j, blocks.keys), OF_SUMS), i, blocks.queries),
+            (dk, _product(of_scores, _block(q, i, blocks.queries), OF_KEYS), j, blocks.keys),
             (dv, _product(weights.astype(q.dtype), of_heads, OF_KEYS), j, blocks.keys),
         )
-        pasted = [_paste(x, _cut(x, at, size, 2) + part, at, size) for x, part, at, size in parts]
+        pasted = [_paste(x, _block(x, at, size, 2) + part, at, size) for x, part, at, size in parts]
         return (_next(blocks, i, j), tuple(pasted)), None
 
     empty = [jnp.zeros(x.swapaxes(1, 2).shape, jnp.float32) for x in (q, k, v)]
@@ -228,7 +228,7 @@ def _scores(
     """
     attention = blocks.attention
     slope: jax.Array | float = attention.scale
-    scores = slope * _product(_cut(q, i, blocks.queries), _cut(k, j, blocks.keys), OF_SCORES)
+    scores = slope * _product(_block(q, i, blocks.queries), _block(k, j, blocks.keys), OF_SCORES)
     if attention.cap:
         bounded = jnp.tanh(scores / attention.cap)
         scores, slope = attention.cap * bounded, slope * (1 - bounded**2)
@@ -239,7 +239,7 @@ def _scores(
         visible = (distance >= 0) & (distance < attention.window) if attention.window else distance >= 0
         visible = visible[None, None, :, None]
     if documents is not None:
-        mine, theirs = _cut(documents[0], i, blocks.queries), _cut(documents[1], j, blocks.keys)
+        mine, theirs = _block(documents[0], i, blocks.queries), _block(documents[1], j, blocks.keys)
         same = same_document(mine, theirs)[..., None, :]
         visible = same if visible is None else visible & same
     return scores if visible is None else jnp.where(visible, scores, LOWEST), slope, visible
@@ -255,7 +255,7 @@ def _product(a: jax.Array, b: jax.Array, dims: jax.lax.DotDimensionNumbers) -> j
     return product
 
 
-def _cut(x: jax.Array, index: jax.Array, size: int, dim: int = 1) -> jax.Array:
+def _block(x: jax.Array, index: jax.Array, size: int, dim: int = 1) -> jax.Array:
     part: jax.Array = jax.lax.dynamic_slice_in_dim(x, index * size, size, dim)
     return part
 

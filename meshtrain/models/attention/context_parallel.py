@@ -42,14 +42,14 @@ def by_heads(attend: Attend, axes: tuple[str, ...]) -> Attend:
     ) -> jax.Array:
         num_parts = jax.lax.axis_size(axes)
         assert q.shape[2] % num_parts == 0, "the parts of a sequence divide the heads"
-        k, v = (_repeated(x, math.lcm(x.shape[2], num_parts)) for x in (k, v))
+        k, v = (_repeat_heads(x, math.lcm(x.shape[2], num_parts)) for x in (k, v))
         q, k, v = (jax.lax.all_to_all(x, axes, 2, 1, tiled=True) for x in (q, k, v))
         of_queries = [x is not None and x.ndim == q.ndim - 1 for x in others]
         others = tuple(
             jax.lax.all_to_all(x, axes, 2, 1, tiled=True) if exchanges else x
             for x, exchanges in zip(others, of_queries, strict=True)
         )
-        heads = attend(q, k, v, _gathered(documents, axes), *others)
+        heads = attend(q, k, v, _gather(documents, axes), *others)
         whole: jax.Array = jax.lax.all_to_all(heads, axes, 1, 2, tiled=True)
         return whole
 
@@ -69,21 +69,21 @@ def by_keys(attend: Attend, axes: tuple[str, ...], *, causal: bool) -> Attend:
     def exchanged(
         q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, *others: jax.Array | None
     ) -> jax.Array:
-        k, v = (_gathered(x, axes) for x in (k, v))
+        k, v = (_gather(x, axes) for x in (k, v))
         if documents is not None:
-            documents = (documents[0], _gathered(documents[1], axes))
+            documents = (documents[0], _gather(documents[1], axes))
         place = {"first": jax.lax.axis_index(axes) * q.shape[1]} if causal else {}
         return attend(q, k, v, documents, *others, **place)
 
     return exchanged
 
 
-def _repeated(x: jax.Array, num_heads: int) -> jax.Array:
+def _repeat_heads(x: jax.Array, num_heads: int) -> jax.Array:
     """Returns keys or values with each head repeated; the cotangents of the copies are summed in float32."""
     times = num_heads // x.shape[2]
     return x if times == 1 else jnp.repeat(x.astype(jnp.float32), times, axis=2).astype(x.dtype)
 
 
-def _gathered(tree: Arrays, axes: tuple[str, ...]) -> Arrays:
+def _gather(tree: Arrays, axes: tuple[str, ...]) -> Arrays:
     """Gathers arrays [b, T / n, ...] to [b, T, ...]."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), tree)

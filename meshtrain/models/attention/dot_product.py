@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.models.attention.attention import Attention, Documents, same_document
-from meshtrain.models.layers import capped
+from meshtrain.models.layers import cap_values
 
 
 def attend(
@@ -47,13 +47,13 @@ def attend(
         mask = seen[None, None] if mask is None else mask & seen
     if cap or sinks is not None:
         assert how == "xla", "the kernel has no cap and no sinks"
-        return _written_out(q, k, v, mask, causal, attention, sinks).astype(dtype)
+        return _plain_attention(q, k, v, mask, causal, attention, sinks).astype(dtype)
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=attention.scale, is_causal=causal, implementation=how, local_window_size=local
     ).astype(dtype)
 
 
-def _written_out(
+def _plain_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -65,7 +65,7 @@ def _written_out(
     """Returns heads; `mask` is bool, broadcastable to [b, 1, T, S], true if a query attends to a key."""
     groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("btgnh,bsgh->bgnts", groups, k, preferred_element_type=jnp.float32)
-    scores = capped(scores * attention.scale, attention.cap)
+    scores = cap_values(scores * attention.scale, attention.cap)
     if causal:
         before = jnp.tri(q.shape[1], k.shape[1], dtype=bool)[None, None]
         mask = before if mask is None else mask & before

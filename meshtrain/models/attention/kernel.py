@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.models.attention.attention import Documents, padded
+from meshtrain.models.attention.attention import Documents, pad
 
 Given = jax.Array | Documents  # an argument of a kernel; may be None
 
@@ -49,7 +49,7 @@ def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given
       q: argument of the kernel.
       others: further arguments of the kernel.
     """
-    own = None if sinks is None else padded(sinks, q.shape[1]).reshape(q.shape[:-1]).swapaxes(1, 2)
+    own = None if sinks is None else pad(sinks, q.shape[1]).reshape(q.shape[:-1]).swapaxes(1, 2)
     heads: jax.Array = _attend(kernel, own, q, *others)
     return heads
 
@@ -63,7 +63,7 @@ def _attend(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> jax.Array
 def _forward(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> tuple[jax.Array, tuple[Given, ...]]:
     heads, log_sums = kernel.forward(kernel.static, *given)
     if sinks is not None:
-        heads, log_sums = folded(heads.swapaxes(1, 2), log_sums * kernel.unit, sinks)
+        heads, log_sums = fold_sinks(heads.swapaxes(1, 2), log_sums * kernel.unit, sinks)
         heads, log_sums = heads.swapaxes(1, 2), log_sums / kernel.unit
     heads, log_sums = (checkpoint_name(x, kernel.name) for x in (heads, log_sums))
     return heads, (sinks, *given, heads, log_sums)
@@ -81,7 +81,7 @@ def _backward(kernel: Kernel, kept: tuple[jax.Array, ...], of_heads: jax.Array) 
 _attend.defvjp(_forward, _backward)
 
 
-def folded(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+def fold_sinks(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns heads and logarithms with sinks included in the softmax.
 
     Args:

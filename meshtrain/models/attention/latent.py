@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.models.attention import dot_product
 from meshtrain.models.attention.attention import LATENTS, Latent
 from meshtrain.models.attention.multi_head import CACHE, NEW, Memory, MultiHead, Slots
-from meshtrain.models.layers import Norm, multiplied, normal, weight, with_adapter
+from meshtrain.models.layers import Norm, multiply, normal, weight, with_adapter
 from meshtrain.models.remat import QKV
 from meshtrain.models.rotary import rotate_neighbours
 
@@ -59,7 +59,7 @@ class LatentAttention(MultiHead):
             self.put_variable(NEW, LATENTS, latents)
         source, width = x, self.latent.query_width
         if width:
-            source = self._normed_latent("query_latent_norm", self._down("query_down", x, width))
+            source = self._norm_latent("query_latent_norm", self._down("query_down", x, width))
         q = self._project("query", source, self.attention.num_heads, "heads", rows=ROWS if width else "embed")
         q = q if stretch is None else q * jnp.asarray(stretch**2, q.dtype)  # once for queries, once for keys
         q, of_rotary = jnp.split(q, [self.attention.head_dim - self.latent.rotary], axis=-1)
@@ -76,10 +76,10 @@ class LatentAttention(MultiHead):
         """Returns the down-projection of `x`, [b, T, width]."""
         axes = ("embed", "latent")
         kernel = weight(self, name, (x.shape[-1], width), axes, normal(self.init_std), self.placement, self.dtype)
-        down = multiplied(self, name, x, kernel, axes, self.placement)
+        down = multiply(self, name, x, kernel, axes, self.placement)
         return checkpoint_name(self.placement.activation(down, ("batch", "sequence", "latent")), QKV)
 
-    def _normed_latent(self, name: str, x: jax.Array) -> jax.Array:
+    def _norm_latent(self, name: str, x: jax.Array) -> jax.Array:
         centered = self.attention.centered_scales
         normed: jax.Array = Norm("rmsnorm", self.latent.epsilon, False, self.placement, centered, name=name)(x)
         return normed
@@ -89,7 +89,7 @@ class LatentAttention(MultiHead):
         both = self._down("key_value_down", x, self.latent.width + self.latent.rotary)
         latents, shared = jnp.split(both, [self.latent.width], axis=-1)
         shared = rotate_neighbours(shared[:, :, None], angles)[:, :, 0]
-        return jnp.concatenate([self._normed_latent("latent_norm", latents), shared], axis=-1)
+        return jnp.concatenate([self._norm_latent("latent_norm", latents), shared], axis=-1)
 
     def _of_heads(self, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns keys [b, T, N, H] and values [b, T, N, W]."""

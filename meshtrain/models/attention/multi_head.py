@@ -18,11 +18,11 @@ from meshtrain.hardware.accelerators import GPU
 from meshtrain.models.attention import blockwise, context_parallel, dot_product, splash, triton
 from meshtrain.models.attention.attention import Attention, Documents
 from meshtrain.models.attention.select import Case, chosen
-from meshtrain.models.layers import Norm, multiplied, normal, weight
+from meshtrain.models.layers import Norm, multiply, normal, weight
 from meshtrain.models.remat import HEADS, QKV
 from meshtrain.models.rotary import rotate
+from meshtrain.sharding.param_sharding import axes_of_dims
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.stored import axes_of_dims
 
 
 class Memory(NamedTuple):
@@ -103,7 +103,7 @@ class MultiHead(nn.Module):
         assert memory is None or (angles is None and not causal), "a memory has no order relative to the queries"
         assert (documents is None) == (of_keys is None), "either queries and keys have documents, or none of them"
         assert causal or not attention.window, "a window is counted back from the query"
-        q = self._normed("query", self._project("query", x, attention.num_heads, "heads"), "heads")
+        q = self._norm_heads("query", self._project("query", x, attention.num_heads, "heads"), "heads")
         k, v = self._keys_and_values(source, angles, slots, stretch)
         q = q if angles is None else rotate(q, angles, stretch)
         return self._output(self._heads(q, k, v, documents, of_keys, slots, is_global, memory is not None), x.shape[-1])
@@ -144,7 +144,7 @@ class MultiHead(nn.Module):
         outer, zeros, place, dtype = normal(self.output_std), nn.initializers.zeros, self.placement, self.dtype
         shape, axes = (*heads.shape[2:], embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, place, dtype)
-        result = multiplied(self, "output", heads, output, axes, place)
+        result = multiply(self, "output", heads, output, axes, place)
         result = place.cotangent(result, ("batch", "sequence", "embed"))
         if self.attention.output_bias:
             result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, place, dtype)
@@ -156,7 +156,7 @@ class MultiHead(nn.Module):
         """Returns keys, rotated, and values: [b, S, G, H] without a cache, otherwise [b, C, G, H]."""
         if slots is not None and not self.attention.causal:
             return self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values")
-        k = self._normed("key", self._project("key", source, self.attention.num_kv_heads, "kv_heads"), "kv_heads")
+        k = self._norm_heads("key", self._project("key", source, self.attention.num_kv_heads, "kv_heads"), "kv_heads")
         v = self._project("value", source, self.attention.num_kv_heads, "kv_heads")
         k = k if angles is None else rotate(k, angles, stretch)
         if self.is_mutable_collection(NEW) and not self.is_initializing():
@@ -259,13 +259,13 @@ class MultiHead(nn.Module):
         """Projects the last dim of `x`, whose logical axis in weights is `rows`, to [b, T, num_heads, width or H]."""
         shape, axes = (x.shape[-1], num_heads, width or self.attention.head_dim), (rows, axis, "head_dim")
         kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
-        heads = multiplied(self, name, x, kernel, axes, self.placement)
+        heads = multiply(self, name, x, kernel, axes, self.placement)
         if self.attention.qkv_biases:
             zeros = nn.initializers.zeros
             heads = heads + weight(self, f"{name}_bias", shape[1:], axes[1:], zeros, self.placement, self.dtype)
         return checkpoint_name(self.placement.activation(heads, ("batch", "sequence", axis, "head_dim")), QKV)
 
-    def _normed(self, name: str, heads: jax.Array, axis: str) -> jax.Array:
+    def _norm_heads(self, name: str, heads: jax.Array, axis: str) -> jax.Array:
         """Returns [b, T, heads, H], normalized by head or over all heads; unchanged without these norms."""
         attention, epsilon = self.attention, self.attention.qk_epsilon
         if epsilon is None:

@@ -14,8 +14,8 @@ from meshtrain.errors import Problem, nearest_divisor
 from meshtrain.hardware.accelerators import GPU
 from meshtrain.models.attention import blockwise, splash, triton
 from meshtrain.models.attention.attention import Attention
+from meshtrain.sharding.param_sharding import num_parts
 from meshtrain.sharding.rules import CONTEXT, TENSOR, sequence_axes
-from meshtrain.sharding.stored import num_parts
 
 TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations that take a part of the queries with all keys
 # Features that a kernel does not support: field of `Attention` -> (text, the option).
@@ -67,11 +67,11 @@ def chosen(case: Case) -> tuple[str, str]:
             return "splash", "JAX's TPU kernel supports it"
         why = "JAX's kernel supports only bfloat16, heads of 64, 128 or 256, and multiples of 128 tokens"
     elif case.platform in GPU:
-        refused = _refused("cudnn", case)
+        refused = _unsupported("cudnn", case)
         if not refused:
             return "cudnn", "cuDNN's kernel supports it"
         why = f"cuDNN's kernel does not support {' or '.join(refused)}"
-        refused = _refused("triton", case)
+        refused = _unsupported("triton", case)
         # The module is imported only if the kernel would be used.
         if not refused and triton.is_there():
             return "triton", f"{why}; JAX's Pallas kernel does"
@@ -81,7 +81,7 @@ def chosen(case: Case) -> tuple[str, str]:
     return "xla", f"{why}, and scores are small below {blockwise.FROM:,} tokens"
 
 
-def _refused(kernel: str, case: Case) -> list[str]:
+def _unsupported(kernel: str, case: Case) -> list[str]:
     """Returns the properties of the case that a kernel for GPUs does not support."""
     attention, dtype = case.attention.among(case.lengths[1]), jnp.dtype(case.dtype)
     refused = [] if dtype.itemsize == 2 else [dtype.name]

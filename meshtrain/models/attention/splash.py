@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
+from meshtrain.models.attention.attention import Attention, Documents, pad, pad_documents
 
 # The kernel's blocks are multiples of a TPU's 128 lanes; larger blocks read keys and values less often.
 LANES, LARGEST_BLOCK = 128, 512
@@ -50,9 +50,9 @@ def attend(
     shape = length + -length % LANES, k.shape[1] + -k.shape[1] % LANES
     # The kernel does not scale scores. Dividing in float32 rounds once; a 16-bit root and product would round twice.
     q = (q.astype(jnp.float32) / math.sqrt(attention.scalar or attention.head_dim)).astype(q.dtype)
-    documents = padded_documents(documents, q, k, shape, attention.causal)
+    documents = pad_documents(documents, q, k, shape, attention.causal)
     segments = None if documents is None else splash.SegmentIds(*documents)
-    q, k, v = (padded(x, size).swapaxes(1, 2) for x, size in zip((q, k, v), (*shape, shape[1]), strict=True))
+    q, k, v = (pad(x, size).swapaxes(1, 2) for x, size in zip((q, k, v), (*shape, shape[1]), strict=True))
     mask: masks.Mask = masks.CausalMask(shape) if attention.causal else masks.FullMask(shape)
     if attention.window:
         mask = masks.LocalMask(shape, (attention.window - 1, 0), offset=0)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from meshtrain.errors import Problem, UserError
 from meshtrain.models.attention import kernel
-from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
+from meshtrain.models.attention.attention import Attention, Documents, pad, pad_documents
 
 # Sequences are padded to a multiple of the forward kernel's block of queries.
 GRANULE = 128
@@ -73,9 +73,9 @@ def attend(
         )
     length = q.shape[1]
     whole = length + -length % GRANULE
-    documents = padded_documents(documents, q, k, (whole, whole), attention.causal)
+    documents = pad_documents(documents, q, k, (whole, whole), attention.causal)
     static = (attention.scale, attention.causal, interpret)
-    q, k, v = (padded(x, whole) for x in (q, k, v))
+    q, k, v = (pad(x, whole) for x in (q, k, v))
     pallas = kernel.Kernel(_forward, _backward, static, name, LN_2)
     heads = kernel.attend(pallas, sinks, q, k, v, documents and documents[0])
     return heads[:, :length]

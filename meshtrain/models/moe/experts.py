@@ -8,10 +8,10 @@ device
 
 1. gathers its weights over the axes that store them, and the tokens of the devices with which it shares the experts;
 2. sorts the choices of its own experts into blocks of one expert each (`grouped_matmul.py`), and multiplies these rows,
-one part of them at a time (`parts.py`);
+one part of them at a time (`chunks.py`);
 3. sums the results of each token, and sends each device the sums of its own tokens.
 
-If there are enough rows, tokens are processed in two halves (`parts.num_turns`), so that communication of one half
+If there are enough rows, tokens are processed in two halves (`chunks.num_turns`), so that communication of one half
 overlaps products of the other.
 
 All gathers and sums have exact transposes, so the backward pass needs no separate code.
@@ -27,15 +27,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.models.decoder_options import DecoderOptions
-from meshtrain.models.layers import A, B, Mlp, X, factor_axes, normal, reduced, sums_spec, weight
+from meshtrain.models.layers import A, B, Mlp, X, factor_axes, normal, reduce_rows, sums_spec, weight
 from meshtrain.models.metrics import EXPERT_PARTS, Largest, Load, Metric, Metrics
-from meshtrain.models.moe import parts, routing
+from meshtrain.models.moe import chunks, routing
+from meshtrain.models.moe.chunks import Parts, Stacks
 from meshtrain.models.moe.grouped_matmul import Stack
-from meshtrain.models.moe.parts import Parts, Stacks
 from meshtrain.models.moe.routing import Routing, Tokens
 from meshtrain.models.task import LayerSums, Params
+from meshtrain.sharding.param_sharding import Names, axes_in, axes_of_dims
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.stored import Names, axes_in, axes_of_dims
 from meshtrain.sharding.trees import Arrays
 
 UP, DOWN = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
@@ -82,7 +82,7 @@ class Experts(nn.Module):
         if o.expert_biases:
             logits = logits + weight(self, ROUTER_SHIFT, (o.num_experts,), ("norm",), zeros, place, jnp.float32)
         groups = o.router_groups, min(o.groups_per_token, o.router_groups)
-        to = routing.routed(logits, bias, o.experts_per_token, o.router, o.router_scale, groups)
+        to = routing.route(logits, bias, o.experts_per_token, o.router, o.router_scale, groups)
         result, seen = self._of_experts(x, to)
         sums = None
         if tokens is not None:
@@ -130,7 +130,7 @@ class Experts(nn.Module):
             std = self.output_std if name == "down" else o.init_std
             start = nn.initializers.zeros if name in BIASES else normal(std)
             shape = tuple(sizes[str(axis)] for axis in axes)
-            result[name] = weight(self, name, shape, axes, start, Placement.nowhere(), self.dtype), axes
+            result[name] = weight(self, name, shape, axes, start, Placement.single_device(), self.dtype), axes
             if self.has_variable("params", name + A):
                 for end, of_factor in zip((A, B), factor_axes(axes), strict=True):
                     factor: Arrays = self.get_variable("params", name + end)
@@ -258,15 +258,15 @@ class _Plan:
           matrices: one device's shards.
           stacks: one device's shards of the matrices of all layers.
         """
-        matrices = {name: self._gathered(name, matrix) for name, matrix in matrices.items()}
+        matrices = {name: self._gather(name, matrix) for name, matrix in matrices.items()}
         if DOWN_BIAS in matrices and self.summed:  # each device adds its part of the sum
             matrices[DOWN_BIAS] = matrices[DOWN_BIAS] / jax.lax.axis_size(self.summed)
         flat = [array.reshape(-1, array.shape[-1]) for array in (x, chosen, gates)]
         num_sharing = jax.lax.axis_size(self.shared) if self.shared else 1
-        num = parts.num_turns(flat[0].shape[0], num_sharing, chosen.shape[-1], self.options.num_experts)
+        num = chunks.num_turns(flat[0].shape[0], num_sharing, chosen.shape[-1], self.options.num_experts)
         turns = zip(*(jnp.split(array, num) for array in flat), strict=True)
         results, seen = zip(*(self._turn(some, to, gate, matrices, stacks) for some, to, gate in turns), strict=True)
-        y = reduced(jnp.concatenate(results).reshape(x.shape), self.summed, self.result != self.x)
+        y = reduce_rows(jnp.concatenate(results).reshape(x.shape), self.summed, self.result != self.x)
         return y, jnp.stack(seen).sum(axis=0, keepdims=True)
 
     def _turn(
@@ -279,7 +279,7 @@ class _Plan:
           chosen: int32 [n, k].
           gates: float32 [n, k].
           matrices: complete matrices of this device's experts.
-          stacks: for some of them, see `parts.results`.
+          stacks: for some of them, see `chunks.results`.
         """
         o, num_here = self.options, matrices["up"].shape[0]
         chosen, gates = self._from_all(chosen), self._from_all(gates)
@@ -288,14 +288,14 @@ class _Plan:
         local = jnp.where((local >= 0) & (local < num_here), local, num_here)
         num_tokens, num_chosen = chosen.shape
         cut = Parts.of(num_tokens, num_chosen, num_here, o.num_experts)
-        index = parts.arranged(cut, local, num_here)
-        how = parts.How(cut, o.activation, self.platform)
-        y = parts.results(how, self._from_all(x), gates.reshape(-1), matrices, index, stacks)
+        index = chunks.arrange_rows(cut, local, num_here)
+        how = chunks.How(cut, o.activation, self.platform)
+        y = chunks.results(how, self._from_all(x), gates.reshape(-1), matrices, index, stacks)
         if self.shared:
             y = jax.lax.psum_scatter(y, self.shared, scatter_dimension=0, tiled=True)
-        return y, jax.nn.one_hot(jnp.maximum(1, parts.num_used(cut, index, num_here)), cut.num_parts + 1)
+        return y, jax.nn.one_hot(jnp.maximum(1, chunks.num_used(cut, index, num_here)), cut.num_parts + 1)
 
-    def _gathered(self, name: str, matrix: jax.Array) -> jax.Array:
+    def _gather(self, name: str, matrix: jax.Array) -> jax.Array:
         dims = zip(*(axes_of_dims(specs[name], matrix.ndim) for specs in (self.stored, self.whole)), strict=True)
         for dim, (stored, whole) in enumerate(dims):
             assert stored[: len(whole)] == whole, "axes that split a weight for storage only are the inner ones"

@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
     owners: jax.Array
 
 
-def arranged(chosen: jax.Array, num_experts: int, block_rows: int) -> Blocks:
+def arrange_blocks(chosen: jax.Array, num_experts: int, block_rows: int) -> Blocks:
     """Sorts choices by expert (stable) into blocks, with full blocks for each expert.
 
     There are ceil(C / m) + E blocks, enough for any choices; blocks without rows come last.
@@ -130,11 +130,13 @@ def product(
         of_all = math.prod(stack.weights.shape[:2]), *shape[1:]
         takes_all = kernel_for(platform, rows.shape, of_all, block_rows, rows.dtype) == "gpu"
         stack = stack if takes_all else None
-    return computed(How(kernel, interpret=platform == "cpu"), rows, weights, owners, stack)
+    return compute_blocks(How(kernel, interpret=platform == "cpu"), rows, weights, owners, stack)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def computed(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None = None) -> jax.Array:
+def compute_blocks(
+    how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None = None
+) -> jax.Array:
     """Returns [R, F]; see `product`. Only the kernel `gpu` reads a stack."""
     return _times(how, rows, weights, owners, stack, transposed=False)
 
@@ -228,4 +230,4 @@ def _backward(how: How, residuals: Residuals, cotangent: jax.Array) -> tuple[jax
     return of_rows, _of_weights(how, rows, cotangent, owners, weights.shape[0]), None, None
 
 
-computed.defvjp(_forward, _backward)
+compute_blocks.defvjp(_forward, _backward)

@@ -53,7 +53,7 @@ def logits(x: jax.Array, router: jax.Array) -> jax.Array:
     return jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
 
 
-def routed(
+def route(
     logits: jax.Array,
     bias: jax.Array | None,
     num_chosen: int,

@@ -124,7 +124,7 @@ class Layer(nn.Module):
         rate = o.dropout_rate if self.train else 0.0
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, layer + 1)
         is_global = (layer + 1) % o.global_every == 0 if o.alternates else None
-        own_angles, own_slots = _own(angles, is_global), _own(slots, is_global)
+        own_angles, own_slots = _of_layer(angles, is_global), _of_layer(slots, is_global)
         norm = functools.partial(Norm, o.norm, o.norm_epsilon, o.biases, place, o.centered_scales)
         how = (o.attends, o.init_std, output_std, place, self.dtype)
         attention = LatentAttention(*how, o.latent, name="attention") if o.latent else MultiHead(*how, name="attention")
@@ -206,7 +206,7 @@ class Head(nn.Module):
         )
         if table is None:
             shape, init = (o.embed_dim, self.num_columns), normal(o.init_std)
-            stored = weight(self, "kernel", shape, vocabulary.KERNEL, init, Placement.nowhere(), self.dtype)
+            stored = weight(self, "kernel", shape, vocabulary.KERNEL, init, Placement.single_device(), self.dtype)
         else:
             stored = table.astype(self.dtype)
         return loss(product, x, stored)
@@ -335,7 +335,7 @@ def slots_of(options: DecoderOptions, filled: jax.Array, own: jax.Array) -> Slot
     return ByKind(local, Slots(filled, own)) if options.alternates else local
 
 
-def _own(given: Given, is_global: jax.Array | None) -> Given:
+def _of_layer(given: Given, is_global: jax.Array | None) -> Given:
     """Returns `given`, or the part of a `ByKind` for this layer."""
     if not isinstance(given, ByKind):
         return given

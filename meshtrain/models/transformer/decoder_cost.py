@@ -25,14 +25,14 @@ from jax.typing import DTypeLike
 from meshtrain.models.attention.select import Case, chosen, exchange, gathers_keys
 from meshtrain.models.cost import ATTENTION, EXPERTS, KEPT_SEEN, LOOP, Cost, Kernel, of_transformer
 from meshtrain.models.decoder_options import DecoderOptions
-from meshtrain.models.moe import grouped_matmul, parts
-from meshtrain.models.moe.parts import Parts
+from meshtrain.models.moe import chunks, grouped_matmul
+from meshtrain.models.moe.chunks import Parts
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import LOCAL_OR_GLOBAL
+from meshtrain.sharding.param_sharding import num_parts
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import CONTEXT, EXPERT, PIPELINE, TENSOR, expert_axes
-from meshtrain.sharding.stored import num_parts
 
 PASSES = 2  # forward and backward
 OF_TOKENS, OF_CHOICES = 4, 3  # gathers and scatters of a layer, forward and backward
@@ -125,7 +125,7 @@ def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float
         # On average half of an expert's last block is padding.
         used = round(num_tokens * options.experts_per_token * here / cut.block_rows + num_here / 2)
         result[grouped_matmul.WITH_ROWS] = max(1, min(used, cut.num_blocks)) / cut.num_blocks
-        result |= {parts.CHOICES: here, parts.FURTHER: 0.0}
+        result |= {chunks.CHOICES: here, chunks.FURTHER: 0.0}
     return result
 
 
@@ -136,7 +136,7 @@ def _parts(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float)
     may choose them).
     """
     num_here, sharing = options.num_experts // num_parts(expert_axes(), mesh_shape), mesh_shape[EXPERT]
-    num_turns = parts.num_turns(int(units), sharing, options.experts_per_token, options.num_experts)
+    num_turns = chunks.num_turns(int(units), sharing, options.experts_per_token, options.num_experts)
     # The devices along the expert axis gather their tokens.
     num_tokens = max(1, int(units * sharing)) // num_turns
     cut = Parts.of(num_tokens, options.experts_per_token, num_here, options.num_experts)

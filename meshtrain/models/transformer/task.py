@@ -33,9 +33,9 @@ from meshtrain.models.task import (
     Params,
     Stages,
     Task,
+    loss_of_stages,
     num_parameters,
     sequence_keys,
-    staged_loss,
     token_batch,
 )
 from meshtrain.models.transformer import cache as caches
@@ -87,7 +87,7 @@ def decoder(
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
     num_positions = options.max_positions or sequence_length
-    place = placement or Placement.nowhere()
+    place = placement or Placement.single_device()
     model = Decoder(options, num_positions, dtype, output_dtype or dtype, place, remat, watches)
     num_parameters = count_parameters(options, num_positions)
     num_active = num_parameters - num_idle_parameters(options)
@@ -95,7 +95,7 @@ def decoder(
     stages = model.stages()
     return Task(
         init=initializer(options, num_positions),
-        loss=staged_loss(stages, casts_first(remat, place)),
+        loss=loss_of_stages(stages, casts_first(remat, place)),
         batch=token_batch(batch_size, sequence_length),
         logits=model.all_logits,
         stages=stages,
@@ -231,7 +231,7 @@ class Decoder:
     def decode(self, sequence_length: int) -> Decode:
         """Returns the functions that generate tokens; training has sequences of `sequence_length` tokens."""
         # A single token cannot be split over an axis that splits sequences in training.
-        unsharded = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
+        unsharded = dataclasses.replace(self, placement=self.placement.for_decoding(("sequence", "residual_sequence")))
         return Decode(
             unsharded.prefill,
             unsharded.step,
@@ -251,7 +251,7 @@ class Decoder:
         """Returns the logits [R, V] that follow each prompt, tokens int32 [R, P], and the cache; see `Decode`."""
         # Padding is not masked: it follows all tokens of its row, and its slots are never filled.
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        y, new = self._cached(params, tokens, positions, None, None)
+        y, new = self._compute_cached(params, tokens, positions, None, None)
         last = jnp.take_along_axis(y, (lengths - 1)[:, None, None], axis=1)
         filled = caches.first_slots(lengths, cache["filled"].shape[1])
         slot = jnp.int32(tokens.shape[1])
@@ -263,11 +263,11 @@ class Decoder:
         slot, positions = cache["slot"], cache["positions"]
         filled = caches.next_slot(cache["filled"], slot)
         slots = slots_of(self.options, filled, slot)
-        y, new = self._cached(params, tokens[:, None], positions[:, None], cache, slots)
+        y, new = self._compute_cached(params, tokens[:, None], positions[:, None], cache, slots)
         after = {**caches.write(cache, new, slot), "filled": filled, "positions": positions + 1, "slot": slot + 1}
         return self.logits(params, y)[:, 0], after
 
-    def _cached(
+    def _compute_cached(
         self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, slots: Slots | ByKind | None
     ) -> tuple[jax.Array, Arrays]:
         """Returns the activations [R, T, D] of tokens int32 [R, T], and their entries for a cache, [K, R, T, ...]."""
@@ -300,7 +300,7 @@ def computing(params: Params, dtype: DTypeLike) -> Params:
 
 def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     """Returns initial float32 parameters, each boxed with its logical axes. The values depend only on `rng`."""
-    nowhere = Placement.nowhere()
+    nowhere = Placement.single_device()
     keys = jax.random.split(rng, 3)
     ints = jnp.zeros((1, 1), jnp.int32)
     batch = {"tokens": ints, "positions": ints}

@@ -5,7 +5,7 @@ T: tokens per sequence, n: devices along context.
 
 from collections.abc import Mapping
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import divisors
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.sharding.rules import CONTEXT, EXPERT, PIPELINE, batch_axes

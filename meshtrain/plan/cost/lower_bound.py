@@ -33,9 +33,9 @@ from meshtrain.assembly.assemble import Assembly
 from meshtrain.config.mesh_checks import num_microbatches, units_on_device
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.pipeline.stages import Stack
+from meshtrain.sharding.param_sharding import MAX_LEVEL, ROUTER, STACKED, Names, ParamSharding, axes_in, num_parts
 from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
-from meshtrain.sharding.stored import MAX_LEVEL, ROUTER, STACKED, Names, Stored, axes_in, num_parts
 from meshtrain.sharding.trees import select
 from meshtrain.step.precision import compute_dtype
 from meshtrain.step.shardings import splits_masters
@@ -74,7 +74,7 @@ class _Weight(NamedTuple):
 
     elements: int
     axes: Names
-    stored: Stored
+    stored: ParamSharding
     is_trained: bool
 
     @property

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from meshtrain.assembly.assemble import Assembly
 from meshtrain.hardware.accelerators import usable_bytes
+from meshtrain.plan.cluster.clusters import Cluster
+from meshtrain.plan.cluster.compile import Compiled
 from meshtrain.plan.hlo.parse import FUSIONS, Program
 from meshtrain.plan.hlo.shapes import num_bytes, parts
-from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.target.compile import Compiled
-from meshtrain.step.device_memory import Held, Statistics, bytes_of_device, held
+from meshtrain.step.device_memory import StateBytes, Statistics, bytes_of_device, training_state_bytes
 
 # A GPU chooses kernels of matrix products at run time; their workspaces and layouts make temporaries larger or smaller.
 # A TPU program's memory is final.
@@ -48,7 +48,7 @@ class Memory:
       fits: true, false, or None if the peak is too close to the capacity, or the device is unknown.
     """
 
-    state: Held
+    state: StateBytes
     batch_bytes: int
     compiler: Statistics | None
     arguments_expected_bytes: int
@@ -77,7 +77,7 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
       program: its parsed text; None if the compiler gave up.
     """
     assembly, stats = compiled.assembly, compiled.statistics
-    state, batch = held(assembly.state, assembly.states.sums), bytes_of_device(assembly.batch)
+    state, batch = training_state_bytes(assembly.state, assembly.states.sums), bytes_of_device(assembly.batch)
     unread = unread_arguments(assembly, program)
     accelerator = cluster.accelerator
     capacity = usable_bytes(accelerator) if accelerator else None
@@ -92,7 +92,7 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
         capacity_bytes=capacity,
         uncertainty_bytes=uncertainty,
         unread=tuple(name for name, _ in unread),
-        buffers=largest(program) if program else (),
+        buffers=amax(program) if program else (),
         fits=fits(stats.peak_bytes if stats else None, capacity, uncertainty, refused=bool(compiled.refusal)),
     )
 
@@ -120,7 +120,7 @@ def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[
     return [(name, bytes_of_device(leaf)) for name, leaf in assembly.batch.items() if f"batch['{name}']" not in text]
 
 
-def largest(program: Program) -> tuple[Buffer, ...]:
+def amax(program: Program) -> tuple[Buffer, ...]:
     """Returns the largest arrays that the program allocates outside of fusions, one for each source line and shape."""
     fused = {name for line, _, _ in program.instructions(*FUSIONS) for name in (line.attribute("calls"),)}
     found: dict[tuple[str, str], Buffer] = {}

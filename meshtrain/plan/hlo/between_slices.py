@@ -49,7 +49,7 @@ def is_send(line: Instruction) -> bool:
     return line.opcode == "send" and TARGET.search(line.rest) is not None
 
 
-def sent(line: Instruction, body: Sequence[Instruction], over: Mapping[str, int]) -> Sent:
+def sent_collective(line: Instruction, body: Sequence[Instruction], over: Mapping[str, int]) -> Sent:
     """Returns the collective that a `send` starts; the full array is the larger of the sent and the received array.
 
     Args:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshtrain.plan.hlo.between_slices import BETWEEN, PERMUTE, Sent, is_send, sent
+from meshtrain.plan.hlo.between_slices import BETWEEN, PERMUTE, Sent, is_send, sent_collective
 from meshtrain.plan.hlo.flops import attention_kernel
 from meshtrain.plan.hlo.parse import Instruction, Program
 from meshtrain.plan.hlo.products import first_group, is_product
@@ -94,7 +94,7 @@ def collectives(
             continue
         for at, line in enumerate(body):
             if is_send(line):
-                found = sent(line, body, slices)
+                found = sent_collective(line, body, slices)
             elif line.opcode.removesuffix("-start") in KINDS:
                 found = _inside(line, body, mesh_shape, slices)
             else:
@@ -125,7 +125,7 @@ def _inside(
     groups = replica_groups(line.attributes, math.prod(of_slice.values()))
     leaves = bool(groups.max() >= math.prod(of_slice.values()))
     axes = axes_of(groups, mesh_shape if leaves else of_slice, are_pairs=kind == PERMUTE)
-    whole_bytes = _whole_bytes(line, kind, {other.name: other.shape for other in body})
+    whole_bytes = _full_bytes(line, kind, {other.name: other.shape for other in body})
     return Sent(kind + BETWEEN if leaves else kind, axes, groups.shape[1], whole_bytes)
 
 
@@ -154,7 +154,7 @@ def _collective(
     )
 
 
-def _whole_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> float:
+def _full_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> float:
     """Returns the bytes of the full arrays: the results of a gather, or the operands of other collectives."""
     if kind == "all-gather":
         shape = parts(line.shape)[1] if line.opcode.endswith("-start") else line.shape

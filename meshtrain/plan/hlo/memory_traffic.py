@@ -10,7 +10,7 @@ SLICES = ("dynamic-slice", "slice", "gather")
 STACK = ("layers", "experts", "rows", "columns")  # dims of weights of all layers, see `models/moe/grouped_matmul.py`
 
 
-def moved_bytes(
+def bytes_moved(
     line: Instruction, body: list[Instruction], shapes: Mapping[str, str], shares: Mapping[str, float] | None = None
 ) -> float:
     """Returns the bytes that an operation reads and writes.
@@ -47,7 +47,7 @@ def moved_bytes(
             sliced = sum(num_bytes(user.shape) * share(user) for user in slices)
             reads += sliced if narrow else num_bytes(one.shape)
     results = [inside[name] for name in root.operands if name in inside] if root.opcode == "tuple" else [root]
-    return reads + sum(_written(one, inside) for one in results)
+    return reads + sum(_bytes_written(one, inside) for one in results)
 
 
 def _read(line: Instruction, shape: str) -> float:
@@ -72,7 +72,7 @@ def _updates(user: Instruction, line: Instruction) -> bool:
     return user.opcode == "dynamic-update-slice" and user.operands[0] == line.name
 
 
-def _written(line: Instruction, inside: Mapping[str, Instruction]) -> float:
+def _bytes_written(line: Instruction, inside: Mapping[str, Instruction]) -> float:
     while line.opcode in ("bitcast", "copy", "convert") and line.operands and line.operands[0] in inside:
         line = inside[line.operands[0]]
     if line.opcode == "dynamic-update-slice" and line.operands[1] in inside:

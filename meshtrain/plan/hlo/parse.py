@@ -208,7 +208,7 @@ def _trip_count(
         return int(match[1])
     condition, body = loop.attribute("condition"), loop.attribute("body")
     if condition and body:
-        counted = _counted(computations, caller, loop, condition, body)
+        counted = _loop_count(computations, caller, loop, condition, body)
         if counted is not None:
             return counted
     turns = turns_in(loop.rest, known)
@@ -217,7 +217,7 @@ def _trip_count(
     raise ValueError(f"%{loop.name}: a loop of unknown length")
 
 
-def _counted(
+def _loop_count(
     computations: Mapping[str, list[Instruction]], caller: str, loop: Instruction, condition: str, body: str
 ) -> int | None:
     """Returns ceil((bound - start) / step) of `for (i = start; i < bound; i += step)`; None for any other loop."""
@@ -297,12 +297,12 @@ def _closing(text: str) -> int:
 def _sources(sections: Mapping[str, list[str]], is_helper: IsHelper) -> dict[int, str]:
     """Returns stack frame -> `file:line` of its innermost caller, ignoring installed packages and helpers."""
     files, functions = (
-        {number: text.strip('"') for number, text in map(_numbered, sections[section])}
+        {number: text.strip('"') for number, text in map(_instruction_number, sections[section])}
         for section in ("FileNames", "FunctionNames")
     )
     fields = lambda text: {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}  # noqa: E731
-    places = {number: fields(text) for number, text in map(_numbered, sections["FileLocations"])}
-    frames = {number: fields(text) for number, text in map(_numbered, sections["StackFrames"])}
+    places = {number: fields(text) for number, text in map(_instruction_number, sections["FileLocations"])}
+    frames = {number: fields(text) for number, text in map(_instruction_number, sections["StackFrames"])}
     result = {}
     for number in frames:
         frame = number
@@ -322,6 +322,6 @@ def _sources(sections: Mapping[str, list[str]], is_helper: IsHelper) -> dict[int
     return result
 
 
-def _numbered(line: str) -> tuple[int, str]:
+def _instruction_number(line: str) -> tuple[int, str]:
     number, _, text = line.strip().partition(" ")
     return int(number), text

@@ -82,7 +82,7 @@ def product_of(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str
             raise ValueError(f"%{line.name}: a matrix product whose dims are not known")
     else:
         part = grouped_kernel(line)
-        return _grouped(part, line, shapes, shares) if part else None
+        return _grouped_products(part, line, shapes, shares) if part else None
     left = dims(shapes[line.operands[0]])
     num_batch, depth = (math.prod(left[int(dim)] for dim in re.findall(r"\d+", text)) for text in (batch, contracted))
     rows = math.prod(left) // max(1, num_batch * depth)
@@ -102,7 +102,7 @@ def grouped_kernel(line: Instruction) -> str | None:
     return match[1] if match else None
 
 
-def _grouped(part: str, line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> Product:
+def _grouped_products(part: str, line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> Product:
     arrays = line.operand_shapes(shapes)
     floats = [dims(shape) for shape in arrays if dtypes(shape)[0][0] in "bf" and len(dims(shape)) >= 2]
     if len(floats) != 2:

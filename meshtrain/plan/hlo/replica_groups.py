@@ -36,7 +36,7 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
     if match := ALONG.search(attributes):
         return _along(match[1], match[2], match[3])
     if match := IOTA.search(attributes):
-        return _ordered(match[2], match[3]).reshape(_numbers(match[1]))
+        return _device_numbers(match[2], match[3]).reshape(_numbers(match[1]))
     if match := LISTED.search(attributes):
         if not match[1]:
             return np.arange(num_devices).reshape(1, -1)
@@ -51,7 +51,7 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _ordered(dims: str, order: str | None) -> np.ndarray:
+def _device_numbers(dims: str, order: str | None) -> np.ndarray:
     """Returns the device numbers as an array, int [*dims], transposed if `order` is given."""
     sizes = _numbers(dims)
     return np.arange(math.prod(sizes)).reshape(sizes).transpose(_numbers(order) if order else range(len(sizes)))
@@ -65,7 +65,7 @@ def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
         match = ORDER.match(device_ids)
         if not match:
             raise ValueError(f"unknown order of devices: {device_ids}")
-        order = _ordered(match[1], match[2])
+        order = _device_numbers(match[1], match[2])
     # An axis may be given in part: it is split into (before, part, after), and groups run along the part only.
     shape, chosen = list[int](), list[int]()
     wanted = {name: (before, size) for name, before, size in PART.findall(axes)}

@@ -5,17 +5,17 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import num_microbatches
+from meshtrain.config.schema import Config
 from meshtrain.config.smaller import SPLITS_SUMS, Change, problems_of, to_mesh, with_change, with_level
 from meshtrain.errors import divisors, nearest_divisor
 from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.pipeline.schedules import SEARCHED
+from meshtrain.plan.cluster.clusters import Cluster
 from meshtrain.plan.cost.context_sizes import sizes_to_try
-from meshtrain.plan.search.estimate import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of
-from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.search.estimate import Weights, estimate_bytes, estimate_seconds, placement_problems, weights_of
+from meshtrain.sharding.param_sharding import MAX_LEVEL, num_parts
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, default_rules, model_axes, partitioned_axes
-from meshtrain.sharding.stored import MAX_LEVEL, num_parts
 
 MODEST = 1.15  # an estimate may be too high by this factor: it is dropped only above this multiple of the capacity
 MICROBATCHES_A_STAGE = (2, 4, 8)
@@ -101,8 +101,8 @@ def _first_that_fits(guesses: list[Candidate], capacity: float) -> Candidate | N
 def _candidate(config: Config, change: Change, shape: dict[str, int], weights: Weights, cluster: Cluster) -> Candidate:
     """Returns a change with its estimates."""
     changed = with_change(config, change)
-    seconds = guessed_seconds(changed, shape, weights, cluster.accelerator, cluster.devices_each)
-    return Candidate(change, shape, guessed_bytes(changed, shape, weights), seconds)
+    seconds = estimate_seconds(changed, shape, weights, cluster.accelerator, cluster.devices_each)
+    return Candidate(change, shape, estimate_bytes(changed, shape, weights), seconds)
 
 
 def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] = (1,)) -> Iterator[dict[str, int]]:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.config.smaller import (
     FROZEN,
     FROZEN_DTYPE,
@@ -16,12 +16,12 @@ from meshtrain.config.smaller import (
     with_change,
 )
 from meshtrain.errors import UserError
+from meshtrain.plan.cluster.clusters import Cluster
+from meshtrain.plan.cluster.compile import compile_step, program_of
+from meshtrain.plan.cluster.compile_thread import waiting_for
 from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
 from meshtrain.plan.cost.memory import Memory, memory
 from meshtrain.plan.planner import Plan, shape_on
-from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.target.compile import compile_step, program_of
-from meshtrain.plan.target.compile_thread import waiting_for
 
 NUM_NAMED = 3
 MAX_COMPILED = 11
@@ -44,7 +44,7 @@ def candidates(config: Config, shape: dict[str, int], held: Memory) -> Iterator[
     return smaller(config, shape, times, parts)
 
 
-def tried(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Change]:
+def changes_to_try(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Change]:
     """Yields each single change that may suffice, then the combination of all changes that keep the mesh."""
     together: Change = {}
     for change in candidates(config, shape, held):
@@ -63,8 +63,8 @@ def cheapest(plan: Plan) -> list[tuple[Change, int]]:
       plan: of a step that does not fit.
     """
     config, cluster, result = plan.compiled.assembly.config, plan.cluster, list[tuple[Change, int]]()
-    changes = tried(config, dict(plan.compiled.assembly.mesh.shape), plan.memory)
-    legal = (change for change in changes if not _refused(with_change(config, change), cluster))
+    changes = changes_to_try(config, dict(plan.compiled.assembly.mesh.shape), plan.memory)
+    legal = (change for change in changes if not _compiler_refuses(with_change(config, change), cluster))
     for change in itertools.islice(legal, MAX_COMPILED):
         spare = _spare(with_change(config, change), cluster, arguments(change))
         if spare is not None:
@@ -74,7 +74,7 @@ def cheapest(plan: Plan) -> list[tuple[Change, int]]:
     return result
 
 
-def _refused(config: Config, cluster: Cluster) -> bool:
+def _compiler_refuses(config: Config, cluster: Cluster) -> bool:
     try:
         return bool(problems_of(config, shape_on(config, cluster)))
     except UserError:

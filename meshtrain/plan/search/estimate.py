@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from meshtrain.config import reductions
-from meshtrain.config.fields import Config
+from meshtrain.config import extensions
 from meshtrain.config.mesh_checks import num_microbatches, units_on_device
+from meshtrain.config.schema import Config
 from meshtrain.config.tasks import abstract_task
 from meshtrain.errors import Problem
 from meshtrain.hardware.accelerators import Accelerator, peak_flops_per_second
@@ -26,9 +26,9 @@ from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.pipeline.stages import Stack, stack_of, zeros_like
 from meshtrain.plan.cost.lower_bound import FLOAT32_BYTES, GATHERS, SCATTERS, SCATTERS_EACH
 from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.param_sharding import Names, axes_in, is_names, num_parts, param_sharding, rules_of_level
 from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, default_rules, storage_axes
-from meshtrain.sharding.stored import Names, axes_in, is_names, num_parts, rules_of_level, stored
-from meshtrain.sharding.trainable import trained_mask
+from meshtrain.sharding.trainable import trainable_mask
 from meshtrain.sharding.tree_problems import tree_problems
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths, select
 from meshtrain.step.precision import as_stored, cast, compute_dtype, product_name
@@ -95,7 +95,7 @@ def weights_of(config: Config) -> Weights:
     """
     task = abstract_task(config)
     params, axes = abstract_params(task, None, 2)
-    mask = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
+    mask = trainable_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
     params = jax.eval_shape(lambda: as_stored(zeros_like(params), axes, mask, config.precision))
     chosen, chosen_axes = select(params, mask)[0], select(axes, mask)[0]
     transformation = optimizer(config.optimizer, lambda step: jnp.zeros(()), chosen_axes)
@@ -135,12 +135,12 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
     """
     level = config.zero.effective_level
     rules = rules_of_level(default_rules(config.layout), level)
-    total, extension = 0, reductions.estimate(config, shape, weights.params)
+    total, extension = 0, extensions.estimate(config, shape, weights.params)
     split = splits_masters(weights.task, config.precision, level, shape, weights.trained)
     stack = _stack(config, shape, weights.task)
     for path, leaf, axes in weights.leaves:
         dims = leaf.shape if stack is None else stack.places_shape(leaf.shape, axes)
-        specs, size = stored(dims, axes, rules, shape, level, path), math.prod(dims)
+        specs, size = param_sharding(dims, axes, rules, shape, level, path), math.prod(dims)
         here = size // num_parts(axes_in(specs.parameter), shape)
         held = size // num_parts(axes_in(specs.moment), shape) if split else here
         total += held * leaf.dtype.itemsize
@@ -151,12 +151,12 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
         return total
     for leaf, names in weights.moments:
         dims = leaf.shape if stack is None else stack.places_shape(leaf.shape, names)
-        spec = stored(dims, names, rules, shape, level).moment
+        spec = param_sharding(dims, names, rules, shape, level).moment
         total += extension.copies * (math.prod(dims) // num_parts(axes_in(spec), shape) * leaf.dtype.itemsize)
     return total
 
 
-def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> float:
+def estimate_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> float:
     """Returns the estimated bytes of one device: state, saved activations, logits."""
     cost = _cost(config, shape)
     kept = _microbatches_kept(config, shape) * cost.kept_bytes * _places_a_layer(config, shape, weights.task)
@@ -194,7 +194,7 @@ def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
     return parts if config.pipeline.schedule == "gpipe" else min(parts, (chunks * stages + stages - 1) / chunks)
 
 
-def guessed_seconds(
+def estimate_seconds(
     config: Config,
     shape: Mapping[str, int],
     weights: Weights,
@@ -279,10 +279,10 @@ def _sending_seconds(
 def _bytes_over_data(config: Config, shape: Mapping[str, int], parts: int, itemsize: int) -> float:
     """Returns the bytes per parameter sent between data-parallel replicas in a step of M microbatches.
 
-    The formulas are in the table of `stored.py`.
+    The formulas are in the table of `param_sharding.py`.
     """
     level = config.zero.effective_level
-    if (sent := reductions.estimate(config, shape).sent_bytes) is not None:
+    if (sent := extensions.estimate(config, shape).sent_bytes) is not None:
         return sent
     if level > SCATTERS_EACH:
         return (GATHERS + SCATTERS) * itemsize * parts

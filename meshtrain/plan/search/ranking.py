@@ -5,19 +5,19 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
-from meshtrain.cli.tables import aligned, format_bytes
-from meshtrain.config.fields import Config
+from meshtrain.cli.tables import align, format_bytes
+from meshtrain.config.schema import Config
 from meshtrain.config.smaller import arguments, with_change
 from meshtrain.errors import Problem, UserError
 from meshtrain.files import JsonObject
 from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.plan import planner
-from meshtrain.plan.findings import gathered_for_each
+from meshtrain.plan.cluster.clusters import Cluster
+from meshtrain.plan.cluster.compile import Compiled, compile_step
+from meshtrain.plan.cluster.compile_thread import waiting_for
+from meshtrain.plan.findings import microbatch_reason
 from meshtrain.plan.planner import Plan
 from meshtrain.plan.search.candidates import Candidate, candidates
-from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.target.compile import Compiled, compile_step
-from meshtrain.plan.target.compile_thread import waiting_for
 from meshtrain.plan.text_report import UNKNOWN, VERDICTS, interval, step_interval
 from meshtrain.plan.text_report import to_json as plan_json
 from meshtrain.plan.timing.streams import Assumptions
@@ -169,14 +169,14 @@ def text(found: Found) -> str:
             )
         )
     header = ("way", "memory", "peak", "step, modelled", "MFU, modelled")
-    lines = [f"search       {found.cluster.text}: {coverage(found)}", "", aligned(rows, header, "<<>>>")]
+    lines = [f"search       {found.cluster.text}: {coverage(found)}", "", align(rows, header, "<<>>>")]
     lines += [f"refused      {describe(one)}: {why}" for one, why in found.refused]
     if not found.ranked or found.ranked[0][1].memory.fits is False:
         lines += ["", f"none of the {len(found.ranked)} compiled candidates fits"]
     else:
         best, plan = found.ranked[0]
         lines += ["", f"the first, memory {_memory(plan)}:", f"  {arguments(best.change)}"]
-        lines += [f"  {finding.line()}" for finding in gathered_for_each(plan)]
+        lines += [f"  {finding.line()}" for finding in microbatch_reason(plan)]
     return "\n".join(lines)
 
 

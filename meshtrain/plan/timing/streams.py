@@ -26,17 +26,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshtrain.errors import Problem, UserError
-from meshtrain.files import expanded, read_json, what_is_at
+from meshtrain.files import expand_user, read_json, what_is_at
 from meshtrain.hardware.accelerators import Accelerator
 from meshtrain.hardware.links import Link, Links, link_for
+from meshtrain.plan.cluster.clusters import Cluster
 from meshtrain.plan.hlo.between_slices import BETWEEN
 from meshtrain.plan.hlo.collectives import Collective, collectives
 from meshtrain.plan.hlo.flops import attention_flops, attention_kernel
-from meshtrain.plan.hlo.memory_traffic import moved_bytes
+from meshtrain.plan.hlo.memory_traffic import bytes_moved
 from meshtrain.plan.hlo.parse import FUSIONS, Instruction, Program, runs_of_called
 from meshtrain.plan.hlo.products import Product, grouped_kernel, product_flops, product_of
 from meshtrain.plan.hlo.shapes import dtypes
-from meshtrain.plan.target.clusters import Cluster
 from meshtrain.sharding.mesh import first_slice, over_slices
 
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "partition-id", "opt-barrier",
@@ -372,7 +372,7 @@ class Streams:
             inside = {one.name: one.shape for one in body}
         sent = sum(self.transfers[one.name] for one in body if one.name in self.transfers)
         seconds = sum(self._product_seconds(one, inside) for one in body)
-        moved = moved_bytes(line, body, shapes, self.program.shares) if body else 0.0
+        moved = bytes_moved(line, body, shapes, self.program.shares) if body else 0.0
         speed = self.accelerator.memory_bytes_per_second * self.assumptions.memory_efficiency
         launch = self.assumptions.launch_seconds if self.accelerator.num_units else 0.0
         return max(seconds, moved / speed) + launch, sent
@@ -415,10 +415,10 @@ def shape_share(product: Product, num_units: int) -> float:
     if not num_units:
         return 1.0
     whole = Product(*(max(1, round(size)) for size in dataclasses.astuple(product)))
-    return max(_tiled(whole, tile, speed, parts, num_units) for tile, speed in TILES.items() for parts in SPLITS)
+    return max(_tile_speed(whole, tile, speed, parts, num_units) for tile, speed in TILES.items() for parts in SPLITS)
 
 
-def _tiled(product: Product, tile: tuple[int, int], speed: float, parts: int, num_units: int) -> float:
+def _tile_speed(product: Product, tile: tuple[int, int], speed: float, parts: int, num_units: int) -> float:
     """Returns the relative speed of a product for one tile size and one number of parts of the contraction."""
     rows, columns = (math.ceil(size / side) for size, side in zip((product.rows, product.columns), tile, strict=True))
     num_tiles = product.batch * rows * columns
@@ -516,7 +516,7 @@ def measured_seconds(given: str) -> float | None:
     try:
         seconds = float(given)
     except ValueError:
-        seconds = _from_log(expanded(given))
+        seconds = _from_log(expand_user(given))
     if not 0 < seconds < float("inf"):
         raise UserError(Problem("--calibrate", got=given, allowed=ALLOWED, nearest=_NEAREST))
     return seconds

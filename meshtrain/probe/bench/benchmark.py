@@ -31,7 +31,7 @@ def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: fl
       UserError: problems of the mesh, or processes with different arguments.
       LostPeer: another process does not answer.
     """
-    options = job_mesh.typed(given).mesh
+    options = job_mesh.build_config(given).mesh
     is_open = -1 in dataclasses.astuple(options)
     devices, notes = distributed.start(num_needed(options), is_open=is_open)
     is_main = peers.is_main_process()

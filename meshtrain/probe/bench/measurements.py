@@ -1,6 +1,6 @@
 """Formats the measurements of collectives as text for people, and as JSON for programs and `plan --links`."""
 
-from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.cli.tables import align, format_bytes
 from meshtrain.files import JsonObject
 from meshtrain.hardware.links import Link, Links, to_json
 from meshtrain.probe.bench.sweep import Sweep
@@ -19,16 +19,16 @@ def text(found: Sweep) -> str:
     header = ("axis", "operation", "devices", "bytes", "us", "spread", "algorithm GB/s", "bus GB/s", "value")
     fitted = ("axis", "operation", "devices", "hosts", "latency us", "GB/s", "error")
     fits = [_fit_row(one.link, one.error) for one in found.fits if one.link]
-    parts = [aligned([_row(row) for row in found.rows], header, "<<>>>>>><")]
-    parts += [aligned(fits, fitted, "<<>>>>>")] if fits else []
-    lines = _left_out(found)
+    parts = [align([_row(row) for row in found.rows], header, "<<>>>>>><")]
+    parts += [align(fits, fitted, "<<>>>>>")] if fits else []
+    lines = _skipped_rows(found)
     lines += [f"not fitted   {one.operation} on {one.axis}: {one.why_not}" for one in found.fits if one.why_not]
     lines += [f"WRONG        {line}" for row in found.rows for line in row.wrong]
     lines += [f"note         {SIMULATED}"] if found.platform == "cpu" else []
     return "\n\n".join([*parts, "\n".join(lines)])
 
 
-def _left_out(found: Sweep) -> list[str]:
+def _skipped_rows(found: Sweep) -> list[str]:
     lines = []
     for one in found.fits:
         count = sum((row.axis, row.operation) == (one.axis, one.operation) for row in found.rows)

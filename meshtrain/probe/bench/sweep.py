@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from meshtrain.hardware.links import OPERATIONS
 from meshtrain.launch import peers
 from meshtrain.probe.bench.link_fit import Fit, fit
-from meshtrain.probe.bench.timed import NUM_ROUNDS, Timed, repeats, timed
+from meshtrain.probe.bench.timed import NUM_ROUNDS, Timed, measure_collective, repeats
 
 GROWTH = 4  # factor from one size to the next
 # Copies of the largest array on a device: input, first and last result, loop state, temporary buffers of collectives.
@@ -62,12 +62,12 @@ def room_bytes(mesh: Mesh) -> int:
     """
     own = [device for device in mesh.devices.flat if device.process_index == peers.index()]
     if own[0].platform == "cpu":
-        num_neighbours = peers.gathered("host", socket.gethostname()).count(socket.gethostname())
+        num_neighbours = peers.gather_values("host", socket.gethostname()).count(socket.gethostname())
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // (num_neighbours * len(own))
     else:
         memory = [device.memory_stats() for device in own]  # some allocators report no statistics
         free = min(each["bytes_limit"] - each["bytes_in_use"] if each else _UNKNOWN_BYTES for each in memory)
-    return int(min(peers.gathered("room", free)) // _COPIES)
+    return int(min(peers.gather_values("room", free)) // _COPIES)
 
 
 def sweep(
@@ -75,7 +75,7 @@ def sweep(
     all_bytes: Sequence[int],
     limit_seconds: float,
     *,
-    measure: Measure = timed,
+    measure: Measure = measure_collective,
     tell: Callable[[Timed], object] = lambda _: None,
 ) -> Sweep:
     """Measures every operation along every axis with at least two devices; all processes of the mesh call it.
@@ -90,7 +90,7 @@ def sweep(
     Raises:
       LostPeer: another process does not answer.
     """
-    hosts = peers.gathered("hosts", socket.gethostname())
+    hosts = peers.gather_values("hosts", socket.gethostname())
     rows, fits = list[Timed](), list[Fit]()
     for axis in (name for name, size in mesh.shape.items() if size > 1):
         num_hosts = hosts_along(mesh, axis, hosts)

@@ -76,7 +76,7 @@ class Timed:
         return self.wire_bytes / self.fastest_seconds
 
 
-def timed(
+def measure_collective(
     mesh: Mesh,
     axis: str,
     name: str,
@@ -109,7 +109,7 @@ def timed(
         start = clock()
         jax.block_until_ready(run(x))
         own.append((clock() - start) / num_repeats)
-    answers = peers.gathered("probe", {"seconds": own, "wrong": wrong})
+    answers = peers.gather_values("probe", {"seconds": own, "wrong": wrong})
     slowest = tuple(max(each) for each in zip(*(one["seconds"] for one in answers), strict=True))
     lines = tuple(f"process {index}: {one['wrong']}" for index, one in enumerate(answers) if one["wrong"])
     return Timed(axis, name, size, num_elements * _ITEM_BYTES, slowest, lines)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from meshtrain.files import Json
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.rendezvous import Occupied, Refused, Unreachable
-from meshtrain.probe.checks.verdicts import Finding, error, named, ok, warning
+from meshtrain.probe.checks.report import Finding, error, ok, process_list, warning
 
 _CLOCK_SECONDS = 1.0
 _SLOW = 2.0  # times the median: hosts of one kind differ by less
@@ -34,7 +34,9 @@ NOT_RUN = warning("collectives", "not run", "fix the errors, and start the docto
 _START_ONCE = "start each process once, with its own number"
 
 
-def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str], seconds: float) -> list[Finding]:
+def check_registration(
+    meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str], seconds: float
+) -> list[Finding]:
     """Checks that all processes have registered.
 
     Args:
@@ -47,14 +49,14 @@ def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str
     missing = sorted(set(range(meeting.num_processes)) - set(hosts))
     if missing:
         names = {process: meeting.names[process] for process in missing} if meeting.names else {}
-        seen = f"{named(missing, names)} of {meeting.num_processes} did not register in {seconds:.0f} s"
+        seen = f"{process_list(missing, names)} of {meeting.num_processes} did not register in {seconds:.0f} s"
         fix = f"see its output on its machine; can that machine reach {meeting.address}?"
         return [*results, error("registered", seen, fix)]
     machines = len(set(hosts.values()))
     return results or [ok("registered", f"all {len(hosts)} processes, on {machines} machine{'s' * (machines > 1)}")]
 
 
-def cut_off(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
+def unreachable_finding(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
     """Returns the finding of a process that cannot register at process 0, or that cannot listen as process 0."""
     if isinstance(reason, Refused):
         return error("registered", str(reason), _START_ONCE)
@@ -99,7 +101,7 @@ def same(
     return results or [ok(check, f"the same {len(names)} values in all")] * (len(facts) > 1 and bool(names))
 
 
-def compared(environ: Mapping[str, str]) -> dict[str, str]:
+def common_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables that must be the same in every process."""
     return {name: value for name, value in environ.items() if name.startswith(_COMPARED) and name not in _OWN}
 
@@ -142,7 +144,7 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
     results = []
     for process, (folder, missing, _) in seen.items():
         if others := [other for other in missing if other != process and other in seen]:
-            what = f"{folder} has no file of {named(others, {})}: it is not the same folder on all machines"
+            what = f"{folder} has no file of {process_list(others, {})}: it is not the same folder on all machines"
             fix = "use a workdir on a file system that all machines mount"
             results.append(error("shared", what, fix, process))
     slowest = max((seconds for _, _, seconds in seen.values()), default=0.0)
@@ -180,7 +182,7 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
 IMPORT = "the import of JAX"  # a part in which no process waits for another
 
 
-def held_up(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: float) -> list[Finding]:
+def blocking_processes(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: float) -> list[Finding]:
     """Names the processes that block the others: first those with an error or without a report, else the slowest.
 
     Args:

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import check_filled
 from meshtrain.config.resolve import configure
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.files import JsonObject
 from meshtrain.launch import distributed, peers
 from meshtrain.probe import job_mesh
-from meshtrain.probe.bench.timed import timed
-from meshtrain.probe.checks.pairwise_times import timed_pairs
+from meshtrain.probe.bench.timed import measure_collective
+from meshtrain.probe.checks.pairwise_times import time_pairs
 from meshtrain.run import preflight, workdir
 from meshtrain.sharding.mesh import MeshOptions, make_mesh, mesh_shape, num_needed
 from meshtrain.sharding.rules import AXES, batch_axes, storage_axes
@@ -28,7 +28,7 @@ def compared(given: argparse.Namespace) -> dict[str, str]:
     Raises:
       UserError: an error that a run would raise before JAX starts; without a file the doctor checks less than a run.
     """
-    facts = preflight.compared(_configuration(given), given.workdir.absolute())
+    facts = preflight.process_settings(_configuration(given), given.workdir.absolute())
     return {name: repr(value) for name, value in facts.items()}
 
 
@@ -55,27 +55,27 @@ def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> JsonOb
     shape = _shape(options, devices)
     if given.config is not None:
         run = given.workdir.absolute()
-        begun = workdir.saved_step(run, config.checkpoint.directory)
+        begun = workdir.newest_step(run, config.checkpoint.directory)
         problems = check_filled(config, shape) + preflight.check(config, run, begun)
         refuse(peers.share_problems("job", problems))
     mesh = make_mesh(shape, devices)
     times, wrong = {}, list[str]()
     for axis in [axis for axis in AXES if mesh.shape[axis] > 1]:
         begin(f"an all-reduce on {axis}")
-        one = timed(mesh, axis, "all-reduce", _NUM_BYTES, num_rounds=_NUM_ROUNDS)
+        one = measure_collective(mesh, axis, "all-reduce", _NUM_BYTES, num_rounds=_NUM_ROUNDS)
         times[axis] = (mesh.shape[axis], one.fastest_seconds)
         wrong += one.wrong
     pairs: dict[int, list[float]] = {}
     counts = [sum(device.process_index == process for device in devices) for process in range(peers.count())]
     if peers.count() > 1 and len(set(counts)) == 1:
         begin("an exchange in pairs")
-        pairs = timed_pairs(devices, peers.index())
+        pairs = time_pairs(devices, peers.index())
     seen = {"devices": (len(own), devices[0].device_kind), "without_gpus": distributed.leaves_gpus(devices)}
     return {**seen, "times": times, "wrong": wrong, "pairs": pairs}
 
 
 def _configuration(given: argparse.Namespace) -> Config:
-    return job_mesh.typed(given) if given.config is None else configure(given)
+    return job_mesh.build_config(given) if given.config is None else configure(given)
 
 
 def _shape(options: MeshOptions | None, devices: list[jax.Device]) -> Mapping[str, int]:

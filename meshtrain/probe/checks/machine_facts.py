@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshtrain.cli import flags
-from meshtrain.files import expanded, hash_of_sources, is_url
+from meshtrain.files import expand_user, hash_of_sources, is_url
 from meshtrain.hardware.compiler_options import CACHE
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.host_memory import memory
-from meshtrain.launch.rendezvous import tried
+from meshtrain.launch.rendezvous import retry
 from meshtrain.probe.checks import one_machine
-from meshtrain.probe.checks.verdicts import Finding, error
+from meshtrain.probe.checks.report import Finding, error
 
 _PACKAGE = Path(__file__).parents[2]
 _WRITTEN_BYTES = 2**24
@@ -36,7 +36,7 @@ _ALSO_INSTALLED = ("jax-cuda", "libtpu", "nvidia-nccl", "nvidia-cudnn")  # prefi
 _T = TypeVar("_T")
 
 
-def installed() -> dict[str, str | None]:
+def installed_versions() -> dict[str, str | None]:
     """Returns distribution -> version; None for a requirement of meshtrain that is missing."""
     result = {name: _version(name) for name in ("meshtrain", *_requirements("meshtrain"), "jaxlib")}
     others = ((each.name, each.version) for each in importlib.metadata.distributions())
@@ -48,7 +48,7 @@ def software() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "meshtrain's source": hash_of_sources(_PACKAGE),
-        **{name: version for name, version in installed().items() if version},
+        **{name: version for name, version in installed_versions().items() if version},
     }
 
 
@@ -71,24 +71,24 @@ def findings(
       environ: the environment of this process.
       limit: seconds that reading a fact may take.
     """
-    versions = installed()
+    versions = installed_versions()
     results = [one_machine.software(versions, platform.python_version())]
     num_hosts = 1
     if meeting:
         silent = (list[str](), f"no answer in {limit:.0f} s")
-        addresses, failure = within(limit, lambda: resolved(meeting, limit / 2), silent)
+        addresses, failure = within(limit, lambda: resolve_host(meeting, limit / 2), silent)
         results += [one_machine.coordinator(meeting, addresses, failure), one_machine.proxy(meeting, environ)]
         num_hosts = meeting.num_hosts or (1 if one_machine.is_loopback(addresses) else meeting.num_processes)
     results += [error("platform", problem, "") for problem in cluster.platform_problems(environ)]
     listed, failure = gpus(environ, limit)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    expected = _expected_gpus(environ) if num_gpus is None else num_gpus
+    expected = _slurm_gpus(environ) if num_gpus is None else num_gpus
     if {"cuda", "gpu", ""} & set((environ.get("JAX_PLATFORMS") or "").split(",")) or num_gpus is not None:
         results.append(one_machine.gpus(listed, failure, visible, expected, versions))
     results.append(one_machine.interface(environ.get("NCCL_SOCKET_IFNAME") or "", interfaces(), num_hosts))
     folders = {"workdir": workdir}
     if not is_url(cache := environ.get("JAX_COMPILATION_CACHE_DIR") or CACHE):
-        folders["cache"] = expanded(cache)
+        folders["cache"] = expand_user(cache)
     for what, path in folders.items():
         dead = error(what, f"{path}: no answer in {limit:.0f} s", "a file system that answers: is its server up?")
         results += within(limit, functools.partial(_folder, what, path), [dead])
@@ -97,7 +97,7 @@ def findings(
         one_machine.memory(*memory()),
         one_machine.memory_fraction(environ, len(listed)),
         one_machine.shared_memory(_size_of(Path("/dev/shm")), len(listed)),
-        one_machine.locked_memory(
+        one_machine.check_locked_memory(
             None if locked == resource.RLIM_INFINITY else locked, any(Path("/sys/class/infiniband").glob("*"))
         ),
     ]
@@ -121,13 +121,13 @@ def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
     return result[0] if result else otherwise
 
 
-def resolved(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
+def resolve_host(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
     """Returns (the addresses of process 0's machine, ""), or ([], the reason of the failure), after at most `seconds`.
 
     It retries, because the name of a pod that has just started may not be known yet.
     """
     try:
-        found = tried(lambda: socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP), seconds)
+        found = retry(lambda: socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP), seconds)
         return sorted({str(each[4][0]) for each in found}), ""
     except OSError as failure:
         return [], str(failure.strerror)
@@ -166,7 +166,7 @@ def existing(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def marked(workdir: Path, files: Mapping[int, str], process: int, limit: float) -> Iterator[Path]:
+def mark_folder(workdir: Path, files: Mapping[int, str], process: int, limit: float) -> Iterator[Path]:
     """Creates this process's test file in the folder, or in its nearest existing parent, during the block.
 
     Yields the folder. Does nothing else if `files` has no file for this process.
@@ -181,7 +181,7 @@ def marked(workdir: Path, files: Mapping[int, str], process: int, limit: float) 
             within(limit, lambda: (folder / files[process]).unlink(missing_ok=True), None)
 
 
-def looked(folder: Path, files: Mapping[int, str]) -> tuple[str, list[int], float]:
+def look_for_marks(folder: Path, files: Mapping[int, str]) -> tuple[str, list[int], float]:
     """Returns (folder, processes whose file is still missing after 5 s, seconds until all files were visible)."""
     start, seen = time.monotonic(), set[int]()
 
@@ -237,7 +237,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _expected_gpus(environ: Mapping[str, str]) -> int | None:
+def _slurm_gpus(environ: Mapping[str, str]) -> int | None:
     """Returns the number of GPUs that Slurm gives this process if it is the only process on its machine, else None."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or ""
     count = environ.get("SLURM_GPUS_ON_NODE") or ""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from meshtrain.cli.tables import format_bytes
 from meshtrain.hardware.accelerators import FRACTION_VARIABLES, POOL_FRACTION
 from meshtrain.launch.cluster import Meeting
-from meshtrain.probe.checks.verdicts import Finding, error, ok, warning
+from meshtrain.probe.checks.report import Finding, error, ok, warning
 
 LEAST_BYTES = 2**30  # of disk and of memory: less is not enough for a small checkpoint, or for the program
 _LEAST_SHARED_BYTES = 2**28
@@ -224,7 +224,7 @@ def shared_memory(total_bytes: int, num_gpus: int) -> Finding:
     return ok("shared memory", seen)
 
 
-def locked_memory(limit_bytes: int | None, has_infiniband: bool) -> Finding:
+def check_locked_memory(limit_bytes: int | None, has_infiniband: bool) -> Finding:
     """Checks the limit of locked memory, which InfiniBand needs for its buffers; None is no limit."""
     if limit_bytes is None or not has_infiniband:
         return ok("locked memory", "no limit" if limit_bytes is None else "not needed without InfiniBand")

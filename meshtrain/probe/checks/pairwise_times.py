@@ -35,7 +35,7 @@ def tournament(num_processes: int, most: int = MOST_PARTNERS) -> list[list[tuple
     return rounds
 
 
-def timed_pairs(devices: Sequence[jax.Device], own: int) -> dict[int, list[float]]:
+def time_pairs(devices: Sequence[jax.Device], own: int) -> dict[int, list[float]]:
     """Returns partner -> the seconds of an exchange of 1 MiB per device in each round; all processes call it.
 
     Each device of a process exchanges with the device of the same number in the partner.

@@ -6,7 +6,7 @@ import re
 
 from meshtrain.errors import Problem, UserError
 from meshtrain.plan.arguments import SCALING_EXAMPLE
-from meshtrain.plan.target.clusters import GPUS, parse
+from meshtrain.plan.cluster.clusters import GPUS, parse
 
 ALLOWED = "2 to 16 numbers of devices, each larger than the one before, or a progression such as 8,16,...,4096"
 MOST_SIZES = 16
@@ -31,10 +31,10 @@ def read_sizes(text: str) -> list[int]:
         elif re.fullmatch(r"\d{1,9}", word):
             sizes.append(int(word))
         else:
-            raise _refused(text)
+            raise _size_error(text)
     is_ascending = all(one < other for one, other in itertools.pairwise(sizes))
     if not (2 <= len(sizes) <= MOST_SIZES and sizes[0] >= 1 and is_ascending):
-        raise _refused(text)
+        raise _size_error(text)
     return sizes
 
 
@@ -50,16 +50,16 @@ def _between(sizes: list[int], last: int) -> list[int]:
     return result if at == last else [0]
 
 
-def _refused(text: str) -> UserError:
+def _size_error(text: str) -> UserError:
     return UserError(Problem("--scaling", got=f"'{text}'", allowed=ALLOWED, nearest=SCALING_EXAMPLE))
 
 
-def resized(cluster: str, num_devices: int) -> str:
+def resize(cluster: str, num_devices: int) -> str:
     """Returns the name of a cluster with the same kind of hosts and another number of devices.
 
-    >>> [resized("h100:8x8", 32), resized("h100:8x8", 4), resized("v5e:16x16", 32), resized("v5p:2x2x2", 128)]
+    >>> [resize("h100:8x8", 32), resize("h100:8x8", 4), resize("v5e:16x16", 32), resize("v5p:2x2x2", 128)]
     ['h100:4x8', 'h100:1x4', 'v5e:4x8', 'v5p:4x4x8']
-    >>> [resized("2xv5e:4x4", 64), resized("2xv5e:4x4", 8)]
+    >>> [resize("2xv5e:4x4", 64), resize("2xv5e:4x4", 8)]
     ['4xv5e:4x4', 'v5e:2x4']
 
     Raises:

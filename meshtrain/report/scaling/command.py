@@ -3,13 +3,13 @@
 import functools
 from collections.abc import Callable, Sequence
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, refusals
 from meshtrain.files import JsonObject
 from meshtrain.observe.charts import Line, Panel, line_chart, picture
 from meshtrain.observe.page import as_it_stands, heading, page
-from meshtrain.plan.scheduled_dump import Work
-from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.cluster.clusters import Cluster
+from meshtrain.plan.scheduled_hlo import Work
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.report.scaling import cluster_sizes, scaling, scaling_report
 from meshtrain.report.scaling.efficiency import Curve, Row
@@ -35,9 +35,9 @@ def print_scaling(
       sizes: the text of `--scaling`.
       assumptions: of the model of time.
       programs: maximum number of compiled programs.
-      elsewhere: see `scaling.planned`.
+      elsewhere: see `scaling.plan_point`.
     """
-    plan_point = functools.partial(scaling.planned, elsewhere=elsewhere)
+    plan_point = functools.partial(scaling.plan_point, elsewhere=elsewhere)
     wanted = cluster_sizes.read_sizes(sizes)
     found = scaling.scaling(config, cluster, wanted, assumptions, programs=programs, plan_point=plan_point)
     print(f"\n{scaling_report.text(found)}")

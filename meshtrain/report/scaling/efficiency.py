@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import Mesh
 
+from meshtrain.plan.cluster.clusters import Cluster
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.parse import Program
-from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.timing.streams import Assumptions, Streams, Timing, transfer_seconds
 from meshtrain.report.scaling.strategies import BEST, KINDS, STRONG, Point
 from meshtrain.sharding.mesh import over_slices

@@ -11,24 +11,24 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import check_filled
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.hardware.links import Link
 from meshtrain.plan import planner
+from meshtrain.plan.cluster.clusters import Cluster, open_cluster
+from meshtrain.plan.cluster.compile import Compiler, compile_step, program_of, with_tiles
+from meshtrain.plan.cluster.compile_thread import waiting_for
 from meshtrain.plan.cost.lower_bound import idle_share
-from meshtrain.plan.scheduled_dump import Work
+from meshtrain.plan.scheduled_hlo import Work
 from meshtrain.plan.search import ranking
 from meshtrain.plan.search.candidates import candidates
 from meshtrain.plan.search.estimate import weights_of
-from meshtrain.plan.target.clusters import Cluster, open_cluster
-from meshtrain.plan.target.compile import Compiler, compile_step, program_of, with_tiles
-from meshtrain.plan.target.compile_thread import waiting_for
 from meshtrain.plan.timing.streams import Assumptions
-from meshtrain.report.scaling.cluster_sizes import resized
+from meshtrain.report.scaling.cluster_sizes import resize
 from meshtrain.report.scaling.efficiency import Curve, Row, curves, spent
-from meshtrain.report.scaling.strategies import BEST, KINDS, STRONG, Basis, Point, Way, plain_ways, point, way_of
+from meshtrain.report.scaling.strategies import BEST, KINDS, STRONG, Basis, Point, Way, basic_ways, point, way_of
 
 NUM_SEARCHES = 3
 MOST_A_SEARCH = 4
@@ -100,7 +100,7 @@ def open_clusters(cluster: Cluster, sizes: Sequence[int]) -> dict[int, Cluster]:
     opened, problems = dict[int, Cluster](), list[str]()
     for size in sizes:
         try:
-            opened[size] = open_cluster(resized(cluster.text, size))
+            opened[size] = open_cluster(resize(cluster.text, size))
         except UserError as error:
             problems += error.problems
     refuse(problems)
@@ -126,13 +126,13 @@ def scaling(
       assumptions: of the model of time.
       programs: maximum number of compiled programs.
       say: called with a line before the first compilation, and with a line for each.
-      plan_point: plans a point, see `planned`.
+      plan_point: plans a point, see `plan_point`.
 
     Raises:
       UserError: the mesh does not fit the cluster, or a size or the kind of device is not possible.
     """
     basis = basis_of(config, cluster)
-    ways = plain_ways(basis, planner.shape_on(config, cluster), sizes[-1])
+    ways = basic_ways(basis, planner.shape_on(config, cluster), sizes[-1])
     clusters = open_clusters(cluster, sizes)
     if sizes[0] > 1 and any(point(basis, way, kind, 1).config for way in ways for kind in KINDS):
         # One device is the base of the comparison; some TPUs have no slice with a single chip.
@@ -147,7 +147,7 @@ def scaling(
     rows.plan(in_order(plain), shares.plain)
     usable = [one.num_devices for one in plain if rows.of(one).is_usable]
     fitting = min(usable, default=sizes[0])
-    found = searched(basis, {size: clusters[size] for size in sizes if size >= fitting}, shares, rows)
+    found = search(basis, {size: clusters[size] for size in sizes if size >= fitting}, shares, rows)
     best = [nearest_point(basis, found, kind, size) for kind in KINDS for size in sizes] if found else []
     rows.plan(in_order(best), shares.most - len(rows.made))
     rows.plan(in_order(plain), shares.most - len(rows.made))
@@ -175,27 +175,27 @@ def in_order(points: Sequence[Point]) -> list[Point]:
     return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def planned(one: Point, cluster: Cluster, assumptions: Assumptions, elsewhere: Work | None = None) -> Row:
+def plan_point(one: Point, cluster: Cluster, assumptions: Assumptions, elsewhere: Work | None = None) -> Row:
     """Plans a point, while the terminal shows the elapsed seconds.
 
     Args:
       one: a point that can run.
       cluster: of its size.
       assumptions: of the model of time.
-      elsewhere: see `scheduled_dump.server`. If it is None or fails, the program is compiled completely in this
+      elsewhere: see `scheduled_hlo.server`. If it is None or fails, the program is compiled completely in this
         process.
     """
     what, row = f"{one.way.name} on {one.num_devices:,} devices", None
     if elsewhere is not None:
-        row = waiting_for(what, lambda: elsewhere(_planned_on, one, cluster.text, assumptions))
-    return row or waiting_for(what, lambda: _planned(with_tiles, one, cluster, assumptions))
+        row = waiting_for(what, lambda: elsewhere(_plan_on, one, cluster.text, assumptions))
+    return row or waiting_for(what, lambda: _plan(with_tiles, one, cluster, assumptions))
 
 
-def _planned_on(by: Compiler, one: Point, name: str, assumptions: Assumptions) -> Row:
-    return _planned(by, one, open_cluster(name), assumptions)
+def _plan_on(by: Compiler, one: Point, name: str, assumptions: Assumptions) -> Row:
+    return _plan(by, one, open_cluster(name), assumptions)
 
 
-def _planned(by: Compiler, one: Point, cluster: Cluster, assumptions: Assumptions) -> Row:
+def _plan(by: Compiler, one: Point, cluster: Cluster, assumptions: Assumptions) -> Row:
     assert one.config is not None
     try:
         plan = planner.plan(one.config, one.shape, cluster, assumptions, None, functools.partial(compile_step, by=by))
@@ -292,7 +292,7 @@ def shares_of(programs: int, plain: int, rest: int) -> Shares:
     return Shares(min(plain, left - rest), searches, each, rest)
 
 
-def searched(basis: Basis, clusters: Mapping[int, Cluster], shares: Shares, rows: Rows) -> dict[int, Way]:
+def search(basis: Basis, clusters: Mapping[int, Cluster], shares: Shares, rows: Rows) -> dict[int, Way]:
     """Searches on the smallest number of devices on which something may fit, on the largest, and between the two.
 
     Args:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.cli.tables import align, format_bytes
 from meshtrain.config.smaller import arguments, to_mesh
 from meshtrain.files import JsonObject
 from meshtrain.plan.text_report import VERDICTS
@@ -30,10 +30,10 @@ def text(found: Scaling) -> str:
         batch, basis = found.basis.config.batch_size, found.basis
         rows = [_cells(curve, row) for curve in curves for row in curve.rows if row.spent]
         if rows:
-            parts += [what.format(batch=batch, each=batch / basis.num_devices), aligned(rows, HEADER, ALIGN)]
+            parts += [what.format(batch=batch, each=batch / basis.num_devices), align(rows, HEADER, ALIGN)]
         if lines := [line for curve in curves for line in _without_time(curve)]:
             parts.append("\n".join(lines))
-    return "\n\n".join([*parts, _amdahl(found.curves), _assumed(found)])
+    return "\n\n".join([*parts, _amdahl(found.curves), _assumptions_text(found)])
 
 
 def _title(found: Scaling) -> str:
@@ -92,14 +92,14 @@ def _without_time(curve: Curve) -> list[str]:
     lines: list[tuple[list[int], str]] = []
     for row in curve.rows:
         if row.spent is None:
-            if lines and _alike(lines[-1][1]) == _alike(row.problem):
+            if lines and _group_problems(lines[-1][1]) == _group_problems(row.problem):
                 lines[-1][0].append(row.point.num_devices)
             else:
                 lines.append(([row.point.num_devices], row.problem))
     return [f"{curve.name} on {_range(sizes)} devices: {problem}" for sizes, problem in lines]
 
 
-def _alike(problem: str) -> str:
+def _group_problems(problem: str) -> str:
     return "".join(letter for letter in problem if not letter.isdigit())[:24]
 
 
@@ -117,11 +117,11 @@ def _amdahl(curves: Sequence[Curve]) -> str:
         rows.append((curve.name, f"{base.point.num_devices:,}", f"{share:.4%}", limit))
     if not rows:
         return "Amdahl's law: no way fits on two numbers of devices"
-    table = aligned(rows, ("way", "base", "serial share", "limit of the speedup"), "<>>>")
+    table = align(rows, ("way", "base", "serial share", "limit of the speedup"), "<>>>")
     return f"Amdahl's law, fitted to strong scaling (devices of the base, share of its step)\n\n{table}"
 
 
-def _assumed(found: Scaling) -> str:
+def _assumptions_text(found: Scaling) -> str:
     lines = []
     for (axes, kind), link in found.links.items():
         measured = "as measured" if link else "as assumed, which nothing measured is like"

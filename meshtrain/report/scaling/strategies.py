@@ -16,14 +16,14 @@ import math
 from collections.abc import Mapping
 
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.fields import Config
 from meshtrain.config.mesh_checks import num_microbatches
+from meshtrain.config.schema import Config
 from meshtrain.config.smaller import Change, problems_of, to_mesh, with_change
 from meshtrain.errors import divisors
 from meshtrain.plan.search.candidates import MODEST, Candidate
-from meshtrain.plan.search.estimate import Weights, guessed_bytes, placement_problems
+from meshtrain.plan.search.estimate import Weights, estimate_bytes, placement_problems
+from meshtrain.sharding.param_sharding import num_parts
 from meshtrain.sharding.rules import AXES, DATA, PIPELINE, default_rules
-from meshtrain.sharding.stored import num_parts
 
 STRONG, WEAK = "strong", "weak"
 KINDS = (STRONG, WEAK)
@@ -120,7 +120,7 @@ def microbatch_of(config: Config, shape: Mapping[str, int]) -> int:
     return max(1, config.batch_size // (_parts(config, shape) * num_microbatches(config, shape)))
 
 
-def plain_ways(basis: Basis, shape: Mapping[str, int], largest: int) -> list[Way]:
+def basic_ways(basis: Basis, shape: Mapping[str, int], largest: int) -> list[Way]:
     """Returns the strategies data, fsdp and hybrid.
 
     Args:
@@ -143,7 +143,7 @@ def _devices_of_a_copy(basis: Basis, largest: int) -> int:
     while 2 * copy <= largest:
         shape = dict.fromkeys(AXES, 1) | {FSDP: copy}
         one = with_change(basis.config, {"batch_size": copy, "accumulation_steps": 1, f"mesh.{FSDP}": copy})
-        if _guessed(one, shape, basis) <= basis.capacity_bytes:
+        if _estimate(one, shape, basis) <= basis.capacity_bytes:
             break
         copy *= 2
     return copy
@@ -201,18 +201,18 @@ def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:
     """Returns why a configuration is not compiled: it is illegal, or far too large; otherwise an empty text."""
     if lines := placement_problems(config, shape, basis.weights) or problems_of(config, shape):
         return lines[0]
-    guessed = _guessed(config, shape, basis)
+    guessed = _estimate(config, shape, basis)
     if guessed > MODEST * basis.capacity_bytes:
         return f"does not fit: about {format_bytes(int(guessed))} a device of {format_bytes(int(basis.capacity_bytes))}"
     return ""
 
 
-def _guessed(config: Config, shape: Mapping[str, int], basis: Basis) -> float:
+def _estimate(config: Config, shape: Mapping[str, int], basis: Basis) -> float:
     """Returns the estimated bytes of a device, for the batch of this configuration."""
     task = basis.weights.task
     units = task.num_units * config.batch_size // basis.config.batch_size
     weights = dataclasses.replace(basis.weights, task=dataclasses.replace(task, units_per_step=units))
-    return guessed_bytes(config, shape, weights)
+    return estimate_bytes(config, shape, weights)
 
 
 def _parts(config: Config, shape: Mapping[str, int]) -> int:

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from meshtrain.errors import Problem, nearest_divisor, nearest_multiple, refuse, unknown
-from meshtrain.options import AllBut, option
+from meshtrain.options import Except, option
 from meshtrain.sharding.rules import DATA, Rules
 from meshtrain.sharding.trees import Arrays, NamesTree, Tree, leaves_with_paths, path_text
 
@@ -38,7 +38,7 @@ Names = tuple[str | None, ...]
 Column = Mapping[str, tuple[str, ...]]
 # Logical axis -> (key in the configuration, value): the option whose value, or a multiple of it, is the dim's size.
 SizeOptions = Mapping[str, tuple[str, int]]
-StoredTree: TypeAlias = Any  # leaves are `Stored`
+ParamShardings: TypeAlias = Any  # leaves are `ParamSharding`
 
 # Logical axes of dims that stack the weights of several layers in one array.
 STACKED = ("chunks", "layers", "first_layers")
@@ -49,7 +49,7 @@ STRATEGIES = {"no_shard": 0, "hybrid_shard": 0, "shard_grad_op": 3, "full_shard"
 # The first level at which the data axis splits an array.
 MOMENTS_LEVEL, GRADIENTS_LEVEL, PARAMETERS_LEVEL = 1, 2, 3
 MAX_LEVEL = PARAMETERS_LEVEL
-_OVER_DATA = {f"mesh.{DATA}": AllBut(1)}
+_OVER_DATA = {f"mesh.{DATA}": Except(1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ def rules_of_level(rules: Rules, level: int) -> Rules:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class ParamSharding:
     """The sharding of a weight and of the arrays that have its shape.
 
     Attributes:
@@ -140,7 +140,7 @@ class Stored:
     data_dim: int = 0
 
     @classmethod
-    def alike(cls, spec: PartitionSpec, num_dims: int) -> "Stored":
+    def same(cls, spec: PartitionSpec, num_dims: int) -> "ParamSharding":
         """Returns the same sharding for parameter, gradient and moment, as at level 0."""
         return cls(spec, spec, spec, num_dims)
 
@@ -158,14 +158,14 @@ class Stored:
         return self.data_dim if self.is_scattered else 0
 
 
-def stored(
+def param_sharding(
     shape: Sequence[int],
     names: Names,
     rules: Rules,
     mesh_shape: Mapping[str, int],
     level: int,
     path: str = "array",
-) -> Stored:
+) -> ParamSharding:
     """Returns the sharding of a weight and of arrays with its shape.
 
     Args:
@@ -182,14 +182,14 @@ def stored(
     by_rules = spec(path, shape, names, rules.parameters, mesh_shape)
     dim = _data_dim(by_rules, shape, names, mesh_shape)
     if dim == 0:
-        return Stored.alike(by_rules, len(shape))
+        return ParamSharding.same(by_rules, len(shape))
     parts = axes_of_dims(by_rules, len(shape))
     parts[dim] = (*parts[dim], DATA)
     sharded = spec_of_dims(parts)
     parameter, gradient, moment = (
         sharded if level >= first else by_rules for first in (PARAMETERS_LEVEL, GRADIENTS_LEVEL, MOMENTS_LEVEL)
     )
-    return Stored(parameter, gradient, moment, len(shape), dim)
+    return ParamSharding(parameter, gradient, moment, len(shape), dim)
 
 
 def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shape: Mapping[str, int]) -> int:
@@ -207,7 +207,7 @@ def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shap
     return 0
 
 
-def named_params(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = False) -> tuple[Arrays, NamesTree]:
+def params_with_axes(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = False) -> tuple[Arrays, NamesTree]:
     """Returns abstract parameters in layer order, and their logical axes; touches no device.
 
     JAX caches traces by function, so a model with the same `init` is traced once.
@@ -249,17 +249,18 @@ def _abstract_key() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
-def stored_tree(
+def param_shardings(
     abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int], level: int
-) -> StoredTree:
-    """Returns `Stored` for each weight of a pytree; for the arguments see `tree_problems.tree_problems`.
+) -> ParamShardings:
+    """Returns `ParamSharding` for each weight of a pytree; for the arguments see `tree_problems.tree_problems`.
 
     Raises:
       UserError: the first weight that cannot be split; `tree_problems.tree_problems` returns all problems.
     """
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     leaves = [
-        stored(array.shape, axes[path], rules, mesh_shape, level, path) for path, array in leaves_with_paths(abstract)
+        param_sharding(array.shape, axes[path], rules, mesh_shape, level, path)
+        for path, array in leaves_with_paths(abstract)
     ]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
@@ -302,7 +303,7 @@ def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in parts]
 
 
-def split_elsewhere(
+def split_further(
     spec: PartitionSpec, shape: Sequence[int], axes: tuple[str, ...], mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
     """Adds mesh axes to the first dim of a spec whose shards they divide.

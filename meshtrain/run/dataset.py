@@ -9,12 +9,20 @@ import jax
 from meshtrain import options
 from meshtrain.assembly.assemble import Assembly
 from meshtrain.config import data_sources
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.corpus import Corpus, tokenizer_for
-from meshtrain.data.loader import Examples, batches, content_hash, drawn_of, example_problems, next_sample, order_hash
-from meshtrain.data.own_source import Data, MakeData, opened
+from meshtrain.data.dataset import Dataset, MakeData, open_user_data
+from meshtrain.data.loader import (
+    Examples,
+    batches,
+    content_hash,
+    example_problems,
+    next_sample,
+    order_hash,
+    samples_per_source,
+)
 from meshtrain.data.packing import Parts
-from meshtrain.data.sources import Asked, is_own
+from meshtrain.data.sources import DataRequest, is_own
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problem, UserError, refuse, warn
 from meshtrain.files import Json
@@ -26,13 +34,13 @@ MOST_EPOCHS = 4
 _SHOWN = 16  # digits of a hash
 
 
-def asked(config: Config, task: Task) -> Asked:
+def request(config: Config, task: Task) -> DataRequest:
     """Returns what a run of a task asks of its data."""
     batch = entries(task, config.batch_size)
-    return Asked(batch, limits(task), config.sequence_length, task.vocab_size, config.seed)
+    return DataRequest(batch, limits(task), config.sequence_length, task.vocab_size, config.seed)
 
 
-def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> Data:
+def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> Dataset:
     """Opens the data of a run, and compares its first example with the task's batch.
 
     Args:
@@ -43,7 +51,7 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     Raises:
       UserError: the data are missing, wrong, or do not fit the task's batch; one line for each problem.
     """
-    wanted = asked(config, task)
+    wanted = request(config, task)
     if make_data is None and is_own(config.data):
         make_data = _function(config)
     if make_data is not None:
@@ -51,13 +59,13 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     else:
         result = data_sources.find(config.data.source).open(config.data, wanted)
     if not isinstance(result, Corpus):
-        return opened(result, wanted.batch, wanted.limits, config.num_eval_batches)
+        return open_user_data(result, wanted.batch, wanted.limits, config.num_eval_batches)
     where = f"data.source={config.data.source}, an example"
     refuse(example_problems(result.train[0], wanted.batch, wanted.limits, where))
     return result
 
 
-def refuse_unequal_data(config: Config, corpus: Data, start_step: int) -> None:
+def refuse_unequal_data(config: Config, corpus: Dataset, start_step: int) -> None:
     """Compares data and their order in all processes, each of which reads its own files; all processes call it.
 
     Args:
@@ -70,12 +78,12 @@ def refuse_unequal_data(config: Config, corpus: Data, start_step: int) -> None:
     """
     if peers.count() == 1:
         return
-    answers = peers.gathered("data", data_facts(config, corpus, start_step))
+    answers = peers.gather_values("data", data_facts(config, corpus, start_step))
     # Another file changes most of the facts: the first line suffices.
     refuse(peers.differences("data", answers, peers.SAME_FILES)[:1])
 
 
-def data_facts(config: Config, corpus: Data, start_step: int) -> dict[str, Json]:
+def data_facts(config: Config, corpus: Dataset, start_step: int) -> dict[str, Json]:
     """Returns name -> number or hash of content and order of a run's data; see `refuse_unequal_data`."""
     first_sample = next_sample(start_step, config.batch_size)
     order = order_hash(corpus.train, seed=config.seed, first_sample=first_sample)
@@ -88,7 +96,7 @@ def data_facts(config: Config, corpus: Data, start_step: int) -> dict[str, Json]
     return {**facts, "prompts": list(corpus.prompts)}
 
 
-def with_steps(config: Config, corpus: Data) -> tuple[Config, str]:
+def with_steps(config: Config, corpus: Dataset) -> tuple[Config, str]:
     """Returns a configuration with `num_steps` in place of `num_epochs`, and this in words.
 
     The last step may begin another epoch.
@@ -111,14 +119,14 @@ def with_steps(config: Config, corpus: Data) -> tuple[Config, str]:
     return dataclasses.replace(config, num_steps=num_steps, num_epochs=0.0), text
 
 
-def drawn(config: Config, task: Task, corpus: Data, step: int) -> dict[str, float]:
+def examples_consumed(config: Config, task: Task, corpus: Dataset, step: int) -> dict[str, float]:
     """Returns what a run has drawn from each source of a mixture after a step, by arithmetic on the step alone.
 
     `epochs/NAME`, and `tokens/NAME` (or the task's unit in place of tokens); nothing where there is one source.
     """
     if not (isinstance(corpus.train, Parts) and corpus.train.weights):
         return {}
-    counts = drawn_of(corpus.train.weights, next_sample(step, config.batch_size))
+    counts = samples_per_source(corpus.train.weights, next_sample(step, config.batch_size))
     values = dict[str, float]()
     for (name, part), count in zip(corpus.train.parts.items(), counts, strict=True):
         values[f"{EPOCHS}{name}"] = float(count / len(part))
@@ -126,18 +134,18 @@ def drawn(config: Config, task: Task, corpus: Data, step: int) -> dict[str, floa
     return values
 
 
-def warn_of_repeats(config: Config, task: Task, corpus: Data) -> None:
+def warn_many_epochs(config: Config, task: Task, corpus: Dataset) -> None:
     """Warns of each source of a mixture that a run repeats more than four times.
 
     Repetitions beyond that are worth little: Muennighoff et al., Scaling data-constrained language models, 2023.
     """
-    for name, value in drawn(config, task, corpus, config.num_steps).items():
+    for name, value in examples_consumed(config, task, corpus, config.num_steps).items():
         if name.startswith(EPOCHS) and value > MOST_EPOCHS and peers.is_main_process():
             warn(f"data.path: {name.removeprefix(EPOCHS)} is repeated {value:.1f} times in num_steps = "
                  f"{config.num_steps:,}; nearest: a smaller weight for it, or more data")  # fmt: skip
 
 
-def training_batches(assembly: Assembly, corpus: Data, start_step: int) -> Iterator[dict[str, jax.Array]]:
+def training_batches(assembly: Assembly, corpus: Dataset, start_step: int) -> Iterator[dict[str, jax.Array]]:
     """Yields the global batches of the steps after `start_step`."""
     config = assembly.config
     return batches(
@@ -160,7 +168,7 @@ def open_files(config: Config, task: Task) -> Mapping[str, Examples] | None:
     """
     if is_own(config.data) or (open_each := data_sources.find(config.data.source).open_files) is None:
         return None
-    return open_each(config.data, asked(config, task))
+    return open_each(config.data, request(config, task))
 
 
 def text_of(config: Config, task: Task) -> Tokenizer:
@@ -176,5 +184,5 @@ def text_of(config: Config, task: Task) -> Tokenizer:
 
 
 def _function(config: Config) -> MakeData:
-    function: MakeData = options.imported_function(data_sources.SEAM, config.data.source, data_sources.names())
+    function: MakeData = options.import_function(data_sources.KEY, config.data.source, data_sources.names())
     return function

@@ -12,20 +12,20 @@ from meshtrain.observe.run_files import CONFIG_FILE as CONFIG_FILE
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.options import AllBut, Options, option
+from meshtrain.options import Except, Options, option
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.offload import OffloadOptions
+from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import LayoutOptions
-from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.early_stop import EarlyStopOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions
 
 MAX_TEXT_TOKENS = 1_000_000  # tokens of a generated text: in evaluations, at a run's end, by `generate`
-_IN_GROUPS = {"period": AllBut(0)}
+_IN_GROUPS = {"period": Except(0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Config:
     )  # fmt: skip
     eval_tokens: int = option(
         40, "tokens generated after each prompt, always the most probable token", minimum=1, maximum=MAX_TEXT_TOKENS,
-        only_for={"eval_prompts": AllBut("")},
+        only_for={"eval_prompts": Except("")},
     )  # fmt: skip
     sample_tokens: int = option(
         -1, "tokens of the text sampled at a run's end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1,
@@ -101,7 +101,7 @@ class Config:
     model: Options = dataclasses.field(default_factory=DecoderOptions)
     lora: LoraOptions = dataclasses.field(default_factory=LoraOptions)
     pipeline: PipelineOptions = dataclasses.field(
-        default_factory=PipelineOptions, metadata={"only_for": {"mesh.pipeline": AllBut(1)}}
+        default_factory=PipelineOptions, metadata={"only_for": {"mesh.pipeline": Except(1)}}
     )
     precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
     loss_scale: LossScaleOptions = dataclasses.field(default_factory=LossScaleOptions)

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "meshtrain").rglob("*.py"))
 MOST_MODULES = 16  # of a folder
 SMALL = 60  # lines
-NAMES_OF_EVERY_ROOM = {"__init__", "__main__", "options", "task"}
+NAMES_OF_EVERY_PACKAGE = {"__init__", "__main__", "options", "task"}
 # Commands, and modules that a flag of the core loads: no module needs to import them.
 DOORS = {"meshtrain.main", "meshtrain.run.verify", *FLAGS.values()}
 
@@ -47,7 +47,7 @@ def test_a_small_file_serves_more_than_one():
     lonely = [
         dotted(path)
         for path in PACKAGE
-        if path.stem not in NAMES_OF_EVERY_ROOM
+        if path.stem not in NAMES_OF_EVERY_PACKAGE
         and dotted(path) not in DOORS
         and len(path.read_text(encoding="utf-8").splitlines()) < SMALL
         and readers[dotted(path)] < 2

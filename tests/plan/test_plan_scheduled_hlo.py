@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 from google.protobuf.message import DecodeError
 
-from meshtrain.config.fields import LocalStepsOptions
-from meshtrain.plan import scheduled_dump
+from meshtrain.config.schema import LocalStepsOptions
+from meshtrain.plan import scheduled_hlo
+from meshtrain.plan.cluster import compile as compiling
 from meshtrain.plan.hlo import parse
-from meshtrain.plan.target import compile as compiling
 from scripts.benchmarks import plan_ratio
 
 ALLOCATE, FREE, SHARE = range(3)
@@ -50,7 +50,7 @@ def lines(program):
 
 def test_a_dump_has_the_program_and_the_bytes_of_the_compilation(both):
     dump, whole = both
-    found = scheduled_dump.compiled_of(dump)
+    found = scheduled_hlo.compiled_stand_in(dump)
     program = parse.read(found.as_text())
     assert lines(program) == lines(parse.read(whole.as_text()))
     assert 7 in program.num_runs.values()
@@ -63,7 +63,7 @@ def test_a_dump_has_the_program_and_the_bytes_of_the_compilation(both):
 def test_a_part_of_a_dump_is_not_read(both, share):
     dump, _ = both
     with pytest.raises((DecodeError, KeyError)):
-        scheduled_dump.compiled_of(dump[: int(share * len(dump))])
+        scheduled_hlo.compiled_stand_in(dump[: int(share * len(dump))])
 
 
 def varint(value):
@@ -110,7 +110,7 @@ SIZES = {1: 100 * MIB, 2: 50 * MIB, 3: 200 * MIB, 4: 100 * MIB}
 )
 def test_the_peak_is_of_what_is_in_use_at_one_time(both, events, heap):
     program = both[1].runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
-    found = scheduled_dump.compiled_of(dumped(program, SIZES, ALLOCATIONS, events)).memory_analysis()
+    found = scheduled_hlo.compiled_stand_in(dumped(program, SIZES, ALLOCATIONS, events)).memory_analysis()
     sizes = (found.argument_size_in_bytes, found.output_size_in_bytes, found.alias_size_in_bytes)
     assert sizes == (40, 47, 40)
     assert found.temp_size_in_bytes == 300 * MIB
@@ -125,38 +125,38 @@ def test_the_peak_is_of_what_is_in_use_at_one_time(both, events, heap):
 def test_other_memory_is_left_to_a_whole_compilation(both, allocations, num_heaps):
     dump = dumped(b"", SIZES, allocations, *[[(ALLOCATE, 1, 0)]] * num_heaps)
     with pytest.raises(ValueError, match=r"memory of the host|too many values"):
-        scheduled_dump.compiled_of(dump)
+        scheduled_hlo.compiled_stand_in(dump)
 
 
 def test_what_was_not_compared_is_compiled_whole(small, monkeypatch):
     config = small({"data": 2})
-    monkeypatch.setattr(scheduled_dump.multiprocessing, "get_context", None)  # no process is started
-    assert scheduled_dump.started(config, "h100:1x2") is compiling.compile_step  # this process has used JAX
-    monkeypatch.setattr(scheduled_dump.xla_bridge, "backends_are_initialized", lambda: False)
-    assert scheduled_dump.started(config, "cpu:2") is compiling.compile_step
-    assert scheduled_dump.started(config, "v5e:1x2") is compiling.compile_step
+    monkeypatch.setattr(scheduled_hlo.multiprocessing, "get_context", None)  # no process is started
+    assert scheduled_hlo.start_compiling(config, "h100:1x2") is compiling.compile_step  # this process has used JAX
+    monkeypatch.setattr(scheduled_hlo.xla_bridge, "backends_are_initialized", lambda: False)
+    assert scheduled_hlo.start_compiling(config, "cpu:2") is compiling.compile_step
+    assert scheduled_hlo.start_compiling(config, "v5e:1x2") is compiling.compile_step
     grouped = small({"data": 2}, local_steps=LocalStepsOptions(period=10, groups=2))
-    assert scheduled_dump.started(grouped, "h100:1x2") is compiling.compile_step
-    monkeypatch.setattr(scheduled_dump, "COMPARED", ("0.11.2",))
-    assert scheduled_dump.started(config, "h100:1x2") is compiling.compile_step
+    assert scheduled_hlo.start_compiling(grouped, "h100:1x2") is compiling.compile_step
+    monkeypatch.setattr(scheduled_hlo, "COMPARED", ("0.11.2",))
+    assert scheduled_hlo.start_compiling(config, "h100:1x2") is compiling.compile_step
 
 
 RUN = (
-    "import sys; from meshtrain.plan import __main__, scheduled_dump; scheduled_dump.GPUS = ('cpu',); "
-    "scheduled_dump.COMPARED = ('{}',); {}"
+    "import sys; from meshtrain.plan import __main__, scheduled_hlo; scheduled_hlo.GPUS = ('cpu',); "
+    "scheduled_hlo.COMPARED = ('{}',); {}"
 )
 WORDS = ("--cluster=cpu:2", "--config.mesh.data=2", "--config.batch_size=4", "--config.model.embed_dim=64",
          "--config.sequence_length=16")  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("change", "is_early"), [("", True), ("scheduled_dump._fields = None; ", False)], ids=["early", "unread"]
+    ("change", "is_early"), [("", True), ("scheduled_hlo._fields = None; ", False)], ids=["early", "unread"]
 )
 def test_a_process_compiles_and_leaves_nothing_behind(tmp_path, change, is_early):
     """For CPUs, whose compiler dumps the same file."""
     code = RUN.format(jax.__version__, change + "__main__.main(sys.argv[1:])")
     if is_early:
-        code = code.replace("__main__.main", "scheduled_dump.compile_step.__defaults__ = (); __main__.main")
+        code = code.replace("__main__.main", "scheduled_hlo.compile_step.__defaults__ = (); __main__.main")
     file = tmp_path / "plan.json"
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
@@ -167,12 +167,12 @@ def test_a_process_compiles_and_leaves_nothing_behind(tmp_path, change, is_early
 
 SERVED = """
 import jax
-from meshtrain.config.fields import Config
-from meshtrain.plan import scheduled_dump
-from tests.plan.test_plan_scheduled_dump import halved
-scheduled_dump.GPUS, scheduled_dump.COMPARED = ("cpu",), (jax.__version__,)
-call = scheduled_dump.server(Config(), "cpu:2")
-assert jax.devices() and scheduled_dump.server(Config(), "cpu:2") is None
+from meshtrain.config.schema import Config
+from meshtrain.plan import scheduled_hlo
+from tests.plan.test_plan_scheduled_hlo import halved
+scheduled_hlo.GPUS, scheduled_hlo.COMPARED = ("cpu",), (jax.__version__,)
+call = scheduled_hlo.server(Config(), "cpu:2")
+assert jax.devices() and scheduled_hlo.server(Config(), "cpu:2") is None
 print([call(halved, number) for number in (4, 3)])
 """
 

@@ -80,10 +80,10 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return EXIT_USER_ERROR if any(finding.verdict == ERROR for finding in findings) else EXIT_FINISHED
 
 
-def named(processes: Iterable[int], hosts: Mapping[int, str]) -> str:
+def process_list(processes: Iterable[int], hosts: Mapping[int, str]) -> str:
     """Returns text that lists processes with their machines.
 
-    >>> named([1, 3], {1: "b", 3: "d"}), named([2], {})
+    >>> process_list([1, 3], {1: "b", 3: "d"}), process_list([2], {})
     ('processes 1 (b), 3 (d)', 'process 2')
     """
     each = [f"{process} ({hosts[process]})" if process in hosts else f"{process}" for process in sorted(processes)]
@@ -92,7 +92,7 @@ def named(processes: Iterable[int], hosts: Mapping[int, str]) -> str:
 
 
 def _line(finding: Finding, processes: Sequence[int], hosts: Mapping[int, str]) -> str:
-    where = f"{named(processes, hosts)}: " if processes and finding.verdict != OK else ""
+    where = f"{process_list(processes, hosts)}: " if processes and finding.verdict != OK else ""
     fix = f"; do: {finding.fix}" if finding.fix else ""
     return f"{finding.verdict:9}{finding.check:15}{one_line(f'{where}{finding.seen}{fix}')}"
 

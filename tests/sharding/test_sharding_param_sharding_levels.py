@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.gradients import GradientSync
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.param_sharding import ParamSharding, ZeroOptions, level_problems, param_sharding
 from meshtrain.sharding.rules import LayoutOptions, default_rules
-from meshtrain.sharding.stored import Stored, ZeroOptions, level_problems, stored
 from tests.sharding.conftest import shape_of
 
 MODEL = DecoderOptions(
@@ -75,8 +75,8 @@ def test_bytes_on_each_of_eight_replicas(level, words):
 @pytest.mark.parametrize("shape", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_gradients_are_reduced_over_data_and_get_their_sharding(level, shape):
     mesh = make_mesh(shape_of(**shape), jax.devices())
-    weight = stored((16, 8), ("embed", "mlp"), RULES, mesh.shape, level)
-    replicas = Replicas(mesh, weight, level)
+    weight = param_sharding((16, 8), ("embed", "mlp"), RULES, mesh.shape, level)
+    replicas = GradientSync(mesh, weight, level)
     x = jax.random.normal(jax.random.key(0), (32, 16))
     y = jax.random.normal(jax.random.key(1), (32, 8))
 
@@ -94,7 +94,7 @@ def test_gradients_are_reduced_over_data_and_get_their_sharding(level, shape):
 
 def test_gradients_may_cross_in_bfloat16_and_come_out_in_float32():
     mesh = make_mesh(shape_of(data=2), jax.devices()[:2])
-    replicas = Replicas(mesh, Stored.alike(PartitionSpec(), 1), wire_dtype=jnp.bfloat16)
+    replicas = GradientSync(mesh, ParamSharding.same(PartitionSpec(), 1), wire_dtype=jnp.bfloat16)
     found = np.array([[1 + 2**-9, 3.0], [2.0, 2**-12]], np.float32)
 
     def compute(_, batch, key_data):

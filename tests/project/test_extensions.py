@@ -10,7 +10,7 @@ import pytest
 
 from meshtrain import training
 from meshtrain.assembly.assemble import Assembly
-from meshtrain.options import SEAMS
+from meshtrain.options import EXTENSION_POINTS
 from meshtrain.step.extension import Extension
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,7 +56,9 @@ def names_of_lab(text):
     classes = {
         one.name for file in files("lab") for one in ast.parse(file.read_text()).body if isinstance(one, ast.ClassDef)
     }
-    built_in = {name for seam in SEAMS.values() for name, place in seam.side_rooms.items() if ".lab." in place}
+    built_in = {
+        name for seam in EXTENSION_POINTS.values() for name, place in seam.optional_names.items() if ".lab." in place
+    }
     tree = ast.parse(text)
     found = [name for name, _ in names(tree) if name in classes | {"lab"}]
     texts = [one.value for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
@@ -71,7 +73,7 @@ def test_what_trains_names_no_algorithm_and_no_function_is_wide(find):
 
 def test_the_core_names_lab_in_the_table_of_extension_points_only():
     """A configuration has the group `local_steps`; former keys name what they have become."""
-    allowed = {"options.py", "config/former.py", "config/fields.py", "config/resume.py"}
+    allowed = {"options.py", "config/former.py", "config/schema.py", "config/resume.py"}
     found = {str(file.relative_to(PACKAGE)): names_of_lab(file.read_text()) for file in core()}
     assert {file: what for file, what in found.items() if what and file not in allowed} == {}
     assert found["options.py"]

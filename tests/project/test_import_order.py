@@ -33,11 +33,11 @@ def lint(root: pathlib.Path) -> subprocess.CompletedProcess[str]:
 FAULTS = [
     ("models/task.py", "import meshtrain.pipeline", "- meshtrain.models.task -> meshtrain.pipeline (l."),
     ("data/sources.py", "from meshtrain.models import task", "- meshtrain.data.sources -> meshtrain.models.task (l."),
-    ("explain.py", "from meshtrain.report import content", "- meshtrain.explain -> meshtrain.report.content (l."),
+    ("explain.py", "from meshtrain.report import sections", "- meshtrain.explain -> meshtrain.report.sections (l."),
     ("models/layers.py", "from meshtrain.launch import peers", "meshtrain.models.layers -> meshtrain.launch.peers (l."),
     ("models/lora.py", "from meshtrain.optim import moments", "- meshtrain.models.lora -> meshtrain.optim.moments (l."),
     ("__main__.py", "import meshtrain.probe", "- meshtrain.__main__ -> meshtrain.probe (l."),
-    ("nook.py", "", "- meshtrain.nook\n"),  # a room that nobody placed
+    ("nook.py", "", "- meshtrain.nook\n"),  # a package in no layer
     ("sharding/rules.py", "from meshtrain.sharding import mesh", "- .rules -> .mesh (1 import)"),
     ("pipeline/schedules.py", "import jax", "meshtrain.pipeline.schedules -> jax (l."),
     (

@@ -1,7 +1,7 @@
 """Training data from a user's function, checked against the task's batch.
 
 The function is an argument, `train(config, directory, make_task, make_data)`, or is named by `config.data.source =
-"package.module:function"`. It takes the config and returns a `Data`, in plain Python or Grain.
+"package.module:function"`. It takes the config and returns a `Dataset`, in plain Python or Grain.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ MakeData = Callable[[Configuration], FromUser]
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
+class Dataset:
     """A dataset: numbered training and validation examples. Any object with these attributes is accepted.
 
     Attributes:
@@ -40,13 +40,15 @@ class Data:
     are_templated: bool = False
 
 
-def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], num_eval_batches: int) -> Data:
-    """Checks the result of a user's data function and returns it as `Data`.
+def open_user_data(
+    given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], num_eval_batches: int
+) -> Dataset:
+    """Checks the result of a user's data function and returns it as `Dataset`.
 
     All examples of a list are checked; otherwise only the first example is.
 
     Args:
-      given: `Data`, or an object with its attributes.
+      given: `Dataset`, or an object with its attributes.
       batch: the entries of the global batch, each with shape [B, ...] and dtype.
       limits: name -> the exclusive upper bound of the entry's integers.
       num_eval_batches: batches of an evaluation, 0 for all.
@@ -61,7 +63,7 @@ def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, in
         if value is None or (name == "fingerprint" and not (isinstance(value, str) and value)):
             got = f"{'nothing' if value is None else repr(value)} for '{name}' of {type(given).__name__}"
             fix = nearest(name, vars(given) if hasattr(given, "__dict__") else ())
-            problems.append(Problem("data", got=got, allowed=wanted, fix=fix, nearest="Data(train, ...)"))
+            problems.append(Problem("data", got=got, allowed=wanted, fix=fix, nearest="Dataset(train, ...)"))
     refuse(problems)
     validation, text = getattr(given, "validation", None), getattr(given, "text", None)
     if text is not None and not isinstance(text, Tokenizer):
@@ -83,7 +85,7 @@ def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, in
                 nearest="[]",
             )
         )
-    data = Data(
+    data = Dataset(
         given.train,
         () if validation is None else validation,
         given.fingerprint,

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import jax
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError
-from meshtrain.options import Imported, called, imported_function, own_check, side_names
+from meshtrain.options import UserObject, call_user_function, import_function, plugin_names, user_check
 from meshtrain.sharding.gradients import OverData
 from meshtrain.sharding.reduction import KEY as KEY
 from meshtrain.sharding.reduction import MAX_LEVEL, NAMES, SUM, Reduction
@@ -32,7 +32,7 @@ def of(config: Config) -> Reduction | None:
     name = config.reduction.name
     if name == SUM:
         return None
-    made = called(
+    made = call_user_function(
         KEY,
         name,
         NAMES,
@@ -74,8 +74,8 @@ def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     lines = list(make.check(config, mesh_shape)) if make else []
     if reduction is None:
         return lines
-    function = imported_function(KEY, reduction.name, NAMES)
-    lines += own_check(KEY, reduction.name, function, (config, mesh_shape))
+    function = import_function(KEY, reduction.name, NAMES)
+    lines += user_check(KEY, reduction.name, function, (config, mesh_shape))
     level = config.zero.effective_level
     if level > MAX_LEVEL and mesh_shape[DATA] > 1:
         lines.append(
@@ -97,7 +97,7 @@ def unread(config: Config) -> dict[str, str]:
     return reasons | (dict.fromkeys(make.unread, f"{PERIOD}={config.local_steps.period}") if make else {})
 
 
-def make_extension(config: Config) -> Imported:
+def make_extension(config: Config) -> UserObject:
     """Returns the function (configuration, task on its mesh, reduction) -> `Extension`, for separate groups.
 
     It is None if `local_steps.period` is 0. The function has three attributes: `check`, a function (config, mesh_shape)
@@ -108,10 +108,10 @@ def make_extension(config: Config) -> Imported:
       UserError: the folder `meshtrain/lab` is not there.
     """
     period = config.local_steps.period
-    names = side_names(PERIOD)
+    names = plugin_names(PERIOD)
     if period and not names:
         raise UserError(Problem(PERIOD, got=period, allowed="0, as meshtrain/lab is not here", nearest=0))
-    return imported_function(PERIOD, names[0], ()) if period else None
+    return import_function(PERIOD, names[0], ()) if period else None
 
 
 def estimate(config: Config, mesh_shape: Mapping[str, int], params: Arrays = ()) -> Estimate:

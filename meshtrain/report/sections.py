@@ -12,7 +12,7 @@ import numpy as np
 from meshtrain.cli.flags import flatten
 from meshtrain.cli.tables import format_bytes
 from meshtrain.observe.charts import ACTIVATIONS, EXTRA, PEAK, bars
-from meshtrain.observe.page import as_it_stands, folded, heading, page, table
+from meshtrain.observe.page import as_it_stands, fold, heading, page, table
 from meshtrain.observe.run_files import EPOCHS, EVALUATED
 from meshtrain.report import loads
 from meshtrain.report.curves import figure, metrics
@@ -78,7 +78,7 @@ def _overview(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
         cells.append(
             [
                 run.name,
-                _shown(run.config["task"]) if "task" in run.config else "",
+                _text_of(run.config["task"]) if "task" in run.config else "",
                 mesh_text(run),
                 f"{last_step:,}" + (f" of {run.config['num_steps']:,}" if _is_count(run.config, "num_steps") else ""),
                 f"{loss:.4f}" if (loss := _last(run, "loss")) is not None else "",
@@ -130,7 +130,7 @@ def mesh_text(run: Run) -> str:
     if shape is None:
         return ""
     sizes = sizes_text(shape) or "1 device"
-    return f"{sizes} ({_shown(run.device['device'])})" if "device" in run.device else sizes
+    return f"{sizes} ({_text_of(run.device['device'])})" if "device" in run.device else sizes
 
 
 def _curves(runs: Sequence[Run]) -> list[str]:
@@ -157,7 +157,7 @@ def _configurations(runs: Sequence[Run]) -> list[str]:
         names = [run.name for run in runs]
         parts.append(table(rows, ["field", *names]) if rows else "<p>The configurations are the same.</p>")
     for run in runs:
-        parts.append(folded(f"all of {run.name}", as_it_stands(json.dumps(run.config, indent=2))))
+        parts.append(fold(f"all of {run.name}", as_it_stands(json.dumps(run.config, indent=2))))
     return parts
 
 
@@ -173,17 +173,17 @@ def differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
       configs: nested objects as in config.json.
     """
     flat = [flatten(config) for config in configs]
-    has_tasks = len({_shown(one["task"]) for one in flat if "task" in one}) > 1
+    has_tasks = len({_text_of(one["task"]) for one in flat if "task" in one}) > 1
     keys = dict.fromkeys(key for one in flat for key in one)
-    rows = [[key, *(_shown(one[key]) if key in one else _ABSENT for one in flat)] for key in keys]
+    rows = [[key, *(_text_of(one[key]) if key in one else _ABSENT for one in flat)] for key in keys]
     return [row for row in rows if len(set(row[1:]) - ({_ABSENT} if has_tasks else set())) > 1]
 
 
-def _shown(value: object) -> str:
+def _text_of(value: object) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
-def together(runs: Sequence[Run], what: Callable[[Run], _T | None]) -> list[tuple[str, _T]]:
+def group_runs(runs: Sequence[Run], what: Callable[[Run], _T | None]) -> list[tuple[str, _T]]:
     """Groups runs by the value of `what`: returns (names of the runs, value) for each value other than None."""
     groups = dict[_T, list[str]]()
     for run in runs:
@@ -194,7 +194,7 @@ def together(runs: Sequence[Run], what: Callable[[Run], _T | None]) -> list[tupl
 
 def _memory(runs: Sequence[Run]) -> list[str]:
     parts = []
-    for names, (held, on_host_bytes) in together(runs, _held):
+    for names, (held, on_host_bytes) in group_runs(runs, _memory_parts):
         parts += [heading(names, 3)] * (len(runs) > 1)
         parts.append(bars(held, None))
         if on_host_bytes:
@@ -203,7 +203,7 @@ def _memory(runs: Sequence[Run]) -> list[str]:
     return parts
 
 
-def _held(run: Run) -> tuple[tuple[tuple[str, float], ...], int] | None:
+def _memory_parts(run: Run) -> tuple[tuple[tuple[str, float], ...], int] | None:
     """Returns (label, bytes) for each part of a device's memory, and the bytes on its host; None if not recorded."""
     counts = {name.removesuffix("_bytes"): run.device[name] for name in run.device if _is_count(run.device, name)}
     found = collections.Counter[str](counts)  # a Counter returns 0 for missing parts

@@ -1,4 +1,4 @@
-"""The laws of the house, read off the source: sizes, names, hidden imports, docstrings, options, title pages."""
+"""The rules of the project, checked in the source: sizes, names, hidden imports, docstrings, options, title pages."""
 
 import ast
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.sharding.rules import AXES, batch_axes
 from scripts.benchmarks import reference
 
@@ -33,7 +33,7 @@ LAZY_IMPORTERS = {
     "meshtrain/options.py",
 }
 CONFIG_READER = "meshtrain/cli/flags.py"  # --config names a Python file that the user has written
-# Who reads the configuration: rooms and files; all others are given what they need.
+# Who reads the configuration: packages and files; all others are given what they need.
 READS_CONFIGURATION = {"assembly", "config", "examples", "lab", "plan", "probe", "report", "run"}
 READS_CONFIGURATION |= {f"{name}.py" for name in ("__init__", "evaluate", "explain", "generate", "main", "training")}
 READS_CONFIGURATION |= {"harness.py"}
@@ -229,7 +229,7 @@ def listed_axes(path: pathlib.Path) -> list[str]:
 
 
 def configuration_read_elsewhere(path: pathlib.Path) -> list[str]:
-    """Imports of the room `config`, and fields of something called `config`, outside of the files that may."""
+    """Imports of the package `config`, and fields of something called `config`, outside of the files that may."""
     if path.relative_to(PACKAGE_FOLDER).parts[0] in READS_CONFIGURATION:
         return []
     found = []
@@ -247,7 +247,7 @@ def configuration_read_elsewhere(path: pathlib.Path) -> list[str]:
     return found
 
 
-LAWS = [
+RULES = [
     executing_data,
     configuration_read_elsewhere,
     long_files,
@@ -261,17 +261,17 @@ LAWS = [
 ]
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_the_package_keeps_the_law(law):
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule):
     assert PACKAGE
-    broken = [f"{name_of(path)}:{line}" for path in PACKAGE for line in law(path)]
+    broken = [f"{name_of(path)}:{line}" for path in PACKAGE for line in rule(path)]
     assert not broken, "\n".join(broken)
 
 
 @pytest.mark.parametrize(
-    ("law", "text"),
+    ("rule", "text"),
     [
-        (configuration_read_elsewhere, "from meshtrain.config.fields import Config\n"),
+        (configuration_read_elsewhere, "from meshtrain.config.schema import Config\n"),
         (configuration_read_elsewhere, "from meshtrain import config\n"),
         (configuration_read_elsewhere, "import meshtrain.config.resolve\n"),
         (configuration_read_elsewhere, "def f(config):\n    return config.seed\n"),
@@ -304,15 +304,15 @@ def test_the_package_keeps_the_law(law):
         (listed_axes, "shards = config.mesh.data * config.mesh.fsdp\n"),
     ],
 )
-def test_breaking_the_law_is_noticed(law, text, tmp_path, monkeypatch):
+def test_breaking_the_rule_is_noticed(rule, text, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     monkeypatch.setitem(globals(), "PACKAGE_FOLDER", tmp_path)
     path = tmp_path / "sample.py"
     path.write_text(text)
-    assert law(path)
+    assert rule(path)
 
 
-def test_exceptions_to_the_laws_are_still_needed_by_files_that_are_there():
+def test_exceptions_to_the_rules_are_still_needed_by_files_that_are_there():
     for name, listed in AXES_LISTED.items():
         written = {ast.unparse(node) for node in ast.walk(parsed(ROOT / name)) if isinstance(node, ast.Tuple)}
         assert listed <= written
@@ -376,12 +376,12 @@ def test_the_index_lists_every_page():
     assert set(re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", index, re.MULTILINE)) == pages
 
 
-def test_the_code_map_of_readme_is_made_of_the_first_lines_of_the_rooms():
+def test_the_code_map_of_readme_is_made_of_the_first_lines_of_the_packages():
     said = {path.parent.name: ast.get_docstring(parsed(path)) or "" for path in PACKAGE_FOLDER.glob("*/__init__.py")}
-    assert {room: text for room, text in said.items() if len(text.splitlines()) > 10} == {}
+    assert {package: text for package, text in said.items() if len(text.splitlines()) > 10} == {}
     [block] = re.findall(r"^## The code\n.*?^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert dict(line.split(maxsplit=1) for line in block.splitlines()) == {
-        room: text.splitlines()[0] for room, text in said.items()
+        package: text.splitlines()[0] for package, text in said.items()
     }
     assert len(README.splitlines()) <= 230
 

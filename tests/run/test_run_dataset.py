@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from meshtrain.config.resolve import resolve
-from meshtrain.data.own_source import Data
+from meshtrain.data.dataset import Dataset
 from meshtrain.errors import UserError
 from meshtrain.models.task import Entry, Task, token_batch
-from meshtrain.run.opened import open_data
+from meshtrain.run.dataset import open_data
 
 SYNTHETIC = resolve({"data": {"source": "synthetic"}, "batch_size": 4, "sequence_length": 8})
 
@@ -48,7 +48,7 @@ def test_a_task_may_read_some_of_the_entries_and_no_others():
 
 def test_token_ids_of_own_data_are_below_the_vocabulary_of_the_task():
     example = {name: np.zeros(entry.shape[1:], entry.dtype) for name, entry in token_batch(4, 8).items()}
-    data = Data([{**example, "targets": np.full(8, 50, np.int32)}], (), "ids")
+    data = Dataset([{**example, "targets": np.full(8, 50, np.int32)}], (), "ids")
     with pytest.raises(UserError, match=r"data\.train\[0\]: got 50 in 'targets'; allowed: 0 to 49, .*; nearest: 49"):
         open_data(SYNTHETIC, task(vocab_size=50), lambda config: data)
     assert open_data(SYNTHETIC, task(vocab_size=51), lambda config: data)

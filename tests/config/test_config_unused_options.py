@@ -6,16 +6,16 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.config import effects
+from meshtrain.config import unused_options
 from meshtrain.config.build import default
-from meshtrain.config.fields import Config
 from meshtrain.config.resolve import resolve
+from meshtrain.config.schema import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import NAMES as RATES
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import NAMES as OPTIMIZERS
 from meshtrain.optim.optimizers import OptimizerOptions, optimizer
-from meshtrain.options import idle
+from meshtrain.options import unused
 from meshtrain.sharding.rules import AXES
 
 pytestmark = pytest.mark.quick
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.quick
 def without_effect(*overrides, **shape):
     config = resolve(default(), dict(one.split("=", 1) for one in overrides), reads_data=False)
     sizes = dict.fromkeys(AXES, 1) | shape
-    return effects.without_effect(config, sizes)
+    return unused_options.without_effect(config, sizes)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ routed.options = DecoderOptions
 
 def test_a_task_of_ones_own_may_have_routers():
     config = resolve(default(), {"optimizer.balance_rate": "0.01"}, make_task=routed, reads_data=False)
-    assert effects.without_effect(config, dict.fromkeys(AXES, 1)) == {}
+    assert unused_options.without_effect(config, dict.fromkeys(AXES, 1)) == {}
 
 
 def test_what_options_name_as_the_condition_of_their_use_is_there(monkeypatch):
     """A misspelled condition would always hold."""
     asked = []
-    monkeypatch.setattr(effects, "idle", lambda options, path, known: asked.append(known) or {})
-    effects.without_effect(Config(), dict.fromkeys(AXES, 1))
+    monkeypatch.setattr(unused_options, "unused", lambda options, path, known: asked.append(known) or {})
+    unused_options.without_effect(Config(), dict.fromkeys(AXES, 1))
 
     def conditions(options):
         for field in dataclasses.fields(options):
@@ -118,9 +118,9 @@ def test_what_options_name_as_the_condition_of_their_use_is_there(monkeypatch):
 
 def test_the_table_shows_what_was_set_and_why_it_does_nothing():
     sizes = dict.fromkeys(AXES, 1)
-    shown = effects.text(resolve(default(), {"pipeline.num_microbatches": "16"}), sizes)
+    shown = unused_options.text(resolve(default(), {"pipeline.num_microbatches": "16"}), sizes)
     assert [line.split() for line in shown.splitlines()[2:]] == [["pipeline.num_microbatches", "16", "mesh.pipeline=1"]]
-    assert effects.text(resolve(default()), sizes) == ""
+    assert unused_options.text(resolve(default()), sizes) == ""
 
 
 def changed(options):
@@ -145,7 +145,7 @@ def test_what_is_said_of_learning_rates_is_true(name):
         other = dataclasses.replace(other, decay_steps=30) if field == "decay_steps" else other
         other = dataclasses.replace(other, base_batch_size=4) if field == "base_batch_size" else other
         other = dataclasses.replace(other, warmup_steps=8) if field == "warmup_steps" else other
-        is_idle = f"learning_rate.{field}" in idle(other, "learning_rate")
+        is_idle = f"learning_rate.{field}" in unused(other, "learning_rate")
         assert is_idle == np.array_equal(rates(other), rates(options)), field
 
 
@@ -166,5 +166,5 @@ def test_what_is_said_of_optimizers_is_true(name):
     for field, other in changed(options):
         if field in ("clip_norm", "average", "balance_rate"):  # read by the step, and by the decoder
             continue
-        is_idle = f"optimizer.{field}" in idle(other, "optimizer")
+        is_idle = f"optimizer.{field}" in unused(other, "optimizer")
         assert is_idle == (program(other) == program(options)), field

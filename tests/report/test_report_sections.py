@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from meshtrain.report import content
-from meshtrain.report.runs import opened
+from meshtrain.report import sections
+from meshtrain.report.runs import open_runs
 from tests.report.folders import CONFIG, DEVICE, folder, metrics
 
 
@@ -17,7 +17,7 @@ def runs(tmp_path):
 
     def made(**described):
         paths = [str(folder(tmp_path / name, **what)) for name, what in described.items()]
-        found, problems = opened(paths)
+        found, problems = open_runs(paths)
         assert problems == []
         return found
 
@@ -35,7 +35,7 @@ def cells(page):
 
 
 def test_a_page_has_every_part(runs):
-    text = content.run_page(runs(a={"sample": "def <f>:"}, b={"config": CONFIG | {"seed": 7}}), ["<p>a picture</p>"])
+    text = sections.run_page(runs(a={"sample": "def <f>:"}, b={"config": CONFIG | {"seed": 7}}), ["<p>a picture</p>"])
     header, first, second = cells(text)[:3]
     assert dict(zip(header, first, strict=True)) == {
         "run": "a",
@@ -59,7 +59,7 @@ def test_a_page_has_every_part(runs):
 
 
 def test_it_needs_nothing_else(runs):
-    text = content.run_page(runs(a={}), [])
+    text = sections.run_page(runs(a={}), [])
     ours = without_plotly(text)
     assert len(text) - len(ours) > 4_000_000, "Plotly's own script is in it"
     assert "://" not in ours
@@ -71,7 +71,7 @@ def test_a_run_of_images_without_anything_of_text(runs):
     rows = [{"step": step, "loss": 2.0, "accuracy": 0.5, "images": 32 * step, "images_per_second": 9.0}
             for step in (1, 2)] + [{"step": 2, "eval_accuracy": 0.75}]  # fmt: skip
     config = {"task": "mine.images:task", "model": {"width": 8}, "mesh": {"data": -1}}
-    text = content.run_page(runs(a={"rows": rows, "config": config, "device": None}), [])
+    text = sections.run_page(runs(a={"rows": rows, "config": config, "device": None}), [])
     header, first = cells(text)[:2]
     row = dict(zip(header, first, strict=True))
     assert (row["task"], row["mesh"], row["steps"], row["best loss"]) == ("mine.images:task", "", "2", "")
@@ -84,7 +84,9 @@ def test_a_run_of_images_without_anything_of_text(runs):
 
 
 def test_runs_that_hold_the_same_share_one_chart(runs):
-    text = content.run_page(runs(a={}, b={}, c={"device": DEVICE | {"moments_bytes": 5, "on_host_bytes": 1 << 20}}), [])
+    text = sections.run_page(
+        runs(a={}, b={}, c={"device": DEVICE | {"moments_bytes": 5, "on_host_bytes": 1 << 20}}), []
+    )
     assert "<h3>a, b</h3>" in text
     assert "<h3>c</h3>" in text
     assert without_plotly(text).count("<svg") == 2
@@ -92,25 +94,25 @@ def test_runs_that_hold_the_same_share_one_chart(runs):
 
 
 def test_configurations_that_are_the_same_say_so(runs):
-    assert "The configurations are the same." in content.run_page(runs(a={}, b={}), [])
+    assert "The configurations are the same." in sections.run_page(runs(a={}, b={}), [])
 
 
 def test_fields_of_one_task_are_no_difference_between_tasks():
     decoder = {"task": "decoder", "seed": 0, "model": {"num_layers": 8, "num_kv_heads": 8}}
     seq2seq = {"task": "seq2seq", "seed": 0, "model": {"num_layers": 2, "source_length": 32}}
     convnet = {"task": "convnet", "seed": 1, "model": {"channels": 3}}
-    assert content.differences([decoder, seq2seq, convnet]) == [
+    assert sections.differences([decoder, seq2seq, convnet]) == [
         ["task", "decoder", "seq2seq", "convnet"],
         ["seed", "0", "0", "1"],
         ["model.num_layers", "8", "2", "-"],
     ]
     older = {"task": "decoder", "seed": 0, "model": {"num_layers": 8}}
-    assert content.differences([decoder, older]) == [["model.num_kv_heads", "8", "-"]]
+    assert sections.differences([decoder, older]) == [["model.num_kv_heads", "8", "-"]]
 
 
 def test_the_page_has_no_toolbar(runs):
     """Plotly's holds a button that uploads the chart."""
-    assert '"displayModeBar": false' in without_plotly(content.run_page(runs(a={}), []))
+    assert '"displayModeBar": false' in without_plotly(sections.run_page(runs(a={}), []))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_the_page_has_no_toolbar(runs):
 )
 def test_the_mesh_is_that_of_the_devices_and_else_that_of_the_configuration(runs, device, mesh, wanted):
     [run] = runs(a={"device": device, "config": CONFIG | {"mesh": mesh}})
-    assert content.mesh_shape(run) == wanted
+    assert sections.mesh_shape(run) == wanted
 
 
 def test_a_long_run_makes_a_page_of_at_most_8_megabytes(runs):
@@ -135,7 +137,7 @@ def test_a_long_run_makes_a_page_of_at_most_8_megabytes(runs):
     rows[33_333]["grad_norm"] = 1e-9
     found = runs(long={"rows": rows})
     start = time.process_time()
-    text = content.run_page(found, [])
+    text = sections.run_page(found, [])
     assert 5_500_000 < len(text.encode()) <= 8_000_000, "as many points as there may be"
     assert "123.4567" in text, "a spike of one step"
     assert "1e-09" in text, "and a dip"

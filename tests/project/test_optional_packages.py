@@ -1,4 +1,4 @@
-"""Side rooms: the core runs without their folders, and their names stand in one table."""
+"""Optional packages: the core runs without their folders, and their names are in one table."""
 
 import importlib
 import pathlib
@@ -9,11 +9,11 @@ import tomllib
 
 import pytest
 
-from meshtrain.options import FLAGS, SEAMS
+from meshtrain.options import EXTENSION_POINTS, FLAGS
 
 ROOT = pathlib.Path(__file__).parents[2]
-ROOMS = ["examples", "lab", "probe", "report"]
-# In one process: explain a run, train two steps of it, evaluate it; and what the names of the rooms come to.
+PACKAGES = ["examples", "lab", "probe", "report"]
+# In one process: explain a run, train two steps of it, evaluate it; and what the names of the packages come to.
 CORE = """
 import re
 import sys
@@ -25,23 +25,23 @@ from meshtrain.config.former import FORMER, Gone
 from meshtrain.errors import UserError
 from meshtrain.options import FLAGS
 
-rooms, names = (words.split(",") for words in sys.argv[1:])
+packages, names = (words.split(",") for words in sys.argv[1:])
 for command, (module, _) in COMMANDS.items():
-    if (room := module.split(".")[1]) in rooms:
+    if (package := module.split(".")[1]) in packages:
         try:
             main([command])
         except UserError as error:
-            assert str(error).startswith(f"command: got '{command}', and meshtrain/{room} is not here; allowed: ")
+            assert str(error).startswith(f"command: got '{command}', and meshtrain/{package} is not here; allowed: ")
         else:
             raise AssertionError(command)
 for flag, module in FLAGS.items():
-    if (room := module.split(".")[1]) in rooms:
+    if (package := module.split(".")[1]) in packages:
         value = {"--scaling": "8,16", "--html": "plan.html"}[flag]
         try:
             main(["plan", "--config=small.py", "--cluster=cpu:8", f"{flag}={value}"])
         except UserError as error:
             [line] = error.problems
-            assert line.startswith(f"{flag}: got '{value}', and meshtrain/{room} is not here; allowed: "), line
+            assert line.startswith(f"{flag}: got '{value}', and meshtrain/{package} is not here; allowed: "), line
         else:
             raise AssertionError(flag)
 run = ["--workdir=run", "--config=small.py", "--config.num_steps=2", "--config.sample_tokens=0"]
@@ -57,7 +57,7 @@ for name in names:
         raise AssertionError(name)
 gone = {key: one.default for key, one in FORMER.items() if isinstance(one, Gone)}
 assert resolve(gone) == resolve({})
-assert not [name for name in sys.modules if name.startswith(tuple(f"meshtrain.{room}" for room in rooms))]
+assert not [name for name in sys.modules if name.startswith(tuple(f"meshtrain.{package}" for package in packages))]
 """
 
 SMALL = """
@@ -72,34 +72,36 @@ def get_config():
 """
 
 
-@pytest.mark.parametrize("seam, name", [(seam, name) for seam in SEAMS for name in SEAMS[seam].side_rooms])
-def test_a_name_of_a_side_room_stands_for_something(seam, name):
-    module, _, attribute = SEAMS[seam].side_rooms[name].partition(":")
+@pytest.mark.parametrize(
+    "key, name", [(key, name) for key in EXTENSION_POINTS for name in EXTENSION_POINTS[key].optional_names]
+)
+def test_a_name_in_an_optional_package_is_a_function(key, name):
+    module, _, attribute = EXTENSION_POINTS[key].optional_names[name].partition(":")
     assert hasattr(importlib.import_module(module), attribute)
 
 
 @pytest.mark.parametrize("module", FLAGS.values())
-def test_a_flag_of_a_side_room_names_a_module(module):
+def test_a_flag_of_a_optional_package_names_a_module(module):
     importlib.import_module(module)
 
 
-def test_the_core_trains_without_the_folders_of_side_rooms(tmp_path):
+def test_the_core_trains_without_the_folders_of_optional_packages(tmp_path):
     """Without all of them at once: none imports another, see below."""
-    shutil.copytree(ROOT / "meshtrain", tmp_path / "meshtrain", ignore=shutil.ignore_patterns(*ROOMS, "__pycache__"))
-    assert not [room for room in ROOMS if (tmp_path / "meshtrain" / room).exists()]
+    shutil.copytree(ROOT / "meshtrain", tmp_path / "meshtrain", ignore=shutil.ignore_patterns(*PACKAGES, "__pycache__"))
+    assert not [package for package in PACKAGES if (tmp_path / "meshtrain" / package).exists()]
     (tmp_path / "small.py").write_text(SMALL)
     names = [
-        f"{seam}={10 if seam == 'local_steps.period' else name}"
-        for seam, place_of in SEAMS.items()
-        for name in place_of.side_rooms
+        f"{key}={10 if key == 'local_steps.period' else name}"
+        for key, place_of in EXTENSION_POINTS.items()
+        for name in place_of.optional_names
     ]
     # The package is found in the current folder first.
-    command = [sys.executable, "-c", CORE, ",".join(ROOMS), ",".join(names)]
+    command = [sys.executable, "-c", CORE, ",".join(PACKAGES), ",".join(names)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_they_are_the_rooms_that_no_other_may_import():
+def test_they_are_the_packages_that_no_other_may_import():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     [order] = [contract for contract in contracts if contract["id"] == "order"]
-    assert [room.strip(" ()") for room in order["layers"][0].split("|")] == ROOMS
+    assert [package.strip(" ()") for package in order["layers"][0].split("|")] == PACKAGES

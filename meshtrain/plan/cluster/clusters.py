@@ -20,7 +20,7 @@ from jax.experimental.topologies import TopologyDescription, get_topology_desc
 
 from meshtrain.errors import Problem, UserError, nearest
 from meshtrain.hardware.accelerators import Accelerator, find
-from meshtrain.hardware.compiler_options import captured
+from meshtrain.hardware.compiler_options import capture_stderr
 from meshtrain.launch import distributed
 
 GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
@@ -113,7 +113,7 @@ def open_cluster(text: str) -> Cluster:
     if jax.config.values["jax_platforms"] != "cpu":
         jax.config.update("jax_platforms", "cpu")
     if name == "cpu":
-        with captured():  # see `_described`
+        with capture_stderr():  # see `_describe`
             devices, _ = distributed.start(sizes[0])
         return Cluster(text, "cpu", devices, 1, None)
     if name in GPUS:
@@ -121,7 +121,7 @@ def open_cluster(text: str) -> Cluster:
         # Slices x hosts x GPUs per host.
         target = (TARGETS / f"{name}.txtpb").read_text()
         topology = f"1x{sizes[0]}x{sizes[1]}"
-        gpus = _described(text, partial(get_topology_desc, platform="cuda", target_config=target, topology=topology))
+        gpus = _describe(text, partial(get_topology_desc, platform="cuda", target_config=target, topology=topology))
         return Cluster(text, "cuda", gpus, sizes[0], find(gpus[0].device_kind), _capability(target))
     _require(text, "libtpu", "plan-tpu")
     # The compiler opens no chip, so it may share the library with a training run or another plan.
@@ -130,14 +130,14 @@ def open_cluster(text: str) -> Cluster:
     kind = {"chip_config_name": "megacore"} if name == "v4" else {}
     slice_name = f"{name}:{'x'.join(map(str, sizes))}"
     described = partial(get_topology_desc, platform="tpu", topology_name=slice_name, num_slices=num_slices, **kind)
-    chips = _described(text, described)
+    chips = _describe(text, described)
     num_hosts = len({chip.process_index for chip in chips})
     return Cluster(text, "tpu", chips, num_hosts, find(chips[0].device_kind), num_slices=num_slices)
 
 
-def _described(text: str, describe: Callable[[], TopologyDescription]) -> Sequence[jax.Device]:
+def _describe(text: str, describe: Callable[[], TopologyDescription]) -> Sequence[jax.Device]:
     try:
-        with captured():  # without an accelerator each compiler prints long warnings
+        with capture_stderr():  # without an accelerator each compiler prints long warnings
             jax.devices()  # loads the plugins here, so that their warnings are captured
             try:
                 devices: Sequence[jax.Device] = describe().devices

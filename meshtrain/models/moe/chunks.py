@@ -115,7 +115,7 @@ class Index(NamedTuple):
     owners: jax.Array
 
 
-def arranged(cut: Parts, chosen: jax.Array, num_here: int) -> Index:
+def arrange_rows(cut: Parts, chosen: jax.Array, num_here: int) -> Index:
     """Assigns rows to the choices of one device's experts.
 
     Args:
@@ -127,7 +127,7 @@ def arranged(cut: Parts, chosen: jax.Array, num_here: int) -> Index:
     kept = jnp.arange(num_choices, dtype=jnp.int32)
     if (most := chosen.shape[0] * min(chosen.shape[1], num_here)) < num_choices:
         kept = jnp.argsort(flat == num_here, stable=True)[:most].astype(jnp.int32)
-    found = grouped_matmul.arranged(flat[kept], num_here, cut.block_rows)
+    found = grouped_matmul.arrange_blocks(flat[kept], num_here, cut.block_rows)
     more = cut.num_parts * cut.num_blocks - found.owners.size
     owners = jnp.pad(found.owners, (0, more), constant_values=num_here)
     choices = jnp.take(kept, found.rows, mode="fill", fill_value=num_choices)
@@ -241,7 +241,7 @@ def _of_part(
         # A product, because its transpose sums in a fixed order.
         return jnp.repeat(jnp.dot(hot, bias, precision=jax.lax.Precision.HIGHEST), cut.block_rows, axis=0)
 
-    return collected(of_rows(how.activation, rows, gate, matrices, times, of_owner), tokens, places)
+    return sum_rows(of_rows(how.activation, rows, gate, matrices, times, of_owner), tokens, places)
 
 
 def of_rows(
@@ -294,7 +294,7 @@ def spread(x: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def collected(rows: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
+def sum_rows(rows: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
     """Returns the sum of each token's rows, [t, D], computed in float32.
 
     Args:
@@ -308,7 +308,7 @@ def collected(rows: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Arra
 
 
 def _of_spread(indices: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return collected(cotangent, *indices), None, None
+    return sum_rows(cotangent, *indices), None, None
 
 
 def _of_collected(indices: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None, None]:
@@ -316,4 +316,4 @@ def _of_collected(indices: tuple[jax.Array, jax.Array], cotangent: jax.Array) ->
 
 
 spread.defvjp(lambda x, *indices: (spread(x, *indices), indices), _of_spread)
-collected.defvjp(lambda rows, *indices: (collected(rows, *indices), indices), _of_collected)
+sum_rows.defvjp(lambda rows, *indices: (sum_rows(rows, *indices), indices), _of_collected)

@@ -7,16 +7,16 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from meshtrain.sharding.mesh import make_mesh
-from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
-from meshtrain.sharding.stored import (
+from meshtrain.sharding.param_sharding import (
     activation_sharding,
     array_problems,
     is_names,
+    param_sharding,
+    param_shardings,
     spec,
-    split_elsewhere,
-    stored,
-    stored_tree,
+    split_further,
 )
+from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
 from tests.sharding.conftest import array, shape_of
 
 pytestmark = pytest.mark.quick
@@ -48,7 +48,7 @@ class Moments(NamedTuple):
 )  # fmt: skip
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_data_splits_the_first_dim_that_divides_of_what_the_level_says(shape, names, mesh, by_rules, over_data, level):
-    specs = stored(shape, names, RULES, shape_of(**mesh), level)
+    specs = param_sharding(shape, names, RULES, shape_of(**mesh), level)
     by_rules, over_data = PartitionSpec(*by_rules), PartitionSpec(*over_data)
     expected = tuple(over_data if level >= first else by_rules for first in (3, 2, 1))
     assert (specs.parameter, specs.gradient, specs.moment) == expected
@@ -58,7 +58,7 @@ def test_data_splits_the_first_dim_that_divides_of_what_the_level_says(shape, na
 def test_a_rule_that_splits_a_weight_over_data_leaves_nothing_to_the_level():
     rules = extend(RULES, Rule("mlp", ("data",)))
     for level in range(4):
-        specs = stored((64, 32), ("embed", "mlp"), rules, shape_of(data=8), level)
+        specs = param_sharding((64, 32), ("embed", "mlp"), rules, shape_of(data=8), level)
         assert specs.parameter == specs.gradient == specs.moment == PartitionSpec(None, "data")
         assert specs.data_dim == 0
 
@@ -67,7 +67,7 @@ def test_a_tree_keeps_its_structure():
     params = {"up": array(4, 8, 16), "scale": array(8)}
     names = {"up": ("layers", "embed", "mlp"), "scale": ("norm",)}
     tree = (Moments(params, array()), [params])
-    specs = stored_tree(tree, (Moments(names, ()), [names]), RULES, shape_of(fsdp=2, tensor=4), 0)
+    specs = param_shardings(tree, (Moments(names, ()), [names]), RULES, shape_of(fsdp=2, tensor=4), 0)
     assert jax.tree.structure(specs) == jax.tree.structure(tree)
     assert specs[0].first["up"].parameter == PartitionSpec(None, "fsdp", "tensor")
     assert specs[1][0]["scale"].parameter == specs[0].count.parameter == PartitionSpec()
@@ -111,6 +111,6 @@ def test_containers_are_not_axes():
 
 def test_an_axis_goes_to_the_first_dim_that_it_divides_or_to_none():
     mesh_shape, there = {"fsdp": 2, "pipeline": 4}, PartitionSpec("fsdp")
-    assert split_elsewhere(there, (8, 6), ("pipeline",), mesh_shape) == PartitionSpec(("fsdp", "pipeline"))
-    assert split_elsewhere(there, (4, 12), ("pipeline",), mesh_shape) == PartitionSpec("fsdp", "pipeline")
-    assert split_elsewhere(there, (4, 6), ("pipeline",), mesh_shape) == there
+    assert split_further(there, (8, 6), ("pipeline",), mesh_shape) == PartitionSpec(("fsdp", "pipeline"))
+    assert split_further(there, (4, 12), ("pipeline",), mesh_shape) == PartitionSpec("fsdp", "pipeline")
+    assert split_further(there, (4, 6), ("pipeline",), mesh_shape) == there

@@ -8,12 +8,12 @@ import json
 from collections.abc import Mapping
 
 from meshtrain.cli import flags
-from meshtrain.cli.tables import aligned
-from meshtrain.config import reductions, tasks
+from meshtrain.cli.tables import align
+from meshtrain.config import extensions, tasks
 from meshtrain.config.build import defaults_of
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.data.sources import is_own
-from meshtrain.options import idle
+from meshtrain.options import unused
 from meshtrain.step import loss_scale
 from meshtrain.step.precision import compute_name
 
@@ -31,10 +31,10 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
         "the loss is not scaled": scaling is None,
         "all weights are trained": not (config.lora.rank or config.optimizer.trainable),
     }
-    reasons = idle(config, "", known)
+    reasons = unused(config, "", known)
     unread = tuple(f"{key}." for key in getattr(tasks.find(config.task), "unread", ())) if is_built_in else ()
     reasons |= {key: f"task={config.task}" for key in values if f"{key}.".startswith(unread)}
-    reasons |= reductions.unread(config)
+    reasons |= extensions.unread(config)
     if config.zero.keeps_gathered and mesh_shape["fsdp"] > 1:
         reasons.pop("zero.strategy", None)  # also affects gathers over fsdp, not only the level over data
     # A user's data function gets the complete configuration, and may read any option of the data.
@@ -47,4 +47,4 @@ def text(config: Config, mesh_shape: Mapping[str, int]) -> str:
     """Returns a table of the options without effect; an empty text if there are none."""
     values = flags.flatten(config)
     rows = [(key, json.dumps(values[key]), why) for key, why in without_effect(config, mesh_shape).items()]
-    return aligned(rows, ("without effect here", "value", "because")) if rows else ""
+    return align(rows, ("without effect here", "value", "because")) if rows else ""

@@ -10,14 +10,14 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from meshtrain.assembly.assemble import Assembly, assemble
-from meshtrain.config.fields import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import is_out_of_memory
-from meshtrain.hardware.compiler_options import CompilerOptions, XlaValue, captured
+from meshtrain.hardware.compiler_options import CompilerOptions, XlaValue, capture_stderr
 from meshtrain.models import fp8, layers
+from meshtrain.plan.cluster.attention_tracing import as_on_target
+from meshtrain.plan.cluster.clusters import Cluster
+from meshtrain.plan.cluster.traced_flops import attention_kernel, traced_flops
 from meshtrain.plan.hlo.parse import Program, read
-from meshtrain.plan.target.attention_tracing import as_on_target
-from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.target.traced_flops import attention_kernel, traced_flops
 from meshtrain.sharding import jaxprs, placement
 from meshtrain.step.device_memory import Statistics, statistics
 
@@ -81,7 +81,7 @@ def compile_step(
     start = time.perf_counter()
     with as_on_target(cluster):
         assembly = assemble(config, shape, cluster.devices)
-        with captured() as messages:
+        with capture_stderr() as messages:
             # On a mesh of one device, kernels use the device kind of this machine unless an abstract mesh states the
             # target's.
             with jax.sharding.use_abstract_mesh(assembly.mesh.abstract_mesh):

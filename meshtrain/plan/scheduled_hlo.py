@@ -27,13 +27,13 @@ from jax._src import xla_bridge
 from jaxlib._hlo import HloModule
 
 from meshtrain.assembly.assemble import assemble
-from meshtrain.config import reductions
-from meshtrain.config.fields import Config
+from meshtrain.config import extensions
+from meshtrain.config.schema import Config
 from meshtrain.hardware.compiler_options import CompilerOptions
+from meshtrain.plan.cluster.attention_tracing import as_on_target
+from meshtrain.plan.cluster.clusters import GPUS, Cluster, open_cluster, parse
+from meshtrain.plan.cluster.compile import Compiled, Compiler, compile_step
 from meshtrain.plan.planner import shape_on
-from meshtrain.plan.target.attention_tracing import as_on_target
-from meshtrain.plan.target.clusters import GPUS, Cluster, open_cluster, parse
-from meshtrain.plan.target.compile import Compiled, Compiler, compile_step
 
 COMPARED = ("0.10.2", "0.12.0.1")  # `scripts/bench plan_ratio` confirms the plans of complete compilations
 POLL_SECONDS = 0.05
@@ -44,7 +44,7 @@ Work = Callable[..., Pickled]  # run by a separate process
 FREE, SHARE = 1, 2  # kinds of a HeapSimulatorTrace.Event; 0 allocates
 
 
-def started(config: Config, name: str) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
+def start_compiling(config: Config, name: str) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
     """Starts to compile a step for a cluster in another process; returns a function to call instead of `compile_step`.
 
     The returned function waits for the result. If this jax version was not compared, or the process fails, it compiles
@@ -52,11 +52,11 @@ def started(config: Config, name: str) -> Callable[[Config, Mapping[str, int], C
     """
     if not ends_early(config, name):
         return compile_step
-    result = begun(_compiled, config, name)
-    return lambda config, shape, cluster: _assembled(result(), config, shape, cluster)
+    result = start_copy(_compile_fields, config, name)
+    return lambda config, shape, cluster: _with_assembly(result(), config, shape, cluster)
 
 
-def compiled_by(elsewhere: Work | None) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
+def compile_elsewhere(elsewhere: Work | None) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
     """Returns a function to call instead of `compile_step`, which compiles steps in copies of this process.
 
     Args:
@@ -64,10 +64,12 @@ def compiled_by(elsewhere: Work | None) -> Callable[[Config, Mapping[str, int], 
     """
     if elsewhere is None:
         return compile_step
-    return lambda config, shape, cluster: _assembled(elsewhere(_compiled, config, cluster.text), config, shape, cluster)
+    return lambda config, shape, cluster: _with_assembly(
+        elsewhere(_compile_fields, config, cluster.text), config, shape, cluster
+    )
 
 
-def _assembled(
+def _with_assembly(
     found: dict[str, Pickled] | None, config: Config, shape: Mapping[str, int], cluster: Cluster
 ) -> Compiled:
     """Returns a compiled step with an assembly of this process.
@@ -75,7 +77,7 @@ def _assembled(
     Compiles the step completely if the other process failed.
 
     Args:
-      found: from `_compiled`, or None.
+      found: from `_compile_fields`, or None.
       config: of the step.
       shape: the size of each mesh axis.
       cluster: the target.
@@ -88,14 +90,14 @@ def _assembled(
 
 def ends_early(config: Config, name: str) -> bool:
     """Returns whether steps for the cluster of this name can be planned from dumps in copies of this process."""
-    compared = jax.__version__ in COMPARED and parse(name).device in GPUS and reductions.make_extension(config) is None
+    compared = jax.__version__ in COMPARED and parse(name).device in GPUS and extensions.make_extension(config) is None
     return compared and not xla_bridge.backends_are_initialized()  # a forked process would lack JAX's threads
 
 
 def server(config: Config, name: str) -> Work | None:
     """Starts a process that runs work in copies of itself.
 
-    Returns a function (work, *arguments) -> result, see `begun`.
+    Returns a function (work, *arguments) -> result, see `start_copy`.
 
     The process keeps the present state, before JAX is started, and forks for each call. So the function works after
     this process has started JAX. Returns None if steps have to be compiled completely.
@@ -108,7 +110,7 @@ def server(config: Config, name: str) -> Work | None:
         try:
             while True:
                 work, arguments = others.recv()
-                others.send(begun(work, *arguments)())
+                others.send(start_copy(work, *arguments)())
         finally:
             os._exit(0)
     others.close()
@@ -120,7 +122,7 @@ def server(config: Config, name: str) -> Work | None:
     return call
 
 
-def begun(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
+def start_copy(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
     """Starts `work(by, *arguments)` in a copy of this process; returns a function that waits for its result.
 
     `by` is the compiler to pass to `compile_step`. The result is pickled. It is None if the process fails.
@@ -148,21 +150,21 @@ def _send(writing: Connection, folder: Path, work: Work, *arguments: Pickled) ->
     os.environ["TMPDIR"] = str(folder)  # XLA leaves temporary files here if the process ends early
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache is not dumped
     try:
-        writing.send(work(functools.partial(_scheduled, folder), *arguments))
+        writing.send(work(functools.partial(_schedule, folder), *arguments))
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)  # no other process removes it then
     finally:
         os._exit(0)
 
 
-def _compiled(by: Compiler, config: Config, name: str) -> dict[str, Pickled]:
+def _compile_fields(by: Compiler, config: Config, name: str) -> dict[str, Pickled]:
     """Returns the fields of a `Compiled` without its assembly, whose devices belong to this process."""
     cluster = open_cluster(name)
     made = compile_step(config, shape_on(config, cluster), cluster, by)
     return {key: value for key, value in vars(made).items() if key != "assembly"}
 
 
-def _scheduled(folder: Path, lowered: jax.stages.Lowered) -> tuple[SimpleNamespace, CompilerOptions]:
+def _schedule(folder: Path, lowered: jax.stages.Lowered) -> tuple[SimpleNamespace, CompilerOptions]:
     """Returns a stand-in for `jax.stages.Compiled`, and no added options; a thread continues to compile."""
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
     compiling = threading.Thread(target=lowered.compile, kwargs={"compiler_options": options}, daemon=True)
@@ -171,11 +173,11 @@ def _scheduled(folder: Path, lowered: jax.stages.Lowered) -> tuple[SimpleNamespa
         time.sleep(POLL_SECONDS)
         for file in folder.glob("*_after_optimizations.hlo.pb"):
             with contextlib.suppress(DecodeError, KeyError):
-                return compiled_of(file.read_bytes()), {}
+                return compiled_stand_in(file.read_bytes()), {}
     raise TimeoutError("the compiler ended before its program was seen")
 
 
-def compiled_of(dump: bytes) -> SimpleNamespace:
+def compiled_stand_in(dump: bytes) -> SimpleNamespace:
     """Returns a stand-in for `jax.stages.Compiled`, read from a serialized `HloProto`.
 
     Raises:

@@ -8,8 +8,8 @@ from meshtrain import errors
 from meshtrain.__main__ import COMMANDS
 from meshtrain.cli import flags
 from meshtrain.config import data_sources, tasks
-from meshtrain.config.fields import Config
-from meshtrain.options import with_own
+from meshtrain.config.schema import Config
+from meshtrain.options import add_user_options
 from meshtrain.sharding.reduction import NAMES, ReductionOptions
 from scripts.benchmarks import reference
 
@@ -35,7 +35,7 @@ def test_each_field_is_there_for_each_task_source_and_reduction(pages):
     assert rows[: len(flags.schema(Config()))] == list(flags.schema(Config()))
     kinds = [("model", tasks.find(name).options) for name in tasks.names()]
     kinds += [("data", data_sources.find(name).options) for name in data_sources.names()]
-    kinds += [("reduction", type(with_own(ReductionOptions(), "reduction", name))) for name in NAMES]
+    kinds += [("reduction", type(add_user_options(ReductionOptions(), "reduction", name))) for name in NAMES]
     for group, kind in kinds:
         assert {f"{group}.{name}" for name in flags.schema(kind())} <= set(rows), kind
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from jax._src.cudnn import fused_attention_stablehlo as private
 
-from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.cluster.clusters import Cluster
 
 CUDNN_VERSION = 91000  # 9.10, as in the files in targets/
 
@@ -34,7 +34,7 @@ def as_on_target(cluster: Cluster) -> Iterator[None]:
     def equal(capability: str) -> bool:
         return target == _pair(capability)
 
-    with replaced(
+    with replace_functions(
         private,
         check_cudnn_version=lambda: CUDNN_VERSION,
         check_compute_capability=at_least,
@@ -44,7 +44,7 @@ def as_on_target(cluster: Cluster) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(module: ModuleType, **functions: Callable[..., int | bool]) -> Iterator[None]:
+def replace_functions(module: ModuleType, **functions: Callable[..., int | bool]) -> Iterator[None]:
     """Context manager that replaces functions of a module and restores them afterwards.
 
     Raises:
