@@ -64,7 +64,7 @@ def train(
         or a frozen `Config`.
       directory: the run's folder, for configuration, metrics and checkpoints.
       make_task: a task function (config, placement) -> Task; None for the one that `config.task` names.
-      make_data: a function config -> `data.own_source.Dataset`; None for what `config.data` says.
+      make_data: a function config -> `data.dataset.Dataset`; None for what `config.data` says.
       rules: logical axis -> mesh axes for the task's weights, activations and batch; None for the built-in table.
 
     Raises:

@@ -12,7 +12,7 @@ from meshtrain.data.loader import Examples, FromUser, Shaped, example_problems
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problem, Problems, nearest, refuse
 
-Configuration: TypeAlias = Any  # `config.fields.Config`; the package config imports this package
+Configuration: TypeAlias = Any  # `config.schema.Config`; the package config imports this package
 MakeData = Callable[[Configuration], FromUser]
 
 

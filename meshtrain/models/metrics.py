@@ -15,7 +15,7 @@ import numpy as np
 
 from meshtrain.sharding.trees import Tree
 
-# The metric that counts the parts of its rows that a device computed, see `moe.parts`.
+# The metric that counts the parts of its rows that a device computed, see `moe.chunks`.
 EXPERT_PARTS = "expert_parts"
 EACH = "_each"  # suffix of the name of the load of each expert, which is logged in addition to the `Load`
 

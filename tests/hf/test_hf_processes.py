@@ -29,11 +29,11 @@ from meshtrain.run import weights
 
 here, found = pathlib.Path(sys.argv[1]), {}
 devices, _ = distributed.start(2)
-copy, maps, opened = folder._fill, [], folder.tensor_files.opened
-folder.tensor_files.opened = lambda stored: maps.append(opened(stored)) or maps[-1]  # mapped until the end
+copy, maps, opened = folder._fill, [], folder.tensor_files.open_tensors
+folder.tensor_files.open_tensors = lambda stored: maps.append(opened(stored)) or maps[-1]  # mapped until the end
 
 for axis in ("fsdp", "pipeline"):
-    model, copied = folder.opened(here / axis).model, []
+    model, copied = folder.open_folder(here / axis).model, []
     folder._fill = lambda target, source: copied.append(source.nbytes) or copy(target, source)
     config = Config(model=model.options, batch_size=8, sequence_length=8)
     assembly = assemble(config, dict.fromkeys(AXES, 1) | {axis: 2}, devices)

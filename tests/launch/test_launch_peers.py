@@ -129,12 +129,12 @@ TALK = """
 from meshtrain import errors
 from meshtrain.launch import distributed, peers
 distributed.start(2)
-assert peers.gathered("a", peers.index()) == [0, 1]
-assert peers.gathered("a", f"{peers.index()} again") == ["0 again", "1 again"]
+assert peers.gather_values("a", peers.index()) == [0, 1]
+assert peers.gather_values("a", f"{peers.index()} again") == ["0 again", "1 again"]
 peers.beat(5)
-peers.gathered("both have", None)
+peers.gather_values("both have", None)
 assert {process: sign.split()[0] for process, sign in peers.signs_of_life().items()} == {0: "5", 1: "5"}
-peers.gathered("both have looked", None)
+peers.gather_values("both have looked", None)
 peers.say_finished()
 errors.run(lambda: peers.refuse_differences("start", {"x": peers.index()}))
 """
@@ -149,7 +149,7 @@ def two_processes(code):
 def test_an_error_of_ours_ends_all_at_once_though_others_wait_for_its_farewell():
     code = (
         "from meshtrain import errors\nfrom meshtrain.launch import distributed, peers\ndistributed.start(2)\n"
-        "errors.run(lambda: peers.gathered('a', None) if peers.index() else 1 / 0)"
+        "errors.run(lambda: peers.gather_values('a', None) if peers.index() else 1 / 0)"
     )
     done = two_processes(code)
     assert done.returncode == 1

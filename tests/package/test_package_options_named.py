@@ -49,7 +49,7 @@ from meshtrain import main
 from meshtrain import options
 from meshtrain.errors import UserError
 collections.clear()
-options.imported_modules("meshtrain.config.resolve", "meshtrain.training")
+options.import_modules("meshtrain.config.resolve", "meshtrain.training")
 assert not collections, collections
 assert gc.get_freeze_count() > 100_000, gc.get_freeze_count()
 assert "jax" in sys.modules and "flax.linen" in sys.modules and "flax.nnx" not in sys.modules

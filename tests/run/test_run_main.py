@@ -264,7 +264,7 @@ def checked(monkeypatch):
     monkeypatch.setattr(mesh_checks, "weight_problems", lambda *given: meshes.append(given[1]) or original(*given))
     monkeypatch.setattr("meshtrain.plan.scheduled_hlo.ends_early", lambda *given: False)
     monkeypatch.setattr("meshtrain.run.weights.weights_problems", lambda *given: [])
-    for place in ("run.preflight.open_data", "plan.target.compile.captured"):
+    for place in ("run.preflight.open_data", "plan.cluster.compile.capture_stderr"):
         monkeypatch.setattr(f"meshtrain.{place}", lambda *given: sys.exit("stopped"))
     return meshes
 

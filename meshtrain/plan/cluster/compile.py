@@ -24,7 +24,7 @@ from meshtrain.step.device_memory import Statistics, statistics
 # Without a GPU the tiles of Triton's products are not tuned, and XLA then has no tiles for some products.
 NO_TILES = "Couldn't find output tile sizes"
 WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-Executable: TypeAlias = jax.stages.Compiled | SimpleNamespace  # the latter is a stand-in, see `plan.scheduled_dump`
+Executable: TypeAlias = jax.stages.Compiled | SimpleNamespace  # the latter is a stand-in, see `plan.scheduled_hlo`
 # Lowered step -> (compiled step, options that a second compilation added).
 Compiler = Callable[[jax.stages.Lowered], tuple[Executable, CompilerOptions]]
 
