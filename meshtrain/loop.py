@@ -1,4 +1,4 @@
-"""The training loop: step, log, evaluate, save, stop. It sees neither mesh nor model, and runs in tests without JAX."""
+"""The training loop: step, log, evaluate, save, stop. It knows neither mesh nor model: its actions are arguments."""
 
 import dataclasses
 import math
@@ -28,11 +28,11 @@ class Timetable:
     Attributes:
       num_steps: the step to stop after.
       log_every: steps between rows of metrics.
-      eval_every: steps between evaluations; 0: after the last step only.
-      save_every: steps between saves; 0: after the last step only.
-      max_skipped_in_a_row: steps in a row that may be skipped; one more stops training.
-      can_stop: whether `Actions.reason` may end the run. What it knows is that of the last save, so a run that resumes
-        where an evaluation is due evaluates first.
+      eval_every: steps between evaluations; 0: evaluate after the last step only.
+      save_every: steps between saves; 0: save after the last step only.
+      max_skipped_in_a_row: consecutive steps that may be skipped; training stops if a further step is skipped.
+      can_stop: whether `Actions.reason` may end the run. The saved history of evaluations may lack the evaluation of
+        the saved step. So if an evaluation is due at the step from which a run resumes, the run evaluates first.
     """
 
     num_steps: int
@@ -48,20 +48,21 @@ class Actions:
     """The functions that the loop calls.
 
     Attributes:
-      train_step: (step, state, batch) -> (state, metrics); it returns before the devices are done.
+      train_step: (step, state, batch) -> (state, metrics); it returns before the devices have computed the step.
       evaluate: state -> values such as `eval_loss`.
       save: (step, state) -> values for the row of metrics; returns once the state's buffers may be overwritten.
-      finish_saving: waits until the last save is on disk, and raises SaveFailed where it could not be written.
+      finish_saving: () -> None: waits until the last save is on disk; raises SaveFailed if it could not be written.
       rate: (step, values of the evaluation) -> None: records the values with the step's checkpoint.
-      write: (step, values) -> None: writes a row into the run's files.
-      diagnose: (state, number, layer) -> text: the array that first was not finite (`guard.first_not_finite` gave its
-        number) and the checkpoint to go back to.
-      drawn: step -> what has been drawn from each source of the data.
-      name: (number, layer) -> the loss or the gradient for which a step was skipped.
-      reason: (step, values of the evaluation) -> why the run ends here, in all processes; '' where it goes on.
-      lost: whether the run saves and stops after this step, because a file of its own was deleted.
-      is_missing: step -> whether the evaluation of the step that the run resumes from was due and has no row: a signal
-        or a kill came first.
+      write: (step, values) -> None: writes a row of metrics into the run's files.
+      diagnose: (state, number, layer) -> text that names the first non-finite array and the checkpoint to resume from;
+        `number` is the index from `guard.first_not_finite`.
+      drawn: step -> metric name -> examples consumed from each data source up to this step.
+      name: (number, layer) -> the name of the loss or gradient for which a step was skipped.
+      reason: (step, values of the evaluation) -> why the run ends here, the same in all processes; an empty text if
+        the run continues.
+      is_missing: step -> whether the evaluation at this step was due and has no row, because the process was
+        interrupted before it.
+      lost: () -> whether the run has to save and stop after this step, because one of the run's files was deleted.
     """
 
     train_step: Callable[[int, TrainState, Mapping[str, jax.Array]], tuple[TrainState, Mapping[str, jax.Array]]]
@@ -87,7 +88,8 @@ class Observers:
       profiler: traces the steps that the user named.
       watchdog: ends the process if no step completes in time.
       goodput: adds up the time of the steps.
-      own_times: tells the processes what each measures alone, and names one that is slow; None for a single process.
+      own_times: shares each process's local timings with all processes and names a slow process; None for a single
+        process.
     """
 
     progress: Progress
@@ -106,16 +108,23 @@ def run(
     actions: Actions,
     observers: Observers,
 ) -> tuple[TrainState, dict[str, float | None]]:
-    """Runs the steps after `start_step` up to `when.num_steps`, or to an evaluation that ends the run.
+    """Runs the steps after `start_step` up to `when.num_steps`, or up to an evaluation that ends the run.
 
-    The state is that after `start_step` steps, and its buffers are donated. The batches are those of the steps to run.
+    Args:
+      state: the state after `start_step` steps. The steps donate its buffers, so the caller cannot use it afterwards.
+      start_step: the number of steps already done.
+      batches: the batches of the steps to run, in order.
+      when: when to log, evaluate, save and stop.
+      throughput: computes the metrics of speed in each row.
+      actions: the functions that the loop calls.
+      observers: objects that observe the steps.
 
     Returns:
-      The last state, and the values last logged and evaluated; those of an evaluation alone if no step was left.
+      The last state, and the values of the last logged row and the last evaluation.
 
     Raises:
-      TrainingStopped: more steps in a row were skipped than the timetable allows, or the last one was.
-      Interrupted: SIGTERM or SIGINT arrived; the state is saved.
+      TrainingStopped: more consecutive steps were skipped than the timetable allows, or the last step was not finite.
+      Interrupted: SIGTERM or SIGINT arrived, or a file of the run was deleted; the state is saved.
       SaveFailed: the last save could not be written.
     """
     log = Log(when, throughput, actions, observers)
@@ -155,12 +164,12 @@ def run(
 
 
 def evaluate_first(step: int, state: TrainState, log: "Log") -> str:
-    """Evaluates the step that a run resumes from if its evaluation is missing or decides whether the run has ended.
+    """Evaluates the state from which a run resumes, if that evaluation is missing or may show that the run has ended.
 
-    A missing row and rating are written before the next save deletes a checkpoint.
+    A missing row and a missing rating are written now, before the next save deletes a checkpoint.
 
     Returns:
-      Why the run ends here; '' if it continues.
+      Why the run ends here; an empty text if it continues.
     """
     is_due = step > 0 and (step == log.when.num_steps or due(step, log.when.eval_every))
     is_missing = is_due and log.actions.is_missing(step)
@@ -174,7 +183,7 @@ def evaluate_first(step: int, state: TrainState, log: "Log") -> str:
 
 
 def save_before(step: int, state: TrainState, log: "Log") -> None:
-    """Saves the state with which a step would have begun, whose batch cannot be read."""
+    """Saves the state before a step whose batch cannot be read, and prints a line about it."""
     log.completed(log.clock.drain(), state)
     with log.clock.pause(), log.observers.watchdog.patient():
         log.actions.write(step - 1, log.actions.save(step - 1, state))
@@ -185,13 +194,13 @@ def save_before(step: int, state: TrainState, log: "Log") -> None:
 def dispatch(
     step: int, state: TrainState, batches: Iterator[Mapping[str, jax.Array]], log: "Log"
 ) -> tuple[TrainState, Mapping[str, jax.Array]]:
-    """Takes a batch, and returns the state and the metrics of a step that the devices have yet to compute."""
+    """Takes the next batch and starts a step; returns its state and metrics, which the devices compute later."""
     actions, observers = log.actions, log.observers
     try:
         with log.clock.waiting_for_data():
             batch = next(batches)
     except (UserError, OSError):
-        if step > 1 and peers.count() == 1:  # of several processes the others have their batches
+        if step > 1 and peers.count() == 1:  # all processes save together, and the others may have a batch
             save_before(step, state, log)
         raise
     observers.profiler.before(step)
@@ -216,10 +225,10 @@ class Log:
     uneven: Uneven = dataclasses.field(default_factory=lambda: Uneven(EXPERT_PARTS))
 
     def completed(self, steps: Iterable[CompletedStep], state: TrainState) -> None:
-        """Counts completed steps, and writes a row for each that is due: for the first, last and fatal ones always.
+        """Counts completed steps, and writes a row if it is due. The first, last and fatal step always have a row.
 
         Args:
-          steps: one after the other.
+          steps: completed steps in the order of time.
           state: the newest state, with the weights after the last good step: skipped steps do not change them.
 
         Raises:
@@ -267,17 +276,17 @@ class Log:
 
 
 def due(step: int, every: int) -> bool:
-    """Returns whether `step` is a multiple of `every`; never for 0."""
+    """Returns whether `step` is a multiple of `every`; false if `every` is 0."""
     return every > 0 and step % every == 0
 
 
 def num_skipped_in_a_row(metrics: Mapping[str, jax.Array]) -> int:
-    """Returns how many steps in a row, up to the one with these metrics, the guard skipped. Waits for that step."""
+    """Returns how many consecutive steps the guard skipped, up to the step with these metrics. Waits for that step."""
     return int(metrics[guard.IN_A_ROW])
 
 
 def too_many_skipped(done: CompletedStep, when: Timetable) -> bool:
-    """Returns whether training stops after a completed step: too many skipped in a row, or the last step not finite."""
+    """Returns whether training stops after a step: too many consecutive skips, or a last step that is not finite."""
     num_skipped = num_skipped_in_a_row(done.result)
     if num_skipped == 0:  # the usual case, in which only this counter is read
         return False
@@ -285,7 +294,7 @@ def too_many_skipped(done: CompletedStep, when: Timetable) -> bool:
 
 
 def first_not_finite(done: CompletedStep) -> tuple[int, int]:
-    """Returns (number, layer) of the first value of a skipped step that is not finite; see `guard.name_of_gradient`."""
+    """Returns (number, layer) of the first non-finite value of a skipped step; see `guard.name_of_gradient`."""
     values = scalars(done.result)
     layer = values[guard.ITS_LAYER] if guard.ITS_LAYER in values else -1
     return int(values[guard.FIRST_NOT_FINITE]), int(layer)

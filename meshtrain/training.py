@@ -1,4 +1,4 @@
-"""A run from top to bottom: devices, mesh, data, state, steps, and the summary at the end."""
+"""Trains a configuration: starts the devices, builds mesh, data and state, runs the steps, and prints a summary."""
 
 import dataclasses
 import time
@@ -25,13 +25,13 @@ from meshtrain.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `train` returns.
+    """The result of `train`.
 
     Attributes:
-      state: the last state.
-      values: the metrics last logged and evaluated.
+      state: the training state after the last step.
+      values: metric name -> value in the last logged row and the last evaluation.
       directory: the run's folder.
-      assembly: mesh, task, shardings and functions of the run.
+      assembly: mesh, task, shardings and jitted functions of the run.
     """
 
     state: TrainState
@@ -47,7 +47,7 @@ def train(
     make_data: MakeData | None = None,
     rules: Rules | None = None,
 ) -> Result:
-    """Trains from the beginning, or from the newest checkpoint in the directory. `meshtrain.train` is this function.
+    """Trains from the newest checkpoint in the directory, or from step 0 if there is none. Also `meshtrain.train`.
 
     In a notebook::
 
@@ -63,9 +63,9 @@ def train(
       config: a ConfigDict as `meshtrain.config.default` returns it, a dict of the values that differ from the defaults,
         or a frozen `Config`.
       directory: the run's folder, for configuration, metrics and checkpoints.
-      make_task: a task function (config, placement) -> Task; None for the one that `config.task` names.
-      make_data: a function config -> `data.dataset.Dataset`; None for what `config.data` says.
-      rules: logical axis -> mesh axes for the task's weights, activations and batch; None for the built-in table.
+      make_task: a task function (config, placement) -> Task; None: the function that `config.task` names.
+      make_data: a function config -> `data.dataset.Dataset`; None: the dataset that `config.data` describes.
+      rules: logical axis -> mesh axes for the task's weights, activations and batch; None: the built-in table.
 
     Raises:
       UserError: a problem of configuration, data or task that the user can fix.
@@ -87,27 +87,32 @@ def train_resolved(
     *,
     begun_seconds: float,
 ) -> Result:
-    """Trains a configuration from `resolve`. For the other arguments and the errors see `train`.
+    """Trains a configuration that `resolve` has checked. For the other arguments and the errors see `train`.
 
     Args:
-      begun_seconds: when the program began, by `time.monotonic`; goodput counts from there.
+      begun_seconds: `time.monotonic()` when the program started; goodput counts the time since then.
     """
     run = expand_user(directory).absolute()
-    # Every process runs this same program. `devices` are those of all processes, in the same order everywhere.
+    # A job has one process per host, and every process runs this same program. `devices` lists the devices of all
+    # processes, in the same order in each process.
     devices = elastic.start_devices(config)
     with telling_errors(), Watchdog(config.watchdog_seconds) as watchdog:
         config, opened = preflight.set_num_steps(config, make_task, make_data)
-        # A mesh arranges the devices in a grid with named axes. `assemble` reads only shapes: it decides which device
-        # stores which part of each array, and writes the step as a function of whole arrays. No array exists yet.
+        # A mesh arranges the devices in a grid with named axes. The assembly is planned from shapes only, before any
+        # array exists. It decides which device stores which part of each array. The step is written as if each array
+        # were on a single device; the compiler splits the work and adds the communication.
         assembly = preflight.checked_assembly(config, devices, make_task, rules, run)
-        # A batch is a pure function of the seed and the number of its step, so the state of the data is that number.
+        # The seed and the step number determine each batch. So a resumed run needs no saved position in the data: the
+        # step number is enough.
         corpus = preflight.checked_data(assembly, opened, make_data, run)
         texts = sample_texts(assembly, corpus, make_task, rules)
         with saving.open_checkpoints(assembly, run) as checkpoints:
             session = Session(assembly, corpus, checkpoints, run, watchdog, begun_seconds)
-            # Each device creates or reads its own part of the state. The whole state is never in one place.
+            # The state is the weights, the optimizer's moments and a few counters. Each device creates or reads only
+            # its part, so the state may be larger than the memory of any device.
             start = begin(session)
-            # The loop's step donates its state: the new weights take the memory of the old ones, which are then gone.
+            # The step donates its input state: JAX may reuse the memory of the old weights for the new weights. After
+            # the step the old arrays are deleted, and reading them raises an error.
             state, values = run_loop(session, start, texts)
         with watchdog.patient(), memory_check.explain_memory(assembly):
             summary.show(session, state, values, make_task, rules)

@@ -1,4 +1,4 @@
-"""Keys of former versions, and what takes their place wherever a configuration is read."""
+"""Option keys of former versions, and the keys that replace them when a configuration is read."""
 
 import dataclasses
 import json
@@ -11,11 +11,11 @@ from meshtrain.options import Value, Values
 
 @dataclasses.dataclass(frozen=True)
 class Gone:
-    """A key that no longer exists.
+    """A removed key.
 
     Attributes:
-      default: its last default, which is what the program does now; this value is dropped without a word.
-      why: what takes the place of other values, or why there are none, as the end of "the only value now, ...".
+      default: its last default, which describes the program's behavior today. This value is ignored silently.
+      why: the replacement of other values, or why there is none: the end of the error "the only value now, ...".
     """
 
     default: Value
@@ -24,11 +24,11 @@ class Gone:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A key whose values are names of another key today.
+    """A former key whose values became names under another key.
 
     Attributes:
       now: today's key.
-      values: former value as a text -> today's. The first is the default, which chooses nothing.
+      values: former value as text -> today's value. The first row is the default, which chooses nothing.
     """
 
     now: str
@@ -36,10 +36,10 @@ class Choice:
 
 
 _NAME = "reduction.name"
-# Whose options are under `reduction.`; with other names these have no effect, and are dropped.
+# The reductions that use the renamed options under `reduction.`. With another reduction these options are ignored.
 _PACKED = ("int8", "topk")
 _NUMBERS = "as data.source=numbers, which reads it, is not here"
-# Former key -> today's key, or why it is gone. A row has no effect where the options have a key of that name.
+# Former key -> today's key, or why the key was removed. A row has no effect if today's options have a key of that name.
 FORMER: Mapping[str, str | Gone | Choice] = {
     "compression.kind": Choice(_NAME, {"none": "sum", "int8": "int8", "topk": "topk"}),
     "local_steps.delay": Choice(_NAME, {"0": "sum", "1": "one_step_late"}),
@@ -47,7 +47,7 @@ FORMER: Mapping[str, str | Gone | Choice] = {
     "compression.kept": "reduction.kept",
     "compression.feedback": "reduction.feedback",
     "pipeline.table": Gone("", "as pipeline.schedule=package.module:function takes the place of tables in files"),
-    # All sources had these; where the one that has them now is there, no row has an effect.
+    # Formerly every data source had these keys; today only the source `numbers` of the examples has them.
     "data.numbers_below": Gone(1000, _NUMBERS),
     "data.num_held_out": Gone(0, _NUMBERS),
     "data.spelling": Gone("digits", _NUMBERS),
@@ -55,26 +55,26 @@ FORMER: Mapping[str, str | Gone | Choice] = {
     "guard.allow_left_out": Gone(False, "as experts leave no tokens out"),
     "model.expert_exchange": Gone("gather", "as the devices of an expert axis always gather tokens"),
 }
-# Key -> its value in a run whose config.json lacks it, because the default changed what the program did before.
+# Key -> the value to use for a run whose config.json lacks the key. Its default today differs from the old behavior.
 IN_FORMER_RUNS: Mapping[str, Value] = {"data.begin_token": "none"}
-GROUPS = ("compression",)  # of former keys, which are no groups today
+GROUPS = ("compression",)  # groups of former keys that no longer exist
 
 
 def rename(values: Values, texts: dict[str, str], defaults: Mapping[str, Value]) -> dict[str, Problem]:
-    """Puts values of renamed keys under today's keys and takes those of gone keys out, both in place.
+    """Moves the values of renamed keys to today's keys and deletes the values of removed keys, both in place.
 
     Args:
       values: dotted key -> value, from Python or JSON.
-      texts: dotted key -> text of a command line; takes precedence over `values`.
-      defaults: dotted key -> default, of every key of today.
+      texts: dotted key -> text from the command line; takes precedence over `values`.
+      defaults: dotted key -> default, for every key that exists today.
 
     Returns:
-      Former key -> a problem, for each value that nothing stands for today.
+      Former key -> a problem, for each value that has no equivalent today.
     """
     renamed = dict[str, Problem]()
     for key, now in FORMER.items():
         if key in defaults:
-            continue  # the task's own option
+            continue  # an option of the task that has the same name
         found = [(given.pop(key), given) for given in (values, texts) if key in given]
         for value, given in found[-1:] if isinstance(now, Gone) else found:
             is_text, problem = given is texts, None
@@ -91,7 +91,7 @@ def rename(values: Values, texts: dict[str, str], defaults: Mapping[str, Value])
 
 
 def _refused(key: str, value: Value, gone: Gone, *, is_text: bool) -> Problem | None:
-    """Returns a problem for a value of a key that is gone; None for the default that it had."""
+    """Returns a problem for a value of a removed key; None if the value is the key's last default."""
     default = json.dumps(gone.default)
     try:
         read = flags.convert(value, type(gone.default), is_text=is_text)
@@ -104,12 +104,15 @@ def _refused(key: str, value: Value, gone: Gone, *, is_text: bool) -> Problem | 
 
 
 def _chosen(key: str, row: Choice, value: str, among: Values, before: Mapping[str, Value]) -> Problem | None:
-    """Puts what a value chooses under today's key; returns a problem for other values, or if that is chosen otherwise.
+    """Sets today's key to the name that a former value chooses.
 
-    The default takes back what this key itself could have chosen in the values `before`, and nothing else.
+    If the former key has its default, it only replaces names that this former key could have chosen in `before`.
+
+    Returns:
+      A problem if the value is unknown, or if today's key already has a different name; else None.
     """
     if value not in row.values:
-        near = list(row.values)[-1 if value.isdigit() else 0]  # a number that is no value is above all of them
+        near = list(row.values)[-1 if value.isdigit() else 0]  # an unknown number is larger than every known number
         return unknown(key, value, list(row.values), near)
     default = next(iter(row.values.values()))
     name, taken = row.values[value], among.get(row.now)
@@ -122,11 +125,11 @@ def _chosen(key: str, row: Choice, value: str, among: Values, before: Mapping[st
 
 
 def _moved(key: str, now: str, value: Value, among: Values, unchosen: Value) -> Problem | None:
-    """Puts a value under today's key; returns a problem if that has been chosen with another value.
+    """Moves a value to today's key; returns a problem if today's key already has another value.
 
-    What a file has under today's key may be `unchosen`, the default that it began with.
+    `unchosen` is the default of today's key, which a file may contain without a choice of the user. It is overwritten.
     """
-    # A comparison with an array, or with an object of the user's, may raise.
+    # Comparing an array, or an object of a user's class, may raise an error.
     are_plain = now in among and all(isinstance(each, int | float | str) for each in (value, among[now]))
     if are_plain and among[now] not in (value, unchosen):
         return _chosen_twice(key, json.dumps(value), now, json.dumps(among[now]))
@@ -135,6 +138,6 @@ def _moved(key: str, now: str, value: Value, among: Values, unchosen: Value) -> 
 
 
 def _chosen_twice(key: str, value: str, now: str, taken: Value) -> Problem:
-    """Returns the problem of a former key beside today's key, which has another value."""
+    """Returns the problem of a former key and today's key that have different values."""
     got = f"{value}, and {now} is {taken}"
     return Problem(key, got=got, allowed=f"{now} alone, its name today", nearest=f"leave {key} out")

@@ -1,8 +1,8 @@
-"""Options whose meaning has changed: what a run of a former version chose, in the words of today.
+"""Converts options of former runs whose meaning has changed to the values with the same effect today.
 
-The record of a configuration (config.json, and the entry `config` of a checkpoint) has the version that wrote it. One
-without a version is of 0.2 or earlier. It is read with its values converted, so that evaluating, generating, exporting
-and `init_from` use what the run used. Resuming it is rejected.
+A configuration is recorded in config.json and in the entry `config` of a checkpoint. The record contains the version
+that wrote it. A record without a version is from 0.2 or earlier, and its values are converted when it is read.
+So evaluating, generating, exporting and `init_from` compute as the run did. Resuming such a run is rejected.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ VERSION = "version"  # the key of a record
 
 
 def _balance_weight(group: Mapping[str, Json]) -> Value | None:
-    """Returns a weight of 0.2 times L / k, for L layers with experts and k experts of a token.
+    """Returns the balance weight of version 0.2 times L / k, for L layers with experts and k experts per token.
 
-    Then the loss was a sum over layers divided by k; today it is a mean over layers and a sum over k.
+    In version 0.2 the balance loss was a sum over layers divided by k. Today it is a mean over layers and a sum over k.
     """
     if not group["num_experts"]:
         return None
@@ -30,17 +30,20 @@ def _balance_weight(group: Mapping[str, Json]) -> Value | None:
 
 
 def _muon_bias_correction(group: Mapping[str, Json]) -> Value | None:
-    """Returns that Muon divided its momentum by 1 - momentum^t, which no option chose."""
+    """Returns True for Muon: version 0.2 always divided its momentum by 1 - momentum^t, without an option."""
     return True if group["name"] == "muon" else None
 
 
 def _begin_token(group: Mapping[str, Json]) -> Value | None:
-    """Returns that texts began with no token; a tokenizer of bytes adds none today either."""
+    """Returns "none" for text data without the option: version 0.2 put no token before a text.
+
+    Returns None with the byte tokenizer, which adds no token today either.
+    """
     is_of_file = group["source"] in DOCUMENTS["source"] and group["tokenizer"] not in ("", "bytes")
     return IN_FORMER_RUNS["data.begin_token"] if is_of_file and "begin_token" not in group else None
 
 
-# (group, option) -> a function (values of the group) -> today's value; None: the value means the same.
+# (group, option) -> a function (values of the group) -> today's value, or None if the meaning has not changed.
 _CHANGED: Mapping[tuple[str, str], Callable[[Mapping[str, Json]], Value | None]] = {
     ("model", "balance_weight"): _balance_weight,
     ("optimizer", "muon_bias_correction"): _muon_bias_correction,
@@ -49,12 +52,12 @@ _CHANGED: Mapping[tuple[str, str], Callable[[Mapping[str, Json]], Value | None]]
 
 
 def record(config: Config) -> JsonObject:
-    """Returns a configuration for a file of a run: nested as the options are, with every field and the version."""
+    """Returns a configuration as JSON for a run's files: every option, nested by group, and the version."""
     return {VERSION: __version__, **dataclasses.asdict(config)}
 
 
 def without_version(values: Mapping[str, Json]) -> JsonObject:
-    """Returns the options of a record."""
+    """Returns the options of a record, without its version."""
     return {key: value for key, value in values.items() if key != VERSION}
 
 
@@ -64,12 +67,13 @@ def is_former(values: Mapping[str, Json]) -> bool:
 
 
 def today(values: Mapping[str, Json]) -> tuple[JsonObject, dict[str, Value]]:
-    """Returns the values of a record in the meaning of today, without its version.
-
-    Also returns dotted key -> value of the options that were converted.
+    """Returns the options of a record with today's meaning, without the version, and the converted options.
 
     Args:
-      values: nested, as `read_json` returns them; anybody's, of any types.
+      values: nested options as `read_json` returns them. Users may have edited them, so they may have any type.
+
+    Returns:
+      (nested options, dotted key -> new value of each converted option).
     """
     result, converted = without_version(values), dict[str, Value]()
     for (name, option), convert in _CHANGED.items() if is_former(values) else ():
@@ -79,7 +83,7 @@ def today(values: Mapping[str, Json]) -> tuple[JsonObject, dict[str, Value]]:
         try:
             value = convert(group)
         except (KeyError, TypeError, ValueError, ArithmeticError):
-            continue  # an option of another model, or a value that is rejected where the configuration is built
+            continue  # an option of another model, or a bad value that is rejected when the configuration is built
         if value is not None and (option not in group or group[option] != value):
             result[name] = {**group, option: value}
             converted[f"{name}.{option}"] = value
