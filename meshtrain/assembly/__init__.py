@@ -1,1 +1,1 @@
-"""Assembly of a run: the task on its mesh, the functions of a step, and how they are compiled. No arrays."""
+"""Assembles a run: the task on its mesh, the functions of a step, and their compiler options. Allocates no arrays."""

@@ -1,6 +1,6 @@
-"""A configuration and devices -> a run that is ready to compile: shapes, shardings and functions, and no arrays.
+"""Turns a configuration and devices into shapes, shardings and functions that are ready to compile. No arrays.
 
-config -> mesh -> task on the mesh -> what a batch computes -> how weights move -> the state -> programs
+config -> mesh -> task on the mesh -> gradients of a batch -> weight update -> training state -> jitted programs
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ from meshtrain.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """The result of `assemble`. It has no arrays.
+    """The result of `assemble`. It contains no arrays.
 
     Attributes:
       config: the configuration.
-      placed: the task on the mesh, and where its weights are stored.
-      extension: what an optional algorithm changes in a step; `extension.PLAIN` for most runs.
+      placed: the task on the mesh, and the sharding of its weights.
+      extension: the changes that an optional algorithm makes to a step; `extension.PLAIN` for most runs.
       states: the abstract training state and batch.
-      steps: the jitted functions, and how they are compiled.
+      steps: the jitted functions and their compiler options.
     """
 
     config: Config
@@ -49,12 +49,12 @@ class Assembly:
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The devices, axes in mesh order."""
+        """The devices as a grid with named axes, in mesh order."""
         return self.placed.mesh
 
     @property
     def task(self) -> Task:
-        """What is trained."""
+        """The task: the model, its loss and its batch."""
         return self.placed.task
 
     @property
@@ -69,7 +69,7 @@ class Assembly:
 
     @property
     def cost(self) -> Cost:
-        """What a microbatch costs a device, by the task's own formulas."""
+        """The cost of a microbatch for each device, by the task's formulas."""
         shape = dict(self.mesh.shape)
         units = units_on_device(self.config, self.task, self.placed.rules, shape)
         return self.task.cost(shape, units / num_microbatches(self.config, shape))
@@ -87,11 +87,11 @@ def assemble(
 
     Args:
       config: from `resolve`.
-      shape: the size of each mesh axis, -1 filled in.
-      devices: at least as many as the mesh has; they may be those of a cluster that is not there.
-      make_task: a task function; None for the one that `config.task` names.
-      rules: logical axis -> mesh axes, None for the built-in table.
-      also: problems found elsewhere, to be reported together with those found here.
+      shape: mesh axis -> size; -1 is already replaced by a size.
+      devices: at least the number of devices in the mesh; they may be simulated devices of an absent cluster.
+      make_task: a task function; None: the function that `config.task` names.
+      rules: logical axis -> mesh axes; None: the built-in table.
+      also: earlier problems, to be reported together with the problems of this function.
 
     Raises:
       UserError: `also`, arrays that cannot be sharded as configured, a batch or loss that breaks the contract of
@@ -99,21 +99,23 @@ def assemble(
     """
     refuse([*check_filled(config, shape, make_task, rules), *also, *_offload_problems(config, devices)])
 
-    # Where: the devices as a grid with named axes, and which of them stores which part of each weight.
+    # The mesh: devices as a grid with named axes. A weight's sharding maps its dims to these axes, and so decides which
+    # device stores which part.
     placed = reduced_early(config, place(config, make_mesh(shape, devices), make_task, rules))
     extension = extension_of(config, placed)
 
-    # What: functions of weights and a batch. JAX traces them later, once for all devices.
+    # Functions of weights and a batch. JAX traces such a function later: it calls the function once with abstract
+    # arrays and records the operations, for all devices together.
     compute = computations(config, placed)
 
-    # How weights move. `init` is traced here with shapes in place of arrays, to learn what the state looks like.
+    # The weight update. `init` is traced here with shapes instead of arrays, which gives the shapes of the state.
     moves = optimization(config, placed)
     init = initializer(config, placed, moves, extension)
     abstract = states(config, placed, moves, extension, init)
     update = weight_update(config, placed, moves, extension, shardings(abstract.state))
     step = extension.step(compute.gradients, update, moves.scaling)
 
-    # Programs: jitted functions that know where their results go. XLA compiles them when they are lowered or called.
+    # Jitted functions with the shardings of their results. XLA compiles them when they are lowered or first called.
     functions = Functions(init, step, extension.join, compute)
     steps = jitted(functions, abstract, placed, compiling(config, placed, extension))
     return Assembly(config, placed, extension, abstract, steps)

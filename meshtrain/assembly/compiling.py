@@ -1,4 +1,4 @@
-"""How a step is compiled: the options for its devices, and the compiled programs of a run."""
+"""Chooses compiler options for a step, and compiles the programs of a run."""
 
 import dataclasses
 import hashlib
@@ -19,17 +19,18 @@ from meshtrain.sharding.rules import DATA, EXPERT
 from meshtrain.step.extension import Extension
 from meshtrain.step.shardings import layer_bytes
 
-REFERENCE = "NVIDIA H100 80GB HBM3"  # the device whose rates stand for those that are not known
+REFERENCE = "NVIDIA H100 80GB HBM3"  # its rates are used for devices without known rates
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiling:
-    """How a step is compiled.
+    """The compiler options of a step, and the facts from which they were chosen.
 
     Attributes:
-      options: of the compiler of the devices.
-      layer_bytes: of the gradients of one layer that a device reduces over data inside the backward loop; 0: none.
-      gathers_early: whether XLA may gather in one layer's turn of a loop for the next layer.
+      options: options of the devices' compiler.
+      layer_bytes: bytes of gradients that a device reduces across data-parallel replicas in one iteration of the
+        backward loop over layers; 0: the loop reduces no gradients.
+      gathers_early: whether XLA may gather the next layer's weights while it computes the current layer.
     """
 
     options: tuple[CompilerOption, ...]
@@ -43,7 +44,7 @@ def compiling(config: Config, placed: Placed, extension: Extension) -> Compiling
     size = 0 if program else layer_bytes(placed.params, placed.axes, placed.replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
     whole = jax.tree.map(lambda leaf, axes: placement.weight_spec(leaf.shape, axes), placed.params, placed.axes)
-    # Whether a weight stays split over the axis of experts while it computes.
+    # Whether a weight stays sharded over the expert axis during the computation.
     splits_experts = any(EXPERT in axes_in(spec) for spec in jax.tree.leaves(whole))
     options = options_of(
         device_kind(placed.mesh),
@@ -58,11 +59,12 @@ def compiling(config: Config, placed: Placed, extension: Extension) -> Compiling
 
 
 def reduced_early(config: Config, placed: Placed) -> Placed:
-    """Returns the same with a pipeline that reduces a chunk's gradients as soon as they are complete, if that pays.
+    """Returns `placed` with a pipeline that reduces each chunk's gradients when they are complete, if this is faster.
 
-    The estimate reads the configuration, the mesh and the kind of device alone, so that plan and run have one program:
-    products at the speed that large ones reach, idle rows, and replicas that are on different hosts. Devices without
-    known peaks, such as CPUs, count as REFERENCE.
+    Without a pipeline it returns `placed` unchanged. The estimate depends only on the configuration, the mesh and the
+    kind of device, so `plan` and a run choose the same program. It assumes matrix products at the speed of large
+    products, the schedule's idle ticks, and replicas on different hosts. A device without known rates, such as a CPU,
+    is estimated as REFERENCE.
     """
     program, task, mesh = placed.program, placed.task, placed.mesh
     if program is None:
@@ -81,13 +83,15 @@ def reduced_early(config: Config, placed: Placed) -> Placed:
 
 
 def device_kind(mesh: Mesh) -> str:
-    """Returns `jax.Device.device_kind` of a mesh, whose devices are alike."""
+    """Returns the `jax.Device.device_kind` of a mesh; all its devices are of the same kind."""
     kind: str = mesh.devices.flat[0].device_kind
     return kind
 
 
 def compile_program(name: str, traced: jax.stages.Traced) -> jax.stages.Compiled:
-    """Returns a compiled program after all processes have compared it; `name` is used once. It may run in a thread.
+    """Returns a compiled program, after a check that all processes traced the same program.
+
+    May be called in a thread. A name must not be used for two programs.
 
     Raises:
       UserError: other processes traced a different program.

@@ -1,4 +1,4 @@
-"""What is computed from a batch: gradients, sums for an evaluation, and logits, in a pipeline or not."""
+"""The functions of a batch: gradients, sums for an evaluation, and logits, with and without a pipeline."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Computations:
     Attributes:
       gradients: (params, batch, rng, seed) -> sums over the batch, with the gradients times the seed.
       evaluate: (params, batch, rng) -> sums over the batch.
-      logits: (params, batch) -> float32 [B, T, vocabulary]; None where the task has none.
+      logits: (params, batch) -> float32 [B, T, vocabulary]; None if the task has no logits.
     """
 
     gradients: Gradients
@@ -32,16 +32,16 @@ class Computations:
 
 
 def computations(config: Config, placed: Placed) -> Computations:
-    """Returns the functions of a task on a mesh; each cuts its batch into microbatches.
+    """Returns the functions of a task on a mesh; each splits its batch into microbatches.
 
     Raises:
-      UserError: a pipeline, and a task without stages.
+      UserError: the mesh has a pipeline axis, but the task has no stages.
     """
     return _whole(config, placed) if placed.program is None else _staged(config, placed)
 
 
 def _whole(config: Config, placed: Placed) -> Computations:
-    """Every device computes all layers, on its part of the batch."""
+    """Returns the functions without a pipeline: every device computes all layers, on its part of the batch."""
     task, axes, parts = placed.task, batch_axes(placed.batch), num_microbatches(config, placed.mesh.shape)
     of_task = task.logits
     return Computations(
@@ -52,7 +52,7 @@ def _whole(config: Config, placed: Placed) -> Computations:
 
 
 def _staged(config: Config, placed: Placed) -> Computations:
-    """Each stage of the pipeline computes some of the layers, for all microbatches."""
+    """Returns the functions with a pipeline: each stage computes some of the layers, for all microbatches."""
     task, program, mesh = placed.task, placed.program, placed.mesh
     parts, axes, stages, specs = (
         num_microbatches(config, mesh.shape),

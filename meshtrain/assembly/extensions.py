@@ -1,4 +1,4 @@
-"""The extension of a step that a configuration asks for: another reduction over data, or local steps."""
+"""Makes the extension of a step that a configuration selects: another gradient reduction, or local steps."""
 
 import dataclasses
 import functools
@@ -25,11 +25,11 @@ from meshtrain.step.shardings import shardings
 from meshtrain.step.state import COPY, TrainState
 from meshtrain.step.step import Update
 
-EXTRA = "extra/"  # how the paths of the arrays of an extension begin
+EXTRA = "extra/"  # prefix of the paths of an extension's arrays
 
 
 def extension(config: Config, placed: Placed) -> Extension:
-    """Returns what a configuration changes in a step; `PLAIN` where gradients are summed over data in each step."""
+    """Returns the extension that a configuration selects; `PLAIN` if each step sums gradients over the data axis."""
     reduction, make = extensions.of(config), extensions.make_extension(config)
     if make is not None:
         made: Extension = make(config, placed, reduction)
@@ -40,7 +40,7 @@ def extension(config: Config, placed: Placed) -> Extension:
 
 
 def reducing(reduction: Reduction, placed: Placed) -> Extension:
-    """Returns the extension in which a reduction takes the place of the sum; its state is `TrainState.extra`."""
+    """Returns the extension that replaces the gradient sum by `reduction`, whose state is in `TrainState.extra`."""
     replicas, run = placed.replicas, reduced_over_data(reduction, placed.replicas)
 
     def update(update: Callable[..., Update], after_update: AfterUpdate | None) -> Update:
@@ -59,15 +59,15 @@ def reducing(reduction: Reduction, placed: Placed) -> Extension:
 
 
 def first_extra(reduction: Reduction, replicas: GradientSync, trained: Arrays) -> Arrays:
-    """Returns zeros [replicas, ...] for what each replica keeps of its gradients, or ().
+    """Returns the initial state of a reduction: float32 zeros [replicas, ...] for each gradient, or () without state.
 
     Args:
-      reduction: says what it keeps.
-      replicas: of the data axis.
-      trained: parameters that have gradients, global shapes.
+      reduction: its `init` states whether it has a state.
+      replicas: the reduction of gradients over the data axis of the mesh.
+      trained: the trained parameters, with global shapes.
 
     Raises:
-      UserError: the reduction wants to keep other shapes than those of gradients.
+      UserError: `init` returns shapes that differ from the shapes of the gradients.
     """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
     kept = reduction.init(shapes)
@@ -86,7 +86,7 @@ def first_extra(reduction: Reduction, replicas: GradientSync, trained: Arrays) -
 def reduced_over_data(
     reduction: Reduction, replicas: GradientSync
 ) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
-    """Returns (gradients [replicas, ...] of the mean loss, state) -> (the same reduced over data, the next state)."""
+    """Returns a function (gradients [replicas, ...] of the mean loss, state) -> (reduced gradients, next state)."""
     dims = jax.tree.map(lambda weight: weight.scattered_dim, replicas.trained_stored)
 
     def on_device(gradients: Arrays, extra: Arrays) -> tuple[Arrays, Arrays]:
@@ -106,10 +106,12 @@ def reduced_over_data(
 def checked_update(
     reduction: Reduction, replicas: GradientSync, gradients: Arrays, extra: Arrays, dims: Dims
 ) -> tuple[Arrays, Arrays]:
-    """Returns what a reduction makes of local arrays where all axes are manual; see `Reduction.update`.
+    """Returns the result of `Reduction.update` on one device, after a check of its pytrees, shapes and dtypes.
+
+    It is called in a region in which all mesh axes are manual: code there sees only the local part of each array.
 
     Raises:
-      UserError: it returns other trees, shapes or dtypes than it has to.
+      UserError: `update` returns a pytree, shape or dtype that differs from its contract.
     """
     sum_of = lambda leaf, dim: jax.ShapeDtypeStruct(replicas.shard_shape(leaf, dim), jnp.float32)  # noqa: E731
     wanted = (jax.tree.map(sum_of, gradients, dims), extra)
@@ -134,11 +136,11 @@ def checked_update(
 def restoring(
     reshard: Callable[[Arrays, int], Arrays], place: str = EXTRA
 ) -> Callable[[Read, Shapes, TrainState], TrainState]:
-    """Returns `Extension.restore` for arrays [replicas, ...] of `extra` that another number of replicas has saved.
+    """Returns an `Extension.restore` that converts arrays [replicas, ...] of `extra` to another number of replicas.
 
     Args:
-      reshard: see `Reduction`.
-      place: how the paths of these arrays begin.
+      reshard: (arrays, number of replicas) -> arrays; see `Reduction`.
+      place: the prefix of the paths of these arrays.
     """
 
     def restore(read: Read, shapes: Shapes, like: TrainState) -> TrainState:
@@ -161,7 +163,10 @@ def restoring(
 
 
 def _of_replicas(num_replicas: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns an abstract array [replicas, ...] with another number of replicas; data splits them if it can."""
+    """Returns an abstract array [replicas, ...] with another number of replicas.
+
+    The first dim is sharded over the data axis if its size is divisible by the axis.
+    """
     mesh = leaf.sharding.mesh
     replicas = DATA if num_replicas % mesh.shape[DATA] == 0 else None
     sharding = NamedSharding(mesh, PartitionSpec(replicas, *leaf.sharding.spec[1:]))

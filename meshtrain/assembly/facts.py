@@ -1,4 +1,4 @@
-"""Facts about an assembly: a row for each array, counts of weights, throughput, and weights in layer order."""
+"""Reports facts about an assembly: a row per array, parameter counts and throughput; also reorders layers."""
 
 import jax
 
@@ -13,20 +13,20 @@ from meshtrain.step.shardings import reshaper
 
 
 def array_rows(assembly: Assembly) -> list[Row]:
-    """Returns a row for each array of the state, for `layout.txt` and `explain`; layers in the shapes of memory."""
+    """Returns a row for each array of the state, for `layout.txt` and `explain`; shapes are those in device memory."""
     trained = leaves_with_paths(assembly.placed.replicas.trained)
     frozen = {f"params/{path}" for path, is_trained in trained if not is_trained}
     return rows(assembly.state, assembly.states.names, frozen)
 
 
 def num_trained(assembly: Assembly) -> tuple[int, int]:
-    """Returns how many stored parameters are trained and how many are frozen, without places that are empty."""
+    """Returns the number of trained parameters and the number of frozen parameters, without padding layers."""
     trained, frozen = select(assembly.states.kept.params, assembly.placed.replicas.trained)
     return sum(leaf.size for leaf in jax.tree.leaves(trained)), sum(leaf.size for leaf in jax.tree.leaves(frozen))
 
 
 def parameters_text(assembly: Assembly) -> str:
-    """Returns the number of parameters as text, the number of trained ones if some are frozen, and a narrow dtype."""
+    """Returns text with the number of parameters, and if they apply: trained parameters, and storage in bfloat16."""
     trained, frozen = num_trained(assembly)
     beside = f", {trained:,} of them trained" if frozen else ""
     if assembly.config.precision.param_dtype == "bfloat16":
@@ -35,17 +35,17 @@ def parameters_text(assembly: Assembly) -> str:
 
 
 def stored_params(assembly: Assembly, kept_params: Params) -> Params:
-    """Returns parameters from layer order (as checkpoints store them) in the shapes and shardings of the step."""
+    """Converts parameters from layer order, which checkpoints use, to the shapes and shardings of the step."""
     return reshaper(assembly.states.kept.params, assembly.state.params, assembly.placed.stack)(kept_params)
 
 
 def kept_params(assembly: Assembly, params: Params) -> Params:
-    """Returns parameters from the shapes of the step in layer order; the inverse of `stored_params`."""
+    """Converts parameters from the shapes of the step to layer order; the inverse of `stored_params`."""
     return reshaper(assembly.state.params, assembly.states.kept.params, assembly.placed.stack)(params)
 
 
 def throughput_of(assembly: Assembly) -> Throughput:
-    """Returns the quantities of throughput: units in a step, model FLOPs a unit, peak FLOP/s of products."""
+    """Returns the constants of throughput: units per step, model FLOPs per unit, and a device's peak FLOP/s."""
     task, device = assembly.task, assembly.mesh.devices.flat[0]
     return Throughput(
         unit=task.unit,

@@ -1,4 +1,4 @@
-"""How weights move: the learning rate, the optimizer, the state before the first step, and the update of each."""
+"""Makes the learning rate, the optimizer, the state before the first step, and the update of a step."""
 
 import dataclasses
 import functools
@@ -29,12 +29,12 @@ from meshtrain.step.step import Update, WeightUpdate
 
 @dataclasses.dataclass(frozen=True)
 class Optimization:
-    """How the weights of a run move.
+    """The learning rate, optimizer and loss scaling of a run.
 
     Attributes:
       rates: number of updates done -> learning rate.
       transformation: the optimizer; it gets the gradients of the mean loss.
-      scaling: how the loss is scaled for the backward pass; None: not at all.
+      scaling: the loss scaling of the backward pass; None: the loss is not scaled.
     """
 
     rates: Schedule
@@ -43,7 +43,7 @@ class Optimization:
 
 
 def optimization(config: Config, placed: Placed) -> Optimization:
-    """Returns the learning rate, the optimizer and the loss scale of a configuration."""
+    """Returns the learning rate, the optimizer and the loss scaling of a configuration."""
     rates, in_float16 = learning_rates(config, placed.task), compute_name(config.precision) == "float16"
     trained_axes, _ = select(placed.axes, placed.replicas.trained)
     scaling = loss_scale.scaling(config.loss_scale, placed.task.num_units, computes_in_float16=in_float16)
@@ -53,7 +53,7 @@ def optimization(config: Config, placed: Placed) -> Optimization:
 def initializer(
     config: Config, placed: Placed, optimization: Optimization, extension: Extension
 ) -> Callable[[jax.Array], TrainState]:
-    """Returns the function that makes the state before the first step: uint32 key data -> state."""
+    """Returns a function that makes the state before the first step: uint32 key data -> state."""
     task, trained = placed.task, placed.replicas.trained
 
     def init(key_data: jax.Array) -> TrainState:
@@ -69,7 +69,7 @@ def initializer(
 def weight_update(
     config: Config, placed: Placed, optimization: Optimization, extension: Extension, of_state: Shardings
 ) -> Update:
-    """Returns the second half of a step, from gradients to the next state; `of_state` are the shardings of states."""
+    """Returns the second half of a step, from gradients to the next state; `of_state`: shardings of the state."""
     after_update, layers = after_update_of(placed.task, placed.stack), None
     if config.observe.layers != "off":
         layers = health.Layers(dict(leaves_with_paths(placed.axes, is_leaf=is_names)), placed.stack)
@@ -95,7 +95,7 @@ def learning_rates(config: Config, task: Task) -> Schedule:
     """Returns the learning rate as a function of the number of updates done so far.
 
     Raises:
-      UserError: `noam`, which is a function of the model's width, with a task that states no width.
+      UserError: `noam`, which depends on the model's width, with a task that states no width.
     """
     options = config.learning_rate
     if options.name == "noam" and not task.width:

@@ -1,4 +1,4 @@
-"""A task on a mesh: which device stores what of each weight, and how gradients cross the data axis."""
+"""Places a task on a mesh: the sharding of each weight, and the reduction of gradients over the data axis."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -38,16 +38,16 @@ class Placed:
     """A task on a mesh.
 
     Attributes:
-      mesh: the devices, axes in mesh order.
+      mesh: the devices as a grid with named axes, in mesh order.
       rules: logical axis -> mesh axes, with the storage axes of the ZeRO level.
-      placement: the same rules for arrays inside the step, on this mesh.
-      task: what is trained.
+      placement: applies the same rules to arrays inside the step.
+      task: the model, its loss and its batch.
       batch: name -> shape, dtype and logical axes of each entry of the global batch.
-      params: abstract parameters, as the step stores them.
-      axes: the logical axes of each of them.
-      stack: how a pipeline stacks layers; None without stages.
-      program: the pipeline's schedule as tables for the executor; None on a pipeline of size 1.
-      replicas: how gradients are summed over microbatches and over data.
+      params: abstract parameters, in the shapes of the step.
+      axes: the logical axes of each parameter.
+      stack: the arrangement of layers in a pipeline; None without a pipeline.
+      program: the pipeline's schedule as tables for the executor; None if the pipeline axis has size 1.
+      replicas: the sum of gradients over microbatches and over data-parallel replicas.
     """
 
     mesh: Mesh
@@ -63,10 +63,10 @@ class Placed:
 
 
 def place(config: Config, mesh: Mesh, make_task: MakeTask | None, rules: Rules | None) -> Placed:
-    """Puts the task of a configuration on a mesh. It allocates nothing.
+    """Makes the task of a configuration and plans its shardings on a mesh. Allocates no arrays.
 
     Raises:
-      UserError: an array that cannot be sharded as configured, or a task that breaks its contract.
+      UserError: an array cannot be sharded as configured, or the task breaks the contract of `Task`.
     """
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     placement = Placement(rules, mesh, config.zero.keeps_gathered, in_fp8(config.precision))
@@ -82,10 +82,10 @@ def place(config: Config, mesh: Mesh, make_task: MakeTask | None, rules: Rules |
 
 
 def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None:
-    """Returns the schedule, proven and compiled to tables for the executor; None on a pipeline of size 1.
+    """Returns the pipeline's schedule, checked and compiled to tables for the executor; None for pipeline size 1.
 
     Raises:
-      UserError: the schedule has no table for these numbers, or a wrong one.
+      UserError: the schedule does not support these numbers of stages and microbatches, or its table is wrong.
     """
     if shape[PIPELINE] == 1:
         return None
@@ -94,17 +94,21 @@ def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None
 
 
 def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules: Rules, mesh: Mesh) -> GradientSync:
-    """Returns how gradients are summed, with the shardings of parameters.
+    """Returns the sum of gradients over microbatches and replicas, with the shardings of parameters.
+
+    ZeRO level 2 and custom reductions reduce gradients in a region in which the data axis is manual: code there sees
+    only its replica's part of the batch.
 
     Raises:
-      UserError: a weight that cannot be stored as configured; or level 2, or another reduction over several devices,
-        with a task that cannot be traced where data is manual: both reduce gradients in such a region.
+      UserError: a weight cannot be stored as configured, or the task cannot be traced in the region that the
+        configuration needs.
     """
     level = config.zero.effective_level
     others = "with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights split over data"
     trained = trainable_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
     specs = param_shardings(params, axes, rules, mesh.shape, level)
-    # A user's rule may shard weights over data. Then data has no replicas of them and is left to the partitioner.
+    # A user's rule may shard weights over data. Then the data axis has no replicas of these weights, and XLA's
+    # partitioner handles the axis.
     splits_weights = level < MAX_LEVEL and any(DATA in axes_in(one.parameter) for one in jax.tree.leaves(specs))
     is_manual = (task.takes_manual_axes or num_parts(partitioned_axes(), mesh.shape) == 1) and not splits_weights
     if level == 2 and not is_manual:

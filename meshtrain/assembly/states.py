@@ -20,11 +20,11 @@ from meshtrain.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """What a run holds; each leaf is a `jax.ShapeDtypeStruct` with its sharding.
+    """The abstract arrays of a run; each leaf is a `jax.ShapeDtypeStruct` with its sharding.
 
     Attributes:
-      state: as the step has it.
-      kept: with layers in layer order, as checkpoints store it.
+      state: the training state in the shapes of the step.
+      kept: the same state with layers in layer order; checkpoints use these shapes.
       names: logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
       batch: the global batch.
       sums: the float32 sums of gradients that a step allocates.
@@ -40,10 +40,10 @@ class States:
 def states(
     config: Config, placed: Placed, moves: Optimization, extension: Extension, init: Callable[[jax.Array], TrainState]
 ) -> States:
-    """Returns the state that `init` makes and the batch, abstract.
+    """Returns the abstract batch, and the abstract state that `init` would make.
 
     Raises:
-      UserError: one line for each array that cannot be sharded as the rules say.
+      UserError: one line for each array that cannot be sharded by the rules.
     """
     replicas = placed.replicas
     abstract = jax.eval_shape(lambda: init(jax.random.key_data(jax.random.key(0))))
@@ -62,7 +62,7 @@ def abstract_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict
     """Returns the abstract global batch, each entry with its sharding by the activation rules.
 
     Raises:
-      UserError: one line for each dim that has no rule or that the mesh does not divide.
+      UserError: one line for each dim without a rule, or whose size is not divisible by its mesh axes.
     """
     abstract, problems = {}, list[Problem]()
     for name, entry in batch.items():
@@ -70,7 +70,7 @@ def abstract_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict
             sharding = activation_sharding(entry.shape, entry.axes, rules, mesh, path=f"batch/{name}")
             abstract[name] = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding)
         except UserError as error:
-            # A user's own model may have dims that the built-in table does not list.
+            # A user's model may have dims that the built-in table does not list.
             hint = ", or a rule of its own: sharding.rules.extend(rules, Rule('...'))"
             problems += [
                 one.with_parts(fix=f"{one.fix}{hint}") if "logical axis of dim" in one.key else one

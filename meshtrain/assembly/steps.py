@@ -1,4 +1,4 @@
-"""The jitted functions of a run, and the compiled programs that its loop calls."""
+"""Makes the jitted functions of a run, and compiles the programs that the training loop calls."""
 
 import dataclasses
 import functools
@@ -27,14 +27,15 @@ class Steps:
     """The jitted functions of a run.
 
     Attributes:
-      init: uint32 key data -> state; each array is created with its sharding.
+      init: uint32 key data -> state; each device creates only its part of each array.
       train: (state, batch) -> (state, metrics); donates the state.
-      join: state -> state, every `Periodic.every` steps; donates the state. None for most runs.
-      evaluate: (params, batch) -> sums.
-      logits: (params, batch) -> float32 [B, T, vocabulary]; None where the task has none.
-      to_kept: a state as the step has it -> as checkpoints store it; the identity where the shapes are the same.
+      join: state -> state, to call every `Periodic.every` steps; donates the state. None for most runs.
+      evaluate: (params, batch) -> sums over the batch.
+      logits: (params, batch) -> float32 [B, T, vocabulary]; None if the task has no logits.
+      to_kept: converts a state from the step's shapes to layer order, for checkpoints; the identity if the shapes are
+        the same.
       from_kept: the inverse of `to_kept`.
-      compiling: the compiler's options.
+      compiling: the compiler options.
     """
 
     init: jax.stages.Wrapped
@@ -49,13 +50,13 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Functions:
-    """The functions of a run as plain Python: arrays in, arrays out, without shardings.
+    """The functions of a run before `jax.jit`: they take and return arrays, and state no shardings for them.
 
     Attributes:
       init: uint32 key data -> state.
       step: (state, batch) -> (state, metrics).
-      join: a program that runs after every few steps; None for most runs.
-      compute: what is computed from a batch.
+      join: a program that runs once every few steps; None for most runs.
+      compute: the functions of weights and a batch.
     """
 
     init: Callable[[jax.Array], TrainState]
@@ -65,9 +66,10 @@ class Functions:
 
 
 def jitted(functions: Functions, abstract: States, placed: Placed, options: Compiling) -> Steps:
-    """Returns functions that XLA compiles at their first call, or when they are lowered.
+    """Returns the functions under `jax.jit`; XLA compiles them when they are lowered or first called.
 
-    Each states the shardings of its results. The step donates its state: the new weights take the memory of the old.
+    Each function states the shardings of its results. The step donates its input state: the new weights reuse the
+    memory of the old weights.
     """
     compute = functions.compute
     of_state, everywhere = shardings(abstract.state), NamedSharding(placed.mesh, PartitionSpec())
@@ -86,10 +88,10 @@ def jitted(functions: Functions, abstract: States, placed: Placed, options: Comp
 
 
 def trace_steps(steps: Steps, states: States) -> dict[str, jax.stages.Traced]:
-    """Returns name -> each program of a training run, traced: the step, and `join` where there is one.
+    """Returns program name -> traced program: the step, and `join` if the run has it.
 
-    Meanwhile no other thread may trace a Linen module. `nn.scan` and `nn.remat` make subclasses of modules while they
-    are traced. For that moment Flax removes fields from the base classes, and another thread that reads them fails.
+    No other thread may trace a Linen module during this call. `nn.scan` and `nn.remat` make subclasses of modules when
+    they are traced. Flax temporarily removes fields from the base classes, and a thread that reads them then fails.
     """
     state = states.state
     traced = {"step": steps.train.trace(state, states.batch)}
@@ -99,11 +101,11 @@ def trace_steps(steps: Steps, states: States) -> dict[str, jax.stages.Traced]:
 def compiled_step(
     traced: Mapping[str, jax.stages.Traced], join: Periodic | None
 ) -> tuple[jax.stages.Compiled, StepFunction]:
-    """Returns the compiled step, and the function (number, state, batch) -> (state, metrics) that the loop calls.
+    """Returns the compiled step, and a function (number, state, batch) -> (state, metrics) for the loop.
 
     Args:
-      traced: from `trace_steps`.
-      join: of the extension; None: there is none.
+      traced: the result of `trace_steps`.
+      join: the extension's program that runs once every few steps; None if it has no such program.
 
     Raises:
       UserError: other processes traced a different program.
