@@ -1,6 +1,6 @@
 """The training step: microbatches, gradients, clipping, the guard and the update in one jitted function.
 
-The step itself comes first; then the sums over microbatches, and the last one, in which layers are reduced as they
-finish. Precision and the loss scale say in which dtypes. The training state is all that a step reads and writes; its
-shapes, shardings and bytes are known before any array is.
+Read `step` first, then `accumulate`, which sums gradients over microbatches. `precision` and `loss_scale` choose the
+dtypes. `state` defines all arrays that a step reads and writes; `shardings` and `device_memory` compute their shapes,
+shardings and bytes before any array is allocated.
 """

@@ -1,9 +1,9 @@
-"""Gradients summed over microbatches, in float32.
+"""Sums gradients over microbatches in float32, and reduces them across data-parallel replicas.
 
-Stacked gradients of layers exist only when the backward loop over the layers is over, and an all-reduce of them has no
-product left to run beside. So the loop itself reduces each layer's gradients, and XLA moves the collective beside the
-products of the next layer. Only the last microbatch does so (`by_layer`), behind a loop over the earlier ones and with
-their sums added: the bytes are those of one reduction a step.
+The stacked gradients of all layers are complete only after the backward loop over layers. An all-reduce at that point
+cannot overlap with the backward pass. So the loop itself reduces each layer's gradients, and XLA overlaps the
+collective with the matrix products of the next layer. Only the last microbatch does this (`by_layer`), after the sums
+of the earlier microbatches are added. So a step sends its gradients only once.
 
 B: sequences in the global batch, M: microbatches, b: sequences in a microbatch, B / M.
 """
@@ -24,16 +24,16 @@ LossFunction = Callable[[Params, Batch, jax.Array, bool], Loss]  # (params, micr
 # (params, batch, rng, seed) -> sums over the batch. The seed, a float32 scalar, multiplies the gradients: it is the
 # cotangent of the loss, see `loss_scale.seed`.
 Gradients = Callable[[Params, Batch, jax.Array, jax.Array], Sums]
-ByIndex: TypeAlias = dict[int, jax.Array]  # index of a trained weight -> an array like it
-# Entry of a batch -> logical axis of each of its dims, the first of them "batch"; see `models.task.batch_axes`.
+ByIndex: TypeAlias = dict[int, jax.Array]  # index of a trained weight -> an array of its shape
+# Entry of a batch -> logical axis of each of its dims; the first is "batch". See `models.task.batch_axes`.
 Axes = Mapping[str, Sequence[str | None]]
 
 
 def split_microbatches(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
-    """Returns the batch with each entry [B, ...] as [b, M, ...]: microbatch m holds examples m, m + M, m + 2 M, ...
+    """Returns the batch with each entry [B, ...] as [b, M, ...]: microbatch m has the examples m, m + M, m + 2 M, ...
 
     The reshape keeps each example on its device and needs no communication. Microbatches of consecutive examples would
-    send the whole batch over the network.
+    send the batch over the network.
 
     Args:
       batch: name -> array of any rank.
@@ -51,7 +51,7 @@ def split_microbatches(batch: Batch, num_microbatches: int, placement: Placement
 
 
 def stack_microbatches(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
-    """Returns the microbatches of `split_microbatches` as [M, b, ...] for `jax.lax.scan`; same arguments."""
+    """Returns the batch with each entry [B, ...] as [M, b, ...] for `jax.lax.scan`; see `split_microbatches`."""
     microbatches = split_microbatches(batch, num_microbatches, placement, axes)
     return {name: placement.activation(x.swapaxes(0, 1), (None, *axes[name])) for name, x in microbatches.items()}
 
@@ -59,12 +59,13 @@ def stack_microbatches(batch: Batch, num_microbatches: int, placement: Placement
 def accumulate_gradients(
     loss: LossFunction, num_microbatches: int, placement: Placement, replicas: GradientSync, axes: Axes
 ) -> Gradients:
-    """Returns the function that computes the sums and gradients of a batch, one microbatch after the other.
+    """Returns a function that computes the sums and gradients of a batch, one microbatch after the other.
 
-    Gradients are a tree like the parameters, float32, with None for frozen ones (`replicas.trained`).
+    Gradients are float32 in a pytree with the structure of the parameters, with None for each frozen parameter
+    (`replicas.trained`).
 
     Args:
-      loss: of the task.
+      loss: the task's loss.
       num_microbatches: M.
       placement: the sharding of the microbatches.
       replicas: reduces the gradients over the data axis.
@@ -114,9 +115,9 @@ def accumulate_gradients(
 
 
 def _separate_zeros(zeros: Sums) -> Sums:
-    """Returns zeros that XLA does not make together with equal constants, such as those of the last microbatch.
+    """Returns zeros that XLA does not merge with equal constants, such as the zeros of the last microbatch.
 
-    These would be in memory during the loop over the earlier ones.
+    Merged zeros would occupy memory during the loop over the earlier microbatches.
     """
     zero = jax.lax.optimization_barrier(jnp.float32(0))
     return jax.tree.map(lambda leaf: jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape), zeros)
@@ -125,10 +126,11 @@ def _separate_zeros(zeros: Sums) -> Sums:
 def by_layer(
     loss: LossFunction, replicas: GradientSync, params: Params, batch: Batch, rng: jax.Array, seed: jax.Array
 ) -> Callable[[Sums | None], Sums] | None:
-    """Returns the last microbatch of a step, `batch`: sums of the earlier ones, or None -> sums of all.
+    """Returns a function that computes the last microbatch of a step, or None if the loss has no loop over layers.
 
-    Gradients of layers that one loop computes one after the other are reduced over data inside the backward loop, and
-    are `Reduced`. The others are local sums. Returns None where the loss has no such loop.
+    The function takes the sums of the earlier microbatches, or None if there are none, and returns the sums of all
+    microbatches. Gradients of layers in the loop are reduced across data-parallel replicas inside the backward loop,
+    and are `Reduced`. Other gradients are local sums.
     """
     trained, frozen = select(params, replicas.trained)
     leaves, structure = jax.tree.flatten(trained)
@@ -144,7 +146,8 @@ def by_layer(
     others = {index: leaf for index, leaf in enumerate(leaves) if index not in of_layers}
 
     def last(before: Sums | None) -> Sums:
-        # Otherwise XLA begins it early, and its activations are in memory beside those of the others.
+        # Without the barrier XLA may start the last microbatch early. Then its activations and the activations of the
+        # earlier microbatches are in memory at the same time.
         before, microbatch = jax.lax.optimization_barrier((before, batch))
         local = jax.tree.leaves(before.gradients) if before else [None] * len(leaves)
 
@@ -176,9 +179,9 @@ def _plus(part: jax.Array, before: jax.Array | None) -> jax.Array:
 def accumulate_loss(
     loss: LossFunction, num_microbatches: int, placement: Placement, axes: Axes
 ) -> Callable[[Params, Batch, jax.Array], Loss]:
-    """Returns the function that computes the sums of a batch without gradients, one microbatch after the other.
+    """Returns a function that computes the sums of a batch without gradients, one microbatch after the other.
 
-    The arguments are those of `accumulate_gradients`.
+    For the arguments see `accumulate_gradients`.
     """
 
     def one(params: Params, batch: Batch, rng: jax.Array) -> Loss:

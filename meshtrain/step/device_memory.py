@@ -1,7 +1,7 @@
-"""Bytes on one device: of training state, from abstract arrays with shardings; of a program, by its compiler's account.
+"""Bytes on one device: the training state, from abstract arrays, and a program, from its compiler's memory analysis.
 
-The first does not count activations. The planner, `explain` and README's table of memory use these functions, and a run
-records both.
+The bytes of the training state do not include activations. The planner, `explain` and README's table of memory use
+these functions, and a run records both numbers.
 """
 
 import dataclasses
@@ -13,19 +13,19 @@ from meshtrain.sharding.offload import is_on_host
 from meshtrain.sharding.trees import Arrays, shard_bytes
 from meshtrain.step.state import TrainState
 
-MemoryAnalysis: TypeAlias = Any  # `CompiledMemoryStats` of jaxlib, which is no public name
+MemoryAnalysis: TypeAlias = Any  # jaxlib's `CompiledMemoryStats`, a private name
 
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one device.
+    """Bytes of the training state on one device.
 
     Attributes:
-      parameters: in the dtype in which they are stored.
+      parameters: the parameters, in their stored dtype.
       gradients: the float32 sums to which each microbatch's gradients are added.
       moments: the optimizer's state in device memory.
       on_host: the optimizer's state in host memory, with `offload.moments`.
-      extra: what an extension keeps from step to step.
+      extra: the arrays that an extension saves from step to step.
     """
 
     parameters: int
@@ -44,8 +44,8 @@ def training_state_bytes(state: TrainState, sums: Arrays) -> StateBytes:
     """Returns the bytes of a training state on one device.
 
     Args:
-      state: abstract; each leaf has its sharding.
-      sums: abstract sums of gradients, see `Replicas.accumulators`.
+      state: the abstract state; each leaf has its sharding.
+      sums: abstract sums of gradients, see `GradientSync.accumulators`.
     """
     moments = jax.tree.leaves(state.opt_state)
     return StateBytes(
@@ -58,13 +58,13 @@ def training_state_bytes(state: TrainState, sums: Arrays) -> StateBytes:
 
 
 def bytes_of_device(tree: Arrays) -> int:
-    """Returns the bytes of one device's shards of a tree of abstract arrays with shardings."""
+    """Returns the bytes of one device's shards of a pytree of abstract arrays with shardings."""
     return sum(map(shard_bytes, jax.tree.leaves(tree)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Bytes of one device, as the compiler's memory analysis reports them."""
+    """Bytes of a program on one device, as the compiler's memory analysis reports them."""
 
     arguments_bytes: int
     temporary_bytes: int
@@ -75,10 +75,10 @@ class Statistics:
 
 
 def statistics(stats: MemoryAnalysis) -> Statistics:
-    """Returns the account of a compiled program from its `memory_analysis()`."""
+    """Returns the bytes of a compiled program from its `memory_analysis()`."""
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
-    # The peak is of what is alive at one time. Without one from the compiler, or where it leaves out temporaries (the
-    # CPU's does), all buffers count as alive at once.
+    # The compiler's peak counts the buffers that are alive at the same time. If the compiler reports no peak, or a peak
+    # without temporaries (as on CPUs), all buffers are counted as alive at the same time.
     together = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     together += stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Statistics(

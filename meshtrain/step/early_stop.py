@@ -1,4 +1,4 @@
-"""When a run stops before its last step: its evaluations have stopped getting better."""
+"""Stops a run before its last step if its evaluations no longer improve."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from meshtrain.options import Except, option
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopOptions:
-    """How long a run waits for a better evaluation."""
+    """When a run stops early: the metric, and the number of evaluations without improvement."""
 
     patience: int = option(
         0, "consecutive evaluations without a new best after which a run saves and stops; 0: never", minimum=0
@@ -23,7 +23,7 @@ class EarlyStopOptions:
 
 
 def check(options: EarlyStopOptions, eval_every: int) -> list[Problem]:
-    """Returns one line if a run waits for evaluations that it does not make."""
+    """Returns a problem if early stopping is on but the run makes no evaluations before its last step."""
     if not options.patience or eval_every:
         return []
     return [
@@ -40,14 +40,14 @@ def check(options: EarlyStopOptions, eval_every: int) -> list[Problem]:
 def reason(
     options: EarlyStopOptions, found: dict[int, float], step: int, values: Mapping[str, float], *, higher: bool
 ) -> str:
-    """Returns why a run stops after an evaluation at a step; '' where it goes on.
+    """Returns why a run stops after an evaluation; an empty text if it continues.
 
     Args:
       options: patience and metric.
-      found: step -> value of the metric, of all evaluations before; gets that of this one.
-      step: of the evaluation.
-      values: its metrics, the same in all processes; what is not finite is no best one.
-      higher: whether a larger value is a better one.
+      found: step -> value of the metric in each earlier evaluation; the value of this evaluation is added.
+      step: the step of the evaluation.
+      values: the metrics of the evaluation, the same in all processes. A non-finite value is never the best.
+      higher: whether a higher value is better.
     """
     if not options.patience:
         return ""

@@ -1,6 +1,6 @@
-"""What an optional algorithm may change in a step. The default of each attribute is plain training.
+"""Defines the parts of a step that an optional algorithm may replace. The default of each part is plain training.
 
-An extension keeps its own arrays in `TrainState.extra`. No other code reads them.
+An extension stores its arrays in `TrainState.extra`. No other code reads them.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from meshtrain.step.state import TrainState
 from meshtrain.step.step import TrainStep, Update, train_step
 
 FieldNames: TypeAlias = dict[str, list[Names]]  # field of `TrainState` -> the logical axes of each of its arrays
-Read: TypeAlias = Callable[[TrainState], TrainState]  # abstract state -> that state, read from a checkpoint
+Read: TypeAlias = Callable[[TrainState], TrainState]  # abstract state -> the state, read from a checkpoint
 Shapes: TypeAlias = Mapping[str, Sequence[int]]  # path -> shape of each array in a checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class Periodic:
-    """A program that runs after every few steps, compiled separately from the step.
+    """A program that runs once every few steps, compiled separately from the step.
 
     Attributes:
-      name: of the program, for reports.
+      name: the program's name, for reports.
       every: the number of steps between two runs.
       run: state -> state.
       sent_bytes: (elements of the trained weights on a device, replicas) -> bytes that a device sends over data.
@@ -38,13 +38,14 @@ class Periodic:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What an extension stores and sends, for the planner and the compiler's options.
+    """The memory and communication of an extension, for the planner and the choice of compiler options.
 
     Attributes:
       label: the contents of `TrainState.extra`, for tables.
-      reduction: how gradients, or the weights of a `Periodic`, are sent over data; None: the built-in sum.
-      sends_gradients: whether a step sends gradients over data.
-      hides_transfers: whether the computation of a whole step can hide what the step sends.
+      reduction: the reduction of gradients, or of the weights of a `Periodic`, between replicas; None: the built-in
+        sum.
+      sends_gradients: whether a step sends gradients between replicas.
+      hides_transfers: whether the computation of a complete step can overlap with the communication of a step.
       accumulators: abstract sums of gradients -> the sums that a step allocates.
     """
 
@@ -56,13 +57,13 @@ class Costs:
 
 
 class Estimate(NamedTuple):
-    """What an extension stores and sends, by arithmetic on a configuration alone, for a search of many of them.
+    """The memory and communication of an extension, estimated from a configuration only, for a search of many plans.
 
     Attributes:
-      copies: how many sums of gradients and moments a device has of each trained weight.
-      weights: how many further arrays in the dtype of each trained weight.
-      float32: how many further float32 arrays of each trained weight.
-      sent_bytes: that a device sends over data in a step, for each parameter; None: as the built-in sum.
+      copies: the number of gradient sums and of moments that a device has for each trained weight.
+      weights: the number of additional arrays of the shape and dtype of each trained weight.
+      float32: the number of additional float32 arrays of the shape of each trained weight.
+      sent_bytes: bytes per parameter that a device sends to other replicas in a step; None: as the built-in sum.
     """
 
     copies: int = 1
@@ -72,17 +73,17 @@ class Estimate(NamedTuple):
 
 
 def plain_update(update: Callable[..., Update], after_update: AfterUpdate | None) -> Update:
-    """Returns the update of plain training."""
+    """Returns the update of plain training, which applies the summed gradients."""
     return update(after_update=after_update)
 
 
 def plain_restore(read: Read, shapes: Shapes, like: TrainState) -> TrainState:
-    """Returns the state of a checkpoint, whose arrays have the shapes of `like`."""
+    """Reads a checkpoint as the abstract state `like`; it must have the same shapes."""
     return read(like)
 
 
 def with_weights(state: TrainState, params: Params) -> TrainState:
-    """Returns a state with other weights."""
+    """Returns a state with its weights replaced by `params`."""
     return dataclasses.replace(state, params=params)
 
 
@@ -91,15 +92,15 @@ class Extension:
     """The functions that an optional algorithm changes.
 
     Attributes:
-      begin: the state before the first step -> the same with the extension's arrays in `extra`.
-      names: (logical axes of the arrays of each field, abstract state) -> the same with those of the extension.
+      begin: adds the extension's arrays to `extra` of the state before the first step.
+      names: (logical axes of the arrays of each field, abstract state) -> logical axes with the extension's arrays.
       update: (`WeightUpdate` without `reduce` and `after_update`, `after_update`) -> the update of a step.
       step: (gradients, update, scaling) -> the step; see `train_step`.
-      join: a program that runs after every few steps; None: there is none.
-      with_weights: (state, weights) -> the state that starts from these weights.
+      join: a program that runs once every few steps; None: no such program.
+      with_weights: (state, weights) -> the state of a run that starts from these weights.
       restore: (function that reads a state, shapes in the checkpoint, abstract state of this mesh) -> the saved state
         on this mesh.
-      costs: what the extension stores and sends.
+      costs: the memory and communication of the extension.
     """
 
     begin: Callable[[TrainState], TrainState] = lambda state: state

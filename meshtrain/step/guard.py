@@ -1,7 +1,7 @@
-"""A step whose loss or gradients are not finite is skipped: weights and moments stay, and the step is counted.
+"""Skips a step whose loss or gradients are not finite: weights and moments do not change, and the step is counted.
 
-All of this is part of the jitted step, without a transfer to the host. Every process decides alike, because the
-decision depends on global sums alone.
+The guard is part of the jitted step and transfers nothing to the host. Every process makes the same decision, because
+it depends only on global sums.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ import numpy as np
 from meshtrain.options import option
 from meshtrain.sharding.trees import Arrays, leaves_with_paths
 
-NUM_NORMS = 64  # gradient norms that the median of the spike rule is taken over
+NUM_NORMS = 64  # number of gradient norms in the median of the spike rule
 
-_UPDATE = -2  # in place of an index
-# Metrics of a step that the loop reads and does not log.
+_UPDATE = -2  # instead of an index: the updated weights are not finite
+# Metrics of a step that the loop reads but does not log.
 IN_A_ROW, FIRST_NOT_FINITE, ITS_LAYER = "skipped_in_a_row", "first_not_finite", "first_not_finite_layer"
 
 
@@ -44,9 +44,9 @@ class GuardState:
 
     Attributes:
       total: int32 scalar, steps skipped since the run began.
-      in_a_row: int32 scalar, steps skipped since the last good one, without overflows that a smaller loss scale may
+      in_a_row: int32 scalar, steps skipped since the last good step; excludes overflows that a smaller loss scale may
         avoid.
-      norms: float32 [NUM_NORMS], the last finite gradient norms, oldest first; 0 in the places not filled yet.
+      norms: float32 [NUM_NORMS], the last finite gradient norms, oldest first; unfilled entries are 0.
     """
 
     total: jax.Array
@@ -62,8 +62,8 @@ def none_skipped() -> GuardState:
 def is_good(options: GuardOptions, skipped: GuardState, loss: jax.Array, norm: jax.Array) -> jax.Array:
     """Returns whether a step may change the weights, a bool scalar.
 
-    The spike rule applies after NUM_NORMS finite norms. The median includes the norms of skipped steps: gradients that
-    stay large raise the median, or the run ends by `max_skipped_in_a_row`.
+    The spike rule applies after NUM_NORMS finite norms. The median includes the norms of skipped steps. So if gradients
+    stay large, either the median rises or `max_skipped_in_a_row` ends the run.
 
     Args:
       options: the options of the guard.
@@ -82,10 +82,10 @@ def after(skipped: GuardState, good: jax.Array, excused: jax.Array, norm: jax.Ar
     """Returns the guard's state after a step.
 
     Args:
-      skipped: the state before it.
+      skipped: the guard's state before the step.
       good: bool scalar, from `is_good`.
       excused: bool scalar, whether the loss scale may have caused the overflow and can still shrink; see
-        `loss_scale.after`. Such a step counts in `total` and not in `in_a_row`.
+        `loss_scale.after`. `total` counts an excused step, `in_a_row` does not.
       norm: float32 scalar.
     """
     in_a_row = jnp.where(good, 0, skipped.in_a_row + jnp.where(excused, 0, 1))
@@ -96,17 +96,18 @@ def after(skipped: GuardState, good: jax.Array, excused: jax.Array, norm: jax.Ar
 
 
 def where_good(good: jax.Array, new: Arrays, old: Arrays) -> Arrays:
-    """Returns the new tree where `good` is true, else the old one, bitwise."""
+    """Returns the arrays of `new` if `good` is true, else the arrays of `old`, bitwise equal."""
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
 
 
 def first_not_finite(loss: jax.Array, square_sums: jax.Array, can_move: jax.Array) -> jax.Array:
-    """Returns the index of the first value of a step that is not finite, an int32 scalar; -1 if all are finite.
+    """Returns the index of the first non-finite value of a step, an int32 scalar; -1 if all are finite.
 
     Args:
       loss: float32 scalar, with the index 0.
       square_sums: float32 [leaves], the sum of squares of each parameter's gradient; leaf n has the index n + 1.
-      can_move: bool scalar, false where the updated weights are not finite: `_UPDATE`.
+      can_move: bool scalar, false if the updated weights are not finite. Then the result is `_UPDATE` if the loss and
+        the gradients are finite.
     """
     wrong = ~jnp.isfinite(jnp.concatenate([loss[None], square_sums]))
     otherwise = jnp.where(can_move, -1, _UPDATE)
@@ -117,9 +118,9 @@ def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
     """Returns the name of the loss or the gradient for which a step was skipped.
 
     Args:
-      paths: of the parameters.
+      paths: the path of each parameter.
       number: the result of `first_not_finite`.
-      layer: of that gradient, see `health.last_not_finite`; -1: not known, or it has none.
+      layer: the layer of the gradient, see `health.last_not_finite`; -1: unknown, or no layer.
     """
     if number == _UPDATE:
         return "the learning rate, an update of the optimizer, or what Task.after_update returns"
@@ -130,13 +131,13 @@ def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
 
 
 def name_of_first(params: Arrays, number: int, layer: int = -1) -> str:
-    """Returns the name of the first array that is not finite: a weight, the loss, or a gradient, in this order.
+    """Returns the name of the first non-finite array: a weight, the loss, or a gradient, in this order.
 
-    It runs once, after training has stopped. A weight that is not finite was so when the run started, because the guard
-    skips such updates.
+    Call it after training has stopped. A non-finite weight was non-finite when the run started, because the guard skips
+    updates that are not finite.
 
     Args:
-      params: the parameters, on any mesh; all processes call this together.
+      params: the parameters, on any mesh; all processes have to call this function together.
       number, layer: see `name_of_gradient`.
     """
     paths = [path for path, _ in leaves_with_paths(params)]

@@ -1,8 +1,8 @@
 """The norms of each layer's gradients, weights and updates, and of the other parameters by their first key.
 
-They are sums of squares that the step takes anyway, or while it reads the same arrays: of a weight that stacks layers
-one for each layer. So all that is sent for them is a number for each. In memory a pipeline has layers in chunks and
-empty places after them; norms are in layer order on every mesh.
+A weight that stacks layers has one sum of squares per layer. The step computes these sums when it reads the same arrays
+for other purposes, and devices exchange only one number per sum. A pipeline stores layers in chunks with padding layers
+after them; norms are in layer order on every mesh.
 """
 
 import collections
@@ -17,15 +17,15 @@ from meshtrain.pipeline.stages import Stack, layer_order_names, layer_order_shap
 from meshtrain.sharding.param_sharding import STACKED, Names
 from meshtrain.sharding.trees import Arrays, leaves_with_paths
 
-Squares = Mapping[str, jax.Array]  # path -> sums of squares, float32 [L], or [] of what stacks no layers
+Squares = Mapping[str, jax.Array]  # path -> sums of squares, float32 [L], or [] without stacked layers
 
 
 class Layers(NamedTuple):
-    """Where the layers of parameters are.
+    """The position of layers in the parameters.
 
     Attributes:
-      names: path -> logical axes.
-      stack: of the pipeline; None: layers are in layer order in memory.
+      names: path of a parameter -> its logical axes.
+      stack: the pipeline's arrangement of layers; None: layers are in layer order in memory.
     """
 
     names: Mapping[str, Names]
@@ -33,11 +33,11 @@ class Layers(NamedTuple):
 
 
 def squares(layers: Layers, tree: Arrays) -> Squares:
-    """Returns the sums of squares of each array, of each of its layers: float32 [L] in layer order, else [].
+    """Returns path -> sums of squares: float32 [L] in layer order for an array that stacks layers, else [].
 
     Args:
-      layers: of the parameters.
-      tree: of float32 arrays like them; a scalar stands for one that is frozen.
+      layers: the position of layers in the parameters.
+      tree: float32 arrays with the structure of the parameters; a frozen parameter may be a scalar.
     """
     (names, stack), result = layers, {}
     for path, leaf in leaves_with_paths(tree):
@@ -54,11 +54,12 @@ def totals(found: Squares) -> jax.Array:
 
 
 def metrics(layers: Layers, of_gradients: Squares, weights: Arrays, moved: Arrays) -> Metrics:
-    """Returns `norms` of gradients, of weights before the step, and of the change of weights, all float32.
+    """Returns `norms` of the gradients, the weights before the step, and the change of the weights, all float32.
 
-    The change is that of the stored weights: after rounding, and zero in a step that the guard skips.
+    The change is measured on the stored weights: after rounding, and zero in a step that the guard skips.
     """
-    # A difference, because XLA would store the optimizer's updates for their norms and pass over memory once more.
+    # The norm is computed from a difference of weights. For norms of the optimizer's updates XLA would store the
+    # updates and read memory once more.
     of_updates = squares(layers, jax.tree.map(jnp.subtract, moved, weights))
     of_all = {"weight": squares(layers, weights), "update": of_updates, "grad": of_gradients}
     return {name: norm for what, one in of_all.items() for name, norm in norms(what, one, layers.names).items()}
@@ -67,8 +68,8 @@ def metrics(layers: Layers, of_gradients: Squares, weights: Arrays, moved: Array
 def norms(what: str, found: Squares, names: Mapping[str, Names]) -> Metrics:
     """Returns `WHAT_norm_of/layers` -> norms float32 [L], in layer order, and `WHAT_norm_of/KEY` -> [] for other keys.
 
-    Layers that stand below another key, such as those of an encoder, are `WHAT_norm_of/KEY/layers`. Below one key there
-    may be stacks of several lengths: each has a group, `WHAT_norm_of/KEY/layers of L`.
+    Layers under another key, such as an encoder's layers, are named `WHAT_norm_of/KEY/layers`. If a key has stacks of
+    several lengths, each length has its own group, `WHAT_norm_of/KEY/layers of L`.
     """
     lengths = collections.defaultdict[str, set[int]](set)
     for path, one in found.items():
@@ -84,11 +85,14 @@ def norms(what: str, found: Squares, names: Mapping[str, Names]) -> Metrics:
 
 
 def last_not_finite(found: Squares, number: jax.Array) -> jax.Array:
-    """Returns the last layer of an array whose sum is not finite, where the backward pass met it first; int32 scalar.
+    """Returns the last layer of a gradient whose sum is not finite, an int32 scalar; -1 without such a layer.
+
+    The backward pass computes the last layer first, so its values became non-finite first. The result is also -1 for
+    the loss, and for an array that stacks no layers.
 
     Args:
-      found: of the gradients.
-      number: of the array, see `guard.first_not_finite`. -1 is returned for the loss, and for what stacks no layers.
+      found: sums of squares of the gradients.
+      number: the index of the array, see `guard.first_not_finite`.
     """
 
     def last(one: jax.Array) -> jax.Array:

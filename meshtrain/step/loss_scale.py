@@ -1,9 +1,9 @@
 """Loss scaling: keeps small gradients in float16 from underflowing to 0.
 
 The loss is multiplied by the scale before the backward pass, and the float32 gradient sums are divided by it after
-(Micikevicius et al. 2018, section 3.2). Scales are powers of two: they change exponents alone, so results are bitwise
-the same where nothing underflows or overflows. The dynamic rule is that of Apex and Megatron-LM: the scale doubles
-after a number of good steps, and halves after an overflow.
+(Micikevicius et al. 2018, section 3.2). Scales are powers of two, which change only exponents. So results are bitwise
+the same if nothing underflows or overflows. The dynamic rule follows Apex and Megatron-LM: the scale doubles after a
+number of good steps, and halves after an overflow.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _SCALED = {"the loss is not scaled": (False,)}
 
 @dataclasses.dataclass(frozen=True)
 class LossScaleOptions:
-    """The factor of the loss in the backward pass."""
+    """When and how the loss is scaled for the backward pass."""
 
     mode: str = option(
         "auto", "auto: dynamic if activations are float16, else none", choices=("auto", "none", "dynamic")
@@ -41,13 +41,13 @@ class LossScaleOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How one run scales its loss.
+    """The loss scaling of a run.
 
     Attributes:
-      options: the rule.
-      num_targets: targets in the global batch. The task's loss is their sum, and the scale is relative to their mean,
-        up to a power of two, so that it depends neither on the size of the batch nor on the number of its parts.
-      largest: the largest number that the backward pass can hold; infinity for float32 and bfloat16.
+      options: the rule for changing the scale.
+      num_targets: targets in the global batch. The task's loss is a sum over targets, but the scale is relative to the
+        mean loss, up to a power of two. So it depends neither on the batch size nor on the number of microbatches.
+      largest: the largest finite gradient in the backward pass; infinity for float32 and bfloat16.
     """
 
     options: LossScaleOptions
@@ -72,7 +72,7 @@ class LossScale:
 
 
 def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[Problem]:
-    """Returns one line for each problem that `options.problems` does not check: limits from above and across fields."""
+    """Returns the problems that `options.problems` does not check: upper limits, and conflicts between options."""
     lines = []
     if (options.initial >= MINIMUM and math.frexp(options.initial)[0] != 0.5) or options.initial > MAXIMUM:
         fix = min(MAXIMUM, 2.0 ** round(math.log2(options.initial)))
@@ -98,7 +98,7 @@ def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[Probl
 
 
 def scaling(options: LossScaleOptions, num_targets: int, *, computes_in_float16: bool) -> Scaling | None:
-    """Returns how a run scales its loss, None for no scaling.
+    """Returns the loss scaling of a run; None if the loss is not scaled.
 
     Args:
       options: options without problems.
@@ -111,7 +111,7 @@ def scaling(options: LossScaleOptions, num_targets: int, *, computes_in_float16:
 
 
 def first_scale(scaling: Scaling | None) -> LossScale:
-    """Returns the state before the first step."""
+    """Returns the loss scale before the first step."""
     zero = jnp.zeros((), jnp.int32)
     if scaling is None:
         return LossScale(jnp.ones((), jnp.float32), zero, zero)
@@ -122,17 +122,17 @@ def first_scale(scaling: Scaling | None) -> LossScale:
 def seed(scaling: Scaling | None, state: LossScale) -> jax.Array:
     """Returns the factor of a microbatch's sum of losses in the backward pass: float32 scalar, a power of two.
 
-    Without scaling it is `state.scale`, an array that holds 1. The compiler cannot fold it, so the program and its
-    rounding are the same with and without scaling.
+    Without scaling the result is `state.scale`, an array with the value 1. The compiler does not know this value, so
+    the program and its rounding are the same with and without scaling.
     """
     return state.scale if scaling is None else state.scale * 2.0 ** -math.floor(math.log2(scaling.num_targets))
 
 
 def mark_overflows(scaling: Scaling | None, squares: jax.Array, gradients: Arrays, factor: jax.Array) -> jax.Array:
-    """Returns the sums of squares of gradients, float32 [leaves], infinite for each that float16 cannot hold.
+    """Returns the sums of squares of gradients, float32 [leaves]; infinity for each gradient beyond float16's range.
 
-    A device adds up a microbatch's gradients in float16, and those of several microbatches in float32. With this rule
-    the same steps overflow in any number of parts. `factor`, weight times seed, is what gradients were divided by.
+    A device sums gradients in float16 within a microbatch, and in float32 across microbatches. With this rule the same
+    steps overflow for any number of microbatches. Gradients were divided by `factor`, the weight times the seed.
     """
     if scaling is None or scaling.largest == math.inf:
         return squares
@@ -141,13 +141,13 @@ def mark_overflows(scaling: Scaling | None, squares: jax.Array, gradients: Array
 
 
 def after(scaling: Scaling | None, state: LossScale, loss: jax.Array, norm: jax.Array) -> tuple[LossScale, jax.Array]:
-    """Returns the state after a step, and whether the step overflowed with a scale that can shrink, a bool scalar.
+    """Returns the loss scale after a step, and whether the step overflowed while the scale could shrink (bool scalar).
 
-    If the loss itself is not finite the scale stays, because it has no effect on the forward pass.
+    If the loss itself is not finite, the scale does not change, because it has no effect on the forward pass.
 
     Args:
-      scaling: the rule; None returns the state unchanged.
-      state: the state before the step.
+      scaling: the rule; None: the state does not change.
+      state: the loss scale before the step.
       loss: float32 scalar.
       norm: float32 scalar, the global norm of the gradients.
     """

@@ -12,13 +12,13 @@ from meshtrain.sharding.param_sharding import Names
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-# The policy whose products with the weights of layers have operands of 8 bits; all else is as in `_BESIDE_FP8`.
+# This policy uses 8-bit operands in the layers' products with weights. Everything else has the dtypes of `_BESIDE_FP8`.
 FP8, _BESIDE_FP8 = "fp8", "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionOptions:
-    """Five dtypes: all by `policy`, or each by its own option; and whether the same step gives the same bits."""
+    """Dtypes, set together by `policy` or separately by their options; and whether a step is deterministic."""
 
     policy: str = option(
         "float32",
@@ -65,13 +65,13 @@ def param_dtype(options: PrecisionOptions) -> DTypeLike:
 def as_stored(params: Arrays, logical_axes: NamesTree, trained: Masks, options: PrecisionOptions) -> Arrays:
     """Returns parameters in the dtypes in which they are stored.
 
-    The bias of a router is float32, because it moves by small steps. `frozen_dtype` is that of frozen matrices and
-    tables only. Norms compute in float32, so a rounded scale would change what the model computes.
+    A router's bias is float32, because its updates are small. `frozen_dtype` applies only to frozen matrices and
+    tables. Norms compute in float32, so rounding their scales would change the model's output.
 
     Args:
-      params: a tree of arrays.
-      logical_axes: like the parameters, with a tuple of logical axes for each.
-      trained: a tree of bool like the parameters, true for each that is trained.
+      params: a pytree of arrays.
+      logical_axes: a pytree with the structure of the parameters: the logical axes of each parameter.
+      trained: a pytree with the structure of the parameters: true for each trained parameter.
       options: the dtypes.
     """
     of_frozen = param_dtype(options) if options.frozen_dtype == "auto" else _DTYPES[options.frozen_dtype]
@@ -95,7 +95,7 @@ def _of_policy(options: PrecisionOptions) -> str:
 
 
 def product_name(options: PrecisionOptions) -> str:
-    """Returns the name of the dtype of most products, whose peak a step's share is taken of."""
+    """Returns the name of the dtype of most matrix products; utilization (MFU) is relative to its peak FLOP/s."""
     return FP8 if in_fp8(options) else compute_name(options)
 
 
@@ -105,7 +105,7 @@ def in_fp8(options: PrecisionOptions) -> bool:
 
 
 def compute_dtype(options: PrecisionOptions) -> DTypeLike:
-    """Returns the dtype of activations, and of weights when they are multiplied with them."""
+    """Returns the dtype of activations, and of weights in products with activations."""
     return _DTYPES[compute_name(options)]
 
 
@@ -120,5 +120,5 @@ def output_dtype(options: PrecisionOptions) -> DTypeLike:
 
 
 def cast(tree: Arrays, dtype: DTypeLike) -> Arrays:
-    """Returns a tree of arrays with each floating-point leaf cast to this dtype."""
+    """Returns a pytree of arrays with each floating-point leaf cast to `dtype`."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

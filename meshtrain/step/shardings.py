@@ -1,6 +1,6 @@
 """The abstract training state: its shapes, the logical axes and the sharding of each leaf. No array is allocated.
 
-In memory a pipeline may have the layers in chunks, and empty places after them; checkpoints have them in layer order
+A pipeline may store layers in chunks, with padding layers after them. Checkpoints store them in layer order
 (`pipeline.stages`).
 """
 
@@ -52,7 +52,7 @@ from meshtrain.step.step import with_sequence_index
 
 
 def abstract_params(task: Task, stack: Stack | None, num_devices: int) -> tuple[Params, NamesTree]:
-    """Returns abstract parameters as they are stored, and their logical axes; see `params_with_axes`."""
+    """Returns abstract parameters in the shapes of the step, and their logical axes; see `params_with_axes`."""
     params, axes = params_with_axes(task.init, on_one_device=num_devices == 1)
     if stack is not None:
         of_layers = jax.tree.map(lambda names: (*stack.names[:-1], *names), axes["layers"], is_leaf=is_names)
@@ -71,12 +71,15 @@ def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
 
 
 def stack_layers(params: Params, stack: Stack | None) -> Params:
-    """Returns parameters in layer order as the step takes them."""
+    """Converts parameters from layer order to the shapes of the step."""
     return params if stack is None else {**params, "layers": stack.of_layers(params["layers"])}
 
 
 def after_update_of(task: Task, stack: Stack | None) -> AfterUpdate | None:
-    """Returns `Task.after_update` for parameters as the step has them; only those that it moves are reshaped."""
+    """Returns `Task.after_update` for parameters in the shapes of the step; None if the task does not define it.
+
+    The task's function gets layers in layer order. Only the layers that it changes are reshaped back.
+    """
     after_update = task.after_update and check_after_update(task.after_update)
     if after_update is None or stack is None or stack.shape == (stack.num_layers,):
         return after_update
@@ -94,13 +97,15 @@ def after_update_of(task: Task, stack: Stack | None) -> AfterUpdate | None:
 
 
 def layer_bytes(params: Params, axes: NamesTree, replicas: GradientSync, num_together: int) -> int:
-    """Returns the bytes that one device reduces over data in one iteration of the backward loop, 0 where none does.
+    """Returns the bytes of gradients that a device reduces over data in an iteration of the backward loop.
+
+    The result is 0 if the backward loop reduces no gradients.
 
     Args:
-      params: abstract, global shapes.
-      axes: their logical axes.
-      replicas: how gradients are reduced over data.
-      num_together: layers in one iteration.
+      params: abstract parameters with global shapes.
+      axes: the logical axes of each parameter.
+      replicas: the reduction of gradients over data.
+      num_together: the number of layers in an iteration.
     """
     if not replicas.reduces_in_loops:
         return 0
@@ -126,8 +131,8 @@ def axes_of_fields(
       abstract: the state.
       transformation: the optimizer.
       params: abstract parameters.
-      axes: like the parameters, with a tuple of logical axes for each.
-      mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
+      axes: a pytree with the structure of the parameters: the logical axes of each parameter.
+      mask: a pytree with the structure of the parameters: true for each trained parameter; None: all are trained.
     """
     (trained, _), (trained_axes, _) = select(params, mask), select(axes, mask)
     return {
@@ -161,11 +166,12 @@ def axes_of_leaves(state: Arrays, of_fields: Mapping[str, Sequence[Names]]) -> l
 def splits_masters(
     task: Task, precision: PrecisionOptions, level: int, mesh_shape: Mapping[str, int], trained: Masks
 ) -> bool:
-    """Returns whether a replica stores a shard of each weight at levels 1 and 2 too, as of its moments.
+    """Returns whether each replica stores only a shard of each weight at ZeRO levels 1 and 2, as it does for moments.
 
-    A pipeline casts its layers once a step, and that copy is whole. So of weights that are wider than what computes,
-    shards are cast and gathered before the first row: fewer bytes than of the new weights behind the update, and no
-    second copy. Frozen weights would be gathered each step for nothing; `trained` is a tree of bool.
+    A pipeline casts its layers to the compute dtype once a step, into an unsharded copy. If the stored dtype is wider
+    than the compute dtype, the shards are cast first and gathered before the first clock tick. This sends fewer bytes
+    than gathering the new weights after the update, and avoids a second unsharded copy. Frozen weights do not change,
+    so gathering them in each step would be wasted. `trained` is a pytree of bool, true for each trained weight.
     """
     casts = task.stages is not None and task.stages.cast is not None and mesh_shape[PIPELINE] > 1
     is_wider = jnp.dtype(param_dtype(precision)).itemsize > jnp.dtype(compute_dtype(precision)).itemsize
@@ -182,21 +188,22 @@ def sharded_states(
     moments_on_host: bool,
     masters_are_split: bool,
 ) -> tuple[TrainState, TrainState]:
-    """Returns the abstract state with a sharding on each leaf, and the same with layers in layer order.
+    """Returns the abstract state with a sharding on each leaf, in the shapes of the step and in layer order.
 
-    Layers that the pipeline does not divide are split along another dim in layer order, where one divides.
+    If the number of layers is not divisible by the pipeline, the state in layer order is sharded along another dim,
+    provided that its size is divisible.
 
     Args:
-      abstract: the state.
+      abstract: the state without shardings.
       names: logical axes of each leaf, in the order of `jax.tree.leaves`.
-      rules: the table.
-      replicas: on a mesh, at a level of ZeRO.
-      stack: the pipeline's layers; None: there is none.
+      rules: logical axis -> mesh axes.
+      replicas: the mesh, the ZeRO level, and the shardings of parameters.
+      stack: the pipeline's arrangement of layers; None: no pipeline.
       moments_on_host: whether the optimizer's arrays are in host memory; scalars stay on the device.
-      masters_are_split: whether parameters are sharded as their moments, see `splits_masters`.
+      masters_are_split: whether parameters have the sharding of their moments, see `splits_masters`.
 
     Raises:
-      UserError: a leaf that cannot be split as the rules say.
+      UserError: a leaf cannot be sharded by the rules.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     mesh, level = replicas.mesh, replicas.level
@@ -208,7 +215,7 @@ def sharded_states(
             rest = spec(path, shape, (*axes[:at], None, *axes[at + 1 :]))
             return split_further(rest, shape, over_stages, mesh.shape)
         if axes[:1] == (COPY,):
-            # One for each: data splits the first dim, and the others are split as those of the weight.
+            # The first dim has an entry per replica and is sharded over data. The other dims are sharded as the weight.
             of_weight = param_sharding(shape[1:], axes[1:], rules, mesh.shape, 0, path_text(path)).parameter
             replicas = (DATA,) if mesh.shape[DATA] > 1 else ()
             return spec_of_dims([replicas, *axes_of_dims(of_weight, len(shape) - 1)])
@@ -238,12 +245,14 @@ def shardings(abstract: Arrays) -> Shardings:
 
 
 def reshaper(before: Arrays, after: Arrays, stack: Stack | None) -> ArrayFunction:
-    """Returns the function that stacks layers as another tree has them; the identity where the shapes are the same.
+    """Returns a function that reshapes layers from the shapes of `before` to the shapes of `after`.
+
+    The function is the identity if the shapes are the same.
 
     Args:
-      before: the abstract tree, with shardings, of the argument.
-      after: the abstract tree, with shardings, of the result.
-      stack: of the pipeline that has layers as one of the trees; None: no pipeline.
+      before: the abstract argument of the function, with shardings.
+      after: the abstract result of the function, with shardings.
+      stack: the pipeline's arrangement of layers in one of the two; None: no pipeline.
     """
     if jax.tree.map(lambda x: x.shape, before) == jax.tree.map(lambda x: x.shape, after):
         return lambda state: state

@@ -15,9 +15,9 @@ from meshtrain.step.precision import cast
 
 OptState: TypeAlias = Any  # optax's named tuples, whose leaves are arrays
 
-# Fields of `TrainState` whose arrays are small, and replicated on every device.
+# Fields of `TrainState` whose arrays are small and replicated on every device.
 REPLICATED_FIELDS = ("step", "rng", "skipped", "loss_scale")
-COPY = "copy"  # the logical axis of the first dim of arrays of which each replica along data has some of its own
+COPY = "copy"  # logical axis of a first dim that has an entry per data-parallel replica
 
 
 @jax.tree_util.register_dataclass
@@ -26,14 +26,14 @@ class TrainState:
     """The state of a run.
 
     Attributes:
-      step: int32 scalar, steps done so far, skipped ones among them.
-      params: nested dict of arrays, trained and frozen, float32 unless `precision.param_dtype` or
-        `precision.frozen_dtype` says otherwise.
+      step: int32 scalar, the number of steps done, including skipped steps.
+      params: nested dict of arrays, trained and frozen; float32 unless `precision.param_dtype` or
+        `precision.frozen_dtype` selects another dtype.
       opt_state: the optax state of the trained parameters, initialized from them in float32.
       rng: uint32 key data; step n draws from this key with n folded in.
       skipped: the guard's counts of skipped steps and the last gradient norms.
       loss_scale: the scale of the loss in the backward pass, and the counts by which it changes.
-      extra: the arrays of an extension, any tree; see `extension.py`. Most runs have none: ().
+      extra: the arrays of an extension, any pytree; see `extension.py`. It is () in most runs.
     """
 
     step: jax.Array
@@ -59,8 +59,8 @@ def init_state(
       params: initial parameters.
       transformation: the optimizer.
       rng: a typed key.
-      scaling: how the loss is scaled; None: not at all.
-      mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
+      scaling: the loss scaling; None: the loss is not scaled.
+      mask: a pytree with the structure of the parameters: true for each trained parameter; None: all are trained.
       extra: the arrays of an extension.
     """
     trained, _ = select(params, mask)
@@ -75,5 +75,5 @@ def step_key(state: TrainState) -> jax.Array:
 
 
 def num_updates(state: TrainState) -> jax.Array:
-    """Returns the number of updates done, an int32 scalar: steps without the skipped ones. Learning rates go by it."""
+    """Returns the number of steps that were not skipped, an int32 scalar; learning rates are a function of it."""
     return state.step - state.skipped.total

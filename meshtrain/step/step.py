@@ -26,7 +26,7 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[Params, Batch], Metrics]
 # (state, sums of a batch, seed of the backward pass that made its gradients) -> (state after the step, metrics).
 Update = Callable[[TrainState, Sums, jax.Array], tuple[TrainState, Metrics]]
-# (gradients of the mean loss, arrays of an extension) -> (the same reduced over data, the next arrays).
+# (gradients of the mean loss, arrays of an extension) -> (gradients reduced over data, next arrays of the extension).
 Reduce = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
@@ -37,12 +37,12 @@ def with_sequence_index(batch: Batch) -> Batch:
 
 
 def train_step(gradients: Gradients, update: Update, scaling: Scaling | None = None) -> TrainStep:
-    """Returns the step that trains: (state, batch) -> (state, metrics).
+    """Returns the training step: (state, batch) -> (state, metrics).
 
     Args:
-      gradients: (params, batch, rng, seed) -> sums over the batch; the gradients of trained weights, times the seed.
-      update: such as a `WeightUpdate`.
-      scaling: how the loss is scaled for the backward pass; None: not at all.
+      gradients: (params, batch, rng, seed) -> sums over the batch, with the gradients of trained weights times `seed`.
+      update: the second half of the step, for example a `WeightUpdate`.
+      scaling: the loss scaling of the backward pass; None: the loss is not scaled.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -57,26 +57,26 @@ def train_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 class WeightUpdate:
     """The second half of a step, an `Update`: the guard's checks, clipping, the optimizer, and the metrics.
 
-    A step that the guard skips changes neither weights nor moments nor averages. It advances the step number, and with
-    it data and random numbers.
+    A step that the guard skips changes neither weights nor moments nor averages. It increases the step number, so the
+    next step has another batch and other random numbers.
 
     Attributes:
       transformation: the optimizer. It gets the gradients of the mean loss.
       learning_rate: number of updates -> learning rate, for the metrics only.
-      clip_norm: the largest global norm of the gradients, 0 for no clipping.
+      clip_norm: the largest global norm of the gradients; 0: no clipping.
       guard_options: which steps are skipped.
-      scaling: how the loss is scaled for the backward pass; None: not at all.
-      fetch: (optimizer's state, gradient norm) -> that state in device memory. The norm is an argument so that the copy
-        starts only after the backward pass.
-      mask: a tree of bool like the parameters, true for each that is trained; None: all of them. The others do not
-        change.
-      reduce: (gradients of the mean loss, `TrainState.extra`) -> (the same reduced over data, the next `extra`); None
-        where the sums have gradients that are reduced.
-      after_update: what moves weights besides the optimizer, see `Task.after_update`; None: nothing.
-      average_decay: of the averages in the optimizer's state, see `average.update_average`; 0: it has none.
-      layers: of the parameters, for `health.metrics`; None: without.
-      is_own: whether the optimizer, the learning rate or `after_update` is a user's, which may return what is not
-        finite.
+      scaling: the loss scaling of the backward pass; None: the loss is not scaled.
+      fetch: (optimizer's state, gradient norm) -> optimizer's state in device memory. The norm is an argument so that
+        the copy starts only after the backward pass.
+      mask: a pytree with the structure of the parameters: true for each trained parameter; None: all are trained.
+        Frozen parameters do not change.
+      reduce: (gradients of the mean loss, `TrainState.extra`) -> (gradients reduced over data, next `extra`); None if
+        the sums already have reduced gradients.
+      after_update: changes weights after the optimizer, see `Task.after_update`; None: no change.
+      average_decay: the decay of the weight averages, see `average.update_average`; 0: no averages.
+      layers: the position of layers in the parameters, for `health.metrics`; None: no metrics by layer.
+      is_own: whether the optimizer, the learning rate or `after_update` is a user's function, so that the updated
+        weights may not be finite.
     """
 
     transformation: optax.GradientTransformation
@@ -93,12 +93,18 @@ class WeightUpdate:
     is_own: bool = False
 
     def __call__(self, state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
-        """Returns the state after the step, and metrics.
+        """Returns the state after the step, and the metrics of the step.
 
         Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights,
-        before clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale
-        (of this step, with scaling), the task's own as `metrics.all_logged` has them (loads of experts are arrays), and
-        two of the guard for the loop. With `layers` there are `health.metrics`, too.
+        before clipping), learning_rate (of this step, skipped or not), skipped_steps (since the start of the run), and
+        loss_scale (of this step, if the loss is scaled). The guard adds metrics for the training loop. The task adds
+        the metrics of `metrics.all_logged`, in which expert loads are arrays. With `layers` there are also the metrics
+        of `health.metrics`.
+
+        Args:
+          state: the state before the step.
+          sums: the sums over the batch, with gradients times the seed.
+          seed: the factor of the loss in the backward pass, a float32 scalar.
         """
         weight = divisor(sums.weight)
         loss = sums.loss / weight
@@ -112,7 +118,8 @@ class WeightUpdate:
         norm, extra = jnp.sqrt(jnp.sum(squares)), state.extra
         if self.reduce is not None:
             mean_gradients, extra = self.reduce(mean_gradients, extra)
-            # Packing may lose a NaN, so the norm is that of the reduced gradients only if those before were finite.
+            # Compression may lose a NaN. So the norm of the reduced gradients is used only if the norm before the
+            # reduction is finite.
             reduced_norm = jnp.sqrt(jnp.sum(square_sums(mean_gradients)))
             norm = jnp.where(jnp.isfinite(norm), reduced_norm, norm)
         before, weights = self.fetch(state.opt_state, norm), cast(trained, jnp.float32)
@@ -149,7 +156,7 @@ class WeightUpdate:
     def _move(
         self, gradients: Arrays, before: OptState, weights: Arrays, frozen: Arrays, of_task: Metrics
     ) -> tuple[Arrays, OptState]:
-        """Returns the trained weights after optimizer and `after_update`, and the optimizer's state with averages."""
+        """Returns the trained weights after the optimizer and `after_update`, and the next state of the optimizer."""
         updates, opt_state = self.transformation.update(gradients, before, weights)
         moved = optax.apply_updates(weights, updates)
         if self.after_update is not None:
@@ -158,7 +165,7 @@ class WeightUpdate:
 
 
 def eval_step(loss: Callable[[Params, Batch, jax.Array], Loss]) -> EvalStep:
-    """Returns the step that evaluates: (params, batch) -> the sums `loss` and `weight`, and those of the task."""
+    """Returns the evaluation step: (params, batch) -> the sums `loss` and `weight`, and the sums of the task."""
 
     def step(params: Params, batch: Batch) -> Metrics:
         value, weight, metrics = loss(params, with_sequence_index(batch), jax.random.key(0))
@@ -171,7 +178,7 @@ def square_sums(gradients: Arrays) -> jax.Array:
     """Returns the sum of squares of each array, float32 [leaves], in the order of `jax.tree.leaves`.
 
     Args:
-      gradients: a tree of float32 arrays.
+      gradients: a pytree of float32 arrays.
     """
     return jnp.stack([jnp.sum(jnp.square(gradient)) for gradient in jax.tree.leaves(gradients)])
 
@@ -183,9 +190,9 @@ def clip(gradients: Arrays, norm: jax.Array, max_norm: float) -> Arrays:
     Array([0.6, 0.8], dtype=float32)
 
     Args:
-      gradients: a tree of float32 arrays.
-      norm: their global norm, a float32 scalar.
-      max_norm: the largest norm; 0 means no clipping.
+      gradients: a pytree of float32 arrays.
+      norm: the global norm of the gradients, a float32 scalar.
+      max_norm: the largest global norm; 0: no clipping.
     """
     if max_norm == 0.0:
         return gradients
