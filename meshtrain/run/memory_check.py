@@ -70,7 +70,7 @@ def room_of(assembly: Assembly) -> Room | None:
     stats = own[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
-    what = f"the part that JAX uses of one {own[0].device_kind}"
+    what = f"the part of one {own[0].device_kind} that JAX uses"
     return Room(int(stats["bytes_limit"]), 1, is_host=False, what=what)
 
 

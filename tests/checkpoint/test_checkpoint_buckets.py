@@ -120,7 +120,7 @@ def test_damaged_ones_are_set_aside_and_the_one_before_them_used(bucket, objects
     before = {name: objects[name] for name in objects.names() if not name.startswith("1/")}
     assert verify.main([bucket]) == 1
     out = capsys.readouterr().out
-    assert all(f"{bucket}/{step}: {'damaged: ' if step > 1 else 'whole'}" in out for step in range(1, 8))
+    assert all(f"{bucket}/{step}: {'damaged: ' if step > 1 else 'undamaged'}" in out for step in range(1, 8))
     with Checkpoints(bucket, None) as checkpoints:
         step, lines = checkpoints.newest_whole()
     assert step == 1
@@ -205,7 +205,7 @@ def test_a_network_that_is_gone_delays_a_save_and_after_minutes_fails_it_alone(
         with bucket_server.gone(after_seconds=45):
             with pytest.raises(SaveFailed, match="/2: not written: "):
                 checkpoints.save(2, state(2), {})
-            with pytest.raises(SaveFailed, match="; the same command goes on from "):
+            with pytest.raises(SaveFailed, match="; the same command resumes from "):
                 saving.finish(checkpoints)
         assert checkpoints.save(3, state(3), {})
         saving.finish(checkpoints)

@@ -110,8 +110,8 @@ def test_a_pointer_of_git_lfs_is_named_with_the_command(name, tmp_path):
 
 def test_a_pipe_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert pointer_problem(tmp_path / "pipe") == ""
-    assert pointer_problem(tmp_path) == pointer_problem(tmp_path / "gone") == ""
+    assert pointer_problem(tmp_path / "pipe") is None
+    assert pointer_problem(tmp_path) is pointer_problem(tmp_path / "gone") is None
 
 
 def stated(target, **changes):

@@ -100,7 +100,7 @@ def test_signals_are_passed_on_and_nothing_is_started_again(number):
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert "starting again" not in err
+    assert "restarting" not in err
 
 
 def test_a_signal_during_the_start_waits_until_all_are_there_to_get_it(tmp_path):
@@ -125,7 +125,7 @@ def test_a_signal_during_the_start_waits_until_all_are_there_to_get_it(tmp_path)
     """
     found = subprocess.run([sys.executable, "-c", launcher], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert found.returncode == 75
-    assert "starting again" not in found.stderr
+    assert "restarting" not in found.stderr
 
 
 def test_a_signal_between_two_starts_is_the_end():
@@ -134,14 +134,14 @@ def test_a_signal_between_two_starts_is_the_end():
         from meshtrain.launch import local_processes
         def say(what):
             print(what)
-            if "starting again" in what:
+            if "restarting" in what:
                 os.kill(os.getpid(), signal.SIGTERM)
         local_processes._say = say
         sys.exit(local_processes.run(local_processes.Job(("-c", "import sys; sys.exit(1)"), 2), num_restarts=5))
     """
     found = subprocess.run([sys.executable, "-c", launcher], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert found.returncode == 1
-    assert found.stdout.count("starting again") == 1
+    assert found.stdout.count("restarting") == 1
 
 
 def test_nobody_is_left_where_the_launcher_is_killed():

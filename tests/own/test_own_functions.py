@@ -329,7 +329,7 @@ def half(options, rates, axes):
         ),
         ("raises", r"which raises RuntimeError: no idea \(.*test_own_functions.py:\d+\); allowed: an optax.Grad.*"),
         ("nothing", r"which returns NoneType; allowed: an optax.GradientTransformation; nearest: optax.chain\(...\)"),
-        ("fails", r"whose init or update raises KeyError: 'v' \(.*test_own_functions.py:\d+\); .*; nearest: mend .*"),
+        ("fails", r"whose init or update raises KeyError: 'v' \(.*test_own_functions.py:\d+\); .*; nearest: fix .*"),
         (
             "transposed",
             r"whose update returns float32\[3, 2\] for w, which is float32\[2, 3\]; allowed: updates like .*",

@@ -150,7 +150,7 @@ def test_idle_rows_are_reported_apart(plan, small):
     assert 0 < idle < sent / 3
     shown = text_report.text(made).splitlines()
     assert f"sent in working rows / minimum: tensor {(sent - idle) / least:.3f}" in shown
-    assert f"idle rows send {idle / sent:.1%} of tensor" in shown
+    assert f"idle rows send {idle / sent:.1%} of tensor's bytes" in shown
     assert text_report.to_json(made)["wire_bytes_idle_rows"] == made.idle_bytes
     assert "idle rows send" not in text_report.text(plan("cpu:8", small({"data": 8})))
 

@@ -68,7 +68,7 @@ FAULTS = [
         all_processes.shared({**SEEN, 3: ("/shared", [], 3.0)}, 4),
         WARNING,
         [None],
-        "visible in /shared after 3.0 s only",
+        "visible in /shared only after 3.0 s",
         "actimeo",
     ),
     (

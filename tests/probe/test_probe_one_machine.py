@@ -48,7 +48,7 @@ FAULTS = [
         "an IP address",
     ),
     ("loopback name", one_machine.coordinator(NODE, ["127.0.1.1"]), ERROR, "node1:61000 is 127.0.1.1", "/etc/hosts"),
-    ("loopback at process 0", one_machine.coordinator(OWN, ["127.0.1.1"]), WARNING, "this machine only", "/etc/hosts"),
+    ("loopback at process 0", one_machine.coordinator(OWN, ["127.0.1.1"]), WARNING, "only this machine can reach", "/etc/hosts"),
     (
         "proxy",
         one_machine.proxy(NODE, {"https_proxy": "http://p:3128", "no_proxy": "x"}),
@@ -89,8 +89,8 @@ FAULTS = [
     ("no interface", one_machine.interface("ens", NETS, 2), ERROR, "matches none of docker0, eth0", "=docker0"),
     ("whole name", one_machine.interface("=eth", NETS, 2), ERROR, "matches none", "NCCL_SOCKET_IFNAME="),
     ("interface down", one_machine.interface("ib", NETS, 2), ERROR, "ib0 is down", "NCCL_SOCKET_IFNAME="),
-    ("loopback", one_machine.interface("lo", NETS, 2), ERROR, "takes lo", "NCCL_SOCKET_IFNAME="),
-    ("loopback left", one_machine.interface("^docker0", NETS, 2), ERROR, "takes lo", "NCCL_SOCKET_IFNAME=^docker0,lo"),
+    ("loopback", one_machine.interface("lo", NETS, 2), ERROR, "selects lo", "NCCL_SOCKET_IFNAME="),
+    ("loopback left", one_machine.interface("^docker0", NETS, 2), ERROR, "selects lo", "NCCL_SOCKET_IFNAME=^docker0,lo"),
     (
         "loopback only",
         one_machine.interface("", LOOP_ONLY, 2),
@@ -105,7 +105,7 @@ FAULTS = [
         "/s: Permission",
         "every process may",
     ),
-    ("full disk", one_machine.disk("/s", GIB - 1, 100), ERROR, "/s has 1.00 GiB left", "free space"),
+    ("full disk", one_machine.disk("/s", GIB - 1, 100), ERROR, "/s has 1.00 GiB left", "free some space"),
     ("no inodes", one_machine.disk("/s", 9 * GIB, 0), ERROR, "no file can be made", "inodes"),
     (
         "cache",
@@ -129,7 +129,7 @@ FAULTS = [
         "plan assumes",
         f"{NEW}=0.94",
     ),
-    ("no fraction", one_machine.memory_fraction({OLD: "94%"}, 8), ERROR, "94%, which JAX refuses", f"{OLD}=0.94"),
+    ("no fraction", one_machine.memory_fraction({OLD: "94%"}, 8), ERROR, "94%, which JAX rejects", f"{OLD}=0.94"),
     (
         "two fractions",
         one_machine.memory_fraction({OLD: "0.94", NEW: "0.94"}, 1),

@@ -83,7 +83,7 @@ def test_larger_sizes_are_left_out_when_they_would_take_too_long(mesh):
     largest = {(row.axis, row.operation): row.num_bytes for row in found.rows}
     assert largest["data", "all-reduce"] == 2**24
     assert largest["fsdp", "all-reduce"] == 2**26
-    said = [line for line in measurements.text(found).splitlines() if line.startswith("left out")]
+    said = [line for line in measurements.text(found).splitlines() if line.startswith("skipped")]
     assert "skipped      all-reduce on data from 64 MiB on: it would take longer than --limit" in said
     assert not any("fsdp" in line for line in said)
 

@@ -49,7 +49,7 @@ def test_a_schedule_too_large_to_draw_is_named(runs):
 
 def test_a_schedule_of_one_s_own_is_named_and_not_imported(runs):
     [_, said] = report.schedules(runs(pipeline=CONFIG["pipeline"] | {"schedule": "no.such:rows"}))
-    assert said.startswith("<p>no.such:rows: 2 stages and 6 microbatches, a function of one's own")
+    assert said.startswith("<p>no.such:rows: 2 stages and 6 microbatches, a custom function")
 
 
 @pytest.mark.parametrize(

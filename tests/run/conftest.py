@@ -8,6 +8,7 @@ import json
 import pathlib
 import shutil
 import signal
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from meshtrain import training
 from meshtrain.errors import Interrupted
 from meshtrain.main import main
+from meshtrain.run import session
 
 NUM_STEPS, STOPPED_AT = 10, 5
 
@@ -95,6 +97,7 @@ def run(command: Callable[..., list[str]]) -> Callable[..., Ran]:
         kept: list[Any] = []
         output = io.StringIO()
         remember = patched(
+            training,
             "train_resolved", lambda original: lambda *given, **named: kept.append(original(*given, **named))
         )
         with remember, contextlib.redirect_stdout(output):
@@ -105,14 +108,14 @@ def run(command: Callable[..., list[str]]) -> Callable[..., Ran]:
 
 
 @contextlib.contextmanager
-def patched(name: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
-    """Wraps a function of the story for as long as the block lasts."""
-    original = getattr(training, name)
-    setattr(training, name, wrapper(original))
+def patched(module: types.ModuleType, name: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
+    """Wraps a function that a module calls for as long as the block lasts."""
+    original = getattr(module, name)
+    setattr(module, name, wrapper(original))
     try:
         yield
     finally:
-        setattr(training, name, original)
+        setattr(module, name, original)
 
 
 @pytest.fixture(scope="session")
@@ -136,7 +139,7 @@ def stopped(command: Callable[..., list[str]], tmp_path_factory: pytest.TempPath
     def made(changes: tuple[str, ...]) -> pathlib.Path:
         directory = tmp_path_factory.mktemp("stopped") / "run"
         said = pytest.raises(Interrupted, match=f"saved at step {STOPPED_AT} of {NUM_STEPS}")
-        with patched("evaluate_with_texts", signalling), said, contextlib.redirect_stdout(io.StringIO()):
+        with patched(session, "evaluate_with_texts", signalling), said, contextlib.redirect_stdout(io.StringIO()):
             main(command(directory, *changes))
         return directory
 

@@ -190,7 +190,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(command, tmp_path):
         assert process.returncode == 75, error
         [line] = error.splitlines()
         assert line.startswith("meshtrain: interrupted: saved at step ")
-        assert "the same command goes on" in line
+        assert "the same command resumes" in line
         if saved:
             assert any(text.startswith("restore") and text.endswith(f"step {saved[-1]}\n") for text in said)
             assert f"step {int(saved[-1]) + 1:>6}/100000" in "".join(said)

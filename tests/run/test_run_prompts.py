@@ -9,6 +9,7 @@ from meshtrain import generate
 from meshtrain.errors import UserError
 from meshtrain.report.runs import open_runs
 from meshtrain.report.sections import run_page
+from meshtrain.run import session
 from tests.run.conftest import patched
 
 PROMPTS = ("def f1(x", "<b>")
@@ -48,7 +49,7 @@ def test_evaluations_continue_prompts_and_compile_once(changes, run, prompts, tm
     jax.monitoring.register_event_duration_secs_listener(note)
     words = (f"eval_prompts={prompts}", "eval_tokens=5", "eval_every=2", "num_steps=6", *changes)
     try:
-        with patched("evaluate_with_texts", counted):
+        with patched(session, "evaluate_with_texts", counted):
             ran = run(tmp_path / "run", *words)
     finally:
         jax.monitoring.unregister_event_duration_listener(note)

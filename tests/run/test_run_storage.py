@@ -75,7 +75,7 @@ def test_a_full_disk_is_one_line_for_each_save_and_the_same_command_goes_on(
         assert line.startswith(f"meshtrain: {start}: checkpoint {where}: not written: File too large (")
         assert " free on /" in line
         assert len(line) < 500
-    assert lines[1].endswith("; the same command goes on from step 9")
+    assert lines[1].endswith("; the same command resumes from step 9")
     again = run(directory, *SAVES)
     assert again.losses == straight.losses
     assert failures(again) == 1

@@ -91,7 +91,7 @@ def test_a_checkpoint_goes_from_the_host_to_the_device_and_back(tmp_path):
 def test_it_is_told_who_holds_what():
     lines = table(array_rows(assembled(True, {"data": 2}))).splitlines()
     assert all(("opt_state/" in line and "/count" not in line) == line.endswith("on its host") for line in lines[2:-2])
-    assert "for each in its host's memory" in lines[-1]
+    assert "for each device in host memory" in lines[-1]
     assert "host" not in table(array_rows(assembled(False, {"data": 2})))
 
 
