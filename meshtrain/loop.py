@@ -108,19 +108,17 @@ def run(
     actions: Actions,
     observers: Observers,
 ) -> tuple[TrainState, dict[str, float | None]]:
-    """Runs the steps after `start_step` up to `when.num_steps`, or up to an evaluation that ends the run.
+    """Runs the steps up to `when.num_steps`, or up to an evaluation that ends the run; returns the last state.
+
+    The returned values are from the last logged row and the last evaluation.
 
     Args:
-      state: the state after `start_step` steps. The steps donate its buffers, so the caller cannot use it afterwards.
-      start_step: the number of steps already done.
-      batches: the batches of the steps to run, in order.
+      state: the state after `start_step` steps; its buffers are donated, so the caller cannot use it afterwards.
+      start_step: the number of steps already done; `batches` yields the batches of the following steps, in order.
       when: when to log, evaluate, save and stop.
       throughput: computes the metrics of speed in each row.
       actions: the functions that the loop calls.
       observers: objects that observe the steps.
-
-    Returns:
-      The last state, and the values of the last logged row and the last evaluation.
 
     Raises:
       TrainingStopped: more consecutive steps were skipped than the timetable allows, or the last step was not finite.

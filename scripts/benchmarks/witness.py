@@ -75,7 +75,7 @@ def watching() -> Iterator[Seen]:
     """Records the runs inside the block in the yielded dict."""
     seen: Seen = {"restored": {}, "saved": {}, "rows": {}}
 
-    def starting_state(original: Callable[..., Any], *given: Any) -> Any:
+    def restore_or_initialize(original: Callable[..., Any], *given: Any) -> Any:
         state, step, values = original(*given)
         if step:
             seen["restored"][step] = arrays(state)
@@ -92,7 +92,7 @@ def watching() -> Iterator[Seen]:
             yield batch
 
     watched = (
-        (initial_state, "starting_state", starting_state),
+        (initial_state, "restore_or_initialize", restore_or_initialize),
         (saving, "save", save),
         (dataset, "batches", batches),
     )

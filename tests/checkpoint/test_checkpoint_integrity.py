@@ -307,7 +307,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_save(saved, monkeypatch):
 
 @pytest.mark.parametrize("moment", ["committed", "read"])
 def test_a_save_that_vanishes_before_it_is_sealed_is_told_and_the_next_may_succeed(saved, monkeypatch, moment):
-    name = {"committed": "_waited", "read": "checksums"}[moment]
+    name = {"committed": "_wait", "read": "checksums"}[moment]
     original = getattr(integrity, name)
 
     def vanish(*given):

@@ -407,7 +407,7 @@ READERS = (
             "checkpoint/other_runs.py:extra_of_newest",
             "checkpoint/other_runs.py:newest",
             "checkpoint/retention.py:read_ratings",
-            "checkpoint/checkpoint.py:Checkpoints._stored",
+            "checkpoint/checkpoint.py:Checkpoints._array_metadata",
             "checkpoint/checkpoint.py:Checkpoints._read",
             "checkpoint/manager.py:renaming_problems",
         ),

@@ -197,7 +197,8 @@ def test_the_guess_adds_gradients_up_once_a_microbatch(small):
 def test_a_plan_says_what_forces_microbatches():
     fits = findings.fewer_microbatches(4, 10 * 2**30, 30 * 2**30)
     assert fits.change == "accumulation_steps=2"
-    assert "gathered for each of 4 microbatches, and fewer fit: with 2, activations would take about 20 GiB" in fits.what
+    said = "gathered for each of 4 microbatches, and fewer fit: with 2, activations would take about 20 GiB"
+    assert said in fits.what
     forced = findings.fewer_microbatches(4, 10 * 2**30, 19 * 2**30)
     assert forced.what.startswith("memory requires 4 microbatches")
     assert "zero.level=1 with mesh.fsdp=1" in forced.change

@@ -107,7 +107,7 @@ def test_the_slower_side_of_a_pair_counts_and_a_slow_process_is_named():
 
     found = doctor._judge({process: said(process) for process in range(4)}, 8)
     assert [(each.check, each.process) for each in found if each.verdict != "ok"] == [("slow", 2)]
-    assert "4.00 ms to exchange 1 MiB with any other, and 1.00 ms is the median" in found[-1].seen
+    assert "4.00 ms to exchange 1 MiB with any other process, and 1.00 ms is the median" in found[-1].seen
 
 
 def test_each_pair_meets_once_and_each_process_once_a_round():

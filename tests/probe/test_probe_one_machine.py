@@ -48,7 +48,7 @@ FAULTS = [
         "an IP address",
     ),
     ("loopback name", one_machine.coordinator(NODE, ["127.0.1.1"]), ERROR, "node1:61000 is 127.0.1.1", "/etc/hosts"),
-    ("loopback at process 0", one_machine.coordinator(OWN, ["127.0.1.1"]), WARNING, "only this machine can reach", "/etc/hosts"),
+    ("loopback at process 0", one_machine.coordinator(OWN, ["127.0.1.1"]), WARNING, "only this machine", "/etc/hosts"),
     (
         "proxy",
         one_machine.proxy(NODE, {"https_proxy": "http://p:3128", "no_proxy": "x"}),
@@ -90,7 +90,13 @@ FAULTS = [
     ("whole name", one_machine.interface("=eth", NETS, 2), ERROR, "matches none", "NCCL_SOCKET_IFNAME="),
     ("interface down", one_machine.interface("ib", NETS, 2), ERROR, "ib0 is down", "NCCL_SOCKET_IFNAME="),
     ("loopback", one_machine.interface("lo", NETS, 2), ERROR, "selects lo", "NCCL_SOCKET_IFNAME="),
-    ("loopback left", one_machine.interface("^docker0", NETS, 2), ERROR, "selects lo", "NCCL_SOCKET_IFNAME=^docker0,lo"),
+    (
+        "loopback left",
+        one_machine.interface("^docker0", NETS, 2),
+        ERROR,
+        "selects lo",
+        "NCCL_SOCKET_IFNAME=^docker0,lo",
+    ),
     (
         "loopback only",
         one_machine.interface("", LOOP_ONLY, 2),

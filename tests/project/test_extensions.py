@@ -19,7 +19,7 @@ OPTIONAL = ("examples", "lab", "probe", "report")
 TRAINS = ("assembly", "step", "sharding", "run", "loop.py", "training.py")
 OF_ALGORITHMS = re.compile(r"RESIDUAL|GROUPS|REPLICAS|late_\w+|outer_\w+|Apart")
 MENTION = re.compile(r"extension|[Pp]eriodic|\bcosts\.|EXTRA|state\.extra|reductions\b")
-COMMENTS = ("process", "mesh", "state of the data", "part of the state", "donates")
+COMMENTS = ("process", "mesh", "position in the data", "its part", "donates")
 
 
 def files(*places):

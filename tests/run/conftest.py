@@ -97,8 +97,7 @@ def run(command: Callable[..., list[str]]) -> Callable[..., Ran]:
         kept: list[Any] = []
         output = io.StringIO()
         remember = patched(
-            training,
-            "train_resolved", lambda original: lambda *given, **named: kept.append(original(*given, **named))
+            training, "train_resolved", lambda original: lambda *given, **named: kept.append(original(*given, **named))
         )
         with remember, contextlib.redirect_stdout(output):
             assert main(command(directory, *changes)) == 0

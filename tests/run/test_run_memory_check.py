@@ -142,7 +142,8 @@ def fake(platform, stats):
 def test_an_accelerator_has_memory_of_its_own_and_simulated_devices_share_the_hosts(host):
     host(1000)
     assert memory_check.room_of(fake("cpu", None)) == Room(1000, 2, True, "the memory of this machine or container")
-    assert memory_check.room_of(fake("gpu", {"bytes_limit": 5})) == Room(5, 1, False, "the part of one a card that JAX uses")
+    card = Room(5, 1, False, "the part of one a card that JAX uses")
+    assert memory_check.room_of(fake("gpu", {"bytes_limit": 5})) == card
     assert memory_check.room_of(fake("gpu", None)) is None
     host(None)
     assert memory_check.room_of(fake("cpu", None)) is None
@@ -178,7 +179,7 @@ def raising(error):
 @pytest.mark.parametrize(
     "where, error",
     [
-        ("starting_state", MemoryError("no 80 GB")),
+        ("restore_or_initialize", MemoryError("no 80 GB")),
         ("compiled_step", JaxRuntimeError(TOO_MUCH)),
         ("run", JaxRuntimeError(TOO_MUCH)),
         ("show", JaxRuntimeError(TOO_MUCH)),
