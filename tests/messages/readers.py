@@ -385,7 +385,7 @@ READERS = (
     Reader(
         "images",
         tuple(
-            f"examples/idx.py:{name}" for name in ("header", "read", "_opened", "_is_compressed", "_wrong_beginning")
+            f"examples/idx.py:{name}" for name in ("header", "read", "_open", "_is_compressed", "_wrong_beginning")
         ),
         {"a-images-idx3-ubyte": "bytes", "a-labels-idx1-ubyte": "bytes"},
         of_images,
