@@ -57,7 +57,7 @@ def names_of_lab(text):
         one.name for file in files("lab") for one in ast.parse(file.read_text()).body if isinstance(one, ast.ClassDef)
     }
     built_in = {
-        name for seam in EXTENSION_POINTS.values() for name, place in seam.optional_names.items() if ".lab." in place
+        name for point in EXTENSION_POINTS.values() for name, place in point.optional_names.items() if ".lab." in place
     }
     tree = ast.parse(text)
     found = [name for name, _ in names(tree) if name in classes | {"lab"}]

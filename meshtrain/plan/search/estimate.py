@@ -124,7 +124,7 @@ def _places_a_layer(config: Config, shape: Mapping[str, int], task: Task) -> flo
 
 
 def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> int:
-    """Returns the bytes of a device's training state, equal to `Held.total` but without assembling the step.
+    """Returns the bytes of a device's training state, equal to `StateBytes.total` but without assembling the step.
 
     It consists of parameters, gradient sums, moments and the arrays of an extension.
 
