@@ -46,7 +46,7 @@ class ExtensionPoint:
 
     Attributes:
       takes: the names of the function's arguments, in order.
-      optional_names: built-in name -> path of a function in an optional package. Its module is imported only if it is used.
+      optional_names: built-in name -> path of a function in an optional package, whose module is imported only on use.
     """
 
     takes: tuple[str, ...]

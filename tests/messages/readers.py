@@ -384,9 +384,7 @@ READERS = (
     ),
     Reader(
         "images",
-        tuple(
-            f"examples/idx.py:{name}" for name in ("header", "read", "_open", "_is_compressed", "_wrong_beginning")
-        ),
+        tuple(f"examples/idx.py:{name}" for name in ("header", "read", "_open", "_is_compressed", "_wrong_beginning")),
         {"a-images-idx3-ubyte": "bytes", "a-labels-idx1-ubyte": "bytes"},
         of_images,
         lambda folder: idx.read_pairs([folder / "a-images-idx3-ubyte"], "data.path"),
