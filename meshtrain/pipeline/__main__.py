@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _time(flag: str, text: str, least: float = 1e-9) -> Fraction:
+def _time(flag: str, text: str, least: float) -> Fraction:
     """Parses the time of a flag as an exact fraction: 0.1 is one tenth. Raises UserError for any other text."""
     try:
         value = float(text)
@@ -54,6 +54,27 @@ def _time(flag: str, text: str, least: float = 1e-9) -> Fraction:
         raise UserError(Problem(flag, got=f"'{text}'", allowed=allowed, nearest=f"{fix:g}"))
     # Fraction would compute every digit of 1e-999999999, which is 0 as a float.
     return Fraction(text) if value else Fraction(0)
+
+
+def _costs(arguments: argparse.Namespace) -> Costs:
+    """Returns the durations that the flags give.
+
+    Raises:
+      UserError: one line for each flag that is not a duration.
+    """
+    durations: list[Fraction] = []
+    problems = list[Problem]()
+    for flag, text, least in (
+        ("--forward", arguments.forward, 1e-9),
+        ("--backward", arguments.backward, 1e-9),
+        ("--transfer", arguments.transfer, 0.0),
+    ):
+        try:
+            durations.append(_time(flag, text, least=least))
+        except UserError as error:
+            problems += error.problems
+    refuse(problems)
+    return Costs(*durations)
 
 
 def _as_json(schedule: Schedule, costs: Costs) -> str:
@@ -78,8 +99,10 @@ def main(argv: Sequence[str]) -> None:
       UserError: a flag or the schedule is invalid, or a file cannot be written.
     """
     arguments, problems = _parser().parse_args(argv), list[Problem]()
-    forward, backward = _time("--forward", arguments.forward), _time("--backward", arguments.backward)
-    costs = Costs(forward, backward, _time("--transfer", arguments.transfer, least=0))
+    try:
+        costs = _costs(arguments)
+    except UserError as error:
+        problems += error.problems
     try:
         schedule = build(
             arguments.schedule,

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.pipeline import __main__ as program
 from meshtrain.pipeline.chart import as_text, figure
 from meshtrain.pipeline.check import Costs
@@ -128,3 +129,9 @@ def test_tables_and_charts_need_no_jax():
     code = "import meshtrain.pipeline.__main__, meshtrain.pipeline.program, sys; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_all_wrong_flags_are_reported_together():
+    with pytest.raises(UserError) as caught:
+        program.main(["--forward=x", "--transfer=-1", "--stages=0", "--columns=1"])
+    assert [problem.key for problem in caught.value.problems] == ["--forward", "--transfer", "pipeline", "--columns"]
