@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assembly.extensions import restoring
 from meshtrain.lab.compression import CompressionOptions
+from meshtrain.lab.local_steps import Local
 from meshtrain.models.task import Sums
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.param_sharding import ZeroOptions
@@ -116,3 +117,22 @@ def test_another_number_of_replicas_keeps_the_sum(num_saved, num_now):
     np.testing.assert_allclose(np.sum(found, axis=0), saved.sum(axis=0), rtol=1e-6, atol=1e-6)
     assert (np.asarray(found) == np.asarray(found)[0]).all()
     assert dataclasses.replace(restored, extra=()) == dataclasses.replace(state, extra=())
+
+
+def test_groups_keep_their_weights_where_their_residual_is_resharded():
+    """Local steps with a reduction: of their extra state only the residual has a row for each replica."""
+    saved, groups = np.arange(24, dtype=np.float32).reshape(2, 3, 4), jnp.full((4, 3, 4), 7.0)
+    extra = Local({"w": groups}, (), {"w": jnp.zeros((1, 3, 4))})
+    state = init_state({"w": jnp.ones((3, 4))}, ADAM, jax.random.key(0), extra=extra)
+    sharding = NamedSharding(make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]), PartitionSpec())
+    here = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
+    shapes = {"extra/params/w": groups.shape, "extra/residual/w": saved.shape}
+
+    def read(wanted):
+        assert wanted.extra.residual["w"].shape == saved.shape
+        assert wanted.extra.params["w"].shape == groups.shape
+        return dataclasses.replace(state, extra=dataclasses.replace(extra, residual={"w": jnp.asarray(saved)}))
+
+    restored = restoring(in_equal_parts, "extra/residual/")(read, shapes, here)
+    np.testing.assert_array_equal(restored.extra.residual["w"], saved.sum(axis=0, keepdims=True))
+    np.testing.assert_array_equal(restored.extra.params["w"], groups)
