@@ -1,6 +1,6 @@
 """Experimental data parallelism: compressed gradients, gradients one step late, local steps (DiLoCo).
 
-Compression sends int8 with shared scales or the largest elements of each block, with error feedback. One step late
-hides a whole reduction behind the next step. Local steps join groups by an outer optimizer (DiLoCo). The names of
-`EXTENSION_POINTS` are all that the core knows of this optional package.
+Compression sends int8 with shared scales, or the largest elements of each block, with error feedback. One step late
+overlaps the complete reduction with the next step. Local steps synchronize replicas with an outer optimizer (DiLoCo).
+The core refers to this optional package only by the names in `EXTENSION_POINTS`.
 """

@@ -1,15 +1,15 @@
-"""Gradients over data in fewer bytes: blocks of int8 with a scale each, or the largest elements of each block.
+"""Compressed gradient reduction across replicas: int8 blocks with scales, or the largest elements of each block.
 
     int8    rows -> pack -> all-to-all -> unpack, sum in float32 -> pack -> all-gather -> unpack
-    topk    blocks -> the K largest of each -> all-gather -> add the lists of all devices, one after the other
+    topk    blocks -> the K largest of each -> all-gather -> add the lists of all devices, in order
 
-The reduction is by hand because no library has an all-reduce of blocks with scales. A block's scale travels in the same
-bytes as its elements, so that each half is one collective.
+The reduction is written here because no library has an all-reduce of blocks with scales. A block's scale is sent in
+the same array as its elements, so that each half of the reduction is a single collective.
 
-With error feedback (Seide et al. 2014; Karimireddy et al. 2019) the input of a sum is gradient + residual, and the next
-residual is that input less what was sent of it. Each device owns one row of every sum. What the second packing loses of
-that row goes into the owner's residual. So the residuals of all devices add up to the sum of the inputs less the
-result, but for rounding in float32: what does not arrive in this step arrives later.
+Error feedback: Seide et al. 2014; Karimireddy et al. 2019. The input of a sum is gradient + residual. The next residual
+is the input minus its sent part. Each device owns one row of every sum. The owner's residual also gets the rounding
+error of the second packing of its row. So, up to float32 rounding, the residuals of all devices add up to the sum of
+the inputs minus the result. Later steps send the missing part.
 
 n: devices along the axis, S: elements in a block, K: elements of a block that are sent, R: elements in a row,
 N: elements of the gradients on one device.
@@ -36,20 +36,21 @@ from meshtrain.sharding.reduction import NAMES, SUM, Dims, Reduction, ReductionO
 from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.trees import Arrays
 
-LARGEST = 127.0  # of int8, the same on both sides of 0
-SMALL_BYTES = 64 * 1024  # arrays below this travel together: alone they would be padded to n blocks each
+LARGEST = 127.0  # largest int8 magnitude in use; symmetric around 0
+SMALL_BYTES = 64 * 1024  # smaller arrays are sent together: each would need padding to n blocks
 SCALE_BYTES = 4  # of a block's float32 scale
-PAIR_BYTES = 4  # of an element that topk sends: a bfloat16 and its uint16 place in the block
-MAX_BLOCK = 2**16  # a place in a block fits 16 bits
-# Of memory, for each element, by whether there is feedback. Gradient and residual are read for the scales and again to
-# be packed, bytes are written and read, sum and residual are written. Counted by hand; less fused kernels move more.
+PAIR_BYTES = 4  # for each element that topk sends: a bfloat16 and its uint16 index in the block
+MAX_BLOCK = 2**16  # an index in a block fits 16 bits
+# Memory traffic in bytes per element, with and without feedback. Gradient and residual are read once for the scales and
+# once for packing; the packed bytes are written and read; sum and residual are written. This is an estimate: kernels
+# with less fusion move more.
 MOVED_BYTES = {True: 24, False: 16}
 SEVERAL = {"mesh.data": Except(1)}  # one replica sends nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressionOptions(ReductionOptions):
-    """How gradients are packed."""
+    """Options of the compressed reductions."""
 
     name: str = option(SUM, "int8 or topk", choices=NAMES, names=WITH_OPTIONS, only_for=SEVERAL)
     block: int = option(
@@ -69,7 +70,7 @@ class CompressionOptions(ReductionOptions):
 
 
 def int8(options: CompressionOptions, dtype: DTypeLike) -> Reduction:
-    """Returns the reduction in blocks of int8 that share a scale; `dtype` is not used."""
+    """Returns the reduction in int8 blocks with one scale per block; `dtype` is not used."""
     return _reduction(options, functools.partial(_int8_bytes, options.block))
 
 
@@ -90,7 +91,7 @@ def topk(options: CompressionOptions, dtype: DTypeLike) -> Reduction:
 
 
 def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns one line where top-k is to keep more elements than a block has."""
+    """Returns one problem if top-k sends more elements than a block has."""
     options: Options = config.reduction
     if options.kept <= options.block:
         return []
@@ -127,10 +128,10 @@ def _int8_bytes(block: int, elements: float, replicas: int, is_scattered: bool) 
 def reduce(
     options: CompressionOptions, gradients: Arrays, residual: Arrays, over: str, scattered: Dims
 ) -> tuple[Arrays, Arrays]:
-    """Returns the sums over an axis, and the next residual; see `Reduction.reduce`."""
+    """Returns the gradient sums over an axis, and the next residual; see `Reduction.reduce`."""
     leaves, structure = jax.tree.flatten(gradients)
     waiting = jax.tree.leaves(residual)
-    # One device sends nothing, so nothing is lost: what a larger mesh has left to it arrives now.
+    # A single device sends nothing and loses nothing. It adds the residual that a larger mesh has left.
     if jax.lax.axis_size(over) == 1:
         whole = [leaf + left for leaf, left in zip(leaves, waiting, strict=True)] if waiting else leaves
         return jax.tree.unflatten(structure, whole), jax.tree.map(jnp.zeros_like, residual)
@@ -141,10 +142,10 @@ def reduce(
 
 
 def pack(x: jax.Array) -> jax.Array:
-    """Returns blocks as bytes: float32 [..., S] -> int8 [..., S + 4], the last four of which are the block's scale.
+    """Quantizes blocks: float32 [..., S] -> int8 [..., S + 4]; the last four bytes are the block's float32 scale.
 
-    A block with a value that is not finite comes out of `unpack` as NaN. This is said explicitly: int8 of NaN is 0, and
-    compilers may drop NaN from a maximum that is fused with other operations.
+    If a block has a value that is not finite, `unpack` returns NaN for the block. The scale is set to NaN explicitly:
+    int8 of NaN is 0, and compilers may drop NaN from a maximum that is fused with other operations.
     """
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / LARGEST
     scale = jnp.where(jnp.all(jnp.isfinite(x), axis=-1, keepdims=True), scale, jnp.nan)
@@ -153,7 +154,7 @@ def pack(x: jax.Array) -> jax.Array:
 
 
 def unpack(data: jax.Array) -> jax.Array:
-    """Returns the blocks of `pack`: int8 [..., S + 4] -> float32 [..., S]."""
+    """Dequantizes the blocks of `pack`: int8 [..., S + 4] -> float32 [..., S]."""
     scale = jax.lax.bitcast_convert_type(data[..., -SCALE_BYTES:], jnp.float32)[..., None]
     return data[..., :-SCALE_BYTES].astype(jnp.float32) * scale
 
@@ -164,15 +165,15 @@ def compressed_sum(
     """Sums an array over a manual axis.
 
     Args:
-      x: float32 of any shape, this device's.
-      residual: of the same shape, what earlier sums did not send; None without error feedback.
+      x: this device's input, float32 of any shape.
+      residual: the unsent part of earlier sums, with the shape of `x`; None without error feedback.
       options: int8 or topk.
-      axis: a manual axis of the mesh, or one that `jax.vmap` names.
-      dim: 0: every device gets the whole sum, bitwise the same. Otherwise each device gets its shard along this dim,
-        counted from the end (-1 is the last), which n divides: a reduce-scatter.
+      axis: a manual axis of the mesh, or an axis name of `jax.vmap`.
+      dim: 0: every device gets the complete sum, bitwise equal. A negative dim (-1 is the last) is a reduce-scatter:
+        each device gets its shard along the dim, and n divides the size of the dim.
 
     Returns:
-      The sum, float32, and the residual of the next sum; None where `residual` is None.
+      The sum, float32, and the residual of the next sum; the latter is None if `residual` is None.
     """
     num_devices = jax.lax.axis_size(axis)
     total = x if residual is None else x + residual
@@ -202,10 +203,10 @@ def compressed_sums(
     options: CompressionOptions,
     axis: str,
 ) -> tuple[list[jax.Array], list[jax.Array | None]]:
-    """Sums several arrays over a manual axis, the small ones of them together; for the arguments see `compressed_sum`.
+    """Sums several arrays over a manual axis, small arrays together; for the arguments see `compressed_sum`.
 
-    Either all residuals are arrays or all are None. Small arrays that every device gets whole are concatenated. Each is
-    filled up to whole blocks, so that none shares a scale with another.
+    Either all residuals are arrays or all are None. Small arrays with dim 0 are concatenated. Each is padded to a
+    multiple of the block size, so that no two arrays share a scale.
     """
     together = [i for i, leaf in enumerate(leaves) if dims[i] == 0 and leaf.nbytes < SMALL_BYTES]
     sums, left = list(leaves), list(residuals)
@@ -227,12 +228,12 @@ def compressed_sums(
 
 
 def _join(leaves: Sequence[jax.Array], block: int) -> jax.Array:
-    """Returns arrays as one dim, each padded with zeros to a multiple of a block."""
+    """Concatenates flattened arrays, each padded with zeros to a multiple of the block size."""
     return jnp.concatenate([jnp.pad(leaf.reshape(-1), (0, -leaf.size % block)) for leaf in leaves])
 
 
 def _rows(x: jax.Array, n: int, dim: int) -> jax.Array:
-    """Returns [n, R]: the shards of an array along a dim, or for dim 0 its elements in order, padded with zeros."""
+    """Returns the shards of an array along a dim as rows [n, R]; for dim 0 its elements in order, padded with zeros."""
     if dim == 0:
         flat = x.reshape(-1)
         return jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
@@ -242,7 +243,7 @@ def _rows(x: jax.Array, n: int, dim: int) -> jax.Array:
 
 
 def _from_rows(rows: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
-    """Returns the array of a shape that `_rows` cut."""
+    """Returns the array with this shape from its rows; the inverse of `_rows`."""
     if dim == 0:
         return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
     n, at = rows.shape[0], len(shape) + dim
@@ -251,28 +252,31 @@ def _from_rows(rows: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
 
 
 def _by_int8(blocks: jax.Array, axis: str, *, is_scattered: bool) -> tuple[jax.Array, jax.Array]:
-    """Returns (the sum of the blocks [n, blocks, S], or this device's row of it; what this device sent of its own)."""
+    """Sums blocks [n, blocks, S] in int8; also returns the values that this device sent, [n, blocks, S].
+
+    If `is_scattered`, the sum is this device's row, [blocks, S].
+    """
     packed = pack(blocks)
     row = jnp.sum(unpack(jax.lax.all_to_all(packed, axis, 0, 0, tiled=True)), axis=0)
     sent = unpack(packed)
     if is_scattered:
         return row, sent
     reduced = pack(row)
-    # What the second packing loses of this device's row counts as not sent, so that the residual keeps it.
+    # The rounding error of the second packing counts as unsent, so that it goes into this device's residual.
     sent = sent.at[jax.lax.axis_index(axis)].add(unpack(reduced) - row)
     return unpack(jax.lax.all_gather(reduced, axis)), sent
 
 
 def _by_largest(blocks: jax.Array, num_kept: int, axis: str, *, is_scattered: bool) -> tuple[jax.Array, jax.Array]:
-    """Returns the same as `_by_int8`. Each device sends a bfloat16 and a place, uint16, of K elements of a block."""
+    """Sums blocks as `_by_int8` does; a device sends K bfloat16 values and their uint16 indices for each block."""
     each = blocks.reshape(-1, blocks.shape[-1])
     _, places = jax.lax.top_k(jnp.abs(each), num_kept)
     values = jnp.take_along_axis(each, places, axis=-1).astype(jnp.bfloat16)
     pairs = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.uint16), places.astype(jnp.uint16)], axis=-1)
     at = jnp.arange(each.shape[0])[:, None]
 
-    # One list after the other: the places within a list differ, so that the order of additions is always the same. All
-    # lists at once would let a GPU add in any order, and replicas would come apart.
+    # The lists are added in sequence: indices within a list are unique, so the order of additions is fixed. If all
+    # lists were added at once, a GPU could add in any order, and the replicas' weights would diverge.
     def add(total: jax.Array, one: jax.Array) -> tuple[jax.Array, None]:
         theirs = jax.lax.bitcast_convert_type(one[..., 0], jnp.bfloat16).astype(jnp.float32)
         return total.at[at, one[..., 1].astype(jnp.int32)].add(theirs, unique_indices=True), None

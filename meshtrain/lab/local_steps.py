@@ -1,18 +1,18 @@
-"""Groups that train apart: each on its share of the batch, and every few steps an outer optimizer joins them.
+"""Local steps (local SGD, DiLoCo): groups train on their shares of the batch; an outer optimizer synchronizes them.
 
-DiLoCo (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models") is Nesterov SGD on
-the mean distance that the groups have gone. With an outer learning rate of 1 and no momentum the groups' weights are
+DiLoCo (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models") applies Nesterov SGD
+to the mean weight change of the groups. With an outer learning rate of 1 and no momentum the groups' weights are
 averaged: local SGD (Stich 2019), or federated averaging (McMahan et al. 2017).
 
-The data axis splits the groups, and gradients stay inside a group. The number of groups is a choice of the algorithm,
-not of the mesh: a device along data computes one group, or several one after the other, with the same results. fsdp,
-tensor and pipeline split the work inside a group.
+A group is a replica of the model. The data axis splits the groups, and gradients are not sent between groups. The
+number of groups is independent of the mesh: a device along data computes one group, or several groups in sequence, with
+the same results. The axes fsdp, tensor and pipeline split the work inside a group.
 
-The inner step is `step.WeightUpdate` for each group, on the gradients of its own share of the batch: clipping, guard,
-loss scale and moments are those of the group. The outer step moves the anchor, `TrainState.params`, towards the mean of
-the groups' weights, and all groups start again from it. Evaluations and exports use the anchor.
+The inner step is `step.WeightUpdate` for each group, with the gradients of the group's share of the batch. Each group
+has a separate clipping norm, guard, loss scale and moments. The outer step moves the anchor, `TrainState.params`,
+towards the mean of the groups' weights. Then all groups restart from it. Evaluations and exports use the anchor.
 
-The two are programs of their own: the inner one sends nothing but scalars between groups.
+Inner and outer step are separate programs: the inner step sends only scalars between groups.
 
 G: groups, n: groups on one device along data.
 """
@@ -50,11 +50,11 @@ from meshtrain.step.state import COPY, OptState, TrainState, step_key
 from meshtrain.step.step import Reduce, TrainStep, Update, with_sequence_index
 
 FLOAT32_BYTES = 4
-_AXES: Callable[..., TrainState] = TrainState  # of arrays' axes in place of arrays, for `jax.vmap`
+_AXES: Callable[..., TrainState] = TrainState  # its fields are axes for `jax.vmap` instead of arrays
 
 
 def outer_optimizer(options: LocalStepsOptions) -> optax.GradientTransformation:
-    """Returns the optimizer of the anchor, from which all groups start again."""
+    """Returns the outer optimizer, which updates the anchor from which all groups restart."""
     momentum = options.outer_momentum or None
     return optax.sgd(
         options.outer_learning_rate, momentum, nesterov=momentum is not None, accumulator_dtype=jnp.float32
@@ -62,15 +62,15 @@ def outer_optimizer(options: LocalStepsOptions) -> optax.GradientTransformation:
 
 
 def local_steps(config: Config, placed: Placed, reduction: Reduction | None) -> Extension:
-    """Returns the extension of a step in which groups train apart.
+    """Returns the extension that trains groups separately with local steps.
 
     Args:
-      config: with a period.
-      placed: the task on its mesh, at level 0.
-      reduction: how the mean over groups crosses data; None: one all-reduce.
+      config: a configuration with `local_steps.period` above 0.
+      placed: the task on its mesh, at ZeRO level 0.
+      reduction: the reduction that averages over groups; None: an all-reduce.
 
     Raises:
-      UserError: data is split over several devices and left to the partitioner.
+      UserError: the data axis has several devices and is not a manual axis (the partitioner handles it).
     """
     options, mesh, replicas = config.local_steps, placed.mesh, placed.replicas
     if mesh.shape[DATA] > 1 and not replicas.is_manual:
@@ -100,7 +100,7 @@ def local_steps(config: Config, placed: Placed, reduction: Reduction | None) -> 
 
 
 def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns one line for each reason why groups cannot train apart on a mesh of these sizes."""
+    """Returns one problem for each reason why local steps cannot run on a mesh with these axis sizes."""
     options, data, problems = config.local_steps, mesh_shape[DATA], list[Problem]()
     num_groups, given = options.groups, f"local_steps.period = {options.period}"
     if num_groups == 0 or num_groups % data:
@@ -156,7 +156,7 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
 
 
 def estimate(config: Config, mesh_shape: Mapping[str, int]) -> Estimate:
-    """Returns what groups store and send: a device has weights, gradients and moments of each of its groups."""
+    """Estimates memory and traffic: a device stores weights, gradients and moments for each of its groups."""
     options = config.local_steps
     num_here = options.groups // mesh_shape[DATA]
     sent = 2 * FLOAT32_BYTES / options.period
@@ -170,12 +170,12 @@ local_steps.unread = ("precision.reduce_dtype",)  # type: ignore[attr-defined]
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """How gradients of each group are computed, and how groups are averaged.
+    """Computes the gradients of each group, and the mean over groups.
 
     Attributes:
       placed: the task on its mesh.
-      num_groups: G, a multiple of the data axis.
-      reduction: how the mean crosses data; None: one all-reduce.
+      num_groups: G, a multiple of the data axis' size.
+      reduction: the reduction that averages over the data axis; None: an all-reduce.
     """
 
     placed: Placed
@@ -184,15 +184,15 @@ class Groups:
 
     @property
     def num_here(self) -> int:
-        """The number of groups that one device along data computes, n."""
+        """Returns n, the number of groups that a device along data computes."""
         return self.num_groups // self.placed.mesh.shape[DATA]
 
     def gradients(self, of_group: Gradients) -> Gradients:
-        """Returns the gradients of each group, on its weights and its share of the batch.
+        """Returns the gradient function of all groups; each group has separate weights and a share of the batch.
 
-        The result takes trained parameters [G, ...], frozen ones without that dim, the batch [B, ...], a key, and a
-        seed [G]. It returns sums [G] and gradients [G, ...]. It enters the region of the data axis; those of other
-        axes nest inside.
+        The function takes trained parameters [G, ...], frozen parameters without dim G, the batch [B, ...], a key, and
+        seeds [G]. It returns sums [G] and gradients [G, ...]. It opens a `jax.shard_map` region that is manual over
+        data; the manual regions of other axes nest inside.
         """
         replicas, axes_of_batch = self.placed.replicas, batch_axes(self.placed.batch)
         axes_of_batch = {**axes_of_batch, SEQUENCE_INDEX: ("batch",)}
@@ -223,7 +223,7 @@ class Groups:
         return run
 
     def accumulators(self, sums: Arrays) -> Arrays:
-        """Returns the abstract float32 gradients [G, ...], each with its sharding, from those of one model."""
+        """Returns the abstract float32 gradients [G, ...] with shardings, from the abstract gradients of one model."""
 
         def stacked(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(self.placed.mesh, PartitionSpec(DATA, *leaf.sharding.spec))
@@ -232,17 +232,17 @@ class Groups:
         return jax.tree.map(stacked, sums)
 
     def first_extra(self, trained: Arrays) -> Arrays:
-        """Returns what a reduction of the mean keeps at first: float32 [devices along data, ...], or ()."""
+        """Returns the initial residual of the reduction: float32 [devices along data, ...], or ()."""
         return () if self.reduction is None else first_extra(self.reduction, self.placed.replicas, trained)
 
     def mean(self, tree: Arrays, residual: Arrays = ()) -> tuple[Arrays, Arrays]:
-        """Returns the mean over groups of arrays like the trained parameters, and the residual of the next mean.
+        """Returns the mean over groups of a pytree, and the residual of the next mean.
 
-        Without a `reduction` it is one float32 all-reduce over data.
+        Without a `reduction` the mean is a float32 all-reduce over data.
 
         Args:
-          tree: float32 [G, ...].
-          residual: a tree of float32 [devices along data, ...], what reduced means have not sent yet; or ().
+          tree: a pytree with the structure of the trained parameters, float32 [G, ...].
+          residual: a pytree of the unsent parts of earlier means, float32 [devices along data, ...]; or ().
         """
         replicas, mesh = self.placed.replicas, self.placed.mesh
         whole = replicas.trained_specs
@@ -264,15 +264,15 @@ class Groups:
         return on_shards(mesh, on_device, (stacked, of_residual), (whole, of_residual), axes=axes)(tree, residual)
 
     def sent_bytes(self, elements: float, replicas: int) -> float:
-        """Returns the bytes that a device sends over data for a mean of so many elements, at least."""
+        """Returns the minimum bytes that a device sends over data to average this number of elements."""
         if self.reduction is not None:
             return self.reduction.sent_bytes(elements, replicas, False)
         return wire_share("all-reduce", replicas) * elements * FLOAT32_BYTES
 
     def _shares(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-        """Returns one device's part of the batch, [n B / G, ...], as shares [n, B / G, ...] of consecutive examples.
+        """Splits a device's part of the batch, [n B / G, ...], into shares [n, B / G, ...] of consecutive examples.
 
-        Each share is split over the axes that split a batch inside a group, by the logical axes of its dims.
+        A share is sharded over the mesh axes that split the batch inside a group, by `axes`, its dims' logical axes.
         """
         shares = x.reshape(self.num_here, x.shape[0] // self.num_here, *x.shape[1:])
         return self.placed.placement.activation(shares, (None, *axes)) if self.num_here > 1 else shares
@@ -281,12 +281,12 @@ class Groups:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """`TrainState.extra` of groups.
+    """The groups' weights and the outer optimizer's state; stored in `TrainState.extra`.
 
     Attributes:
       params: each group's trained parameters, [G, ...], in the dtype of the anchor.
       outer_state: the optax state of the outer optimizer, float32.
-      residual: what reduced means have not sent yet; () without a reduction.
+      residual: the unsent parts of earlier means; () without a reduction.
     """
 
     params: Params
@@ -294,7 +294,7 @@ class Local:
     residual: Arrays = ()
 
 
-# Below, `mask` is a tree of bool like the parameters, true for each that is trained; None: all of them.
+# Below, `mask` is a bool pytree with the structure of the parameters, true for trained parameters; None: all trained.
 
 
 def in_groups(
@@ -303,7 +303,7 @@ def in_groups(
     mask: Masks = None,
     extra: Callable[[Arrays], Arrays] = lambda trained: (),
 ) -> TrainState:
-    """Returns the state of groups that have not trained yet, from that of one model before its first step."""
+    """Returns the initial state of all groups, from the initial state of one model."""
 
     def stacked(tree: Arrays) -> Arrays:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (options.groups, *leaf.shape)), tree)
@@ -319,14 +319,14 @@ def in_groups(
 
 
 def restarted(state: TrainState, mask: Masks = None) -> TrainState:
-    """Returns the state with the anchor's weights in every group."""
+    """Resets the weights of every group to the anchor."""
     trained, _ = select(state.params, mask)
     params = jax.tree.map(lambda anchor, leaf: jnp.broadcast_to(anchor, leaf.shape), trained, state.extra.params)
     return dataclasses.replace(state, extra=dataclasses.replace(state.extra, params=params))
 
 
 def from_weights(state: TrainState, params: Params, mask: Masks = None) -> TrainState:
-    """Returns the state in which every group starts from these weights."""
+    """Replaces the weights of the anchor and of every group."""
     begun = functools.partial(restarted, mask=mask)
     state = dataclasses.replace(state, params=params)
     return jax.jit(begun, donate_argnums=0, out_shardings=shardings(state))(state)
@@ -340,19 +340,20 @@ def axes_in_groups(
     options: LocalStepsOptions,
     mask: Masks,
 ) -> dict[str, list[Names]]:
-    """Returns the logical axes of the arrays of each field of a state of groups; see `shardings.axes_of_fields`.
+    """Returns field -> logical axes of its arrays, for the state of groups; see `shardings.axes_of_fields`.
 
     Args:
-      of_fields: those of the state of one model.
-      abstract: the state of groups.
+      of_fields: field -> logical axes for the state of one model.
+      abstract: the abstract state of groups.
       params: abstract parameters.
-      axes: like the parameters, with a tuple of logical axes for each.
-      options: of groups.
+      axes: a pytree with the structure of the parameters; each leaf is a tuple of logical axes.
+      options: the options of local steps.
+      mask: a bool pytree, true for trained parameters; None: all parameters are trained.
     """
     (trained, _), (trained_axes, _) = select(params, mask), select(axes, mask)
     of_trained = jax.tree.leaves(trained_axes, is_leaf=is_names)
     of_residual = of_trained if jax.tree.leaves(abstract.extra.residual) else []
-    # Counts [G] are on every device, where a process can read them. The guard's norms [G, n] are not read.
+    # Counts [G] are replicated, so that every process can read them. The guard's norms [G, n] are not read.
     norms: list[Names] = [(COPY, None) if leaf.ndim > 1 else (None,) for leaf in jax.tree.leaves(abstract.skipped)]
     return {
         **{name: list(names) for name, names in of_fields.items()},
@@ -373,10 +374,12 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
     Args:
       gradients: (params [G, ...], batch, rng, seeds [G]) -> sums [G] and gradients [G, ...]; see `Groups`.
       update: a `step.WeightUpdate`, applied to each group.
-      scaling: how the loss is scaled for the backward pass; None: not at all.
+      scaling: the loss scaling for the backward pass; None: no scaling.
+      mask: a bool pytree, true for trained parameters; None: all parameters are trained.
 
-    Metrics are those of `step.WeightUpdate` over all groups: loss and the task's own over the whole batch; the means
-    of grad_norm and learning_rate; skipped_steps added up; the least loss_scale; and the worst group's for the guard.
+    The metrics have the names of `step.WeightUpdate` and combine all groups. Loss and the task's metrics are over the
+    global batch. grad_norm and learning_rate are means over groups; skipped_steps is a sum; loss_scale is the minimum.
+    The guard's metrics are the maxima over groups.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -396,7 +399,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
 
 def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
-    """Returns the metrics of a step, scalars, from those of `step.WeightUpdate` and the sums of each group, [G]."""
+    """Combines the groups' metrics of `step.WeightUpdate` and their sums, all [G], into a step's scalar metrics."""
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums._replace(gradients=None))
     joined = all_logged({**total.metrics, "loss": total.loss}, total.weight)
     joined |= {
@@ -418,13 +421,14 @@ def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
 def outer_step(
     transformation: optax.GradientTransformation, mean_of_groups: Reduce, mask: Masks = None
 ) -> Callable[[TrainState], TrainState]:
-    """Returns the step that joins the groups: state -> state. It changes neither moments nor the step number.
+    """Returns the outer step, state -> state, which synchronizes the groups; moments and step number stay unchanged.
 
-    With anchor a and the weights w of the groups, the outer optimizer gets a - mean(w) as the gradient of a.
+    With the anchor a and the groups' weights w, the outer optimizer gets a - mean(w) as the gradient of a.
 
     Args:
       transformation: the outer optimizer.
-      mean_of_groups: (a tree of [G, ...], residual) -> (its mean over groups, the next residual); see `Groups.mean`.
+      mean_of_groups: (pytree of [G, ...], residual) -> (mean over groups, next residual); see `Groups.mean`.
+      mask: a bool pytree, true for trained parameters; None: all parameters are trained.
     """
 
     def step(state: TrainState) -> TrainState:

@@ -1,8 +1,8 @@
-"""Gradients that are applied one step late: those of the step before are reduced while this step computes its own.
+"""Delayed gradients: a step reduces and applies the previous step's gradients while it computes new gradients.
 
-Nothing in the program waits for the reduction before the update at its end, so it can run beside the forward and
-backward pass. The weights that a gradient was computed from have then moved by one update. This is asynchronous SGD
-with a bound of one step and without its randomness (Lian et al. 2015; Narayanan et al. 2019).
+Only the update at the end of the step uses the reduced gradients, so the reduction can overlap with the forward and
+backward pass. The weights have changed by one update since the gradient was computed. This is asynchronous SGD with a
+staleness of exactly one step, and deterministic (Lian et al. 2015; Narayanan et al. 2019).
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from meshtrain.step.step import Reduce, Update
 
 
 def one_step_late(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
-    """Returns the reduction of the gradients of the step before; those of this step are the residual.
+    """Returns the reduction of the previous step's gradients; this step's gradients become the residual.
 
     Args:
-      options: none of its own.
-      dtype: in which gradients are sent.
+      options: not used; the reduction has no custom options.
+      dtype: the dtype in which gradients are sent.
     """
 
     def reduce(gradients: Arrays, residual: Arrays, over: str, scattered: Dims) -> tuple[Arrays, Arrays]:
@@ -50,7 +50,7 @@ def one_step_late(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
 
 
 def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns one line for each option that does not go with gradients that are applied one step late."""
+    """Returns one problem for each option that is incompatible with delayed gradients."""
     lines = []
     if config.local_steps.period:
         lines.append(
@@ -84,10 +84,10 @@ one_step_late.check = check  # type: ignore[attr-defined]
 
 
 def late(reduction: Reduction, placed: Placed) -> Extension:
-    """Returns the extension of a step whose gradients are applied one step late.
+    """Returns the extension for a step that applies gradients one step late.
 
-    `TrainState.extra` is (the gradients of the step before, the sums of metrics that `Task.after_update` gets with
-    them; () without one).
+    `TrainState.extra` is a pair: the previous step's gradients, and their metric sums for `Task.after_update`. The
+    metric sums are () if the task has no `after_update`.
     """
     plain, reduce = reducing(reduction, placed), reduced_over_data(reduction, placed.replicas)
     task = placed.task
@@ -112,25 +112,25 @@ def late(reduction: Reduction, placed: Placed) -> Extension:
 
 
 def late_update(reduce: Reduce, update: Callable[..., Update], after_update: AfterUpdate | None = None) -> Update:
-    """Returns the update of a step whose gradients are applied one step late.
+    """Returns the update for a step that applies gradients one step late.
 
-    While there is no gradient to apply (in the first step, or after it if its own was not finite) weights and moments
-    stay: an update by zeros would still decay weights and correct moments.
+    Weights and moments stay unchanged while there is no gradient to apply: in the first step, and after the first step
+    if its gradient was not finite. An update with zeros would still decay weights and change moments.
 
     Args:
       reduce: from `reduced_over_data`.
-      update: `WeightUpdate` without its `reduce` and `after_update`.
-      after_update: see `WeightUpdate`; it gets the metrics of the step whose gradients are applied.
+      update: `WeightUpdate` without its arguments `reduce` and `after_update`.
+      after_update: see `WeightUpdate`; it gets the metrics of the previous step, whose gradients are applied.
     """
 
     def late(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
         before, metrics_before = state.extra
         waiting, _ = reduce(sums.gradients, before)
-        # Nothing but the forward and backward pass is left to run beside the reduction, so the compiler chooses these.
+        # The update waits for both values, so the compiler overlaps the reduction with the forward and backward pass.
         gradients, waiting = jax.lax.optimization_barrier((sums.gradients, waiting))
         moved = after_update and (lambda params, _: after_update(params, metrics_before))
         apply = update(lambda gradients, _: (waiting, gradients), moved)
-        # The learning rate is that of the update, of which there is one less than there are steps.
+        # The schedule counts updates; there is one update fewer than there are steps.
         last = dataclasses.replace(state, step=jnp.maximum(state.step - 1, 0), extra=before)
         new, metrics = apply(last, sums._replace(gradients=gradients), seed)
         norm: Arrays = metrics["grad_norm"]
