@@ -1,5 +1,5 @@
-"""A run: its folder, start, saves, evaluations, summary, and how it resumes.
+"""A training run: its workdir, initial state, saves, evaluations, summary and resumption.
 
-The folder is made, locked and read back here. A run starts from its newest checkpoint, from weights made elsewhere,
-or from initial ones. Commands that only compute with a run's weights load them here, onto any mesh.
+This package creates, locks and reads the workdir. A run starts from its newest checkpoint, from the weights of
+`init_from`, or from initial weights. Commands that only read a run's weights load them here, onto any mesh.
 """

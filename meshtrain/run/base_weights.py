@@ -1,4 +1,4 @@
-"""The weights of `init_from`, with which a new run begins: of another run or of a Hugging Face folder."""
+"""Loads the weights of `init_from`, from which a new run starts: another run or a Hugging Face folder."""
 
 import shlex
 from pathlib import Path
@@ -22,17 +22,17 @@ from meshtrain.step.shardings import shardings
 
 
 def refuse_other_weights(assembly: Assembly, run: Path) -> None:
-    """Compares the weights of `init_from` with those of this model, before anything is written.
+    """Checks that the weights of `init_from` fit this model, before anything is written.
 
     Raises:
-      UserError: they differ, or its adapters are not those of `lora`.
+      UserError: shapes or dtypes differ, or the adapters do not have the options of `lora`.
     """
     config = assembly.config
     if not config.init_from or workdir.newest_step(run, config.checkpoint.directory):
         return
     base, found = weights.base_weights(config)
     params, rounded = _loadable_params(assembly, base, found)
-    if peers.count() > 1:  # each reads its own copy
+    if peers.count() > 1:  # each process may read a separate copy
         peers.refuse_differences("init_from", weights.content(config), peers.SAME_FILES)
     if weights.is_by_name(config, base):
         by_name(base, params)
@@ -65,7 +65,7 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
 
 
 def read(assembly: Assembly) -> Params:
-    """Returns the weights of `init_from` in layer order, with None in place of each weight that it lacks.
+    """Returns the weights of `init_from` in layer order, with None for each missing weight.
 
     Raises:
       UserError: the other run's weights have other shapes or dtypes.
@@ -78,11 +78,11 @@ def read(assembly: Assembly) -> Params:
 
 
 def _loadable_params(assembly: Assembly, base: str, found: adapters.Adapters | None) -> tuple[Params, list[str]]:
-    """Returns which of its abstract parameters a run takes from `init_from`, and the paths of those that it rounds.
+    """Returns the abstract parameters to load from `init_from`, and the paths of the parameters to round.
 
-    It takes all of them. From weights without adapters, or beneath those of peft, it takes all but the adapters, and
-    None stands in their place; likewise of those that a task never trains. Frozen weights may have been saved in
-    another dtype than that of `precision.frozen_dtype`. `base` and `found` are what `weights.base_weights` returns.
+    A parameter that is not loaded is None: an adapter, or a parameter that the task never trains, if `init_from` has
+    none of this kind. Frozen weights may be saved in a dtype other than `precision.frozen_dtype`; these are rounded.
+    `base` and `found` come from `weights.base_weights`.
     """
     params, config = assembly.states.kept.params, assembly.config
     if config.lora.rank or assembly.task.begin is not None:
@@ -96,7 +96,7 @@ def _loadable_params(assembly: Assembly, base: str, found: adapters.Adapters | N
 
 
 def _with_adapters(assembly: Assembly, base: str, found: adapters.Adapters, kept: Params) -> Params:
-    """Returns weights with the adapters of a folder beside them; merged into them in a run without adapters."""
+    """Adds the adapters of a peft folder to the weights; merges them into the weights if the run has no adapters."""
     options, given = adapters.factors(found, base, assembly.config.model)
     like = whole = assembly.states.kept.params
     if not assembly.config.lora.rank:

@@ -1,4 +1,4 @@
-"""Sums and means over examples that are evaluated."""
+"""Evaluates a model: sums and means of loss and metrics over examples."""
 
 import functools
 import itertools
@@ -25,13 +25,13 @@ from meshtrain.observe.trackers import keep_rows_up_to
 from meshtrain.sharding.trees import Arrays
 from meshtrain.step.state import TrainState
 
-Sums: TypeAlias = dict[str, Arrays]  # name -> float64 [], or a kind of `metrics.py` that holds them
+Sums: TypeAlias = dict[str, Arrays]  # name -> float64 [], or a metric type of `metrics.py` with float64 leaves
 
 
 def evaluate(assembly: Assembly, corpus: Dataset, state: TrainState) -> dict[str, float]:
-    """Returns mean loss and metrics over the same validation sequences each time, each of them counted once.
+    """Returns mean loss and metrics over the validation examples; each call uses the same examples, each once.
 
-    Of several validation sets it is all that is counted of each, and the loss of each by itself, `eval_loss/NAME`.
+    If there are several validation sets, the means combine all sets, and `eval_loss/NAME` is the loss of one set.
     """
     count = functools.partial(sum_over, assembly, state.params, num_batches=assembly.config.num_eval_batches)
     sums = {name: count(examples) for name, examples in sets_of(corpus.validation).items()}
@@ -48,7 +48,7 @@ def evaluate_with_texts(
     show: Callable[[str], None],
     state: TrainState,
 ) -> dict[str, float]:
-    """Returns what `evaluate` does; texts of `continued`, from `generating.sample_texts`, are shown and written."""
+    """Evaluates as `evaluate` does; also prints and saves sample texts from `continued` (`generating.sample_texts`)."""
     values, step = evaluate(assembly, corpus, state), int(state.step)
     rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in continued(state.params)]
     quoted = functools.partial(json.dumps, ensure_ascii=False)
@@ -65,12 +65,12 @@ def evaluate_with_texts(
 
 
 def sets_of(validation: Examples, name: str = "") -> Mapping[str, Examples]:
-    """Returns name -> examples of each validation set; the only one is called `name`."""
+    """Returns name -> examples of each validation set; a single set is called `name`."""
     return validation.parts if isinstance(validation, Parts) else {name: validation}
 
 
 def add_sums(sums: Mapping[str, Sums]) -> Sums:
-    """Returns the sums over several sets of examples; empty where all are."""
+    """Returns the sums over several sets of examples; empty if all sets are empty."""
     total = Sums()
     for one in sums.values():
         total = jax.tree.map(operator.add, total, one) if total else one
@@ -78,13 +78,13 @@ def add_sums(sums: Mapping[str, Sums]) -> Sums:
 
 
 def sum_over(assembly: Assembly, params: Params, examples: Examples, num_batches: int) -> Sums:
-    """Returns the sums of `Assembly.eval_step` over examples, each of them counted once; empty without any example.
+    """Returns the sums of the evaluation step over examples, each example once; empty without examples.
 
     Args:
       assembly: the compiled functions. All calls with one assembly share one compiled step.
       params: with the shapes and shardings of `assembly.state.params`.
-      examples: by number, in the order of `first_examples`. The last batch is padded with examples of weight 0.
-      num_batches: how many batches are counted; 0: all.
+      examples: evaluated in the order of `first_examples`; the last batch is padded with examples of weight 0.
+      num_batches: the number of batches to evaluate; 0: all.
     """
     config = assembly.config
     stream = batches(
@@ -97,26 +97,26 @@ def sum_over(assembly: Assembly, params: Params, examples: Examples, num_batches
     )
     total = Sums()
     for batch in itertools.islice(stream, num_batches or None):
-        # Added up in float64: an evaluation may have millions of batches.
+        # The sum is float64: an evaluation may have millions of batches.
         new = jax.tree.map(np.float64, jax.device_get(dict(assembly.steps.evaluate(params, batch))))
         total = jax.tree.map(operator.add, total, new) if total else new
     return total
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Returns loss and metrics of `sum_over`, each divided by its weight; empty where the sums are."""
+    """Returns loss and metrics of `sum_over`, each divided by its weight; empty if the sums are empty."""
     return {name: float(number_to_log(value, sums["weight"])) for name, value in sums.items() if name != "weight"}
 
 
 def first_examples(config: Config, num_examples: int, num_batches: int) -> list[int]:
-    """Returns which of `num_examples` examples `sum_over` counts in so many batches, 0 for all, in its order."""
+    """Returns the indices that `sum_over` evaluates, in order, for this number of batches; 0 batches: all."""
     order = sample_order(num_examples, seed=config.seed, num_epochs=1)
     wanted = num_batches * config.batch_size or num_examples
     return [order[index] for index in range(min(wanted, num_examples))]
 
 
 def first_validation(config: Config, validation: Examples) -> list[int]:
-    """Returns which validation examples an evaluation of a run counts: the first of each set, see `first_examples`."""
+    """Returns the indices of the evaluated validation examples: the first of each set, see `first_examples`."""
     found, start = list[int](), 0
     for examples in sets_of(validation).values():
         found += [start + number for number in first_examples(config, len(examples), config.num_eval_batches)]

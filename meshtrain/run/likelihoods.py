@@ -1,4 +1,4 @@
-"""Log-likelihoods of texts under a run's weights, many at a time: packed into rows, batched, summed on the devices.
+"""Computes log-likelihoods of many texts: packs them into rows and batches, and sums on the devices.
 
 B: rows in a batch, T: tokens a row, V: padded vocabulary, S: segments in a row.
 """
@@ -25,11 +25,11 @@ _NEEDED = ("tokens", "targets", "segment_ids", "weights")
 
 
 class Likelihood(NamedTuple):
-    """Of a continuation.
+    """The likelihood of a continuation.
 
     Attributes:
-      log_probability: the sum over its tokens, in nats.
-      is_greedy: whether each of its tokens is the most probable one.
+      log_probability: the sum over the continuation's tokens, in nats.
+      is_greedy: whether each token is the most probable token at its position.
     """
 
     log_probability: float
@@ -40,9 +40,9 @@ class Window(NamedTuple):
     """A part of a text whose last tokens are scored.
 
     Attributes:
-      ids: up to T + 1 token ids: inputs, and the target of the last one.
-      num_scored: how many of the last ids are scored.
-      text: which text it is a part of.
+      ids: up to T + 1 token ids: the inputs, and the target of the last input.
+      num_scored: the number of last ids that are scored.
+      text: the index of the text.
     """
 
     ids: Sequence[int]
@@ -51,7 +51,7 @@ class Window(NamedTuple):
 
 
 def problems_of_task(assembly: Assembly) -> list[Problem]:
-    """Returns one line if a task cannot score texts: it has no logits, or a batch other than that of packed tokens."""
+    """Returns one problem if a task cannot score texts: it has no logits, or its batch is not packed tokens."""
     if assembly.task.logits is None:
         return [
             Problem(
@@ -79,8 +79,8 @@ def problems_of_task(assembly: Assembly) -> list[Problem]:
 def windows(text: int, context: Sequence[int], continuation: Sequence[int], length: int) -> Iterator[Window]:
     """Yields the windows in which each token of a continuation is scored once.
 
-    A window holds up to T tokens to score, and before them as many others as fit. So a continuation of up to T tokens
-    takes one window, and only the beginning of a long context is left out.
+    A window has up to T tokens to score, preceded by the other tokens that fit. So a continuation of up to T tokens
+    takes one window, and only the start of a long context is omitted.
 
     Args:
       text: the number of the text.
@@ -95,7 +95,7 @@ def windows(text: int, context: Sequence[int], continuation: Sequence[int], leng
 
 
 def scorer(assembly: Assembly) -> Score:
-    """Returns the function (params, batch) -> `segment_scores`, jitted, its results on every device.
+    """Returns the function (params, batch) -> `segment_scores`, jitted, with replicated results.
 
     Args:
       assembly: of a task without `problems_of_task`, on a mesh without a pipeline.
@@ -113,13 +113,13 @@ def scorer(assembly: Assembly) -> Score:
 def likelihoods(
     assembly: Assembly, score: Score, params: Params, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[Likelihood]:
-    """Returns the likelihood of each continuation after its context; windows share rows where the model allows it.
+    """Returns the likelihood of each continuation after its context; windows share rows if the model allows it.
 
     Args:
-      assembly: what `score` is of.
+      assembly: the assembly from which `score` was made.
       score: from `scorer`; it compiles once.
       params: with the shapes and shardings of `assembly.state.params`.
-      texts: (context, continuation), token ids below the vocabulary; a context has at least one.
+      texts: (context, continuation), token ids below the vocabulary; a context has at least one token.
     """
     num_rows, length = assembly.batch["tokens"].shape
     cut = [window for text, pair in enumerate(texts) for window in windows(text, *pair, length)]
@@ -137,7 +137,7 @@ def likelihoods(
 
 
 def _pack_windows(cut: Sequence[Window], length: int, *, shares_rows: bool) -> tuple[FirstFitExamples, np.ndarray]:
-    """Returns windows as rows of T tokens, a segment for each, and which window each segment is, row by row."""
+    """Packs windows into rows of T tokens, a segment for each; also returns each segment's window, row by row."""
     lengths = np.asarray([len(window.ids) for window in cut], np.int64)
     ids = np.concatenate([np.empty(0, np.int32), *(window.ids for window in cut)])
     counted = np.concatenate([np.empty(0, bool), *(np.arange(-len(one.ids), 0) >= -one.num_scored for one in cut)])
@@ -147,15 +147,15 @@ def _pack_windows(cut: Sequence[Window], length: int, *, shares_rows: bool) -> t
 
 
 def token_scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the log probability of each target, float32 [B, T], and whether it is the most probable one, bool [B, T].
+    """Returns the log probability of each target, float32 [B, T], and whether it is most probable, bool [B, T].
 
-    Of equally probable tokens the one with the smallest id is the most probable, as `jnp.argmax` has it.
+    If tokens are equally probable, the token with the smallest id is the most probable, as in `jnp.argmax`.
 
     Args:
       logits: float32 [B, T, V], padding at minus infinity.
       targets: int32 [B, T].
     """
-    # A mask instead of a look-up: columns may be sharded.
+    # A mask instead of an index: the vocabulary dim may be sharded.
     is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
     chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == targets
@@ -176,14 +176,14 @@ def segment_sums(values: jax.Array, segment_ids: jax.Array, num_segments: int) -
 def segment_scores(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, segment_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns sums over the targets of each segment that count: log probabilities, and how many a greedy choice misses.
+    """Returns log probability sums and greedy misses per segment, over the targets with a positive weight.
 
     Both are [B, T], float32 and int32: a row has at most as many segments as tokens.
 
     Args:
       logits: float32 [B, T, V], padding at minus infinity.
       targets: int32 [B, T].
-      weights: float32 [B, T]; a target counts where it is above 0.
+      weights: float32 [B, T]; a target is included if its weight is above 0.
       segment_ids: int32 [B, T], from 1; 0 is padding.
     """
     log_probabilities, is_greedy = token_scores(logits, targets)
