@@ -1,6 +1,6 @@
-"""What a run's weights generate: whether its task can, the mesh without a pipeline, and the generator on it.
+"""Generates text with a run's weights: checks the task, removes the pipeline from the mesh, makes the generator.
 
-Generation has one token of each row at a time, and no microbatches that a pipeline could share out.
+Generation computes one token of each row at a time, so there are no microbatches for pipeline stages.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from meshtrain.step.shardings import shardings
 
 
 def problems_of_task(assembly: Assembly) -> list[Problem]:
-    """Returns one line if a task cannot generate text: it has no way to, or entries in its batch other than text's."""
+    """Returns one problem if a task cannot generate text: it has no logits, or batch entries other than text's."""
     if assembly.task.decode is not None:
         return []
     if assembly.steps.logits is None:
@@ -62,7 +62,7 @@ def problems_of_task(assembly: Assembly) -> list[Problem]:
 
 
 def decode_of(assembly: Assembly) -> Decode:
-    """Returns how a task without problems (see `problems_of_task`) generates tokens."""
+    """Returns the decoding functions of a task without problems (see `problems_of_task`)."""
     if assembly.task.decode is not None:
         return assembly.task.decode
     assert assembly.steps.logits is not None
@@ -72,13 +72,13 @@ def decode_of(assembly: Assembly) -> Decode:
 def generator(
     assembly: Assembly, params: Params | None, end_ids: Sequence[int], compiler_options: CompilerOptions | None = None
 ) -> Generator:
-    """Returns what generates with these weights.
+    """Returns a text generator with these weights.
 
     Args:
-      assembly: without a pipeline, of a task without problems (see `problems_of_task`).
-      params: with the shapes and shardings of `assembly.state.params`; None: `load` brings them.
-      end_ids: the tokens of which each ends a text; -1: none does.
-      compiler_options: of XLA, by name; None: its defaults.
+      assembly: an assembly without a pipeline; its task has no problems (see `problems_of_task`).
+      params: with the shapes and shardings of `assembly.state.params`; None: `load` sets them later.
+      end_ids: the tokens that end a text; -1: no token.
+      compiler_options: XLA's options by name; None: the defaults.
     """
     return Generator(decode_of(assembly), params, assembly.mesh, assembly.placed.rules, end_ids, compiler_options)
 
@@ -86,15 +86,15 @@ def generator(
 def fold_pipeline(
     assembly: Assembly, make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> tuple[Assembly, Callable[[Params], Params], str]:
-    """Returns an assembly without a pipeline on the same devices, what moves weights there, and a line that says so.
+    """Returns an assembly without a pipeline on the same devices, a function that moves weights to it, and a message.
 
     Args:
-      assembly: of a run, whose weights have the shapes and shardings of `assembly.state.params`.
+      assembly: the run's assembly; its weights have the shapes and shardings of `assembly.state.params`.
       make_task: the caller's task function, as in `assemble`.
       rules: the caller's rules, as in `assemble`.
 
     Returns:
-      The assembly itself, the identity and an empty line where there is no pipeline.
+      The same assembly, the identity and an empty message if there is no pipeline.
 
     Raises:
       UserError: see `without_pipeline`.
@@ -110,12 +110,12 @@ def fold_pipeline(
 def sample_texts(
     assembly: Assembly, corpus: Dataset, make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> Callable[[Params], list[tuple[str, str]]]:
-    """Returns weights -> each prompt of `eval_prompts` with the most probable text after it; its first call compiles.
+    """Returns a function: weights -> pairs (prompt of `eval_prompts`, greedy continuation); its first call compiles.
 
-    A chat template writes prompts with messages. For the arguments see `fold_pipeline`.
+    Prompts with messages are formatted by the chat template. For the arguments see `fold_pipeline`.
 
     Raises:
-      UserError: a line for each prompt that is wrong, or the task or the data have no text.
+      UserError: a line for each wrong prompt; or the task cannot generate text, or the data have no text.
     """
     config, text, problems = assembly.config, corpus.text, Problems()
     if not config.eval_prompts:
@@ -146,22 +146,22 @@ def sample_texts(
 def without_pipeline(
     config: Config, shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> tuple[Config, dict[str, int], str]:
-    """Returns the configuration and the size of each mesh axis with the pipeline folded into tensor, fsdp or both.
+    """Folds the pipeline axis into tensor, fsdp or both; returns the new configuration and mesh axis sizes.
 
-    Tensor comes first: between two tokens it sends activations, and fsdp all weights. The batch becomes one example for
-    each of its shards, because the run's batch need not divide by the new axes.
+    Tensor is preferred: for each token, tensor sends activations, but fsdp sends all weights. The batch becomes one
+    example for each batch shard, because the new axes may not divide the run's batch.
 
     Args:
-      config: of the run.
+      config: the run's configuration.
       shape: the size of each mesh axis of the run.
       make_task: as in `config.check`.
       rules: as in `config.check`.
 
     Returns:
-      The configuration, the sizes, and one line that says what was folded; `` where there is no pipeline.
+      The configuration, the sizes, and one line that describes the change; empty if there is no pipeline.
 
     Raises:
-      UserError: no way to fold it fits the model.
+      UserError: the model fits no folded mesh.
     """
     size = shape[PIPELINE]
     if size == 1:

@@ -1,4 +1,4 @@
-"""The state that a run starts from: its own newest checkpoint, another run's weights, or initial weights."""
+"""Creates the state from which a run starts: its newest checkpoint, another run's weights, or initial weights."""
 
 import dataclasses
 import functools
@@ -72,7 +72,7 @@ def restore_or_initialize(assembly: Assembly, checkpoints: Checkpoints) -> tuple
 
 
 def _restore(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
-    """Returns the saved state of a step, whatever number of replicas had residuals, with averages or without."""
+    """Restores the state of a step; the saved state may have another number of residuals, or no weight averages."""
     kept, has = assembly.states.kept, isinstance(assembly.states.kept.opt_state, Averaged)
     had = any(path.startswith(f"{AVERAGES}/") for path in checkpoints.shapes(step))
     if has == had:
@@ -86,17 +86,17 @@ def _restore(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainSt
 
 
 def _as_today(assembly: Assembly, checkpoints: Checkpoints, step: int, kept: TrainState) -> TrainState:
-    """Returns the saved state of a step like `kept`; an extension's arrays may have been those of another mesh."""
+    """Restores the state of a step with the structure of `kept`; converts extension arrays from another mesh."""
     read = functools.partial(checkpoints.restore, step)
     return assembly.extension.restore(read, checkpoints.shapes(step), kept)
 
 
 def averages_begun(state: TrainState, like: TrainState) -> TrainState:
-    """Returns a state whose averages are its weights, whatever averages it has had.
+    """Resets the weight averages of a state to its current weights.
 
     Args:
-      state: with the optimizer's state inside an `Averaged`, or without one.
-      like: abstract, with averages, each leaf with its sharding.
+      state: its optimizer state may or may not be wrapped in `Averaged`.
+      like: an abstract state with averages and shardings.
     """
     averages = like.opt_state.averaged_weights
 
@@ -109,7 +109,7 @@ def averages_begun(state: TrainState, like: TrainState) -> TrainState:
 
 
 def initial_state(assembly: Assembly) -> TrainState:
-    """Returns the state before the first step: initial weights, or those of `init_from` with adapters beside them.
+    """Returns the state before the first step: initial weights, or the weights of `init_from` plus adapters.
 
     Raises:
       UserError: the other run's weights have other shapes or dtypes.
@@ -127,6 +127,6 @@ def initial_state(assembly: Assembly) -> TrainState:
     if assembly.task.begin is not None:
         kept = jax.jit(assembly.task.begin, out_shardings=shardings(assembly.states.kept.params))(kept)
     weights_of_step = stored_params(assembly, kept)
-    if config.optimizer.average:  # those of `init` are of the weights that others have replaced
+    if config.optimizer.average:  # the averages from `init` are of the replaced weights
         return averages_begun(dataclasses.replace(state, params=weights_of_step), assembly.state)
     return assembly.extension.with_weights(state, weights_of_step)

@@ -1,4 +1,4 @@
-"""The loop of a run, with what it calls and what observes its steps."""
+"""Runs the training loop of a run with its actions (evaluate, save, log) and its observers."""
 
 import dataclasses
 import functools
@@ -31,15 +31,15 @@ from meshtrain.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What the phases of a run share.
+    """The objects that all phases of a run share.
 
     Attributes:
       assembly: mesh, task, shardings and functions.
       corpus: the data.
-      checkpoints: of the run.
+      checkpoints: the run's checkpoints.
       run: the run's folder.
       watchdog: ends the process if no step completes in time.
-      begun_seconds: when the program began, by `time.monotonic`; goodput counts from there.
+      begun_seconds: the program's start by `time.monotonic`; goodput is measured from this time.
     """
 
     assembly: Assembly
@@ -52,12 +52,12 @@ class Session:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A run before the first step of this process.
+    """The state of a run before the first step of this process.
 
     Attributes:
       state: initial, or restored.
-      step: the number of steps that the state has behind it.
-      restored: values about the restore, for the metrics.
+      step: the number of steps that the state has completed.
+      restored: metrics of the restore; empty if nothing was restored.
       program: the compiled training step.
       train_step: (step, state, batch) -> (state, metrics), for the loop.
     """
@@ -93,13 +93,13 @@ def run_loop(
         with saving.guard(actions, checkpoints, trackers) as actions:
             last = loop.run(start.state, start.step, stream, when, throughput, actions, observers)
         with session.watchdog.patient():
-            trackers.close()  # one may send what is left over the network
+            trackers.close()  # a tracker may send remaining rows over the network
         return last
 
 
 @contextmanager
 def observing(session: Session, start: Start) -> Iterator[tuple[loop.Observers, Trackers]]:
-    """Opens the trackers, the progress bar and the profiler of a run, and closes them at its end."""
+    """Opens the trackers, the progress bar and the profiler of a run; closes them after the block."""
     config, run, is_main, n = session.assembly.config, session.run, peers.is_main_process(), peers.count()
     with (
         closing(Trackers(config.observe, run, start.step, is_main=is_main)) as trackers,
@@ -115,7 +115,7 @@ def observing(session: Session, start: Start) -> Iterator[tuple[loop.Observers, 
 
 
 def timetable(config: Config) -> loop.Timetable:
-    """Returns when the loop logs, evaluates, saves and stops."""
+    """Returns the steps at which the loop logs, evaluates, saves and stops."""
     return loop.Timetable(
         num_steps=config.num_steps,
         log_every=config.log_every,

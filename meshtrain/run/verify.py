@@ -1,4 +1,4 @@
-"""Compares with checksums: `python -m meshtrain verify DIR`, or a token file; exit code 1 if something is damaged."""
+"""Verifies the checksums of checkpoints or a token file: `python -m meshtrain verify DIR`; exit code 1 if damaged."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from meshtrain.files import what_is_at
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a line for each checkpoint of a workdir, or for a single one, or for a token file; returns 1 if damaged.
+    """Verifies a workdir's checkpoints, a single checkpoint or a token file; prints a line each, returns 1 if damaged.
 
     Raises:
       UserError: there is no checkpoint, or no checksum of a token file.
