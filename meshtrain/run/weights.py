@@ -1,6 +1,6 @@
-"""A run that is there, for commands that read its weights: its configuration, its assembly here, its weights.
+"""Loads an existing run for commands that read its weights: its configuration, its assembly and its weights.
 
-A workdir or a Hugging Face folder, of this user or a stranger.
+The run is a workdir or a Hugging Face folder. It may come from another user, so its config.json is not trusted.
 """
 
 import argparse
@@ -42,13 +42,13 @@ LAST, AVERAGE = WEIGHTS = ("last", "average")
 
 
 def add_weights_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag that says which weights of a checkpoint are read."""
+    """Adds the flag `--weights`, which selects the last or the averaged weights of a checkpoint."""
     text = "last, or average: the average by optimizer.average (default: last)"
     parser.add_argument("--weights", default=LAST, help=text)
 
 
 def choice_problems(which: str, directory: str | Path) -> list[Problem]:
-    """Returns one line if `--weights` has no meaning in a directory, else none; reads no checkpoint."""
+    """Returns one problem if `--weights` is invalid for this directory; reads no checkpoint."""
     if which not in WEIGHTS:
         return [Problem("--weights", got=f"'{which}'", allowed=", ".join(WEIGHTS), nearest=f"--weights={LAST}")]
     if which == AVERAGE and hf_config.is_described(directory):
@@ -68,10 +68,10 @@ def configuration(
 ) -> Config:
     """Returns the configuration of the run in the workdir, changed by the command line's overrides.
 
-    The base is the run's own config.json, so options of its command line need not be repeated. `--config` is read only
-    if the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir. Of a Hugging
-    Face folder in place of a workdir, it is what `of_folder` makes of its config.json. Either may be a stranger's:
-    `foreign` says what only its config.json may name.
+    The base is the run's config.json, so options of its command line need not be repeated. `--config` is read only if
+    the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir. For a Hugging
+    Face folder, `of_folder` converts its config.json. Either folder may come from another user: `foreign` restricts the
+    paths and functions that its config.json may name.
 
     Args:
       arguments: from `flags.arguments`.
@@ -112,20 +112,20 @@ def configuration(
 def _change(
     text: str, place: str | Path, arguments: argparse.Namespace, also: Sequence[str], uses: Collection[str]
 ) -> Config:
-    """Returns the configuration in a text of JSON, changed by the command line.
+    """Parses a configuration from JSON and applies the command line's overrides.
 
     Raises:
-      UserError: it is none, or reaches outside of its folder; see `foreign`.
+      UserError: the text is not a configuration, or names files outside of the run's folder; see `foreign`.
     """
     overrides = arguments.overrides
     instead = {key: value for key, value in overrides.items() if key in FORMER}
     instead |= {key: value for key, value in overrides.items() if _names_function(key)}
     content = JsonObject()
-    with contextlib.suppress(ValueError, TypeError):  # `from_json` says what is wrong
+    with contextlib.suppress(ValueError, TypeError):  # `from_json` reports the error
         content = dict(read_json(text))
     _refuse_foreign(content, place, arguments, uses, foreign.FIELDS)
     given = from_json(text, instead)
-    # A task's own options are known once its function is, which the user names.
+    # The options of a custom task are known only after its function is imported.
     own = {key: foreign.Field(foreign.PATH) for key, entry in flags.schema(given).items() if entry.names == "path"}
     _refuse_foreign(content, place, arguments, uses, {**own, **foreign.FIELDS})
     return resolve(given, overrides, [*arguments.problems, *also], reads_data=foreign.DATA in uses)
@@ -142,10 +142,10 @@ def _refuse_foreign(
     uses: Collection[str],
     fields: Mapping[str, foreign.Field],
 ) -> None:
-    """Raises UserError if a run names what is outside of its folder, and neither command line nor --config does."""
+    """Raises UserError if only the run, not the command line or --config, names files outside of the run's folder."""
     values, overrides = flags.flatten(content), arguments.overrides
     source = overrides["data.source"] if "data.source" in overrides else values.get("data.source")
-    if source == "tokens":  # whose tokenizer is beside the data
+    if source == "tokens":  # the tokenizer is in the folder of the data
         uses = {*uses, foreign.DATA}
     found = foreign.outside(content, place, uses, fields)
     found = {key: value for key, value in found.items() if key not in overrides}
@@ -157,7 +157,7 @@ def _refuse_foreign(
 
 
 def checkpoints_of(config: Config, workdir: str | Path) -> str | Path:
-    """Returns where a workdir's checkpoints are, by its configuration as the command line has changed it."""
+    """Returns the folder or bucket of a workdir's checkpoints; `config` includes the command line's overrides."""
     if is_url(str(workdir)) or what_is_at(Path(workdir) / CONFIG_FILE) != "a file" or hf_config.is_described(workdir):
         return workdir
     inner = Path(workdir) / CHECKPOINTS
@@ -171,7 +171,7 @@ def assemble_run(config: Config, workdir: str | Path, step: int | None, *, folds
       config: of the run in the workdir, overrides included.
       workdir: the run's folder, or a Hugging Face folder.
       step: of the checkpoint; None: the newest.
-      folds_pipeline: whether the pipeline axis is folded into others, see `without_pipeline`; one line says so.
+      folds_pipeline: whether to fold the pipeline axis into others and print a line; see `without_pipeline`.
 
     Raises:
       UserError: the configuration does not fit the devices, or there is no such checkpoint.
@@ -192,7 +192,7 @@ def restore_weights(assembly: Assembly, workdir: str | Path, step: int | None, w
     """Returns the weights of a checkpoint, as `assembly.state.params` has them, and its step; see `assemble_run`.
 
     Raises:
-      UserError: the checkpoint is damaged, of another model, or without averages where `which` asks for them.
+      UserError: the checkpoint is damaged, of another model, or has no averages although `which` requests them.
     """
     place = checkpoints_of(assembly.config, workdir)
     kept, found = restore_params(place, step, assembly.states.kept.params, averaged=which == AVERAGE)
@@ -200,10 +200,10 @@ def restore_weights(assembly: Assembly, workdir: str | Path, step: int | None, w
 
 
 def base_weights(config: Config) -> tuple[str, Adapters | None]:
-    """Returns the place of the weights that a run begins with, and the adapters of `init_from` where they are peft's.
+    """Returns the path of a run's starting weights, and the adapters of `init_from` if it is a peft folder.
 
     Raises:
-      UserError: the adapters cannot be read, or have no model here.
+      UserError: the adapters cannot be read, or their base model is not on this machine.
     """
     found = adapters.open_adapters(config.init_from) if adapters.is_folder(config.init_from) else None
     if found is None and config.init_base:
@@ -235,7 +235,7 @@ def base_weights(config: Config) -> tuple[str, Adapters | None]:
 
 
 def content(config: Config) -> dict[str, Json]:
-    """Returns a hash of the weights that a run begins with, to compare the copies of several machines."""
+    """Returns a hash or step of a run's starting weights, to compare the copies of several machines."""
     base, _ = base_weights(config)
     if hf_config.is_described(base):
         return {"tensors": tensor_files.content_hash(tensor_files.tensors(expand_user(base))[0])}
@@ -243,7 +243,7 @@ def content(config: Config) -> dict[str, Json]:
 
 
 def is_by_name(config: Config, base: str | Path) -> bool:
-    """Returns whether tensors of a Hugging Face folder have the names of a run's weights: its task is no decoder."""
+    """Returns whether a Hugging Face folder is read by a run's parameter names: the task is no decoder."""
     return hf_config.is_described(base) and not hf_config.is_decoder(config.model)
 
 
@@ -251,7 +251,7 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
     """Returns one line for each reason why a run cannot take its weights from a directory; reads no array.
 
     Args:
-      config: of the run; its model has to be that of a Hugging Face folder.
+      config: the run's configuration; its model must be equal to the model of a Hugging Face folder.
       directory: a workdir, its directory `checkpoints`, or a Hugging Face folder.
       step: of the checkpoint; None: the newest.
     """
@@ -291,7 +291,7 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
 
 
 def _tokenizer_problem(config: Config, folder: Path) -> list[Problem]:
-    """Returns one line if a run reads text with other tokens than the folder's tokenizer has; added ones may differ."""
+    """Returns one problem if run and folder have different tokenizer vocabularies; added tokens may differ."""
     used, own = config.data.tokenizer, folder / TOKENIZER
     if not reads_documents(config.data) or TOKENIZER in config.init_ignore or what_is_at(own) != "a file":
         return []
@@ -308,7 +308,7 @@ def _tokenizer_problem(config: Config, folder: Path) -> list[Problem]:
 
 
 def has_same_vocabulary(used: str, file: Path) -> bool:
-    """Returns whether `data.tokenizer` has the vocabulary of a tokenizer.json, but for added tokens."""
+    """Returns whether `data.tokenizer` has the vocabulary of a tokenizer.json, except for added tokens."""
     other = json.loads(byte_tokenizer()) if used == "bytes" else settings("", str(tokenizer_file(used)))
     models = [one.get("model") for one in (other, settings("", str(file)))]
     ours, theirs = (model.get("vocab") if isinstance(model, dict) else None for model in models)
@@ -328,7 +328,7 @@ def paths(directory: str | Path) -> list[str]:
 
 
 def refuse_other_params(directory: str | Path, abstract_params: Params, rounded: Collection[str] = ()) -> None:
-    """Compares shapes of weights with those of a model, for a workdir dtypes too; reads no array.
+    """Compares the shapes of saved weights with a model, and for a workdir the dtypes; reads no array.
 
     Args:
       directory: see `problems`, of which there are none.
@@ -336,7 +336,7 @@ def refuse_other_params(directory: str | Path, abstract_params: Params, rounded:
       rounded: paths of weights whose dtype may differ from the saved one.
 
     Raises:
-      UserError: they differ.
+      UserError: shapes or dtypes differ.
     """
     if hf_config.is_described(directory):
         hf_folder.refuse_other_params(hf_folder.open_folder(directory, ignore=None), abstract_params)
@@ -357,9 +357,9 @@ def restore_params(
 
     Args:
       directory: see `problems`, of which there are none.
-      step: of the checkpoint; None: the newest one that is whole.
+      step: of the checkpoint; None: the newest undamaged checkpoint.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
-      rounded: paths of weights whose dtype may differ from the saved one; those of a folder are always converted.
+      rounded: paths of weights whose dtype may differ from the saved one; a Hugging Face folder is always converted.
       averaged: see `Checkpoints.restore_params`; a folder has no averages.
 
     Returns:

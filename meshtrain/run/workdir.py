@@ -1,6 +1,6 @@
-"""A run's own folder: config.json, corpus.json, device.json, layout.txt, metrics.jsonl, checkpoints/ and the rest.
+"""Manages a run's workdir: config.json, corpus.json, device.json, layout.txt, metrics.jsonl, checkpoints/ and others.
 
-Process 0 writes for all of them.
+Process 0 writes for all processes.
 """
 
 import contextlib
@@ -55,10 +55,10 @@ _FOLDERS = (CHECKPOINTS, "tensorboard", WANDB_FOLDER)
 def check(run: Path, config: Config, *, is_saved: bool) -> list[Problem]:
     """Returns one line for each reason why a configuration cannot run here; writes nothing.
 
-    It is compared with that of the folder, and with that of the newest checkpoint in `checkpoint.directory`.
+    It is compared with the folder's config.json, and with the newest checkpoint in `checkpoint.directory`.
 
     Args:
-      run: the run's folder, there or not.
+      run: the run's folder, which may not exist.
       config: of the run.
       is_saved: whether the run has a complete checkpoint.
 
@@ -124,7 +124,7 @@ def _can_write(path: Path) -> bool:
 
 @contextlib.contextmanager
 def lock(run: Path) -> Iterator[Callable[[], str]]:
-    """Locks the folder against other runs during the block; process 0 holds the lock for all processes.
+    """Locks the folder against other runs during the block; process 0 keeps the lock for all processes.
 
     The system releases the lock when the process ends, also when it is killed. A remaining file `.lock` locks nothing.
     If the block fails before the first step of a new run, its files are removed again.
@@ -133,7 +133,7 @@ def lock(run: Path) -> Iterator[Callable[[], str]]:
       A function that returns one line if the folder is deleted or replaced, else ''; always '' in other processes.
 
     Raises:
-      UserError: another run has it (who, where, since when), or it cannot be written.
+      UserError: another run has the lock (process, host, start time), or the folder cannot be written.
     """
     with contextlib.ExitStack() as held:
         problems, folder = list[Problem](), None
@@ -173,7 +173,7 @@ def lock(run: Path) -> Iterator[Callable[[], str]]:
 
 
 def _lost(run: Path, folder: int | None) -> str:
-    """Returns one line if a run's folder is not the one that this process has opened."""
+    """Returns one line if a run's folder is no longer the folder that this process has opened."""
     if folder is None:
         return ""
     what = "another folder" if run.is_dir() else "no folder"
@@ -199,7 +199,7 @@ def _lock(path: Path, held: contextlib.ExitStack) -> TextIO:
 
 
 def _remove_beginning(run: Path, folder: int, names: Sequence[str], made: Sequence[Path]) -> None:
-    """Removes the files of a run that has neither logged nor saved a step; leaves any other run alone.
+    """Removes the files of a run that has neither logged nor saved a step; leaves other runs unchanged.
 
     Args:
       run: its folder.
@@ -219,19 +219,19 @@ def _remove_beginning(run: Path, folder: int, names: Sequence[str], made: Sequen
         else:
             (run / name).unlink(missing_ok=True)
     for path in made:
-        with contextlib.suppress(OSError):  # it holds other files
+        with contextlib.suppress(OSError):  # the folder has other files
             path.rmdir()
 
 
 def start_seconds(run: Path, own_seconds: float, logged_seconds: float) -> float:
-    """Returns when the run's first process began, on this process' monotonic clock.
+    """Returns the start time of the run's first process, in seconds of this process' monotonic clock.
 
     The first start writes the date, as seconds since the epoch, into corpus.json, because a monotonic clock restarts
     with its machine.
 
     Args:
       run: the run's folder.
-      own_seconds: when this process began, by `time.monotonic`.
+      own_seconds: the start of this process by `time.monotonic`.
       logged_seconds: the run's age at its last logged row. It is at least that old, though the system's clock may have
         been set back.
     """
@@ -271,10 +271,10 @@ def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
 
 
 def refuse_other_corpus(run: Path, fingerprint: str, directory: str = "") -> None:
-    """Compares the fingerprint of the data with the one in corpus.json, else in the newest checkpoint of a directory.
+    """Compares the fingerprint of the data with corpus.json, or else with the newest checkpoint of a directory.
 
     Raises:
-      UserError: the folder holds a run on other data.
+      UserError: the folder has a run on other data.
     """
     facts = _facts(run)
     if directory and "fingerprint" not in facts and "corpus" in (there := extra_of_newest(directory)):
@@ -306,7 +306,7 @@ def remember(run: Path, name: str, compute: Callable[[], Json]) -> Json:
 
 
 def record_saved(run: Path, step: int) -> None:
-    """Notes in corpus.json that a step is saved, unless one is noted; a disk error is ignored."""
+    """Records the first saved step in corpus.json, unless it is recorded already; a disk error is ignored."""
     with contextlib.suppress(OSError):
         remember(run, _SAVED, lambda: step)
 
@@ -373,9 +373,9 @@ def _read_json(path: Path) -> JsonObject:
 def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled) -> None:
     """Writes `device.json`, anew at each start, because the mesh may change on resume. A disk error is one warning.
 
-    It holds `mesh` (axis -> size), `device` (the kind), and the bytes of one device. `temporary_bytes` and `peak_bytes`
-    are the compiler's account of the step, null where it gives none; the gradients are among its temporaries. The other
-    bytes follow from shapes and shardings.
+    The keys are `mesh` (axis -> size), `device` (the kind), and the bytes of one device. `temporary_bytes` and
+    `peak_bytes` are the compiler's account of the step, or null if it gives none. The compiler's temporaries include
+    the gradients. The other bytes are computed from shapes and shardings.
 
     Args:
       run: the run's folder.
@@ -432,12 +432,12 @@ def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> No
         return
     now = assembly.config
     given = read_json((run / CONFIG_FILE).read_bytes())
-    # Alone: the run's other options may be of a task that is not here, or of a former version.
+    # Only these options are read: the run's other options may be of a task that is not here, or of a former version.
     name = {"learning_rate.name": now.learning_rate.name}  # a function that its file alone names is not imported
     was = from_json(json.dumps({key: given[key] for key in ("num_steps", "learning_rate") if key in given}), name)
     options = dataclasses.replace(now.learning_rate, decay_steps=was.learning_rate.decay_steps)
     before = dataclasses.replace(now, num_steps=was.num_steps, learning_rate=options)
-    # Of groups that train apart, each with its own count, the one that skipped least.
+    # Local-SGD groups have separate counts: the group with the fewest skipped steps is used.
     count, step = int(state.step) - int(np.min(state.skipped.total)), int(state.step)
     last, planned = (float(learning_rates(before, assembly.task)(number)) for number in (max(count - 1, 0), count))
     rate = float(learning_rates(now, assembly.task)(count))
