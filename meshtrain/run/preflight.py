@@ -1,4 +1,4 @@
-"""All checks of a run before it writes, compiles or trains: each failure later would cost more time."""
+"""Checks a run before it writes, compiles or trains, because a later failure would cost more time."""
 
 import importlib.metadata
 import os
@@ -30,7 +30,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def check_arguments(directory: object, make_task: object, make_data: object, rules: object) -> None:
-    """Compares the types of the arguments of `meshtrain.train` with what it takes.
+    """Checks the types of the arguments of `meshtrain.train`.
 
     Raises:
       UserError: one line for each wrong argument.
@@ -83,7 +83,7 @@ def checked_assembly(
       run: the run's folder.
 
     Raises:
-      UserError: processes with other versions or configurations, problems of the folder, and those of `assemble`.
+      UserError: processes have different versions or configurations, or the folder or `assemble` has problems.
     """
     refuse_unequal_processes(config, run)
     saved = workdir.newest_step(run, config.checkpoint.directory)
@@ -109,7 +109,7 @@ def checked_data(
       run: the run's folder.
 
     Raises:
-      UserError: other data than the run began with, other weights to start from, or a metric that nothing computes.
+      UserError: the data differ from the run's first start, the starting weights do not fit, or a metric is unknown.
     """
     config = assembly.config
     with phase("data", is_main=peers.is_main_process()) as say:
@@ -190,9 +190,9 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
 
 
 def process_settings(config: Config, run: Path) -> Values:
-    """Returns name -> value of what has to be the same in all processes besides versions: workdir and configuration.
+    """Returns the values that must match across processes, besides versions: workdir and configuration.
 
-    With a bucket between them, each machine may have a workdir of its own.
+    If checkpoints are in a bucket, each machine may have a different workdir.
     """
     own = {} if is_url(config.checkpoint.directory) else {"workdir": str(run)}
     return {**own, **flags.flatten(config)}

@@ -1,4 +1,4 @@
-"""Saves of a run: what goes into them, their metric, and the checkpoint to return to after a failure."""
+"""Saves and rates a run's checkpoints, and reports the checkpoint to resume from after a failure."""
 
 import contextlib
 import dataclasses
@@ -51,9 +51,9 @@ def save(
 ) -> dict[str, float]:
     """Starts to save a step, and returns values to log as soon as the state's buffers may be donated.
 
-    With it goes what `early_stop.reason` has found so far.
+    The checkpoint includes `found`, the evaluations that `early_stop.reason` has recorded.
 
-    A save that fails is a warning and does not end the run: there may be space on the disk at the next one.
+    A failed save is a warning and does not end the run: the disk may have space at the next save.
 
     Raises:
       FolderLost: see `Checkpoints.refuse_lost`.
@@ -92,7 +92,7 @@ def finish(checkpoints: Checkpoints) -> None:
     with contextlib.suppress(SaveFailed):
         checkpoints.wait()
     checkpoints.refuse_lost()
-    # The last save may also have failed at its start, of which `save` has only warned.
+    # The last save may also have failed at its start; `save` only warns of such a failure.
     if error := checkpoints.newest_failure:
         try:
             step = checkpoints.latest_step()
@@ -105,9 +105,9 @@ def finish(checkpoints: Checkpoints) -> None:
 def actions(
     assembly: Assembly, checkpoints: Checkpoints, corpus: Dataset, run: Path, start_step: int
 ) -> dict[str, Callable]:
-    """Returns the functions of `loop.Actions` that save, rate, name what is wrong, and end a run by its evaluations.
+    """Returns the functions of `loop.Actions` that save, rate, diagnose non-finite values, and stop a run early.
 
-    They know the evaluations that a run has made before it resumes. All processes call it together.
+    On resume, the functions use the run's earlier evaluations. All processes call `actions` together.
     """
     has_row = bool(start_step) and has_evaluated(checkpoints, assembly.config.checkpoint, run, start_step)
     options, saved = assembly.config.early_stop, extra_of_newest(checkpoints.directory) if start_step else {}
@@ -128,8 +128,8 @@ def actions(
 def has_evaluated(checkpoints: Checkpoints, options: CheckpointOptions, run: Path, step: int) -> bool:
     """Returns whether the run that resumes from a step has a row of the step's evaluation.
 
-    A kill between the row and the rating leaves the step without a rating: it gets the values of the row. All processes
-    call it together, because the run's folder may be on one machine only.
+    A kill between the row and the rating leaves the step without a rating: the row's values rate it. All processes call
+    `has_evaluated` together, because the run's folder may be on one machine only.
     """
     values = metrics_of_evaluation(run, step) if peers.is_main_process() else {}
     if values and options.keep_best:
@@ -141,7 +141,7 @@ def has_evaluated(checkpoints: Checkpoints, options: CheckpointOptions, run: Pat
 
 
 def higher_is_better(assembly: Assembly, metric: str) -> bool:
-    """Returns whether a larger value of an evaluation's metric is a better one, as the task states it."""
+    """Returns whether a larger value of an evaluation's metric is better, according to the task."""
     return metric.removeprefix(EVALUATED) in assembly.task.higher_is_better
 
 
@@ -149,7 +149,7 @@ def higher_is_better(assembly: Assembly, metric: str) -> bool:
 def open_checkpoints(assembly: Assembly, run: Path) -> Iterator[Checkpoints]:
     """Locks a run's folder, owns the place of its checkpoints, and opens them for writing during the block.
 
-    The task says in which direction `best_metric` is better. If the folder is lost, its remains are removed.
+    The task defines whether a higher `best_metric` is better. If the folder is lost, its remains are removed.
 
     Raises:
       UserError: another run has the folder or the place, or they cannot be written.
@@ -182,16 +182,16 @@ def open_checkpoints(assembly: Assembly, run: Path) -> Iterator[Checkpoints]:
 
 
 def new_id() -> str:
-    """Returns an id for a run, by which it owns the place of its checkpoints."""
+    """Returns a new run id, which marks the owner of a checkpoint folder or bucket."""
     return uuid.uuid4().hex
 
 
 @contextlib.contextmanager
 def guard(actions: Actions, checkpoints: Checkpoints, trackers: Trackers) -> Iterator[Actions]:
-    """Yields actions that raise FolderLost if the run's folder is lost, and stop the run if its file of rows is.
+    """Yields actions that raise FolderLost if the run's folder is lost, and stop the run if its metrics file is lost.
 
     Raises:
-      FolderLost: the folder is lost, see `Checkpoints.refuse_lost`; or the rows are, after the state was saved.
+      FolderLost: the folder is lost, see `Checkpoints.refuse_lost`; or the metrics file is, after the state was saved.
     """
 
     def checked(action: Callable[..., T]) -> Callable[..., T]:
@@ -213,13 +213,13 @@ def guard(actions: Actions, checkpoints: Checkpoints, trackers: Trackers) -> Ite
 
 
 def stops_without(lost: Callable[[], str], asked: list[str]) -> bool:
-    """Returns whether a run has to stop because its file of rows is lost; it is called after each step.
+    """Returns whether a run has to stop because its metrics file is lost; called after each step.
 
-    Of several processes only process 0 knows. It sends SIGTERM to itself, on which JAX has all of them stop.
+    With several processes, only process 0 checks. It sends SIGTERM to itself, and JAX then stops all processes.
 
     Args:
       lost: see `Trackers.lost`.
-      asked: the lines for which it has done so.
+      asked: the lines for which process 0 has already sent SIGTERM; extended in place.
     """
     if not (line := lost()) or peers.count() == 1:
         return bool(line)
@@ -230,7 +230,7 @@ def stops_without(lost: Callable[[], str], asked: list[str]) -> bool:
 
 
 def refuse_unknown_metric(assembly: Assembly, corpus: Dataset) -> None:
-    """Compares metrics that options name with those of an evaluation, which are traced and not compiled.
+    """Compares metrics that options name with the metrics of an evaluation, which is traced, not compiled.
 
     Raises:
       UserError: `keep_best` or `early_stop.patience` asks for a metric that this task does not have, or there is
@@ -265,8 +265,8 @@ def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int, layer: i
     """Returns the name of the first array that was not finite, and the checkpoint that the run can resume from.
 
     Args:
-      checkpoints: the run's own.
-      state: the newest one.
+      checkpoints: the run's checkpoints.
+      state: the newest state.
       number, layer: see `guard.name_of_gradient`.
     """
     step = checkpoints.latest_step()

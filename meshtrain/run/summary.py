@@ -1,4 +1,4 @@
-"""What a run prints at its end: losses, speed, files, and a sample of text that it draws."""
+"""Prints the summary at the end of a run: losses, speed, files, and sampled text."""
 
 import functools
 import math
@@ -38,14 +38,14 @@ def show(
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
 ) -> None:
-    """Prints the summary: losses beside the bigram's, tokens, speed, the run's files, and a sample of text.
+    """Prints the summary: losses, the bigram model's loss, tokens, speed, the run's files, and a sample of text.
 
     Every process calls it, because all of them compute the sample.
 
     Args:
       session: the run.
       state: after the last step.
-      values: what was last logged and evaluated.
+      values: the last logged and evaluated metrics.
       make_task: the caller's task function, as in `assemble`.
       rules: the caller's rules, as in `assemble`.
     """
@@ -93,7 +93,7 @@ def bigram_of(config: Config, corpus: Corpus, run: Path) -> float | None:
     """Returns the loss of a bigram model on the validation examples that the run is scored on; None without one.
 
     Args:
-      config: how many these are.
+      config: sets the number of these examples.
       corpus: text that the bigram model learns from.
       run: the run's folder, which stores the result.
     """
@@ -107,7 +107,7 @@ def rate_of_the_run(values: Mapping[str, float | None], units_per_step: int) -> 
     """Returns the mean throughput of all timed steps of a run, restarts included, in units a second; None without one.
 
     Args:
-      values: what was last logged: `timed_steps` and their `useful_seconds`, see `observe.goodput`.
+      values: the last logged metrics; it reads `timed_steps` and their `useful_seconds`, see `observe.goodput`.
       units_per_step: tokens (or the task's unit) in a global batch.
     """
     num_steps, seconds = values.get("timed_steps"), values.get("useful_seconds")
@@ -131,13 +131,13 @@ def sample(
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
 ) -> str:
-    """Returns prompts with the texts that follow them, or one line that says why there is none; `` where none is due.
+    """Returns prompts with generated texts, or the reason for no sample in one line; empty if no sample is due.
 
-    A text that continues its prompt is drawn at a temperature of 0.7. An answer to a prompt is the most probable one.
+    A text that continues its prompt is drawn at a temperature of 0.7. An answer to a prompt is decoded greedily.
 
     Args:
-      assembly: what was trained.
-      corpus: its data. Those without text, or that bring no prompts to a task whose texts answer them, get no sample.
+      assembly: the run's assembly.
+      corpus: the run's data. There is no sample without text, or without prompts if the task answers prompts.
       params: with the shapes and shardings of `assembly.state.params`.
       make_task: the caller's task function, as in `assemble`.
       rules: the caller's rules, as in `assemble`.
@@ -165,7 +165,7 @@ def sample(
 
 
 def sample_tokens(config: Config, num_parameters: int) -> int:
-    """Returns how many tokens the sample has at most, 0 for none."""
+    """Returns the maximum number of tokens in the sample; 0: no sample."""
     if config.sample_tokens >= 0:
         return config.sample_tokens
     return NUM_TOKENS if num_parameters <= MOST_PARAMETERS else 0
