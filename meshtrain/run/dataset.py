@@ -1,4 +1,4 @@
-"""A run's data: what the source of `config.data` opens, or the result of a user's data function."""
+"""Opens a run's data: from the source in `config.data`, or from the user's data function."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ _SHOWN = 16  # digits of a hash
 
 
 def request(config: Config, task: Task) -> DataRequest:
-    """Returns what a run of a task asks of its data."""
+    """Returns the data request of a run: batch, limits, sequence length, vocabulary size and seed."""
     batch = entries(task, config.batch_size)
     return DataRequest(batch, limits(task), config.sequence_length, task.vocab_size, config.seed)
 
@@ -97,12 +97,12 @@ def data_facts(config: Config, corpus: Dataset, start_step: int) -> dict[str, Js
 
 
 def with_steps(config: Config, corpus: Dataset) -> tuple[Config, str]:
-    """Returns a configuration with `num_steps` in place of `num_epochs`, and this in words.
+    """Returns a configuration with `num_steps` in place of `num_epochs`, and the change as text.
 
-    The last step may begin another epoch.
+    The last step may start another epoch.
 
     Raises:
-      UserError: the data are a mixture, whose sources have epochs of their own.
+      UserError: the data are a mixture, whose sources have separate epochs.
     """
     num_epochs, num_examples = config.num_epochs, len(corpus.train)
     num_steps = max(math.ceil(num_epochs * num_examples / config.batch_size), 1)
@@ -120,9 +120,9 @@ def with_steps(config: Config, corpus: Dataset) -> tuple[Config, str]:
 
 
 def examples_consumed(config: Config, task: Task, corpus: Dataset, step: int) -> dict[str, float]:
-    """Returns what a run has drawn from each source of a mixture after a step, by arithmetic on the step alone.
+    """Returns the consumed epochs and tokens of each source of a mixture after a step, computed from the step number.
 
-    `epochs/NAME`, and `tokens/NAME` (or the task's unit in place of tokens); nothing where there is one source.
+    `epochs/NAME`, and `tokens/NAME` (or the task's unit in place of tokens); empty if the data are not a mixture.
     """
     if not (isinstance(corpus.train, Parts) and corpus.train.weights):
         return {}
@@ -161,7 +161,7 @@ def training_batches(assembly: Assembly, corpus: Dataset, start_step: int) -> It
 
 
 def open_files(config: Config, task: Task) -> Mapping[str, Examples] | None:
-    """Opens each file that `data.path` names, whole, for an evaluation; None: the source reads no files.
+    """Opens each complete file of `data.path` for an evaluation; returns None if the source reads no files.
 
     Raises:
       UserError: a file is missing or wrong, or does not fit the task's batch.
@@ -172,10 +172,10 @@ def open_files(config: Config, task: Task) -> Mapping[str, Examples] | None:
 
 
 def text_of(config: Config, task: Task) -> Tokenizer:
-    """Returns what encodes and decodes text for a run; its data are opened only if they are the user's own.
+    """Returns the tokenizer of a run; the data are opened only if the source is a user's function.
 
     Raises:
-      UserError: a file that the tokenizer needs is missing or wrong, or the data bring no tokenizer.
+      UserError: a file that the tokenizer needs is missing or wrong, or the data have no tokenizer.
     """
     if not is_own(config.data):
         return data_sources.find(config.data.source).tokenizer(config.data, task.vocab_size)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: prints a configuration file for one, imports one into a workdir, exports a run as one.
+"""Prints a configuration for a Hugging Face folder, imports the folder into a workdir, or exports a run.
 
 python -m meshtrain hf config DIR [--config.data.source=chat --config.data.path=FILE --config.lora.rank=16] > mine.py
 python -m meshtrain hf import DIR --to=runs/mine
@@ -72,7 +72,7 @@ from meshtrain.run.weights import assemble_run, configuration
 
 EOS, BOS = "eos_token", "bos_token"
 ACTIONS = ("config", "import", "export")
-ORIGINAL = "hugging_face"  # the folder in an imported workdir with the files that came beside the weights
+ORIGINAL = "hugging_face"  # the folder in an imported workdir with the original files other than the weights
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,7 +151,7 @@ def _target_problems(to: str | None, action: str, near: str) -> list[Problem]:
 
 
 def _print_config(arguments: argparse.Namespace) -> str:
-    """Returns a configuration file for a folder, with the command line's fields, and what their data ask for."""
+    """Returns a configuration file for a folder, with the command line's fields and settings for their data."""
     given, folder, num_sequences = dict(arguments.overrides), expand_user(arguments.directory).absolute(), 0
     config = of_folder(folder, given.pop("init_ignore", ""))
     for note in notes(folder, describe_model(folder, ignore=None)):
@@ -197,7 +197,7 @@ def _import(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    """Writes a run's weights as a Hugging Face folder, or its adapters as one of the package peft."""
+    """Writes a run's weights as a Hugging Face folder, or its adapters as a folder of the package peft."""
     also = weights.choice_problems(arguments.weights, arguments.workdir)
     config = configuration(arguments, also, reads_data=False, reads_origin=True)
     refuse(_unlike_export(config, is_of_adapters=arguments.adapters))
@@ -239,7 +239,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _complete_folder(to: str) -> Iterator[Path]:
-    """Makes the folder of `--to`, new or empty; it is empty again where the block does not write all of it."""
+    """Makes the folder of `--to`, new or empty; empties it again if the block fails."""
     target = expand_user(to).absolute()
     try:
         with flags.writing("--to", to):
@@ -304,13 +304,13 @@ def _original(config: Config, workdir: str | Path) -> Path | None:
 
 
 def _as_text(config: Config, original: Path | None) -> Config:
-    """Returns the configuration of a run on token files as one on text, with their tokenizer and their end token.
+    """Returns the configuration of a run on token files with the data source `text`, their tokenizer and end token.
 
-    Other configurations stay, and so does one whose token files are not here.
+    Other configurations stay unchanged, also if the token files are not on this machine.
 
     Args:
       config: of the run.
-      original: the folder that its model came from, whose tokenizer is taken if it is the same file.
+      original: the folder of the original model; its tokenizer is used if it is the same file.
     """
     if config.data.source != "tokens":
         return config
@@ -339,11 +339,10 @@ def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dic
 
     Args:
       config: of the run.
-      original: the folder that its model came from, which is taken where the data have no tokenizer, or it is not here.
+      original: the folder that its model came from, used if the data have no tokenizer, or it is not on this machine.
 
     Returns:
-      The folder from which they are copied, name -> content of those that are written besides, and the id that ends a
-      document: -1 without.
+      The folder to copy files from, name -> content of the other files, and the id that ends a document: -1 for none.
     """
     data, size = config.data, config.model.vocab_size
     written, what = dict[str, str](), what_is_at(data.tokenizer)
@@ -372,7 +371,7 @@ def _special_ids(config: Config, original: Path | None, end_id: int) -> JsonObje
     Args:
       config: of the run.
       original: the folder that its model came from; None: there is none.
-      end_id: from `_text_files`; -1: the run read no text, and the original's ids are its own.
+      end_id: from `_text_files`; -1: the run read no text, and the original's ids stay.
     """
     used, size = config.data.tokenizer, config.model.vocab_size
     if end_id < 0:

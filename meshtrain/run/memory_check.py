@@ -1,6 +1,6 @@
-"""Does a run fit the memory of its devices? Refused before any array exists; a device that runs out is one line.
+"""Checks before any allocation that a run fits the devices' memory, and explains out-of-memory errors in one line.
 
-On a CPU all devices that a process simulates share the memory of its machine, or of its container.
+On a CPU all simulated devices of a process share the memory of its machine or container.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from meshtrain.sharding.trees import shard_bytes
 from meshtrain.step.device_memory import Statistics, statistics
 
 PLANNED_ON = "h100"  # the card of the plan that a message names
-HOST_DEVICES = 8  # of one of its hosts
+HOST_DEVICES = 8  # devices per host of this card
 MOMENTS = ("bfloat16", "8bit")  # fewer bytes of the optimizer's state, the most exact first
 NUM_ARRAYS = 3  # the largest, in a message
 
@@ -46,10 +46,10 @@ class Room:
     """The memory that one process has for arrays.
 
     Attributes:
-      limit_bytes: that it cannot exceed.
-      num_sharing: devices of this process that share it.
-      is_host: whether it is main memory, which also has what is offloaded to the host.
-      what: whose memory it is, in words.
+      limit_bytes: the maximum for all arrays.
+      num_sharing: the number of this process' devices that share the memory.
+      is_host: whether it is main memory, which also stores arrays that are offloaded to the host.
+      what: the memory's owner as text, for messages.
     """
 
     limit_bytes: int
@@ -75,18 +75,18 @@ def room_of(assembly: Assembly) -> Room | None:
 
 
 def state_bytes(assembly: Assembly, *, with_host: bool) -> int:
-    """Returns the bytes of one device's training state, which exists whole as long as the run.
+    """Returns the bytes of one device's training state, which exists during the complete run.
 
     Args:
       assembly: of the run.
-      with_host: whether moments that are offloaded to the host count too.
+      with_host: whether to include moments that are offloaded to the host.
     """
     leaves = jax.tree.leaves(assembly.state)
     return sum(shard_bytes(leaf) for leaf in leaves if with_host or not is_on_host(leaf.sharding))
 
 
 def refuse_too_large(assembly: Assembly, make_task: MakeTask | None = None, rules: Rules | None = None) -> None:
-    """Compares the training state with the memory there is. What it exceeds is certain: a step needs more.
+    """Checks that the training state fits the memory. The state is a lower bound, because a step needs more.
 
     Args:
       assembly: of the run; nothing has been allocated.
@@ -112,7 +112,9 @@ def refuse_too_large(assembly: Assembly, make_task: MakeTask | None = None, rule
 
 
 def refuse_large_weights(assembly: Assembly) -> None:
-    """Compares weights alone, for commands that do not train; replicas of a loaded weight may share bytes on a CPU.
+    """Checks that the weights fit the memory, for commands that do not train.
+
+    On a CPU, replicas of a loaded weight may share memory, so each weight is included once.
 
     Raises:
       UserError: in all processes if the weights do not fit.
@@ -135,12 +137,12 @@ def refuse_large_weights(assembly: Assembly) -> None:
 
 
 def bytes_needed(assembly: Assembly, room: Room) -> int:
-    """Returns the bytes of the training state that one memory has to hold."""
+    """Returns the bytes of the training state that the memory must store."""
     return state_bytes(assembly, with_host=room.is_host) * room.num_sharing
 
 
 def _state_fix(assembly: Assembly, room: Room, make_task: MakeTask | None, rules: Rules | None) -> str:
-    """Returns the first change with which the training state fits; without one a plan for devices that can hold it."""
+    """Returns the first change with which the training state fits; if there is none, a plan for a larger cluster."""
     config, shape = assembly.config, dict(assembly.mesh.shape)
     for change in _smaller_states(config, shape):
         changed = with_change(config, change)
@@ -164,14 +166,14 @@ def _smaller_states(config: Config, shape: Mapping[str, int]) -> Iterator[Change
 
 
 def _plan(total_bytes: int) -> str:
-    """Returns the command that plans a run for as many hosts of GPUs as hold so many bytes, if they are split."""
+    """Returns the command that plans a run on the minimum number of GPU hosts that can store this many bytes."""
     card = next(one for one in ACCELERATORS if one.name == PLANNED_ON)
     hosts = max(1, -(-total_bytes // (usable_bytes(card) * HOST_DEVICES)))
     return f"a cluster: meshtrain plan --cluster={PLANNED_ON}:{hosts}x{HOST_DEVICES} --search, same configuration"
 
 
 def warn_of_large_step(assembly: Assembly, step: jax.stages.Compiled) -> None:
-    """Warns if the compiled step's peak exceeds the memory there is; that may be an overestimate.
+    """Warns if the compiled step's peak exceeds the available memory; the peak may be an overestimate.
 
     Args:
       assembly: of the run.
@@ -212,7 +214,7 @@ def memory_problem(assembly: Assembly, step: jax.stages.Compiled | None, error: 
     Args:
       assembly: of the run.
       step: its compiled step; None before there is one.
-      error: what was raised.
+      error: the raised exception.
     """
     room, planned = room_of(assembly), None if step is None else _account(step)
     parts = [f"training state {format_bytes(state_bytes(assembly, with_host=False))}"]
@@ -230,11 +232,11 @@ def memory_problem(assembly: Assembly, step: jax.stages.Compiled | None, error: 
 
 
 def _step_fix(assembly: Assembly, room: Room | None, planned: Statistics | None) -> str:
-    """Returns the cheapest legal change that saves memory, and what finds others.
+    """Returns the cheapest valid change that saves memory, and the command that finds others.
 
     Args:
       assembly: of the run.
-      room: the memory there is; None if it is not known.
+      room: the available memory; None if it is not known.
       planned: the compiler's account of the step; None before there is one.
     """
     config, shape, times = assembly.config, dict(assembly.mesh.shape), 2

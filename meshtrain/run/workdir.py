@@ -306,7 +306,7 @@ def remember(run: Path, name: str, compute: Callable[[], Json]) -> Json:
 
 
 def record_saved(run: Path, step: int) -> None:
-    """Records the first saved step in corpus.json, unless it is recorded already; a disk error is ignored."""
+    """Records the first saved step in corpus.json, unless it is already there; a disk error is ignored."""
     with contextlib.suppress(OSError):
         remember(run, _SAVED, lambda: step)
 
