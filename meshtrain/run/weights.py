@@ -319,7 +319,7 @@ def paths(directory: str | Path) -> list[str]:
     """Returns the paths of the arrays in a workdir's newest checkpoint, or of the weights in a Hugging Face folder.
 
     Args:
-      directory: see `problems`, of which there are none.
+      directory: see `weights_problems`, which has returned no problem.
     """
     if hf_config.is_described(directory):
         return [weight.path for weight in hf_folder.open_folder(directory, ignore=None).table]
@@ -331,7 +331,7 @@ def refuse_other_params(directory: str | Path, abstract_params: Params, rounded:
     """Compares the shapes of saved weights with a model, and for a workdir the dtypes; reads no array.
 
     Args:
-      directory: see `problems`, of which there are none.
+      directory: see `weights_problems`, which has returned no problem.
       abstract_params: pytree of jax.ShapeDtypeStruct.
       rounded: paths of weights whose dtype may differ from the saved one.
 
@@ -356,7 +356,7 @@ def restore_params(
     """Reads weights onto this run's shardings. All processes call it together.
 
     Args:
-      directory: see `problems`, of which there are none.
+      directory: see `weights_problems`, which has returned no problem.
       step: of the checkpoint; None: the newest undamaged checkpoint.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
       rounded: paths of weights whose dtype may differ from the saved one; a Hugging Face folder is always converted.
