@@ -54,7 +54,7 @@ _TITLES = {
     "data_share": "share waiting for data",
     "save_blocking_seconds": "seconds a save blocks",
     "expert_parts": "most parts of a device's rows of experts",
-    "expert_load": "largest load of an expert relative to the mean",
+    "expert_load": "largest load of an expert / mean load",
     "router_entropy": "entropy of routers, nats",
 }
 

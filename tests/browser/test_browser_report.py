@@ -68,7 +68,7 @@ def test_no_text_lies_over_another(browser, tmp_path):
         " return [one.textContent, box.left, box.top, box.right, box.bottom] })",
         selector,
     )
-    assert {"loss", "65,536", "steps", "other", "time", "largest load of an expert relative to the mean"} <= {
+    assert {"loss", "65,536", "steps", "other", "time", "largest load of an expert / mean load"} <= {
         text for text, *_ in boxes
     }
     over = [
