@@ -7,11 +7,11 @@ On disk (Orbax, one directory per step, OCDBT format)::
                                  manifest.json   checksums, written last: without it a checkpoint is incomplete
     <workdir>/damaged/<step>/             a checkpoint whose checksums did not match
 
-In a bucket, the same folders are below `checkpoint.directory`, including `damaged/`; `buckets.py` describes the
-differences.
+In a bucket, all these folders, including `damaged/`, are below `checkpoint.directory`. `store/buckets.py` describes
+how a bucket differs from a disk.
 
 Arrays are stored under the path of their leaf (`params/layers/attention/query`), independent of the Python classes of
-the state. So both the mesh and the container types may differ when a checkpoint is read.
+the state. So a reader may use another mesh and other container types than the writer.
 """
 
 import contextlib
@@ -57,7 +57,14 @@ _MAX_REASON = 300  # characters of a library's error message, which may contain 
 
 
 class _Save(NamedTuple):
-    """A save in progress."""
+    """A save whose files or checksums are still being written.
+
+    Attributes:
+      step: number of completed training steps.
+      failure: the key that a process announces to the other processes if its part of the save fails.
+      has_failed: set in this process after its part has failed; it ends the thread's wait.
+      sealed: the result of `_seal`: whether the manifest was written.
+    """
 
     step: int
     failure: str  # the announcement of a process whose part of the save fails
@@ -71,12 +78,14 @@ class Checkpoints:
     A background thread seals each checkpoint: it writes the manifest of checksums after all files are complete.
 
     Args:
-      directory: the parent of one directory per step; made absolute, and created if `options` is given.
+      directory: the folder or bucket prefix that contains one folder per step. It is made absolute, and created if
+        `options` is not None.
       options: which checkpoints to keep. None opens the folder for reading: nothing is created or deleted, so that
         another program can read a run's checkpoints during training.
       higher_is_better: whether a larger value of `options.best_metric` is better.
-      lost: returns one line if the run's folder or this directory no longer belongs to the run, else ''.
-      saved: called in process 0 with each sealed step, in the background thread.
+      lost: a function that returns an error line if the run's folder or this directory no longer belongs to the run,
+        else ''.
+      saved: a function that the background thread of process 0 calls with the step of each sealed checkpoint.
 
     Raises:
       UserError: the directory cannot be created, or the bucket cannot be reached.
@@ -115,14 +124,14 @@ class Checkpoints:
             self.close()
 
     def steps(self) -> list[int]:
-        """Returns the steps with a complete, sealed checkpoint, oldest first. Waits for a save in progress."""
+        """Returns the steps whose checkpoint has a manifest (is sealed), oldest first. Waits for a save in progress."""
         self.wait()
         with wrap_bucket_errors(self.directory):
             steps = retention.checkpoint_steps(self.directory)
             return [step for step in steps if integrity.is_sealed(self.directory / str(step))]
 
     def latest_step(self) -> int | None:
-        """Returns the newest complete step, or None. Waits for a save in progress."""
+        """Returns the newest step with a sealed checkpoint, or None. Waits for a save in progress."""
         return max(self.steps(), default=None)
 
     def refuse_lost(self) -> None:
@@ -131,9 +140,9 @@ class Checkpoints:
             raise FolderLost(line)
 
     def save(self, step: int, state: Arrays, extra: JsonObject) -> bool:
-        """Starts to save a step; returns when the state's buffers may be overwritten, while threads write the files.
+        """Starts to save a state; returns when the state's buffers may be overwritten, while threads write the files.
 
-        First waits for the previous save. Old steps are deleted only after the new step is sealed.
+        First waits for the previous save. Old checkpoints are deleted only after the new checkpoint is sealed.
 
         Args:
           step: number of completed training steps.
@@ -145,7 +154,7 @@ class Checkpoints:
 
         Raises:
           TypeError: `extra` cannot be converted to JSON.
-          FolderLost: see `refuse_lost`.
+          FolderLost: the run's folder or the checkpoint folder was deleted or replaced.
           SaveFailed: the previous save failed in its thread, or this save failed at its start. A later save may
             succeed.
         """
@@ -173,10 +182,14 @@ class Checkpoints:
         return True
 
     def rate(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the metrics of a step's evaluation if `CheckpointOptions.keep_best` needs them; process 0 writes.
+        """Records the evaluation metrics of a step, by which `CheckpointOptions.keep_best` selects checkpoints.
 
-        The background thread writes them after the save in progress, and deletes checkpoints that are no longer among
-        the best.
+        Only process 0 acts, and only if `keep_best` is above 0. Its background thread writes the metrics after the save
+        in progress, and deletes checkpoints that are no longer among the best.
+
+        Args:
+          step: number of completed training steps.
+          values: metric name -> value.
         """
         if self._options is not None and self._options.keep_best and peers.is_main_process():
             if self._rated is not None:
@@ -193,13 +206,17 @@ class Checkpoints:
                 warn(f"{error}; step {step} is not among the best")
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
-        """Returns the newest step with matching checksums and state, and an error line for each newer, damaged step.
+        """Returns the newest undamaged step, or None, and an error line for each newer checkpoint, which is damaged.
 
-        All processes call it together; each reads a part of the files. If `options` are given, damaged checkpoints are
-        moved to the folder `damaged`. The step is None if no save was ever completed.
+        In an undamaged checkpoint, all checksums match the manifest, and the step in the state matches the folder's
+        name. A checkpoint without a manifest counts as damaged. All processes call this together; each reads a part of
+        the files. If the checkpoints are open for writing, damaged checkpoints are moved to the folder `damaged`.
+
+        Returns:
+          The step and the error lines. The step is None if no checkpoint in the folder has a manifest.
 
         Raises:
-          UserError: there are completed checkpoints, and all of them are damaged; then none is moved.
+          UserError: there are checkpoints with a manifest, and all of them are damaged. Then no checkpoint is moved.
         """
         self.wait()
         damaged, newest = dict[int, str](), None
@@ -227,10 +244,10 @@ class Checkpoints:
         return newest, list(damaged.values())
 
     def refuse_damaged(self, step: int) -> None:
-        """Checks the checksums of a step, and that its state belongs to this step; all processes call it together.
+        """Checks that a step's checksums match, and that its state is from this step; all processes call it together.
 
         Raises:
-          UserError: the step does not exist, or is damaged.
+          UserError: the step has no checkpoint, or the checkpoint is damaged.
         """
         self.refuse_unknown(step)
         if line := self._damage(step):
@@ -239,7 +256,7 @@ class Checkpoints:
             raise UserError(problem)
 
     def _damage(self, step: int) -> str:
-        """Returns an error line about the first problem of a checkpoint, "" without problems; all processes call it."""
+        """Returns an error line for the first damage in a step's checkpoint, or ""; all processes call it together."""
         directory = self.directory / str(step)
         with wrap_bucket_errors(directory):
             problems = integrity.damage(directory, peers.index(), peers.count())
@@ -258,8 +275,8 @@ class Checkpoints:
           A pytree of jax.Array of the same structure, bitwise equal to the saved state.
 
         Raises:
-          UserError: the step does not exist, or an array is missing, superfluous, or has another shape or dtype.
-            Superfluous weight averages are allowed.
+          UserError: the step has no checkpoint. An array is missing in the checkpoint, or has another shape or dtype.
+            The checkpoint has an array that `abstract_state` lacks and that is no weight average (`optimizer.average`).
         """
         wanted, saved = leaves_by_path(abstract_state), self._array_metadata(step)
         stored = {path: saved[path] for path in saved if path in wanted or not path.startswith(f"{AVERAGES}/")}
@@ -267,29 +284,31 @@ class Checkpoints:
         return self._read(step, wanted, abstract_state)
 
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Returns path -> global shape of each array of a step; reads no array.
+        """Returns {path: global shape} of all arrays in the checkpoint of a step; reads only metadata.
 
         Raises:
-          UserError: no such step.
+          UserError: the step has no checkpoint, or its metadata are damaged.
         """
         return {path: tuple(leaf.shape) for path, leaf in self._array_metadata(step).items()}
 
     def restore_params(
         self, step: int, abstract_params: Arrays, rounded: Collection[str] = (), *, averaged: bool = False
     ) -> Arrays:
-        """Reads only the weights of a step, or their averages; other optimizer arrays are not read.
+        """Reads the weights of a step, or their averages, and no other array of the checkpoint.
 
         Args:
           step: an element of `steps()`.
           abstract_params: pytree of jax.ShapeDtypeStruct with shardings, in the structure of the state's `params`.
           rounded: paths in `abstract_params` of weights to read in another dtype than their saved dtype.
-          averaged: whether to read the averages of weights that have averages, rounded to the dtypes of these weights.
+          averaged: whether to read a weight's average (`optimizer.average`) in place of the weight, converted to the
+            dtype of the weight. Weights without an average are read themselves.
 
         Returns:
-          A pytree of jax.Array of the same structure.
+          A pytree of jax.Array with the structure of `abstract_params`.
 
         Raises:
-          UserError: as in `restore`, but only for weights; or `averaged` is set and the step has no averages.
+          UserError: the step has no checkpoint. Its weights differ from `abstract_params` in paths, shapes or dtypes.
+            `averaged` is True and the checkpoint has no averages.
         """
         self.refuse_other_params(step, abstract_params, rounded)
         stored, weights = self._array_metadata(step) if averaged else {}, leaves_by_path(abstract_params)
@@ -307,20 +326,25 @@ class Checkpoints:
         return self._read(step, wanted, abstract_params)
 
     def refuse_other_params(self, step: int, abstract_params: Arrays, rounded: Collection[str] = ()) -> None:
-        """Checks that the weights of a step have the shapes and dtypes of `abstract_params`; reads no array.
+        """Checks that the weights of a step have the paths, shapes and dtypes of `abstract_params`; reads no array.
+
+        Args:
+          step: an element of `steps()`.
+          abstract_params: pytree of jax.ShapeDtypeStruct, in the structure of the state's `params`.
+          rounded: paths in `abstract_params` of weights whose dtype may differ.
 
         Raises:
-          UserError: as in `restore`, but only for weights.
+          UserError: the step has no checkpoint; or a weight is missing, is not in `abstract_params`, or differs.
         """
         stored = {path: leaf for path, leaf in self._array_metadata(step).items() if path.startswith(f"{_PARAMS}/")}
         wanted, of_state = leaves_by_path({_PARAMS: abstract_params}), {f"{_PARAMS}/{path}" for path in rounded}
         _refuse_mismatches(self.directory / str(step), stored, wanted, of_state)
 
     def wait(self) -> None:
-        """Waits until the save in progress is complete, including its checksums.
+        """Waits until the save in progress, if any, is complete, including its checksums.
 
         Raises:
-          SaveFailed: the save failed.
+          SaveFailed: this save failed.
         """
         if self._in_flight is None:
             return
@@ -341,7 +365,7 @@ class Checkpoints:
             raise self._failure(save.step, error) from error
 
     def close(self) -> None:
-        """Waits for the save in progress and ends the threads. A failed save raises only in `wait`."""
+        """Waits for the save in progress and ends the threads. Does not raise SaveFailed, see `newest_failure`."""
         with contextlib.suppress(SaveFailed):
             self.wait()
         self._thread.shutdown()
@@ -368,7 +392,7 @@ class Checkpoints:
         try:
             is_sealed = integrity.seal(self.directory / str(step), peers.index(), peers.count(), is_cancelled)
         except Exception:
-            peers.announce(failure)  # the others wait for this process's part
+            peers.announce(failure)  # the other processes wait for this process's part
             raise
         if is_sealed and peers.is_main_process():
             self._saved(step)
@@ -380,7 +404,10 @@ class Checkpoints:
         retention.prune(self.directory, self._options, higher_is_better=self._higher_is_better)
 
     def _failure(self, step: int, error: Exception) -> SaveFailed:
-        """Returns the exception for a failed save, and creates a new manager, so that the next save may succeed."""
+        """Returns the exception for a failed save, and stores it in `newest_failure`.
+
+        On a disk it also replaces Orbax's manager, so that the next save may succeed; in a bucket, `save` does this.
+        """
         directory = self.directory / str(step)
         line = f"checkpoint {directory}: not written: {_reason(error)}"
         if not isinstance(directory, Path):
@@ -401,7 +428,7 @@ class Checkpoints:
             return manager(self.directory, writes=writes)
 
     def _array_metadata(self, step: int) -> dict[str, Shaped]:
-        """Returns path -> metadata with `.shape` and `.dtype` for each array of a step; reads no array."""
+        """Returns {path: metadata with `.shape` and `.dtype`} for all arrays of a step; reads no array."""
         self.refuse_unknown(step)
         with wrap_bucket_errors(self.directory):
             if lines := integrity.unreadable(directory := self.directory / str(step)):
@@ -428,7 +455,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in wanted])
 
     def refuse_unknown(self, step: int) -> None:
-        """Raises UserError if a step has no complete checkpoint; the error lists the steps that have one."""
+        """Raises UserError if a step has no sealed checkpoint; the error lists the steps with a sealed checkpoint."""
         steps = self.steps()
         if step not in steps:
             fix = min(steps, key=lambda one: abs(one - step), default="another --workdir")
@@ -443,7 +470,7 @@ class Checkpoints:
 
 
 def leaves_by_path(tree: Tree) -> dict[str, Leaf]:
-    """Returns path -> leaf in the order of `jax.tree.leaves`, independent of the container types."""
+    """Returns {path: leaf} of a pytree in the order of `jax.tree.leaves`; paths do not depend on container types."""
     leaves = leaves_with_paths(tree)
     by_path = dict(leaves)
     assert len(by_path) == len(leaves), "two leaves share a path: a key holds a '/'"
@@ -451,7 +478,7 @@ def leaves_by_path(tree: Tree) -> dict[str, Leaf]:
 
 
 def _nested(leaves: Mapping[str, Leaf]) -> dict[str, Tree]:
-    """Converts path -> leaf to nested dicts of names, the structure in which Orbax stores the leaves."""
+    """Converts {"a/b": leaf} to nested dicts {"a": {"b": leaf}}, the structure in which Orbax stores the leaves."""
     root: dict[str, Tree] = {}
     for path, leaf in leaves.items():
         *parents, name = path.split("/")
@@ -465,14 +492,14 @@ def _nested(leaves: Mapping[str, Leaf]) -> dict[str, Tree]:
 def _refuse_mismatches(
     directory: Place, stored: Mapping[str, Shaped], wanted: Mapping[str, Shaped], rounded: Collection[str] = ()
 ) -> None:
-    """Checks that the arrays of a checkpoint match the arrays of the run, by path.
+    """Checks that the arrays of a checkpoint have the paths, shapes and dtypes of the run's arrays.
 
     Dtypes must match because a reader would otherwise convert silently, and the resumed run would give other results.
 
     Args:
       directory: the checkpoint's folder, for the error.
-      stored: the arrays of the checkpoint, objects with `.shape` and `.dtype`.
-      wanted: the arrays of the run, objects with `.shape` and `.dtype`.
+      stored: path -> array of the checkpoint, an object with `.shape` and `.dtype`.
+      wanted: path -> array of the run, an object with `.shape` and `.dtype`.
       rounded: paths of arrays whose dtype may differ.
 
     Raises:
@@ -503,9 +530,10 @@ def _signature(leaf: Shaped) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the system's message for a full disk or for an error code in TensorStore's text, else the library's text.
+    """Returns the reason of a failed save as one line: the system's message if it is known, else the library's text.
 
-    The library's text is truncated.
+    The system's message is known for an error code in TensorStore's text and for a full disk. The library's text is
+    truncated to 300 characters.
     """
     quoted = _CODE.search(str(error))
     if quoted:

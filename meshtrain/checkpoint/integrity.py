@@ -1,7 +1,7 @@
 """Checksums of checkpoints: SHA-256 of each file, in a manifest that is written last.
 
     <step>/manifest.json        {"sha256": of "files" as JSON, "files": {name: {"bytes": ..., "sha256": ...}}}
-                                in a bucket {"bytes": ..., "crc32c": ...}, as in its listing
+                                in a bucket {"bytes": ..., "crc32c": ...}, from the bucket's listing
     <step>/manifest.<i>.part    checksums of the files of process i, until process 0 has merged the parts
 
 Neither the storage nor Orbax detects a flipped byte: it would be read as part of a weight. A checkpoint without a
@@ -46,16 +46,19 @@ def is_sealed(directory: Place) -> bool:
 
 
 def seal(directory: Place, index: int, num_processes: int, is_cancelled: Callable[[], bool]) -> bool:
-    """Waits until a checkpoint is committed, computes checksums, and writes the manifest when all processes are done.
+    """Waits until Orbax has committed a checkpoint, computes checksums, and writes the manifest.
+
+    Each process writes the checksums of its own files; process 0 merges them into the manifest.
 
     Args:
       directory: the checkpoint's final folder; it appears, complete, when Orbax commits it.
-      index: the index of this process. It reads the files that it has written; process 0 also reads the shared files.
+      index: the index of this process, which reads the files that it has written. Process 0 also reads the shared
+        files.
       num_processes: the number of processes; they share the file system.
       is_cancelled: polled while waiting; returns True after the save has failed or the run's folder is lost.
 
     Returns:
-      Whether the manifest exists now.
+      True after the manifest was written; False if the wait was cancelled.
 
     Raises:
       OSError: files cannot be read or written.
@@ -81,7 +84,10 @@ def seal(directory: Place, index: int, num_processes: int, is_cancelled: Callabl
 
 
 def _seal_listed(directory: epath.Path, index: int, is_cancelled: Callable[[], bool]) -> bool:
-    """Does the same as `seal` in a bucket, where process 0 lists the objects of all processes."""
+    """Seals a checkpoint in a bucket: process 0 lists all objects and writes the manifest; other processes wait for it.
+
+    Returns True after the manifest was written, False if the wait was cancelled.
+    """
     mark = directory / (MANIFEST if index else buckets.COMMITTED)
 
     def is_there() -> bool:
@@ -96,11 +102,13 @@ def _seal_listed(directory: epath.Path, index: int, is_cancelled: Callable[[], b
 
 
 def checksums(directory: Place, is_wanted: Callable[[str], bool]) -> Files:
-    """Returns {name: {"bytes", "sha256"}} of the wanted files below a folder, except manifests; CRC32C in a bucket.
+    """Returns {name: {"bytes", "sha256"}} of files below a folder, or {name: {"bytes", "crc32c"}} in a bucket.
+
+    Names are relative to the folder. Manifests are not included.
 
     Args:
-      directory: the folder.
-      is_wanted: whether to include a file, given its name relative to the folder.
+      directory: the checkpoint's folder.
+      is_wanted: name -> whether to include this file. It is ignored in a bucket, where all objects are included.
     """
     if not isinstance(directory, Path):
         objects = sorted(buckets.list_objects(directory).items())
@@ -114,12 +122,14 @@ def checksums(directory: Place, is_wanted: Callable[[str], bool]) -> Files:
 
 
 def damage(directory: Place, index: int = 0, num_processes: int = 1) -> list[str]:
-    """Returns an error line for each file whose size or checksum differs; empty for an undamaged checkpoint.
+    """Returns an error line for each missing file and each file that differs from the manifest in size or checksum.
+
+    The list is empty for an undamaged checkpoint. A missing or unreadable manifest is also an error line.
 
     Args:
       directory: the checkpoint's folder.
-      index: the index of this process, which reads every `num_processes`-th file.
-      num_processes: number of processes that call it together.
+      index: the index of this process, which checks every `num_processes`-th file.
+      num_processes: number of processes that call it together; each returns the errors of its own files.
     """
     try:
         expected = _read(directory / MANIFEST)
@@ -139,9 +149,10 @@ def damage(directory: Place, index: int = 0, num_processes: int = 1) -> list[str
 
 
 def unreadable(directory: Place) -> list[str]:
-    """Returns an error line for each JSON file of Orbax that has changed since the save, or is not a JSON object.
+    """Returns an error line for each JSON file of Orbax that differs from the manifest or is not a JSON object.
 
-    Reads no array. Orbax parses these files first, without a limit on nesting. In a bucket, checksums are not compared.
+    Called before Orbax parses these files, because its parser has no limit on nesting. Reads no array. In a bucket, the
+    checksums are not compared.
     """
     lines = []
     try:
@@ -174,7 +185,7 @@ def _difference(path: Path, name: str, expected: FileEntry) -> str:
 
 
 def _other_than_file(path: Place) -> str:
-    """Returns the kind of a path that is not a file, such as a pipe, which would block a reader; '' otherwise."""
+    """Returns the kind of a path that exists but is not a file, as text; '' otherwise. A pipe would block a reader."""
     return what_is_at(path) if path.exists() and not path.is_file() else ""
 
 
@@ -184,7 +195,7 @@ def _sha256(path: Path) -> str:
 
 
 def _owner(name: str, num_processes: int) -> int:
-    """Returns the process that hashes a file: its writer, or process 0 for shared files."""
+    """Returns the index of the process that hashes a file: the file's writer, or process 0 for shared files."""
     owners = [part.removeprefix(_OWN) for part in name.split("/") if part.startswith(_OWN)]
     index = int(owners[0]) if owners and owners[0].isdecimal() else 0
     return index if index < num_processes else 0

@@ -1,11 +1,11 @@
 """Creates Orbax's checkpoint manager with our options: it writes and reads checkpoints, and never deletes any.
 
-Also suppresses messages that Orbax prints although it raises the same error: needless warnings and stack traces.
+Also suppresses Orbax's warnings and stack traces for errors that Orbax also raises, and needless warnings.
 
 `CheckpointManager.wait_until_finished` raises the error of a failed save, and we print one line for it. Before that,
-each of Orbax's threads logs the error with a stack trace. Writes still in progress then meet a closed event loop:
-TensorStore prints a traceback for each write, and asyncio prints one for each task whose result is never retrieved.
-Python warns about each write that had not started by then.
+each of Orbax's threads logs the error with a stack trace. Writes still in progress then call a closed event loop:
+TensorStore prints a traceback for each of these writes. asyncio prints a traceback for each task whose result is never
+retrieved. Python warns about each write that had not started by then.
 """
 
 import functools
@@ -31,7 +31,7 @@ _NEVER_AWAITED = (
 
 
 def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
-    """Returns Orbax's manager for a folder of checkpoints; with `writes=False` it creates and deletes nothing."""
+    """Returns Orbax's manager for a folder of checkpoints; with `writes=False` the manager only reads."""
     silence()
     # Orbax must delete nothing: `retention.prune` runs after a new save is sealed, and `retention.sweep` deletes
     # half-written saves, because Orbax fails on a save that a thread is still writing.
@@ -42,11 +42,16 @@ def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
 
 
 def start_save(manager: ocp.CheckpointManager, step: int, items: ocp.args.Composite) -> None:
-    """Starts to write a step; returns when the arrays' buffers may be overwritten, and raises Orbax's error.
+    """Starts to write a checkpoint; returns when the arrays' buffers may be overwritten. Raises Orbax's errors.
 
-    When Python exits it waits for all threads except daemons. If the folder of a save cannot be created, Orbax's
-    threads wait for it for five minutes after the save has failed. A thread inherits the daemon flag from the thread
-    that starts it, so the save starts in a daemon.
+    At exit, Python waits for all threads except daemons. If the folder of a save cannot be created, Orbax's threads
+    wait for the folder for five minutes after the save has failed. A thread inherits the daemon flag from the thread
+    that starts it, so the save starts in a daemon thread.
+
+    Args:
+      manager: Orbax's manager, opened for writing.
+      step: number of completed training steps, the name of the checkpoint's folder.
+      items: Orbax's save arguments for the folders `STATE` and `EXTRA`.
     """
     errors = list[Exception]()
 
@@ -64,9 +69,9 @@ def start_save(manager: ocp.CheckpointManager, step: int, items: ocp.args.Compos
 
 
 def renaming_problems(directory: Place) -> list[str]:
-    """Returns an error line if the step in a checkpoint's state differs from its folder's name; else an empty list.
+    """Returns an error line if the step in a checkpoint's state differs from the folder's name; else an empty list.
 
-    A state without a step, such as imported weights, may have any name. All processes call it together.
+    If the state has no step, such as imported weights, the folder may have any name. All processes call this together.
     """
     silence()
     with ocp.PyTreeCheckpointer() as reader:
@@ -90,7 +95,10 @@ def _state_handler() -> ocp.PyTreeCheckpointHandler:
 
 @functools.cache
 def silence() -> None:
-    """Suppresses these messages from now on; all other messages are printed as before."""
+    """Suppresses Orbax's messages about failed saves and needless warnings from now on, in the complete process.
+
+    All other messages are printed as before.
+    """
     logging.getLogger("absl").addFilter(_is_worth_a_line)
     logging.getLogger("asyncio").addFilter(_is_task_of_others)
     warnings.filterwarnings("ignore", f"coroutine '({'|'.join(_NEVER_AWAITED)})", RuntimeWarning)
@@ -115,7 +123,10 @@ def _is_task_of_others(record: logging.LogRecord) -> bool:
 
 
 def _came_too_late(unraisable: "sys.UnraisableHookArgs") -> bool:
-    """Returns whether C++ called a closed event loop: then the outermost frame belongs to asyncio."""
+    """Returns whether an exception is due to a write of TensorStore that ended after the event loop was closed.
+
+    The write, which runs in C++, calls asyncio directly, so the outermost Python frame belongs to asyncio.
+    """
     error, traceback = unraisable.exc_value, unraisable.exc_traceback
     is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
     return is_closed and traceback is not None and traceback.tb_frame.f_code.co_name == "call_soon_threadsafe"

@@ -1,4 +1,4 @@
-"""Restores another run's weights onto this run's shardings, after it has verified their checksums."""
+"""Reads checkpoints of other runs: restores their weights onto this run's shardings after verifying the checksums."""
 
 import contextlib
 import hashlib
@@ -38,15 +38,15 @@ def restore_params(
       step: the step of the checkpoint; None: the newest undamaged checkpoint.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings.
       rounded: paths of weights to read in another dtype than their saved dtype.
-      averaged: see `Checkpoints.restore_params`.
+      averaged: whether to read the averages of weights (`optimizer.average`) instead of the weights.
 
     Returns:
-      A pytree of jax.Array of the same structure, bitwise equal to the other run's weights except rounded ones, and the
-      step.
+      The weights, a pytree of jax.Array with the structure of `abstract_params`, and the step. The weights are bitwise
+      equal to the saved arrays, except for conversions to another dtype.
 
     Raises:
-      UserError: the directory does not exist, has no complete checkpoint of that step, or the weights have other shapes
-        or dtypes.
+      UserError: the directory does not exist, or has no complete checkpoint of that step; the checkpoint is damaged; or
+        the weights have other paths, shapes or dtypes.
     """
     with find(directory) as checkpoints:
         if step is not None:
@@ -60,7 +60,9 @@ def restore_params(
 
 
 def extra_of_newest(directory: str | Path) -> JsonObject:
-    """Returns the `extra` object of the newest checkpoint in a folder or bucket; empty if there is none. Starts no JAX.
+    """Returns the `extra` object of the newest readable checkpoint in a folder or bucket; {} if there is none.
+
+    `extra` contains data position, configuration, corpus and versions. JAX is not initialized.
 
     Raises:
       UserError: the bucket cannot be reached.
@@ -74,7 +76,13 @@ def extra_of_newest(directory: str | Path) -> JsonObject:
 
 
 def newest(directory: str | Path) -> list[Json]:
-    """Returns [step, hash of its manifest] for the newest checkpoint in a folder or bucket; [] if there is none."""
+    """Returns [step, hexadecimal sha256 of the manifest] for the newest checkpoint; [] if there is no checkpoint.
+
+    The two values identify the checkpoint's content.
+
+    Args:
+      directory: a workdir, the directory `checkpoints` inside it, or gs://bucket/prefix.
+    """
     try:
         with find(directory) as checkpoints:
             step = checkpoints.latest_step()
@@ -87,14 +95,18 @@ def newest(directory: str | Path) -> list[Json]:
 
 
 def place_of(directory: str | Path, command: str = "--config.init_from=") -> Place:
-    """Returns the checkpoint folder of a workdir, according to its config.json; other folders and buckets unchanged.
+    """Returns the folder or bucket prefix that contains a run's checkpoints.
+
+    For a workdir, this is the `checkpoint.directory` in its config.json, else the folder `checkpoints` inside it. Other
+    folders and buckets are returned unchanged.
 
     Args:
       directory: a workdir, the directory `checkpoints` inside it, or gs://bucket/prefix.
-      command: the option with which the user can name the place directly, for the error.
+      command: the option with which the user can name the checkpoint folder directly, for the error.
 
     Raises:
-      UserError: only a config.json from another user's run names the place; or see `buckets.place`.
+      UserError: another user's run wrote the config.json, and its `checkpoint.directory` is outside of the workdir; or
+        the bucket cannot be listed.
     """
     if is_url(str(directory)):
         return buckets.place(directory)
@@ -119,7 +131,7 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
       is_place: whether `directory` is the checkpoint folder itself; then no config.json is read.
 
     Returns:
-      Checkpoints with at least one complete step; the caller closes them.
+      `Checkpoints` with at least one complete step. The caller must close this object.
 
     Raises:
       UserError: the directory does not exist, or has no complete checkpoint; the error lists its contents.
@@ -166,6 +178,6 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
 
 
 def _nearest_workdir(given: Path) -> str:
-    """Returns the nearest workdir for an error: the parent if the directory of a step was given."""
+    """Returns the suggested workdir for an error: the parent if the user named the folder of a step, else advice."""
     is_step = given.name.isdecimal() and (given / STATE).is_dir()
     return str(given.parent) if is_step else "the --workdir of a run that has saved"

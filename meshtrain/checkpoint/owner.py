@@ -1,9 +1,9 @@
 """Ensures that only one run writes checkpoints into a folder or bucket: a file names the owner and has a heartbeat.
 
 The file contains the run's id, its process and the time of the heartbeat. It remains after a kill. A run that restarts
-in its workdir resumes at once, since the lock of the workdir shows that no other process of the run is alive. Another
-run takes over at once if the owner's process ran on the same machine and has ended; from any other process it takes
-over after ten minutes without a heartbeat.
+in its workdir resumes immediately, since the lock of the workdir shows that no other process of the run is alive.
+Another run takes over immediately if the owner's process ran on the same machine and has ended. If the owner's process
+ran on another machine, another run takes over after ten minutes without a heartbeat.
 """
 
 import contextlib
@@ -35,19 +35,21 @@ _STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat after the name, see proc
 def own_folder(directory: str | Place, run: str, *, may_vanish: bool = False) -> Iterator[Callable[[], str]]:
     """Keeps other runs out of a folder or gs://bucket/prefix during the block; process 0 acts for all processes.
 
-    If another run takes over nevertheless, because this machine was asleep, the process exits at once.
+    If another run takes over nevertheless, because this machine was asleep, the process exits immediately.
 
     Args:
-      directory: the folder, created if it is missing, or the prefix.
+      directory: the checkpoint folder, created if it is missing, or the bucket prefix.
       run: the id of the run, stored in its workdir.
-      may_vanish: whether a save creates the folder again if it was deleted; true inside the workdir.
+      may_vanish: whether the folder may be deleted during the run, because the next save creates it again. True for a
+        folder inside the workdir.
 
     Yields:
-      A function that returns one line if the folder was deleted, replaced or unmounted, else ''. It always returns ''
-      for a bucket, in processes other than 0, and with `may_vanish`; a folder that was created again is owned, too.
+      A function that returns an error line if the folder was deleted, replaced or unmounted, else ''. It always returns
+      '' for a bucket, in processes other than 0, and with `may_vanish`. With `may_vanish`, it writes the owner's file
+      again if the folder was created again.
 
     Raises:
-      UserError: another run owns it (the error names its process and time), or it cannot be written.
+      UserError: another run owns the folder (the error names its process and the time), or it cannot be written.
     """
     place, problems = buckets.place(directory), list[Problem]()
     if not peers.is_main_process():
@@ -83,7 +85,11 @@ def own_folder(directory: str | Place, run: str, *, may_vanish: bool = False) ->
 
 
 def _problems(place: Place, run: str) -> list[Problem]:
-    """Makes this run the owner, or returns an error line. Raises FileExistsError if another run becomes it first."""
+    """Makes this run the owner of a folder or bucket prefix; returns an error line if that is impossible.
+
+    Raises:
+      FileExistsError: another run became the owner at the same time.
+    """
     try:
         with wrap_bucket_errors(place), _start_lock(place):
             if was := _owner(place):
@@ -103,7 +109,13 @@ def _problems(place: Place, run: str) -> list[Problem]:
 
 
 def _in_use(place: Place, was: JsonObject, run: str) -> Problem | None:
-    """Returns a problem if another run still uses the place, else None; warns if this run takes it over."""
+    """Returns a problem if another run still uses the folder or bucket, else None; warns if this run takes it over.
+
+    Args:
+      place: the folder or bucket prefix.
+      was: the content of the owner's file.
+      run: the id of this run.
+    """
     seconds = abs(time.time() - was["seconds"])  # abs: a heartbeat in the future means that the clock was set back
     is_alive = _is_alive(was)
     is_silent = seconds >= _STALE_SECONDS or was["run"] == run
@@ -122,9 +134,10 @@ def _in_use(place: Place, was: JsonObject, run: str) -> Problem | None:
 
 
 def _is_alive(was: JsonObject) -> bool | None:
-    """Returns whether the owner's process runs on this machine; None if it belongs to another machine.
+    """Returns whether the owner's process is still running; None if it is unknown, because it ran on another machine.
 
-    Another process may have reused the process number since; the start times distinguish them.
+    `was` is the content of the owner's file. A newer process may have the same process number; the start times
+    distinguish the two processes.
     """
     found, now = _PROCESS.fullmatch(was["host"]), _process()
     same = ("machine" not in was) or was["machine"] == now["machine"]
@@ -151,7 +164,7 @@ def _stat(process: int) -> tuple[str, str]:
 
 @functools.cache
 def _machine() -> str:
-    """Returns the boot id and the pid namespace; they distinguish containers with the same host name."""
+    """Returns the boot id and the pid namespace as text; they distinguish containers with the same host name."""
     parts = []
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
@@ -165,7 +178,7 @@ def _process() -> JsonObject:
 
 
 def _is_own(was: JsonObject, run: str) -> bool:
-    """Returns whether this process owns the folder or bucket for this run."""
+    """Returns whether the owner's file, with content `was`, names this process and this run."""
     return bool(was) and {**was, **_process(), "run": run} == was
 
 
@@ -184,9 +197,9 @@ def _leave_to(now: JsonObject, place: Place, run: str) -> None:
 
 
 def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
-    """Returns an error line if the owner's file has disappeared.
+    """Returns an error line if the owner's file has disappeared, else ''. Exits if another run has become the owner.
 
-    If the folder may vanish, returns '' and writes the file again if the folder exists.
+    With `may_vanish`, returns '' and writes the owner's file again if the folder exists.
     """
     if not isinstance(place, Path):
         return ""
@@ -204,7 +217,7 @@ def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
 
 @contextlib.contextmanager
 def _start_lock(place: Place) -> Iterator[None]:
-    """Holds a lock against other starts on this machine while this start reads and writes the owner's file."""
+    """Locks a folder while this process reads and writes the owner's file, against other starts on this machine."""
     with contextlib.ExitStack() as held:
         if isinstance(place, Path):
             with contextlib.suppress(OSError):  # a file system without locks: only the exclusive write protects
@@ -213,7 +226,7 @@ def _start_lock(place: Place) -> Iterator[None]:
 
 
 def _owner(place: Place) -> JsonObject:
-    """Returns the content of the owner's file: an empty object if it is missing, an empty run id if it is damaged."""
+    """Returns the content of the owner's file: {} if the file is missing, an empty run id if it is damaged."""
     try:
         owner = dict(read_json(buckets.read(place / OWNER)))
         if all(isinstance(owner[name], str) for name in ("run", "host")) and is_finite(owner["seconds"]):

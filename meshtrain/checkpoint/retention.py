@@ -1,4 +1,4 @@
-"""Decides which checkpoints are kept: the newest, multiples of a number of steps, and the best. Deletes the others."""
+"""Retains the newest checkpoints, checkpoints at multiples of a number of steps, and the best; deletes all others."""
 
 import contextlib
 import dataclasses
@@ -45,14 +45,14 @@ class CheckpointOptions:
 def steps_to_keep(
     steps: Iterable[int], options: CheckpointOptions, ratings: Ratings, *, higher_is_better: bool
 ) -> set[int]:
-    """Returns the steps to keep.
+    """Returns the steps whose checkpoints are retained: the newest, multiples of `keep_every`, and the best.
 
     Args:
       steps: the steps with a complete checkpoint.
-      options: which of them to keep.
-      ratings: the metrics of evaluated steps. A step without a finite value of `options.best_metric` is never among the
-        best.
-      higher_is_better: whether a larger value of that metric is better.
+      options: `keep_last`, `keep_every`, `keep_best` and `best_metric`.
+      ratings: step -> metric -> value, for the evaluated steps. A step without a finite value of `options.best_metric`
+        is never among the best.
+      higher_is_better: whether a larger value of `options.best_metric` is better.
     """
     ordered, name = sorted(steps), options.best_metric
     stay = set(ordered[-options.keep_last :])
@@ -66,7 +66,7 @@ def steps_to_keep(
 
 
 def read_ratings(directory: Place) -> dict[int, dict[str, float]]:
-    """Returns {step: {metric: value}} of the checkpoints in a folder; empty if the file is missing or damaged."""
+    """Returns {step: {metric: value}} from the `ratings.json` of a folder; {} if this file is missing or damaged."""
     try:
         content = read_json((directory / RATINGS).read_text(encoding="utf-8"))
         # Older files have a single number instead of several metrics.
@@ -80,7 +80,7 @@ def read_ratings(directory: Place) -> dict[int, dict[str, float]]:
 
 
 def rate(directory: Place, step: int, values: Mapping[str, float]) -> None:
-    """Adds the metrics of a step to the file that `read_ratings` reads. Raises OSError if it cannot be written."""
+    """Adds the evaluation metrics of a step to the `ratings.json` of a folder. Raises OSError if writing fails."""
     ratings = read_ratings(directory) | {step: dict(values)}
     buckets.write(directory / RATINGS, json.dumps(dict(sorted(ratings.items()))))
 
@@ -93,9 +93,15 @@ def checkpoint_steps(directory: Place) -> list[int]:
 
 
 def prune(directory: Place, options: CheckpointOptions, *, higher_is_better: bool) -> None:
-    """Deletes the checkpoints that `steps_to_keep` does not return.
+    """Deletes the sealed checkpoints that `steps_to_keep` does not return.
 
-    Each is renamed first, so that `sweep` can delete the rest if this deletion is killed.
+    On a disk, a checkpoint is renamed first, so that `sweep` can delete its remaining files if this deletion is killed.
+    In a bucket, its manifest is deleted first.
+
+    Args:
+      directory: the folder of the checkpoints.
+      options: which checkpoints to keep.
+      higher_is_better: whether a larger value of `options.best_metric` is better.
 
     Raises:
       OSError: a checkpoint cannot be deleted.
@@ -124,11 +130,13 @@ def sweep(directory: Place) -> None:
 
 
 def remove_rest(directory: Path, above: Path) -> None:
-    """Removes files that threads of a save have written into a deleted folder, and the folder if it is then empty.
+    """Cleans up after a run whose folder was deleted: removes files that a save's threads have written there since.
+
+    Folders that are empty then are also removed.
 
     Args:
-      directory: the folder of the checkpoints. If another run owns it, nothing is removed.
-      above: the run's folder, also removed if it is empty.
+      directory: the folder of the checkpoints. If it has an owner, another run uses it, and nothing is removed.
+      above: the run's folder.
     """
     is_inside = directory.parent == above
     for _ in range(_ROUNDS):  # threads of a failed save may still be writing
@@ -145,7 +153,7 @@ def remove_rest(directory: Path, above: Path) -> None:
 
 
 def set_aside(directory: Place, step: int) -> None:
-    """Moves a checkpoint into the folder `damaged`, for inspection."""
+    """Moves a damaged checkpoint into the folder `damaged`, for inspection, under a name such as 5 or 5-2."""
     one, aside = directory / str(step), (directory.parent if isinstance(directory, Path) else directory) / DAMAGED
     names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
     new = next(aside / name for name in names if not (aside / name).exists())
