@@ -1,7 +1,7 @@
-"""Generates texts from prompts in batches; the end token, a stop string or the maximum length ends a text.
+"""Generates texts from prompts in batches. A text ends at the end token, at a stop string, or at the maximum length.
 
-While a text is generated, only the part that later tokens cannot change is shown: complete characters, and no possible
-start of a stop string.
+While a text is generated, only the characters that later tokens cannot change are shown: complete characters, without
+a possible start of a stop string.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from meshtrain.models.task import Decode
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The texts to generate for each prompt.
+    """Options of a generation: number, length, sampling and end of the texts.
 
     Attributes:
-      num_tokens: the maximum in each text.
-      sampling: how tokens are chosen.
+      num_tokens: maximum number of generated tokens in each text.
+      sampling: temperature, top-k and top-p.
       stops: strings that end a text; the text does not include them.
-      num_samples: texts per prompt.
+      num_samples: number of texts for each prompt.
       seed: the seed of the random numbers.
     """
 
@@ -33,13 +33,13 @@ class Wanted:
 
 
 class Text:
-    """The text of one request while its tokens are generated.
+    """A text that is being generated, with the tokens received so far.
 
     Attributes:
-      ids: its tokens so far.
-      text: the part that cannot change any more: complete characters, without any part of a stop string.
-      ended: `end` (the end token), `stop` (a stop string), `length` (the maximum length), or empty while it is
-        generated.
+      ids: the ids of the tokens received so far, without the end token.
+      text: the decoded characters that cannot change any more: complete, and without any part of a stop string.
+      ended: why the text has ended: `end` (the end token), `stop` (a stop string), or `length` (the maximum length);
+        '' if it has not ended.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Text:
 
         Args:
           decode: ids -> text.
-          before: the tokens of the prompt that the text continues. Without them, a tokenizer may omit the blank before
-            the first word.
+          before: the ids of the prompt if the text continues the prompt, else (). They are decoded together with the
+            text, because otherwise a tokenizer may omit the blank before the first word.
           stops: strings that end the text; the text does not include them.
         """
         self.decode = decode
@@ -62,12 +62,12 @@ class Text:
         self.ended = ""
 
     def add(self, ids: Sequence[int], is_last: bool, at_most: int) -> bool:
-        """Adds tokens; returns whether the text has ended.
+        """Appends tokens to the text; returns whether the text has ended.
 
         Args:
-          ids: the next tokens, without the end token.
-          is_last: whether these are the last tokens.
-          at_most: the maximum number of tokens.
+          ids: the ids of the next tokens, without the end token.
+          is_last: whether no token follows, because of the end token or the maximum length.
+          at_most: the maximum number of tokens in the text.
         """
         self.ids += ids
         text = self._decode()
@@ -87,9 +87,9 @@ class Text:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Returns the start of the stop string that is completed earliest, or None.
+    """Returns the start of the stop string whose end comes first in a text, or None if the text has no stop string.
 
-    The result does not depend on the length of the text after it.
+    Characters after this stop string do not change the result.
 
     >>> first_stop("one, two. three", [".", ", two. t"]), first_stop("one", ["."])
     (8, None)
@@ -99,9 +99,9 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def num_settled(text: str, stops: Sequence[str]) -> int:
-    """Returns the number of leading characters that later text cannot change.
+    """Returns the number of leading characters of a text that cannot change when more tokens are generated.
 
-    An incomplete character at the end can change, and so can a possible prefix of a stop string.
+    An incomplete character at the end can still change. A prefix of a stop string at the end may still be removed.
 
     >>> num_settled("one tw", ["two"]), num_settled("one", ["two"])
     (4, 3)
@@ -121,14 +121,15 @@ def answers(
     wanted: Wanted,
     show: Callable[[int, Text], None] = lambda index, text: None,
 ) -> list[Text]:
-    """Returns the texts that follow the prompts: all samples of the first prompt, then all samples of the second, ...
+    """Generates texts; returns all samples for the first prompt, then all samples for the second prompt, and so on.
 
     Args:
       generator: generates tokens.
       decode: ids -> text.
       prompts: the token ids of each prompt, at least one prompt.
       wanted: the number, length and sampling of the texts.
-      show: called with the index of a text, and the text so far, when it has become longer or has ended.
+      show: a function that is called with the index of a text in the result, and the text so far, each time the text
+        has received tokens.
     """
     requests = [
         Request(ids, prompt, sample) for prompt, ids in enumerate(prompts) for sample in range(wanted.num_samples)
@@ -147,22 +148,40 @@ def answers(
 
 
 def room_left(decode: Decode, longest_prompt: int) -> int:
-    """Returns how many tokens can follow a prompt of this length; below 1 if it is too long, -1 without a limit."""
+    """Returns the number of tokens that can be generated after a prompt: 0 if it is too long, -1 if unlimited.
+
+    Args:
+      decode: the task's functions for generation, with the limits of the model.
+      longest_prompt: number of tokens in the longest prompt.
+    """
     if decode.max_prompt and longest_prompt > decode.max_prompt:
         return 0
     return _num_left(decode.max_positions, decode.continues, longest_prompt)
 
 
 def num_trained_left(decode: Decode, longest_prompt: int) -> int:
-    """Returns how many tokens fit after a prompt in a training sequence; below 1 for none, -1 if unknown."""
+    """Returns the number of tokens that fit after a prompt within the length of a training sequence; -1 if unknown.
+
+    0 means that the prompt already has this length, or is longer.
+
+    Args:
+      decode: the task's functions for generation, with the length of its training sequences.
+      longest_prompt: number of tokens in the longest prompt.
+    """
     return _num_left(decode.trained_positions, decode.continues, longest_prompt)
 
 
 def fitting(decode: Decode, longest_prompt: int, most: int, *, within_training: bool) -> int:
-    """Returns how many of `most` tokens fit after a prompt: in the model's positions, and in a training sequence.
+    """Returns the number of tokens to generate: `most`, reduced if the model has too few positions after the prompt.
 
-    0 means that the prompt is too long for the model. If the prompt alone is longer than a training sequence, only the
-    model's positions limit the text.
+    0 means that the prompt is too long for the model.
+
+    Args:
+      decode: the task's functions for generation, with the limits of the model.
+      longest_prompt: number of tokens in the longest prompt.
+      most: the requested number of tokens.
+      within_training: whether prompt and text must also fit into a training sequence. A prompt that is already longer
+        than a training sequence is not limited by it.
     """
     room, trained = room_left(decode, longest_prompt), num_trained_left(decode, longest_prompt)
     if room == 0:
@@ -177,14 +196,14 @@ def _num_left(positions: int, continues: bool, longest_prompt: int) -> int:
 
 
 class Shown:
-    """Writes texts while they are generated, in order: a text is written after all previous texts have ended."""
+    """Writes several texts while they are generated, one after the other: each after all previous texts have ended."""
 
     def __init__(self, write: Callable[[str], object], heads: Sequence[str]) -> None:
-        """Starts with nothing written.
+        """Creates the writer; nothing is written yet.
 
         Args:
-          write: receives pieces of text.
-          heads: the text to write before each generated text: a title, and the prompt that it continues.
+          write: a function that is called with each piece of text to print.
+          heads: for each generated text, the text to write before it: a title, and the prompt that the text continues.
         """
         self._write = write
         self._heads = heads
@@ -193,7 +212,7 @@ class Shown:
         self._num_written = -1  # characters of the current text; -1: its head is not written yet
 
     def __call__(self, index: int, text: Text) -> None:
-        """Writes the new part of `text`, the text at this index, which has become longer or has ended."""
+        """Writes the new characters of the text number `index`, or delays them until all previous texts have ended."""
         self._texts[index] = text
         while self._current in self._texts:
             text = self._texts[self._current]

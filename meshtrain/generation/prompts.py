@@ -17,13 +17,13 @@ _LINE = '{"prompt": "def "}'
 
 
 class Prompt(NamedTuple):
-    """A prompt.
+    """A prompt before tokenization, as text or as a conversation.
 
     Attributes:
-      text: the text that the model continues.
-      where: its source for errors: `--prompt`, or a line of a file.
-      messages: the conversation that the text ends, if any.
-      is_templated: whether a chat template produced the text; then it includes the tokens that start a text.
+      text: the text that the model continues or answers.
+      where: the source of the prompt, for errors: `--prompt`, or a file and a line.
+      messages: the conversation whose last message is `text`; () if the prompt is no conversation.
+      is_templated: whether a chat template produced the text. Such a text includes the template's begin tokens.
     """
 
     text: str
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
 
 def from_flags(texts: Sequence[str], problems: Problems) -> list[Prompt]:
-    """Returns the prompts of `--prompt`; adds a line to `problems` for each empty or non-UTF-8 prompt."""
+    """Converts the values of `--prompt` to prompts; adds an error to `problems` for each empty or non-UTF-8 value."""
     for text in texts:
         if not text or not is_utf8(text):
             problems.add(Problem("--prompt", got=f"'{text}'", allowed="a text in UTF-8, not empty", nearest="'def '"))
@@ -41,13 +41,13 @@ def from_flags(texts: Sequence[str], problems: Problems) -> list[Prompt]:
 
 
 def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "--prompts") -> list[Prompt]:
-    """Returns the prompts of a file with one JSON object with `prompt` per line; adds errors to `problems`.
+    """Reads prompts from a file with one JSON object per line, such as {"prompt": "..."}; adds errors to `problems`.
 
     Args:
-      path: the file.
-      problems: receives the errors; reading stops when there are enough of them.
-      chat: whether a line may have `messages` instead; the model answers the last message.
-      key: the option that names the file.
+      path: the file. Empty lines are skipped.
+      problems: receives the errors; reading stops when `problems.is_enough()`.
+      chat: whether a line may have a conversation `messages` instead of `prompt`; the model answers its last message.
+      key: the option that names the file, for errors.
     """
     name, near = expand_user(path), "--prompt='def '" if key == "--prompts" else "prompts.jsonl"
     if (what := what_is_at(name)) != "a file":
@@ -81,7 +81,16 @@ def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "
 
 
 def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
-    """Returns the prompt of a line. Raises UserError: the line has another form; the problem has no key."""
+    """Parses a line of a file of prompts.
+
+    Args:
+      line: a JSON object in UTF-8.
+      where: the file and the line, stored in the prompt.
+      chat: whether the line may have `messages` instead of `prompt`.
+
+    Raises:
+      UserError: the line has another form; the problem has no key.
+    """
     wanted = "a JSON object with 'prompt', a text that is not empty"
     try:
         fields = read_json(line)
@@ -100,10 +109,10 @@ def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
 
 
 def in_chat(prompts: Sequence[Prompt], template: ChatTemplate, special: SpecialTokens) -> list[Prompt]:
-    """Returns the prompts formatted by a chat template, up to the start of the answer.
+    """Formats prompts with a chat template, up to the start of the assistant's answer.
 
     Args:
-      prompts: each is a user's message, or a conversation.
+      prompts: each is a conversation, or else a text that becomes the message of a user.
       template: the chat template.
       special: the special tokens of the tokenizer.
 
@@ -123,13 +132,13 @@ def in_chat(prompts: Sequence[Prompt], template: ChatTemplate, special: SpecialT
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int, decode: Decode) -> list[list[int]]:
-    """Returns the tokens of each prompt.
+    """Returns the token ids of each prompt.
 
     Args:
-      prompts: at least one.
+      prompts: at least one prompt.
       tokenizer: the tokenizer of the run.
-      vocab_size: the vocabulary of the model; 0 if unknown.
-      decode: how the task generates; it limits a prompt's length.
+      vocab_size: the vocabulary size of the model; 0 if unknown.
+      decode: the task's functions for generation, with the model's limits on the number of tokens.
 
     Raises:
       UserError: one line for each prompt that cannot be encoded, has no tokens, has ids outside of the vocabulary, or

@@ -1,6 +1,6 @@
-"""Chooses one token from logits: greedily, or at random with temperature, top-k and top-p.
+"""Samples tokens from logits: greedily, or at random with temperature, top-k and top-p.
 
-R: rows, V: padded vocabulary.
+R: rows of the batch, one for each text; V: padded vocabulary.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ _LEAST_TEMPERATURE = 1e-6  # float32 logits divided by a much smaller number ove
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. The three options apply in this order, as in Hugging Face's generation.
+    """Sampling options. They apply in the order temperature, top_k, top_p, as in Hugging Face's generation.
 
     Attributes:
-      temperature: logits are divided by it; below 1e-6 the most probable token is chosen, as at 0.
-      top_k: only this number of most probable tokens remain; 0: all tokens.
-      top_p: only the most probable tokens remain whose probabilities sum to this, including the token that crosses it
-        (nucleus sampling, Holtzman et al. 2020); 1: all tokens.
+      temperature: divisor of the logits. Below 1e-6 decoding is greedy: the most probable token is chosen.
+      top_k: number of most probable tokens among which one is sampled; 0: all tokens.
+      top_p: sum of the probabilities of the most probable tokens among which one is sampled, including the token that
+        crosses the sum (nucleus sampling, Holtzman et al. 2020); 1: all tokens.
     """
 
     temperature: float = 0.0
@@ -28,25 +28,25 @@ class Sampling:
 
 
 def row_keys(key: jax.Array, prompts: jax.Array, samples: jax.Array) -> jax.Array:
-    """Returns one random key per row, keys [R]; it depends neither on the mesh nor on the other rows of the batch.
+    """Returns one random key per row, typed keys [R]. A row's key depends neither on the mesh nor on other rows.
 
     Args:
       key: the random key made from the seed.
-      prompts: int32 [R], the index of each row's prompt in the request.
-      samples: int32 [R], the index of the row among the samples of its prompt.
+      prompts: int32 [R], the index of each row's prompt among all prompts.
+      samples: int32 [R], the index of each row among the samples for its prompt.
     """
     fold = jax.vmap(jax.random.fold_in)
     return fold(fold(jnp.broadcast_to(key, prompts.shape), prompts), samples)
 
 
 def choose(logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns one token for each row, int32 [R].
+    """Samples the next token of each row; returns ids, int32 [R].
 
     Args:
       logits: float32 [R, V]; a token at minus infinity is never chosen.
-      keys: the keys of the rows, keys [R].
-      index: int32 scalar, the number of tokens generated before.
-      sampling: how to choose.
+      keys: typed keys [R], one for each row.
+      index: int32 scalar, the number of tokens that each row has generated before; folded into the keys.
+      sampling: temperature, top-k and top-p.
     """
     if sampling.temperature < _LEAST_TEMPERATURE:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -56,9 +56,9 @@ def choose(logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampl
 
 
 def mask_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns logits float32 [R, V], at minus infinity for tokens that top-k and top-p exclude.
+    """Sets the logits of tokens that top-k and top-p exclude to minus infinity; returns float32 [R, V].
 
-    Tokens as probable as the last included token are included, too, so that the order of equal logits does not matter.
+    Tokens with the same logit as the last included token are also included, so the order of equal logits is irrelevant.
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]

@@ -25,20 +25,20 @@ from meshtrain.sharding.trees import Shardings
 CALL_TOKENS = 16  # tokens of a row in one call, after which the host reads them
 MOST_ROWS, MOST_CACHE_BYTES = 64, 2 << 30  # limits of a batch, and of its cache on one device
 SHORTEST = 64
-NOTHING = -1  # instead of a token in rows that are done
+NOTHING = -1  # in the place of a token, in rows that are done
 
-# (index of the request, its next tokens, whether they are its last ones) -> whether the request needs no more tokens.
+# (index of a request, the next ids of its text, whether no more ids follow) -> whether the caller needs no more ids.
 Take = Callable[[int, list[int], bool], bool]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A text to generate.
+    """A request to generate one text for a prompt.
 
     Attributes:
-      ids: the prompt, at least one token.
-      prompt: the prompt's index among all prompts.
-      sample: the index among the samples of this prompt. Random numbers depend on it and on `prompt`.
+      ids: the token ids of the prompt, at least one.
+      prompt: the index of the prompt among all prompts. Random numbers depend on `prompt` and `sample`.
+      sample: the index of the text among the samples for this prompt.
     """
 
     ids: Sequence[int]
@@ -49,13 +49,13 @@ class Request:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state on the devices between two calls.
+    """The state of a batch on the devices, between two calls of a compiled function.
 
     Attributes:
-      cache: see `Decode`.
+      cache: name -> array, such as the KV cache; `Decode.cache` defines its entries.
       tokens: int32 [R], the last token of each row.
-      keys: uint32 [R, words], the data of each row's key.
-      index: int32 scalar, the number of tokens generated so far.
+      keys: uint32 [R, words], the data of each row's random key.
+      index: int32 scalar, the number of tokens that each row has generated so far.
     """
 
     cache: Cache
@@ -64,12 +64,13 @@ class State:
     index: jax.Array
 
 
-# The loop state of `advance`: number of generated tokens, the state, which rows are done, and the tokens of each row.
+# The carry of the loop in `advance`: tokens generated in this call, the state, bool [R] of rows that are done, and the
+# tokens of this call, int32 [R, CALL_TOKENS].
 Carry: TypeAlias = tuple[jax.Array, State, jax.Array, jax.Array]
 
 
 class Generator:
-    """Generates texts with one set of weights on one mesh. Functions are compiled once for each shape and sampling."""
+    """Generates tokens with one set of weights on one mesh. Compiles once for each batch shape and `Sampling`."""
 
     def __init__(
         self,
@@ -80,15 +81,15 @@ class Generator:
         end_ids: Sequence[int],
         compiler_options: CompilerOptions | None = None,
     ) -> None:
-        """Casts the weights to the dtypes of the computation.
+        """Creates a generator, and casts the weights to the dtypes of the computation.
 
         Args:
-          decode: how the task generates tokens.
-          params: the weights on `mesh`, with their shardings.
+          decode: the task's functions for generation.
+          params: the weights on `mesh`, with their shardings; None: `load` provides them later.
           mesh: the mesh; its pipeline axis has size 1.
-          rules: logical axis -> mesh axes, for the cache.
-          end_ids: the tokens that end a text; -1: no token does.
-          compiler_options: XLA options by name; None: the defaults.
+          rules: logical axis -> mesh axes, for the shardings of cache and batch.
+          end_ids: the ids of the tokens that end a text; -1 in place of an id is ignored.
+          compiler_options: XLA options by name; None: XLA's defaults.
         """
         self.compiler_options = compiler_options
         self.decode = decode
@@ -99,18 +100,21 @@ class Generator:
         self.compiled = functools.cache(self._compile)
 
     def load(self, params: Params | None) -> None:
-        """Replaces the weights by others with the same shardings; None frees the memory of the current weights."""
+        """Replaces the weights by `params`, which have the same shardings; None frees the current weights' memory."""
         self.params = None if params is None else _cast(self.decode, params)
 
     def draw(self, requests: Sequence[Request], num_tokens: int, sampling: Sampling, seed: int, take: Take) -> None:
-        """Generates tokens for each request until `take` needs no more, the end token comes, or there are `num_tokens`.
+        """Generates tokens for each request, and passes them to `take`, which may end a request early.
+
+        A request ends at the end token, after `num_tokens` tokens, or when `take` returns True.
 
         Args:
-          requests: the requests, in the order of batching.
-          num_tokens: the maximum for each request.
-          sampling: how tokens are chosen.
+          requests: the prompts; consecutive requests form a batch.
+          num_tokens: maximum number of tokens for each request.
+          sampling: temperature, top-k and top-p.
           seed: the seed of the random numbers.
-          take: receives the tokens of a request in pieces, without the end token.
+          take: (index of the request, its next ids without the end token, whether no more ids follow) -> whether the
+            request needs no more tokens.
         """
         lengths = round_length(max(len(request.ids) for request in requests)), round_length(num_tokens)
         num_rows = self._num_rows(len(requests), *lengths)
@@ -130,7 +134,15 @@ class Generator:
                 index = min(index + CALL_TOKENS, num_tokens)
 
     def _num_rows(self, num_requests: int, prompt_length: int, num_steps: int) -> int:
-        """Returns R: the requests rounded up to the batch's shards, limited by the rows and cache bytes of a batch."""
+        """Returns R, the rows of a batch: all requests if possible, at most 64 rows and 2 GiB of cache per device.
+
+        R is a multiple of the batch's shards, and at least one row per shard.
+
+        Args:
+          num_requests: number of texts to generate.
+          prompt_length: P.
+          num_steps: maximum number of generated tokens, after padding.
+        """
         shards = num_parts(self.rules.activations["batch"], self.mesh.shape)
         num_bytes = 0
         for entry in self.decode.cache(shards, prompt_length, num_steps).values():
@@ -140,7 +152,14 @@ class Generator:
         return shards * min(-(-num_requests // shards), most)
 
     def _hand_over(self, take: Take, request: int, drawn: np.ndarray, is_last: bool) -> bool:
-        """Passes a row's new tokens to `take`, and returns whether the row is done."""
+        """Passes a row's new tokens to `take`; returns whether the row is done.
+
+        Args:
+          take: the caller's function, see `draw`.
+          request: the index of the row's request.
+          drawn: int32 [tokens], the ids of the new tokens; NOTHING after the row is done.
+          is_last: whether the maximum number of tokens is reached.
+        """
         tokens = [int(token) for token in drawn if token != NOTHING]
         if tokens and tokens[-1] in self.end_ids:
             tokens, is_last = tokens[:-1], True
@@ -149,7 +168,14 @@ class Generator:
     def _compile(
         self, sampling: Sampling, num_rows: int, prompt_length: int, num_steps: int
     ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
-        """Returns `prefill` and `advance`, jitted for these shapes, with shardings for all results."""
+        """Returns the jitted functions `prefill` and `advance` for these shapes, with shardings for all results.
+
+        Args:
+          sampling: temperature, top-k and top-p.
+          num_rows: R.
+          prompt_length: P.
+          num_steps: maximum number of generated tokens, after padding.
+        """
         decode, end_ids = self.decode, np.asarray(self.end_ids, np.int32)
         entries = decode.cache(num_rows, prompt_length, num_steps)
         row = self._sharding((num_rows,), ("batch",))
@@ -170,7 +196,10 @@ class Generator:
             samples: jax.Array,
             key: jax.Array,
         ) -> tuple[State, jax.Array]:
-            """Processes the prompts, int32 [R, P]; returns the state and the first token of each row, int32 [R, 1]."""
+            """Processes the prompts; returns the state and the first new token of each row, int32 [R, 1].
+
+            `tokens` is int32 [R, P]; `lengths`, `prompts` and `samples` are int32 [R]; `key` is the data of a key.
+            """
             zeros = {name: jnp.zeros(entry.shape, entry.dtype) for name, entry in entries.items()}
             empty = jax.lax.with_sharding_constraint(zeros, of_cache)
             logits, cache = decode.prefill(params, tokens, lengths, empty)
@@ -181,8 +210,8 @@ class Generator:
         def advance(params: Params, state: State, done: jax.Array, num_tokens: jax.Array) -> tuple[State, jax.Array]:
             """Generates up to 16 more tokens for each row; returns the state and the tokens, int32 [R, 16].
 
-            Tokens are NOTHING after a row is done. The loop ends early if all rows are done or have `num_tokens`.
-            `done` is bool [R].
+            After a row is done, its tokens are NOTHING. The loop ends early if all rows are done, or have `num_tokens`
+            tokens. `done` is bool [R]: whether a row was done before this call.
             """
 
             def goes_on(carry: Carry) -> jax.Array:
@@ -211,7 +240,7 @@ class Generator:
 
 
 def round_length(length: int) -> int:
-    """Returns the smallest power of two that is at least `length` and 64, so that few shapes are compiled.
+    """Rounds a length up to a power of two, at least 64, so that few shapes are compiled.
 
     >>> round_length(3), round_length(64), round_length(65), round_length(1000)
     (64, 64, 128, 1024)
@@ -220,7 +249,15 @@ def round_length(length: int) -> int:
 
 
 def _rows(requests: Sequence[Request], num_rows: int, length: int) -> tuple[np.ndarray, ...]:
-    """Returns tokens [R, P], lengths, prompts and samples [R], all int32; the last request pads the batch."""
+    """Converts requests to a batch: tokens [R, P], lengths [R], prompt indices [R] and sample indices [R], all int32.
+
+    Copies of the last request fill the batch.
+
+    Args:
+      requests: at least one, at most R.
+      num_rows: R.
+      length: P.
+    """
     filled = [*requests, *[requests[-1]] * (num_rows - len(requests))]
     tokens = np.zeros((num_rows, length), np.int32)
     for row, request in enumerate(filled):
@@ -230,7 +267,7 @@ def _rows(requests: Sequence[Request], num_rows: int, length: int) -> tuple[np.n
 
 
 def _cast(decode: Decode, params: Params) -> Params:
-    """Returns the weights in the dtypes of the computation, with the same shardings."""
+    """Casts the weights to the dtypes of the computation, with unchanged shardings."""
     if decode.cast is None:
         return params
     wanted = jax.eval_shape(decode.cast, params)

@@ -14,14 +14,14 @@ Logits = Callable[[Params, Batch], jax.Array]
 
 
 def by_window(logits: Logits, batch: Mapping[str, Entry] | Mapping[str, jax.ShapeDtypeStruct]) -> Decode:
-    """Returns the `Decode` of a task that has only logits; its cache is the last T tokens of each row.
+    """Returns a `Decode` that computes each new token from `Task.logits`; its cache has the last T tokens of each row.
 
-    Only the last T - 1 tokens of a prompt are used (the last token if T is 1). When T tokens are in the window, each
-    new token removes the oldest token.
+    Only the last T - 1 tokens of a prompt are used (the last token if T is 1). When a row has T tokens, each new token
+    removes its oldest token.
 
     Args:
       logits: (params, batch) -> float32 [R, T, V].
-      batch: the entries of the task's batch, including `tokens` [B, T].
+      batch: name -> entry of the task's batch, including `tokens` [B, T].
     """
     length = int(batch["tokens"].shape[1])
 
@@ -55,7 +55,12 @@ def by_window(logits: Logits, batch: Mapping[str, Entry] | Mapping[str, jax.Shap
 
 
 def batch_of(window: jax.Array, wanted: Collection[str]) -> Batch:
-    """Returns the entries `wanted` of a batch with tokens `window` [R, T], one document in each row."""
+    """Returns a batch in which each row is one document, with the entries that the task's batch has.
+
+    Args:
+      window: int32 [R, T], the tokens.
+      wanted: names of the entries to return: `tokens`, `targets`, `segment_ids`, `positions`, `weights`.
+    """
     ones = jnp.ones(window.shape, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
     every = {
