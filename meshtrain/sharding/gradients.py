@@ -1,11 +1,11 @@
 """Sums gradients over the data axis: each replica adds up its own microbatches, and the sums are reduced once a step.
 
-The data axis is manual while gradients are computed (`jax.shard_map`). The partitioner would instead reduce the
-gradients of each of M microbatches, which is M times the traffic.
+The data axis is manual while gradients are computed (`jax.shard_map`). With an automatic data axis, the partitioner
+would reduce the gradients of each of M microbatches, which is M times the traffic.
 
-If a loop computes layers one after the other, their gradients are reduced inside the backward loop of the last
-microbatch (`reducing_layers`). Then the matrix products of the next layer run while the collective is in flight. All
-other gradients are reduced after the last microbatch.
+If a loop computes layers one after the other, the gradients of these layers are reduced inside the backward loop of the
+last microbatch (`reducing_layers`). Then the matrix products of the next layer run while the collective is in flight.
+All other gradients are reduced after the last microbatch.
 
 M: microbatches.
 """
@@ -37,7 +37,7 @@ Compute = Callable[..., tuple[Arrays, Arrays]]
 
 
 class OverData(enum.Enum):
-    """How the gradients of the replicas are combined.
+    """How the gradients of the data axis's replicas are combined.
 
     SUMMED: they are added up over the data axis. STACKED: they are returned as [replicas, ...], and the caller adds
     them up. INSIDE: the caller is already in the manual region of the data axis; each replica keeps its own gradients.
@@ -51,10 +51,10 @@ class OverData(enum.Enum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """A gradient that is already summed over the data axis; it stands where the sum of one replica would stand.
+    """Marks a gradient that is already summed over the data axis, in a pytree of one replica's gradients.
 
     Attributes:
-      value: float32; at ZeRO level 1 the shard of this replica.
+      value: the summed gradient, float32; at ZeRO level 1 only the shard of this replica.
     """
 
     value: jax.Array
@@ -62,17 +62,17 @@ class Reduced:
 
 @dataclasses.dataclass(frozen=True)
 class GradientSync:
-    """How gradients are added up over microbatches and reduced over the replicas of the data axis.
+    """Adds up gradients over microbatches and reduces them over the replicas of the data axis.
 
     Attributes:
-      mesh: the mesh.
+      mesh: the mesh of devices.
       stored: a pytree of `ParamSharding` with the structure of the parameters.
-      level: the ZeRO level (`param_sharding.py`). At level 3 weights are sharded over the data axis, which the
-        partitioner handles.
-      is_manual: whether the data axis is manual at levels 0 to 2; if not, the partitioner handles it.
+      level: the ZeRO level, 0 to 3 (table in `param_sharding.py`). At level 3 weights are sharded over the data axis,
+        and the partitioner reduces gradients.
+      is_manual: whether the data axis is manual at levels 0 to 2; if not, the partitioner reduces gradients over it.
       wire_dtype: the dtype in which gradients are reduced over the data axis. Sums over microbatches are float32.
-      trained: a pytree of bool with the structure of the parameters, true for each parameter with a gradient; None:
-        all.
+      trained: a pytree of bool with the structure of the parameters, true for each parameter with a gradient; None: all
+        parameters have gradients.
       crossing: how the gradients of the replicas are combined.
     """
 
@@ -96,31 +96,32 @@ class GradientSync:
 
     @property
     def specs(self) -> Specs:
-        """The specs of the parameters."""
+        """A pytree with the `PartitionSpec` of each parameter."""
         return jax.tree.map(lambda weight: weight.parameter, self.stored)
 
     @property
     def trained_stored(self) -> ParamShardings:
-        """`ParamSharding` of the parameters that have gradients, None for the others."""
+        """A pytree with the `ParamSharding` of each trained parameter and None for each frozen parameter."""
         return select(self.stored, self.trained)[0]
 
     @property
     def trained_specs(self) -> Specs:
-        """The specs of the parameters that have gradients, None for the others."""
+        """A pytree with the `PartitionSpec` of each trained parameter and None for each frozen parameter."""
         return select(self.specs, self.trained)[0]
 
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
-        """Returns `compute` run on each replica's shard of the batch.
+        """Returns a function that runs `compute` on each replica's shard of the batch and adds up its results.
 
-        Its sums and gradients are reduced over the data axis.
-
-        With `OverData.STACKED` gradients are not reduced: each leaf is [replicas, ...].
+        Sums and gradients are reduced over the data axis. With `OverData.STACKED` gradients are not reduced: each leaf
+        is [replicas, ...]. With `OverData.INSIDE`, at level 3 or with one replica, `compute` gets the batch of the
+        caller unchanged, and nothing is reduced.
 
         Args:
           compute: a function (parameters, batch, further replicated arrays) -> (sums, gradients). `sums` is a pytree of
-            scalars. `gradients` has the structure of `trained_stored` and the shapes of `zeros` and `part`, with
-            `Reduced` in place of each array that `compute` has already reduced. Arrays are local along the manual axes.
-          manual: axes that are manual besides the data axis.
+            scalars. `gradients` has the structure of `trained_stored` and the shapes of the results of `zeros` and
+            `part`, with `Reduced` in place of each array that `compute` has already reduced. Arrays are local along the
+            manual axes.
+          manual: mesh axes to make manual in addition to the data axis.
         """
         axes, is_stacked = self.axes | manual, self.crossing is OverData.STACKED
         if not axes and not is_stacked:
@@ -144,9 +145,12 @@ class GradientSync:
         return run
 
     def zeros(self, params: Arrays, stored: ParamShardings) -> Arrays:
-        """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.
+        """Returns float32 zeros with the shapes that `part` returns, to which gradients of microbatches are added.
 
-        At level 2, a dim that the data axis divides has the size of one shard.
+        Args:
+          params: a pytree of parameters, local along the manual axes; only their shapes are read. At level 2, the dim
+            that the data axis splits has the size of one shard in the result.
+          stored: `ParamSharding` of these parameters.
         """
 
         def zeros(leaf: jax.Array, weight: ParamSharding) -> jax.Array:
@@ -156,11 +160,11 @@ class GradientSync:
         return jax.tree.map(zeros, params, stored)
 
     def shard_shape(self, leaf: jax.Array, dim: int) -> list[int]:
-        """Returns the shape of one replica's shard, if the data axis splits dim `dim`.
+        """Returns the shape of one replica's shard of an array, of which the data axis splits one dim.
 
         Args:
-          leaf: the whole array.
-          dim: counted from the end (-1 is the last); 0: no dim is split.
+          leaf: the array before the split; only its shape is read.
+          dim: the dim to split, counted from the end (-1 is the last); 0: no dim is split.
         """
         shape = list(leaf.shape)
         if dim:
@@ -170,8 +174,8 @@ class GradientSync:
     def accumulators(self, params: Arrays) -> Arrays:
         """Returns the abstract float32 sums that `zeros` allocates for the trained parameters, each with its sharding.
 
-        Shapes are global. At level 2, where `zeros` returns one shard, the shape is that of the whole array, and its
-        sharding splits it. At other levels a sum has the shape and the sharding of its parameter.
+        Shapes are global, and equal to the shapes of the parameters. At level 2 the sharding of a sum also splits it
+        over the data axis; at other levels a sum has the sharding of its parameter.
 
         Args:
           params: arrays or `jax.ShapeDtypeStruct`s with global shapes, for all parameters, trained or not.
@@ -183,9 +187,9 @@ class GradientSync:
         return jax.tree.map(accumulator, select(params, self.trained)[0], self.trained_stored)
 
     def part(self, gradients: Arrays, stored: ParamShardings) -> Arrays:
-        """Returns the float32 arrays that a microbatch adds to this replica's sums.
+        """Returns the gradients of one microbatch in float32, to be added to this replica's sums.
 
-        At level 2 the arrays are reduce-scattered over the data axis.
+        At level 2 the gradients are reduce-scattered over the data axis.
 
         Args:
           gradients: a pytree with the structure of the parameters, in any float dtype; a leaf may lack leading dims
@@ -196,7 +200,7 @@ class GradientSync:
         if not any(self._scatters_each(weight) for weight in jax.tree.leaves(stored)):
             return gradients
 
-        # A weight that the data axis does not divide is reduced once, after the last microbatch (`_reduced`).
+        # The gradient of a weight that the data axis does not divide is reduced after the last microbatch (`_reduced`).
         def scatter(leaf: jax.Array, weight: ParamSharding) -> jax.Array:
             return self._reduce(leaf, weight) if self._scatters_each(weight) else leaf
 
@@ -211,13 +215,16 @@ class GradientSync:
         return bool(self.axes) and self.level < GRADIENTS_LEVEL and self.crossing is OverData.SUMMED
 
     def reduced_zeros(self, leaf: jax.Array, weight: ParamSharding) -> jax.Array:
-        """Returns float32 zeros with the local shape of a reduced gradient; at level 1 the shape of one shard."""
+        """Returns float32 zeros in the shape of a parameter's reduced gradient; at level 1, of this replica's shard.
+
+        Args:
+          leaf: the parameter, or one layer of it; only its shape is read.
+          weight: its `ParamSharding`.
+        """
         return jnp.zeros(self.shard_shape(leaf, weight.scattered_dim), jnp.float32)
 
     def reduced_layers(self, gradients: Arrays, stored: ParamShardings) -> Arrays:
-        """Returns the gradients of layers reduced over the data axis, in `wire_dtype`.
-
-        At level 1 the arrays are the shards of this replica.
+        """Reduces the gradients of layers over the data axis, in `wire_dtype`; at level 1 to this replica's shards.
 
         Args:
           gradients: float32 sums of one replica, local along the manual axes.
@@ -226,16 +233,16 @@ class GradientSync:
         return self._on_each(self._sent, gradients, stored)
 
     def reducing_layers(self, stored: Mapping[int, ParamSharding]) -> Hook:
-        """Returns the hook that reduces the gradients of one layer in its backward pass.
+        """Returns a hook for `jaxprs.Traced.run` that reduces the gradients of one layer in its backward pass.
 
         The hook gets the weights of a layer and, for each weight, a pair: the local gradient sum of the earlier
-        microbatches or None, and zeros from `reduced_zeros`. In the forward pass it returns the weights unchanged. In
-        the backward pass it returns the reduced sum of all microbatches as the gradient of the zeros. The weights
-        themselves have to be constants of the differentiation. So sums are float32 and may be scattered, whatever dtype
-        and shape the weights have.
+        microbatches or None, and zeros from `reduced_zeros`. In the forward pass the hook returns the weights
+        unchanged. In the backward pass the gradient of the zeros is the reduced sum of all microbatches. The weights
+        get no gradient, so the caller differentiates with respect to the zeros. Therefore sums are float32 and may be
+        scattered, independently of the dtype and shape of the weights.
 
         Args:
-          stored: index of a weight -> its `ParamSharding`.
+          stored: index of a weight in the traced list -> its `ParamSharding`.
         """
 
         @jax.custom_vjp
@@ -262,7 +269,13 @@ class GradientSync:
     def _on_each(
         self, function: Callable[[jax.Array, ParamSharding], jax.Array], gradients: Arrays, stored: ParamShardings
     ) -> Arrays:
-        """Applies a function to each gradient, where all mesh axes are manual; a leaf may lack leading dims."""
+        """Applies a function to each gradient in a region in which all mesh axes are manual.
+
+        Args:
+          function: a function (gradient, its `ParamSharding`) -> result; both arrays are one device's shards.
+          gradients: a pytree of gradients; a leaf may lack leading dims (one layer of a stack).
+          stored: `ParamSharding` of the parameters.
+        """
 
         def trailing(leaf: jax.Array, weight: ParamSharding) -> PartitionSpec:
             return spec_of_dims(axes_of_dims(weight.parameter, weight.num_dims)[-leaf.ndim :])
@@ -282,22 +295,20 @@ class GradientSync:
         return self._sent(x, weight).astype(jnp.float32)
 
     def _sent(self, x: jax.Array, weight: ParamSharding) -> jax.Array:
-        """Returns a gradient reduced over the data axis in `wire_dtype`.
-
-        If the gradient is scattered, the result is the shard of this replica.
-        """
+        """Returns a gradient reduced over the data axis in `wire_dtype`: the full sum, or this replica's shard."""
         return sum_over(x.astype(self.wire_dtype), DATA, weight.scattered_dim)
 
     def with_replicas(self, specs: Specs) -> Specs:
-        """Returns the specs of arrays that have a leading dim of replicas, split over the data axis."""
+        """Returns the specs after a leading dim of replicas, split over the data axis, is added to each array."""
         replicas = DATA if self.mesh.shape[DATA] > 1 else None
         return jax.tree.map(lambda spec: PartitionSpec(replicas, *spec), specs)
 
     def _reduced(self, gradients: Arrays) -> Arrays:
-        """Reduces the gradients [replicas, ...] over the data axis: by an all-reduce at level 0, else a reduce-scatter.
+        """Reduces gradients [replicas, ...] over the data axis: by an all-reduce at level 0, else by a reduce-scatter.
 
-        At level 2 `part` has already scattered them, except for weights without a dim that the data axis divides.
-        Gradients of layers in a loop may be `Reduced`, and are returned as they are.
+        The gradient of a weight without a dim that the data axis divides is all-reduced at every level. At level 2
+        `part` has already scattered all other gradients, so they are only returned. A `Reduced` gradient is already
+        summed too, so its value is returned.
         """
         stored = self.trained_stored
 

@@ -1,10 +1,10 @@
 """Transforms of traced functions: the only module that walks jaxprs to change or to run them.
 
-`trace` detects the weights that a function reads in a single loop, one layer at a time. It runs the function with a
-hook on each layer's weights: a model that scans over stacked weights [L, ...] reads a slice of each per iteration.
-Tasks need no change, whether written in Linen, NNX or plain functions. `run_after` delays the allocation of loops,
-`depends` computes which results depend on which inputs, `results` computes some of the variables, and `inline_calls`
-gives manual regions separate jaxprs.
+`trace` detects the weights that a function reads in a single loop, one layer at a time: a model that scans over stacked
+weights [L, ...] reads a slice of each weight per iteration. `Traced.run` runs the function with a hook on these slices.
+Tasks need no change, whether written in Linen, NNX or plain functions. `run_after` delays the allocation of memory by
+loops, `depends` computes which results depend on which inputs, `results` computes selected variables of a jaxpr, and
+`inline_calls` gives manual regions separate jaxprs.
 
 L: layers in a stack.
 """
@@ -40,12 +40,13 @@ _CALLS = ("jit", "pjit")
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A traced function of a list of arrays and of other arguments.
+    """A function of a list of arrays and a pytree of other arguments, after tracing.
 
     Attributes:
-      closed: its jaxpr.
-      structure: of its result.
-      sliced: indices of the arrays [L, ...] that are read only as slices in one loop, in the order of L or reversed.
+      closed: the jaxpr of the function.
+      structure: the pytree structure of the function's result.
+      sliced: the indices, in the list, of the arrays [L, ...] that the function reads only as slices in one loop, in
+        the order of L or reversed.
     """
 
     closed: ClosedJaxpr
@@ -53,14 +54,15 @@ class Traced:
     sliced: frozenset[int]
 
     def run(self, arrays: Sequence[jax.Array], others: Arrays, given: Mapping[int, Arrays], hook: Hook) -> Arrays:
-        """Returns the function's result; its loops compute with the slices that the hook returns.
+        """Runs the function with a hook that replaces the slices that its loops read; returns the function's result.
 
         Args:
-          arrays: with the shapes that were traced.
-          others: the other argument, with the shapes that were traced.
-          given: index of a sliced array -> a pytree of arrays [L, ...] whose slices the hook gets. Other arrays have no
-            hook.
-          hook: called once for each loop, while JAX traces the loop's body.
+          arrays: the list of arrays, with the traced shapes.
+          others: the pytree of other arguments, with the traced shapes.
+          given: index of a sliced array -> a pytree of additional arrays [L, ...]; the hook gets the slices of both.
+            Slices of arrays without an index here do not pass through the hook.
+          hook: a function that returns the slices with which the loop computes. It is called once for each loop, while
+            JAX traces the loop's body.
         """
         jaxpr, arguments = self.closed.jaxpr, [*arrays, *jax.tree.leaves(others)]
         tracked = {jaxpr.invars[index]: index for index in given}
@@ -69,7 +71,13 @@ class Traced:
 
 
 def trace(function: Callable[[list[jax.Array], Arrays], Arrays], arrays: list[jax.Array], others: Arrays) -> Traced:
-    """Traces a function of a list of arrays and a pytree of others; detects the arrays that a single loop slices."""
+    """Traces a function of a list of arrays and a pytree of other arguments; detects the arrays that one loop slices.
+
+    Args:
+      function: the function to trace.
+      arrays: the first argument of the function, in which sliced arrays are detected.
+      others: the second argument of the function.
+    """
     closed, result = jax.make_jaxpr(function, return_shape=True)(arrays, others)
     found = _find_sliced(closed.jaxpr, {closed.jaxpr.invars[index]: index for index in range(len(arrays))})
     return Traced(closed, jax.tree.structure(result), frozenset(found))
@@ -93,7 +101,10 @@ def _find_sliced(jaxpr: Jaxpr, tracked: Mapping[Var, int]) -> set[int]:
 
 
 def _keeps_layers(equation: ShapedEquation) -> bool:
-    """Returns whether each layer of the output is computed from the same layer, or a group of consecutive layers."""
+    """Returns whether an equation maps each layer of its input to the same layer of its output, a float array.
+
+    The output may also group consecutive layers: [L / n, n, ...].
+    """
     if equation.primitive.name not in _ON_EACH_LAYER or len(equation.invars) > 1:
         return False
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -110,7 +121,16 @@ def _run_hooked(
     given: Mapping[int, Arrays],
     hook: Hook,
 ) -> list[Value]:
-    """Returns the results of a jaxpr whose tracked variables, each read once, reach a loop; see `Traced.run`."""
+    """Evaluates a jaxpr for `Traced.run`: slices of the tracked variables pass through the hook in their loop.
+
+    Args:
+      jaxpr: the jaxpr to evaluate.
+      consts: the values of its constants.
+      arguments: the values of its inputs.
+      tracked: an input, which is read once on its way to a loop -> the index of its array in the traced list.
+      given: as in `Traced.run`.
+      hook: as in `Traced.run`.
+    """
     tracked, places = dict(tracked), dict[int, dict[int, int]]()
     for number, equation in enumerate(jaxpr.eqns):
         mine = _places_of(tracked, equation)
@@ -133,7 +153,15 @@ def _run_hooked(
 def _scan(
     equation: JaxprEqn, inputs: list[Value], mine: Mapping[int, int], given: Mapping[int, Arrays], hook: Hook
 ) -> list[Value]:
-    """Returns the results of a scan in which the inputs `mine` pass through the hook, slice by slice."""
+    """Evaluates a scan in which the slices of some inputs pass through the hook.
+
+    Args:
+      equation: the scan.
+      inputs: the values of its inputs.
+      mine: position of an input whose slices pass through the hook -> the index of its array in the traced list.
+      given: as in `Traced.run`.
+      hook: as in `Traced.run`.
+    """
     loop = _Loop(equation, inputs)
     start = len(loop.consts) + len(loop.carry)
     # A loop over groups of layers gets the additional arrays of a group.
@@ -157,14 +185,14 @@ def run_after(function: ArrayFunction, first: jax.Array, *arguments: Arrays) -> 
     """Returns `function(*arguments)`, computed so that its loops allocate memory only after `first` is computed.
 
     A scan writes its stacked results, such as the residuals of a backward pass, into arrays that start as constants. A
-    compiler may allocate constants long before the loop. Here they start as copies of `first`, which the loop
-    overwrites. A compiler may also delay a product until the loop is over, which keeps its factors in memory; values
-    needed later are therefore computed before the loop.
+    compiler may allocate constants long before the loop. Here these arrays start as copies of `first`, which the loop
+    overwrites. A compiler may also delay a matrix product until the loop is over, which keeps its factors in memory.
+    Therefore, all values that are needed later are computed before the loop.
 
     Args:
       function: any function of pytrees of arrays.
       first: a float scalar.
-      *arguments: of the function.
+      *arguments: the arguments of `function`.
     """
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
     jaxpr = closed.jaxpr
@@ -182,30 +210,30 @@ def run_after(function: ArrayFunction, first: jax.Array, *arguments: Arrays) -> 
 
 
 def _is_plain(var: Var) -> bool:
-    """Returns whether a variable is an array of numbers, not of random keys."""
+    """Returns whether a variable is an array of numbers, not of PRNG keys."""
     array: ShapedAval = var.aval
     return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
 
 
 def _is_loop(equation: JaxprEqn) -> bool:
-    """Returns whether an operation is a scan that is compiled as a loop; an unrolled scan has no stacked arrays."""
+    """Returns whether an equation is a scan that is compiled as a loop; an unrolled scan has no stacked arrays."""
     return equation.primitive.name == "scan" and equation.params["unroll"] == 1
 
 
 def _is_offloaded(equation: JaxprEqn) -> bool:
-    """Returns whether an operation reads or writes host memory; residuals of this loop take no device memory."""
+    """Returns whether an equation reads or writes host memory; residuals of an offloaded loop take no device memory."""
     arrays: list[ShapedAval] = [var.aval for var in (*equation.invars, *equation.outvars)]
     return any(array.memory_space == jax.memory.Space.Host for array in arrays)
 
 
 def _scan_after(equation: ShapedEquation, inputs: list[Value], first: jax.Array) -> list[Value]:
-    """Returns the results of a scan whose stacked results start as copies of `first`."""
+    """Evaluates a scan as a while loop whose stacked results are allocated as copies of the scalar `first`."""
     loop = _Loop(equation, inputs)
     made = [var.aval for var in equation.outvars[len(loop.carry) :]]
     # Each starts with a different number, because XLA would create equal arrays once and copy them.
     arrays = [jnp.broadcast_to((first + at).astype(one.dtype), one.shape) for at, one in enumerate(made)]
 
-    # A while loop, as a scan becomes one: a second counter would hide from XLA which slice an iteration writes.
+    # A while loop, not a scan: the second counter of a scan would hide from XLA which slice an iteration writes.
     def one(
         state: tuple[jax.Array, list[Value], list[jax.Array]],
     ) -> tuple[jax.Array, list[Value], list[jax.Array]]:
@@ -223,7 +251,7 @@ def _scan_after(equation: ShapedEquation, inputs: list[Value], first: jax.Array)
 
 
 class _Loop:
-    """A scan's equation with its inputs: constants, carried arrays, and stacked arrays that are read in slices."""
+    """The inputs of a scan by kind (constants, carried arrays, stacked arrays read in slices), and the scan's body."""
 
     def __init__(self, equation: JaxprEqn, inputs: list[Value]) -> None:
         num_consts, num_carried = _counts(equation)
@@ -239,7 +267,7 @@ class _Loop:
 
 
 def _counts(scan: ShapedEquation) -> tuple[int, int]:
-    """Returns the number of constants and of carried arrays of a scan's equation; its stacked inputs follow them.
+    """Returns the number of constants and the number of carried arrays among a scan's inputs; stacked inputs follow.
 
     JAX versions name these counts differently, so they are derived from ranks: a stacked input has one dim less in the
     body.
@@ -257,7 +285,7 @@ def _run(
     stops: Sequence[int] | Mapping[int, Mapping[int, int]],
     step: Step,
 ) -> list[Value]:
-    """Returns the results of a jaxpr; `step` computes the equations with the numbers in `stops`, JAX the others."""
+    """Evaluates a jaxpr: `step` computes the equations at the indices `stops`, JAX computes all other equations."""
     values: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
     start = 0
     for number in (*stops, len(jaxpr.eqns)):
@@ -269,7 +297,7 @@ def _run(
 
 
 def _evaluate(jaxpr: Jaxpr, equations: Sequence[JaxprEqn], values: Values) -> Values:
-    """Evaluates some equations of a jaxpr, in their order; returns variable -> result."""
+    """Evaluates consecutive equations of a jaxpr; returns the value of each variable that they define."""
     made = [var for equation in equations for var in equation.outvars if not isinstance(var, DropVar)]
     inputs = list(dict.fromkeys(var for var in _read_by(equations) if isinstance(var, Var) and var in values))
     part = jaxpr.replace(constvars=[], invars=inputs, eqns=list(equations), outvars=made)
@@ -285,13 +313,19 @@ def _read(variables: Sequence[Variable], values: Values) -> list[Value]:
 
 
 def _places_of(tracked: Mapping[Var, int], equation: JaxprEqn) -> dict[int, int]:
-    """Returns position among an equation's inputs -> index, for the inputs that are tracked."""
+    """Returns the tracked inputs of an equation: position among its inputs -> index of the array in the traced list."""
     variables = enumerate(equation.invars)
     return {at: tracked[var] for at, var in variables if not isinstance(var, Literal) and var in tracked}
 
 
 def results(closed: ClosedJaxpr, wanted: Sequence[Variable], *arguments: Value) -> list[jax.Array]:
-    """Returns some variables of a jaxpr; only the equations that they need are evaluated."""
+    """Returns the values of selected variables of a jaxpr, and evaluates only the equations that they need.
+
+    Args:
+      closed: the jaxpr.
+      wanted: variables or literals of the jaxpr, results or intermediate.
+      *arguments: the values of the jaxpr's inputs.
+    """
     jaxpr = closed.jaxpr.replace(outvars=list(wanted))
     needed: Jaxpr
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(wanted), instantiate=True)
@@ -300,10 +334,14 @@ def results(closed: ClosedJaxpr, wanted: Sequence[Variable], *arguments: Value) 
 
 
 def depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Returns for each output of a jaxpr whether it depends on one of the marked inputs; constants are not marked.
+    """Returns for each output of a jaxpr whether it depends on a marked input.
 
     The result is exact for calls and scans. Each output of any other equation that contains jaxprs (`cond`, `while`)
-    counts as dependent on all of its inputs.
+    counts as dependent on all inputs of this equation.
+
+    Args:
+      jaxpr: the jaxpr; its constants are not marked.
+      inputs: for each input of the jaxpr whether it is marked.
     """
     marked = {var for var, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
     for equation in jaxpr.eqns:
@@ -329,7 +367,7 @@ def _depends(equation: JaxprEqn, marks: list[bool]) -> list[bool]:
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yields the jaxprs in an equation's parameters: of a call, a loop, or branches."""
+    """Yields the jaxprs in an equation's parameters: the body of a call or a loop, or the branches of a condition."""
     for value in equation.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             if isinstance(part, ClosedJaxpr):
@@ -339,7 +377,7 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def inline_calls(function: ArrayFunction) -> ArrayFunction:
-    """Returns an equivalent function of pytrees of arrays, in which no two calls share a jaxpr with a manual region.
+    """Returns an equivalent function in which each call has its own copy of a jaxpr with a manual region.
 
     JAX emits one function for a jaxpr that is called several times, such as a jitted function or the body of a loop. On
     TPUs XLA does not inline this function. If it contains a manual region, and its callers are in another, the
@@ -359,7 +397,7 @@ def inline_calls(function: ArrayFunction) -> ArrayFunction:
 def _copy(value: Param) -> Param:
     """Returns a parameter of an equation, with copies of all jaxprs that contain a manual region."""
     if isinstance(value, tuple) and any(isinstance(part, Jaxpr | ClosedJaxpr) for part in value):
-        return tuple(map(_copy, value))  # but no named tuple, such as the implementation of random keys
+        return tuple(map(_copy, value))  # a named tuple, such as the implementation of random keys, has no jaxprs
     if isinstance(value, Jaxpr) and _has_region(value):  # in newer versions also a ClosedJaxpr
         copies = [{name: _copy(param) for name, param in equation.params.items()} for equation in value.eqns]
         return value.replace(eqns=[one.replace(params=params) for one, params in zip(value.eqns, copies, strict=True)])

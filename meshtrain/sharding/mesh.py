@@ -31,7 +31,10 @@ class MeshOptions(_Sizes):
 
 
 def check(options: MeshOptions) -> list[Problem]:
-    """Returns an error line for each problem that is independent of devices: two axes of -1, or a size below 1."""
+    """Returns an error line for each invalid size: a second axis of -1, or a size below 1 that is not -1.
+
+    Whether the sizes fit the devices is not checked.
+    """
     sizes = dataclasses.asdict(options)
     lines = [
         Problem(f"mesh.{axis}", got=size, allowed="at least 1, or -1 for what is left", nearest=-1 if size < 0 else 1)
@@ -49,14 +52,15 @@ def check(options: MeshOptions) -> list[Problem]:
 def mesh_shape(
     options: MeshOptions, num_devices: int, *, simulated: bool, num_processes: int = 1, slice_size: int = 0
 ) -> dict[str, int]:
-    """Returns the size of each axis, in mesh order, with -1 replaced.
+    """Returns the size of each axis, in mesh order; an axis of -1 gets the remaining devices.
 
     Args:
       options: the sizes in the configuration.
-      num_devices: devices of all processes; ignored if devices are simulated.
+      num_devices: number of devices of all processes; ignored if devices are simulated.
       simulated: whether the devices are simulated on CPU; their number is then `num_needed(options)`.
-      num_processes: a single process may leave devices unused; several must use all of them.
-      slice_size: devices of each TPU slice if there are several: a mesh is within a slice, or uses complete slices.
+      num_processes: number of processes. A single process may leave devices unused; several must use all devices.
+      slice_size: number of devices of each TPU slice; 0 if there are not several slices. With several, the mesh must
+        fit in one slice or use complete slices.
 
     Raises:
       UserError: the problems of `check`, or sizes that do not fit the devices.
@@ -96,10 +100,12 @@ def mesh_shape(
 
 
 def num_needed(options: MeshOptions) -> int:
-    """Returns the number of devices to simulate: the product of the sizes; an axis of -1 extends it to at most 8.
+    """Returns the number of devices to simulate: the product of the axis sizes.
+
+    An axis of -1 gets the largest size for which the product is at most 8, and at least size 1.
 
     Args:
-      options: sizes without problems, see `check`.
+      options: sizes for which `check` returns no problems.
     """
     sizes: list[int] = [getattr(options, axis) for axis in AXES]
     closed = math.prod(size for size in sizes if size != -1)
@@ -119,9 +125,9 @@ def _uneven(open_axis: str, asked: str, closed: int, num_devices: int) -> str:
 
 
 def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[Problem]:
-    """Returns an error line if the mesh needs more devices than are available.
+    """Returns an error line if the mesh needs more devices than are available, else [].
 
-    Its fix reduces the outermost axes first.
+    The fix that the line suggests reduces the outermost axes first.
     """
     if (num_used := math.prod(sizes.values())) <= num_devices:
         return []
@@ -141,7 +147,10 @@ def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[Problem]:
 
 
 def _filling_override(sizes: Mapping[str, int], num_devices: int) -> str:
-    """Returns an override of the outermost possible axis with which the mesh uses all devices."""
+    """Returns the override of one axis, such as `mesh.data=4`, with which the mesh uses exactly `num_devices`.
+
+    The axis is the outermost one for which this is possible. If there is none, the text states the required product.
+    """
     for axis in AXES:
         others = math.prod(size for name, size in sizes.items() if name != axis)
         if num_devices % others == 0:
@@ -157,7 +166,8 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
 
     Args:
       shape: the size of each axis.
-      devices: as many as the product, or more (the first are used); devices of an ahead-of-time topology are allowed.
+      devices: at least as many devices as the product of the sizes; the first are used. Devices of an ahead-of-time
+        topology are allowed.
 
     Raises:
       UserError: there are fewer devices than the product.
@@ -182,7 +192,7 @@ def _order_devices(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndar
 
 
 def _arrangement(devices: Sequence[jax.Device]) -> str:
-    """Returns how to order devices: by `slices`, by `hosts`, along the `torus`, or `listed` (unchanged)."""
+    """Returns the order for devices: `slices` or `hosts` (grouped), `torus` (along its links), `listed` (unchanged)."""
     if devices[0].platform == "cpu":
         return "listed"
     tpu = devices[0].platform == "tpu"
@@ -197,9 +207,13 @@ def _arrangement(devices: Sequence[jax.Device]) -> str:
 
 
 def _outer_sizes(sizes: Sequence[int], num_groups: int) -> tuple[int, ...]:
-    """Returns the part of each axis that crosses groups of devices.
+    """Returns for each axis the number of groups of devices (slices or hosts) along it; the product is `num_groups`.
 
-    The outermost axes cross as many groups as possible.
+    The outermost axes get as many groups as possible.
+
+    Args:
+      sizes: the size of each axis, in mesh order.
+      num_groups: number of groups, all of the same number of devices.
     """
     outer = []
     for size in sizes:
@@ -217,7 +231,7 @@ def over_slices(mesh: Mesh) -> dict[str, int]:
 
 
 def first_slice(mesh: Mesh) -> Mesh:
-    """Returns the part of the mesh on its first TPU slice; the mesh itself if there is one slice."""
+    """Returns the submesh of the devices in the first TPU slice; the mesh itself if there is one slice."""
     over = over_slices(mesh)
     if math.prod(over.values()) == 1:
         return mesh
@@ -225,15 +239,16 @@ def first_slice(mesh: Mesh) -> Mesh:
 
 
 def advice(mesh: Mesh, num_machines: int = 0) -> list[tuple[str, str]]:
-    """Returns (problem, remedy) if an axis that communicates in every layer leaves the fast links; else [].
+    """Returns one (problem, remedy) if an axis that communicates in every layer leaves the fast links, else [].
 
     On TPUs, no axis except data and pipeline should leave a slice. On GPUs, the axes that store weights may also leave
     a host. The network between hosts of GPUs has 1/9 to 1/18 of the speed of the links inside a host; the network
     between slices has 1/30 or less.
 
     Args:
-      mesh: of real or ahead-of-time devices.
-      num_machines: as in `describe`; the links between several processes on one machine are unknown.
+      mesh: a mesh of real or ahead-of-time devices.
+      num_machines: number of machines on which the processes run; 0: one machine per process. If several processes run
+        on one machine, the links between them are unknown, so there is no advice.
     """
     platform = mesh.devices.flat[0].platform
     key, what, far = ("slice_index", "slice", ()) if platform == "tpu" else ("process_index", "host", storage_axes())
@@ -247,21 +262,21 @@ def advice(mesh: Mesh, num_machines: int = 0) -> list[tuple[str, str]]:
 
 
 def _numbers(mesh: Mesh, key: str) -> np.ndarray:
-    """Returns an attribute of each device, 0 if it has none: int, in the shape of the mesh."""
+    """Returns the attribute `key` of each device as an int array in the shape of the mesh; 0 if missing or None."""
     return np.vectorize(lambda device: getattr(device, key, None) or 0, otypes=[int])(mesh.devices)
 
 
 def _crossing(numbers: np.ndarray) -> list[str]:
-    """Returns the axes along which the numbers of devices differ."""
+    """Returns the mesh axes along which the result of `_numbers` (slice or process of each device) changes."""
     return [axis for i, axis in enumerate(AXES) if (numbers != numbers.take([0], axis=i)).any()]
 
 
 def describe(mesh: Mesh, num_machines: int = 0) -> str:
-    """Returns a line of text: sizes, devices, their order, and the axes that cross processes or slices.
+    """Describes a mesh in one line: sizes, devices, their order, and the axes that cross processes or slices.
 
     Args:
-      mesh: of real or ahead-of-time devices.
-      num_machines: number of machines on which its processes run; 0: one per process.
+      mesh: a mesh of real or ahead-of-time devices.
+      num_machines: number of machines on which the processes run; 0: one machine per process.
     """
     devices = list(mesh.devices.flat)
     sizes = sizes_text(mesh.shape) or "one device"

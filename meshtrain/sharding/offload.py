@@ -28,7 +28,7 @@ def problems(what: str, devices: Sequence[jax.Device]) -> list[Problem]:
     """Returns an error line if these devices cannot address host memory, else [].
 
     Args:
-      what: the option that requires it and its value, such as `offload.moments=True`.
+      what: the option that requires host memory, with its value, such as `offload.moments=True`.
       devices: the devices of the mesh. Ahead-of-time devices that report no memory kinds are accepted.
     """
     try:
@@ -45,12 +45,12 @@ def problems(what: str, devices: Sequence[jax.Device]) -> list[Problem]:
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """Returns the sharding with host memory as its memory kind."""
+    """Returns the same sharding in host memory: with memory kind `pinned_host`."""
     return sharding.with_memory_kind(HOST)
 
 
 def is_on_host(sharding: jax.sharding.Sharding) -> bool:
-    """Returns whether a sharding is in host memory."""
+    """Returns whether arrays with this sharding are in host memory."""
     return sharding.memory_kind == HOST
 
 
@@ -58,9 +58,9 @@ def fetch(tree: Arrays, shardings: Shardings, after: jax.Array | None = None) ->
     """Copies the arrays of a pytree that are in host memory to the devices, inside a jitted function.
 
     Args:
-      tree: arrays.
-      shardings: the sharding of each; the same structure.
-      after: copies start after this array is computed; None: the compiler decides when.
+      tree: a pytree of arrays, in host or device memory.
+      shardings: a pytree of the same structure with the sharding of each array.
+      after: an array that is computed before the copies start; None: the compiler decides when they start.
     """
 
     def fetch(x: jax.Array, sharding: NamedSharding) -> jax.Array:

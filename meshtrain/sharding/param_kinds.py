@@ -69,7 +69,7 @@ def num_stacked(axes: Names) -> int:
 
 
 def matrix_dims(axes: Names) -> MatrixDims | None:
-    """Returns the dims of a weight as a matrix, or None for a norm, a bias or a scalar.
+    """Returns which dims of a weight are rows and columns of a matrix, or None for a norm, a bias or a scalar.
 
     Heads and a head_dim directly after them count as one feature dim, so a bias of (heads, head_dim) is no matrix. With
     more than two feature dims, a leading `embed` is the only reduced dim (a fused query, key and value). Otherwise the
@@ -91,7 +91,7 @@ def matrix_dims(axes: Names) -> MatrixDims | None:
 
 
 def decays(logical_axes: NamesTree) -> Masks:
-    """Returns a pytree of bool: True for each weight that decays, which are the matrices.
+    """Returns a pytree of bool: True for each weight that weight decay applies to, which are the matrices.
 
     >>> decays({"kernel": ("embed", "mlp"), "bias": ("mlp",)})
     {'bias': False, 'kernel': True}

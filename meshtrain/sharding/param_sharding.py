@@ -1,7 +1,7 @@
 """The sharding of each stored array, and the errors of an array that the rules cannot split.
 
 The rules split a weight over the mesh axes of its logical axes, in the same way at every level of ZeRO over the data
-axis (Rajbhandari et al. 2020). The data axis replicates weights at level 0, and splits one more dim at higher levels:
+axis (Rajbhandari et al. 2020). At level 0 the data axis replicates all arrays; at higher levels it shards one more dim:
 
     level   parameters   moments      sums of gradients   what crosses the network in a step of M microbatches
     0       replicated   replicated   replicated          gradients all-reduced once
@@ -10,7 +10,7 @@ axis (Rajbhandari et al. 2020). The data axis replicates weights at level 0, and
     3       sharded      sharded      sharded             weights gathered 2 M times, gradients reduce-scattered M times
 
 Parameters are the master weights, float32 by default (`precision.param_dtype`). A pipeline that computes in 16 bits
-stores them sharded at levels 1 and 2 too, and gathers them in 16 bits before its first row
+stores the master weights sharded at levels 1 and 2 too, and gathers them in 16 bits before its first clock tick
 (`step.shardings.splits_masters`). The `fsdp` axis is equivalent to level 3 over a separate axis: its rules split every
 weight. `fsdp` within a host with level 0 over `data` across hosts is hybrid sharding.
 
@@ -79,10 +79,10 @@ class ZeroOptions:
 
 
 def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[Problem]:
-    """Returns an error line for each value that is not allowed, or that contradicts the others.
+    """Returns an error line for each ZeRO option that is out of range or contradicts another option.
 
     Args:
-      options: each within its own bounds.
+      options: the ZeRO options, of which the minimum and the choices are already checked.
       num_replicas: the size of the data axis, or -1 if unknown.
       fsdp: the size of the fsdp axis, or -1 if unknown.
     """
@@ -115,7 +115,7 @@ def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[P
 
 
 def rules_of_level(rules: Rules, level: int) -> Rules:
-    """Returns the rules with the storage axes of a ZeRO level: at level 3 data is also a storage axis."""
+    """Returns the rules with the storage axes of a ZeRO level: at level 3 the data axis is added to them."""
     if level < MAX_LEVEL or DATA in rules.storage_axes:
         return rules
     return dataclasses.replace(rules, storage_axes=(*rules.storage_axes, DATA))
@@ -126,11 +126,12 @@ class ParamSharding:
     """The sharding of a weight and of the arrays that have its shape.
 
     Attributes:
-      parameter: of the weight.
-      gradient: of the float32 sum to which the gradient of each microbatch is added.
-      moment: of the optimizer's moments, and of the gradient that the optimizer gets.
+      parameter: the spec of the weight.
+      gradient: the spec of the float32 sum to which the gradient of each microbatch is added.
+      moment: the spec of the optimizer's moments, and of the gradient that the optimizer gets.
       num_dims: the weight's number of dims.
-      data_dim: the dim that data splits in the arrays of the level, counted from the end (-1 is the last); 0: none.
+      data_dim: the dim that the data axis splits in the arrays that the ZeRO level shards, counted from the end (-1 is
+        the last); 0: it splits no dim.
     """
 
     parameter: PartitionSpec
@@ -141,20 +142,17 @@ class ParamSharding:
 
     @classmethod
     def same(cls, spec: PartitionSpec, num_dims: int) -> "ParamSharding":
-        """Returns the same sharding for parameter, gradient and moment, as at level 0."""
+        """Returns a `ParamSharding` with one spec for parameter, gradient and moment, as at level 0."""
         return cls(spec, spec, spec, num_dims)
 
     @property
     def is_scattered(self) -> bool:
-        """Whether a replica gets one shard of the gradient: at levels 1 and 2, if data divides a dim."""
+        """Whether a replica gets one shard of the gradient: at levels 1 and 2, if the data axis divides a dim."""
         return self.moment != self.parameter
 
     @property
     def scattered_dim(self) -> int:
-        """The dim along which a replica gets its shard of the gradient, counted from the end.
-
-        It is 0 if a replica gets the full gradient.
-        """
+        """The dim along which a replica gets its shard of the gradient, counted from the end; 0: the full gradient."""
         return self.data_dim if self.is_scattered else 0
 
 
@@ -169,15 +167,15 @@ def param_sharding(
     """Returns the sharding of a weight and of arrays with its shape.
 
     Args:
-      shape: of the weight, or of an array of the optimizer's state.
+      shape: the shape of the weight, or of an array of the optimizer's state.
       names: a logical axis or None for each dim.
-      rules: the table, whose column `parameters` is read.
+      rules: the table of rules; only its column `parameters` is read.
       mesh_shape: the size of each mesh axis.
-      level: of ZeRO.
+      level: the ZeRO level.
       path: the array's name in an error.
 
     Raises:
-      UserError: see `array_problems`.
+      UserError: the rules cannot split the array; `array_problems` returns the reasons.
     """
     by_rules = spec(path, shape, names, rules.parameters, mesh_shape)
     dim = _data_dim(by_rules, shape, names, mesh_shape)
@@ -193,10 +191,10 @@ def param_sharding(
 
 
 def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shape: Mapping[str, int]) -> int:
-    """Returns the dim of an array that data splits, counted from the end; 0 for none.
+    """Returns the dim of an array that the data axis splits, counted from the end; 0 for none.
 
-    It is the first dim whose shard is divisible by the size of data. A dim that stacks layers is never split, because
-    the layers are computed one after the other.
+    It is the first dim whose shard according to `spec` is divisible by the size of the data axis. A dim that stacks
+    layers is never split, because the layers are computed one after the other.
     """
     dims = axes_of_dims(spec, len(shape))
     if mesh_shape[DATA] == 1 or any(DATA in axes for axes in dims):
@@ -208,13 +206,14 @@ def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shap
 
 
 def params_with_axes(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = False) -> tuple[Arrays, NamesTree]:
-    """Returns abstract parameters in layer order, and their logical axes; touches no device.
+    """Returns a model's abstract parameters and their logical axes; allocates nothing and uses no device.
 
-    JAX caches traces by function, so a model with the same `init` is traced once.
+    Layers are in the order of the model. JAX caches traces by function, so a model with the same `init` is traced once.
 
     Args:
-      init: rng -> parameters; a leaf may be boxed with its logical axes.
-      on_one_device: whether a leaf without a box has None for each dim; otherwise its axes are None (missing).
+      init: a function of a PRNG key that returns the parameters; a leaf may be boxed with its logical axes.
+      on_one_device: whether the model runs on one device. The axes of a leaf without a box are then None for each dim;
+        otherwise they are a single None (missing).
 
     Raises:
       UserError: one line for each weight whose box has no tuple of names, such as an NNX variable without axes.
@@ -252,7 +251,14 @@ def _abstract_key() -> jax.ShapeDtypeStruct:
 def param_shardings(
     abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int], level: int
 ) -> ParamShardings:
-    """Returns `ParamSharding` for each weight of a pytree; for the arguments see `tree_problems.tree_problems`.
+    """Returns a pytree with the `ParamSharding` of each weight.
+
+    Args:
+      abstract: a pytree of arrays or `jax.ShapeDtypeStruct`s, the weights.
+      axes_tree: the logical axes of each weight, a tuple with a name or None for each dim.
+      rules: the table of rules, with the storage axes of the level (`rules_of_level`).
+      mesh_shape: the size of each mesh axis.
+      level: the ZeRO level.
 
     Raises:
       UserError: the first weight that cannot be split; `tree_problems.tree_problems` returns all problems.
@@ -268,10 +274,15 @@ def param_shardings(
 def spec(path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> PartitionSpec:
     """Returns the spec of one array, without mesh axes of size 1: equal shardings have equal specs.
 
-    For the arguments see `array_problems`; the column is `rules.parameters`, `.activations` or `.gathered`.
+    Args:
+      path: the array's name in an error.
+      shape: its shape.
+      names: a logical axis or None for each dim.
+      column: one column of the rules: `rules.parameters`, `rules.activations` or `rules.gathered`.
+      mesh_shape: the size of each mesh axis.
 
     Raises:
-      UserError: see `array_problems`.
+      UserError: the rules cannot split the array; `array_problems` returns the reasons.
     """
     refuse(array_problems(path, shape, names, column, mesh_shape))
     dims = [column[name] if name is not None else () for name in names]
@@ -283,8 +294,15 @@ def activation_sharding(
 ) -> NamedSharding:
     """Returns the sharding of an activation or an input according to the activation rules.
 
+    Args:
+      shape: the global shape.
+      names: a logical axis or None for each dim.
+      rules: the table of rules.
+      mesh: the mesh of the sharding.
+      path: the array's name in an error.
+
     Raises:
-      UserError: see `array_problems`.
+      UserError: the rules cannot split the array; `array_problems` returns the reasons.
     """
     return NamedSharding(mesh, spec(path, shape, names, rules.activations, mesh.shape))
 
@@ -306,9 +324,9 @@ def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
 def split_further(
     spec: PartitionSpec, shape: Sequence[int], axes: tuple[str, ...], mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
-    """Adds mesh axes to the first dim of a spec whose shards they divide.
+    """Returns a spec in which some mesh axes also split one dim: the first dim whose shards they divide.
 
-    Returns the spec unchanged if there is none.
+    If they divide the shards of no dim, the spec is returned unchanged.
     """
     dims = axes_of_dims(spec, len(shape))
     for dim, (size, split) in enumerate(zip(shape, dims, strict=True)):
@@ -318,12 +336,12 @@ def split_further(
 
 
 def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the mesh axes in a spec, in their order."""
+    """Returns all mesh axes in a spec, in the order of the dims that they split."""
     return tuple(axis for dim in axes_of_dims(spec, len(spec)) for axis in dim)
 
 
 def num_parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:
-    """Returns the number of shards over some mesh axes: the product of their sizes."""
+    """Returns the number of shards of a dim that some mesh axes split: the product of their sizes."""
     return math.prod(mesh_shape[axis] for axis in axes)
 
 
@@ -338,9 +356,9 @@ def array_problems(
     """Returns an error line for each reason why an array cannot be split according to the rules; [] if it can.
 
     Args:
-      path: the array's name in the lines.
+      path: the array's name in the error lines.
       shape: its shape.
-      names: a logical axis for each dim; None does not split the dim.
+      names: the logical axis of each dim; a dim with None is not split.
       column: logical axis -> mesh axes: one column of the rules.
       mesh_shape: the size of each mesh axis.
     """
@@ -354,7 +372,11 @@ def array_problems(
 def name_problems(
     path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
 ) -> list[Problem]:
-    """Returns an error line for each problem of the names: unknown, too few, too many, or a mesh axis used twice."""
+    """Returns an error line for each problem of an array's logical axes that is independent of its sizes.
+
+    The problems are: too few or too many logical axes, an unknown name, or a mesh axis that would split two dims. The
+    arguments are the same as of `array_problems`.
+    """
     where = f"{path}: shape {tuple(shape)}"
     if len(names) != len(shape):
         fitted = (tuple(names) + (None,) * len(shape))[: len(shape)]
@@ -396,7 +418,7 @@ def name_problems(
 def uneven_dims(
     shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
 ) -> list[tuple[int, str]]:
-    """Returns (dim, name) for each dim that is not divisible by its mesh axes; unknown names are skipped."""
+    """Returns (dim, logical axis) for each dim whose size its mesh axes do not divide; unknown names are skipped."""
     return [
         (dim, name)
         for dim, (size, name) in enumerate(zip(shape, names, strict=True))
@@ -414,9 +436,18 @@ def uneven_line(
     legal: Mapping[str, int] | None = None,
     options: SizeOptions | None = None,
 ) -> Problem:
-    """Returns the error line for a dim that is not divisible by its mesh axes.
+    """Returns the error line for a dim whose size its mesh axes do not divide.
 
-    `legal` is the result of `_legal_sizes`; None: only this array limits the sizes.
+    Args:
+      path: the array's name in the line.
+      shape: its shape.
+      dim: the index of the dim.
+      name: the dim's logical axis.
+      column: logical axis -> mesh axes: one column of the rules.
+      mesh_shape: the size of each mesh axis.
+      legal: mesh axis -> a number that the axis's size must divide, from which a fix is chosen; None: the size of the
+        dim.
+      options: logical axis -> (key, value) of the option that sets the dim's size; the line then names this option.
     """
     size, axes = shape[dim], [axis for axis in column[name] if mesh_shape[axis] > 1]
     parts = num_parts(axes, mesh_shape)

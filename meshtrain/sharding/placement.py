@@ -1,7 +1,7 @@
 """Sharding constraints and manual regions for models, which access the mesh only through a `Placement`.
 
 Inside a `jax.shard_map`, shapes are local along its manual axes, and constraints for the partitioner must not name
-these axes. Each function here drops the axes that are manual at its call.
+these axes. Each function in this module drops the axes that are manual when it is called.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ from meshtrain.sharding.trees import ArrayFunction, Specs
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The shardings of activations and of gathered weights, and manual regions.
+    """Applies shardings to activations and gathered weights, and runs functions in manual regions.
 
-    `names` are the logical axes of an array, a name or None for each dim. An array that cannot be split by the rules
-    raises UserError, see `param_sharding.array_problems`.
+    In each method, `names` are the logical axes of an array, a name or None for each dim. An array that the rules
+    cannot split raises UserError with the reasons (`param_sharding.array_problems`).
 
     Attributes:
-      rules: the table.
-      mesh: the mesh; None means one device without shardings.
+      rules: the table of rules: logical axis -> mesh axes.
+      mesh: the mesh of devices; None means one device without shardings.
       keeps_gathered: whether a weight gathered in the forward pass is a residual of the backward pass. Otherwise the
         backward pass gathers it again, regardless of `remat.policy`.
       in_fp8: whether the operands of products with the weights of layers are 8-bit floats (`models/fp8.py`).
@@ -53,13 +53,13 @@ class Placement:
         return cls(default_rules(LayoutOptions()), None)
 
     def for_decoding(self, names: Sequence[str]) -> "Placement":
-        """Returns this placement for decoding single tokens, which do not have the dims to split.
+        """Returns a copy of this placement for decoding one token at a time: some activation dims are not split.
 
-        Products are in 16 bits: products of single tokens are limited by reading weights, which 8-bit operands do not
-        accelerate.
+        The copy has no 8-bit products: a product of a single token takes the time of reading the weights, which 8-bit
+        operands do not reduce.
 
         Args:
-          names: the logical axes of activations that are not split.
+          names: the logical axes of activation dims that are too small to split when decoding, such as `sequence`.
         """
         entries = tuple(
             dataclasses.replace(rule, activations=()) if rule.name in names else rule for rule in self.rules.entries
@@ -73,8 +73,8 @@ class Placement:
     def weight(self, w: jax.Array, names: Names) -> jax.Array:
         """Returns `w`, a weight in its compute dtype, gathered over the axes that split it for storage only.
 
-        Without this constraint the partitioner may leave the weight sharded and move activations instead, which takes
-        more bytes. Returns `w` itself if no axis splits weights for storage only.
+        Without this constraint the partitioner may leave the weight sharded and move activations instead, which sends
+        more bytes. If no axis splits weights for storage only, `w` is returned unchanged.
         """
         spec_of_weight = self.weight_spec(w.shape, names)
         return self._constrain(w, spec_of_weight) if self.gathers_weights else w
@@ -83,7 +83,7 @@ class Placement:
         """Returns `w`, a weight in its compute dtype, constrained to its stored sharding.
 
         Without this constraint the partitioner may move the gather of `weight` before the cast to the compute dtype,
-        and gather float32. Returns `w` itself if no axis splits weights for storage only.
+        and gather float32. If no axis splits weights for storage only, `w` is returned unchanged.
         """
         return self._constrain(w, self.stored_spec(w.shape, names)) if self.gathers_weights else w
 
@@ -91,7 +91,7 @@ class Placement:
         """Returns `x` unchanged; constrains its cotangent to the sharding of an activation with `names`.
 
         The result of a row-parallel product may be scattered along the sequence. Both products of its backward pass
-        read the complete cotangent, and without this constraint the partitioner would gather it for each of them.
+        read the complete cotangent. Without this constraint the partitioner would gather the cotangent twice.
         """
         if self.mesh is None or not _is_split_here(self.mesh):
             return x
@@ -131,7 +131,7 @@ class Placement:
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether `weight` gathers: a storage axis is larger than 1 and not already manual."""
+        """Whether the method `weight` gathers: a storage axis is larger than 1 and not already manual."""
         if self.mesh is None:
             return False
         return any(_sizes_here(self.mesh)[axis] > 1 for axis in self.rules.storage_axes)
@@ -139,9 +139,13 @@ class Placement:
     def is_gather(self, primitive: Primitive, params: Mapping[str, Any]) -> bool:
         """Returns whether an operation in a traced function gathers a weight, for a `jax.checkpoint` policy.
 
-        The operation is a constraint by `weight`, or an all-gather over storage axes in a manual region. The spec
-        distinguishes it from a constraint by `activation`: batches are split over the storage axes, gathered weights
-        are not.
+        A gather is a sharding constraint by `weight`, or an all-gather over storage axes in a manual region. The spec
+        distinguishes a constraint by `weight` from a constraint by `activation`: batches are split over the storage
+        axes, gathered weights are not.
+
+        Args:
+          primitive: the primitive of the operation's equation.
+          params: the parameters of the equation.
         """
         if not self.gathers_weights:
             return False
@@ -152,10 +156,11 @@ class Placement:
         return not set(axes_in(params["sharding"].spec)) & set(self.rules.storage_axes)
 
     def largest(self, value: jax.Array) -> jax.Array:
-        """Returns the maximum of `value` over the shards of the batch.
+        """Returns the elementwise maximum of `value` over the shards of the batch.
 
-        It is computed over manual axes that split the batch. The partitioner computes it over all other axes, except
-        for the pipeline axis: stages compute different layers.
+        A collective computes the maximum over the manual axes that split the batch. The partitioner computes it over
+        the automatic axes. Values of different pipeline stages are not compared, because stages compute different
+        layers.
         """
         if self.mesh is None:
             return value
@@ -164,7 +169,7 @@ class Placement:
         return jax.lax.pmax(value, over) if over else value
 
     def size(self, axes: Sequence[str]) -> int:
-        """Returns the product of the sizes of mesh axes."""
+        """Returns the product of the sizes of mesh axes; 1 without a mesh."""
         return 1 if self.mesh is None else num_parts(axes, self.mesh.shape)
 
     def on_shards(
@@ -176,7 +181,10 @@ class Placement:
         axes: frozenset[str] | None = None,
         is_opaque: bool = False,
     ) -> ArrayFunction:
-        """Returns `function` run on each device's shards; on one device, the function itself. See `on_shards` below."""
+        """Returns a function that runs `function` on each device's shards; without a mesh, the function itself.
+
+        The arguments are the same as of the function `on_shards` of this module.
+        """
         if self.mesh is None:
             return function
         return on_shards(self.mesh, function, in_specs, out_specs, axes=axes, is_opaque=is_opaque)
@@ -197,21 +205,21 @@ def on_shards(
     axes: frozenset[str] | None = None,
     is_opaque: bool = False,
 ) -> ArrayFunction:
-    """Returns `function` run on each device's shards: the only function that enters `jax.shard_map`.
+    """Returns a function that runs `function` on each device's shards; only this code calls `jax.shard_map`.
 
-    Inside another manual region it nests: it uses the abstract mesh of the outer region, and axes that are already
-    manual are neither entered again nor named in specs (arrays are already local along them).
+    Inside another manual region the new region is nested: it uses the abstract mesh of the outer region, and axes that
+    are already manual are neither entered again nor named in specs (arrays are already local along them).
 
     With `check_vma=False` a psum is transposed to another psum. So differentiate inside the region, not through it, or
-    define the backward pass of the function that contains it (`jax.custom_vjp`).
+    define the backward pass of the function that contains the region (`jax.custom_vjp`).
 
     Args:
-      mesh: the mesh.
-      function: the computation of one device on its shards. With `axes` it may use collectives over them.
-      in_specs: of the arguments. Axes that do not become manual are dropped from them.
-      out_specs: of the results; axes are dropped in the same way.
-      axes: the axes to make manual. None means all axes that are not manual yet. If all of them have size 1, the
-        function is returned without a region, which compiles faster.
+      mesh: the mesh of devices.
+      function: the computation of one device on its shards. It may use collectives over `axes`.
+      in_specs: the specs of the arguments. Axes that do not become manual are dropped from these specs.
+      out_specs: the specs of the results. Axes that do not become manual are dropped from these specs.
+      axes: the axes to make manual. None means all axes that are not manual yet; if all of these have size 1,
+        `function` is returned without a region, which compiles faster.
       is_opaque: whether the function contains a library's kernel with its own partitioning rule. This kernel requires
         all axes to be manual, also axes of size 1, so a region is entered on every mesh of several devices.
     """

@@ -15,12 +15,12 @@ class Row:
     """The sharding of one array.
 
     Attributes:
-      path: its path in its pytree.
-      shape: its global shape.
-      dtype: its dtype's name.
+      path: the array's path in its pytree, such as `layers/mlp/up`.
+      shape: the array's global shape.
+      dtype: the name of the array's dtype.
       names: the logical axis of each dim, or None.
       axes: the mesh axes that split each dim, without axes of size 1.
-      num_bytes: the sum of bytes over all shards.
+      num_bytes: the bytes of the global array.
       num_bytes_per_device: the bytes of one device's shard.
       is_on_host: whether the shards are in host memory.
       is_frozen: whether this is a weight that is not trained.
@@ -38,11 +38,11 @@ class Row:
 
 
 def rows(abstract: Arrays, names: Sequence[Names], frozen: Collection[str] = ()) -> list[Row]:
-    """Returns a row for each array of a pytree.
+    """Returns a table row with the sharding of each array of a pytree.
 
     Args:
-      abstract: arrays or `jax.ShapeDtypeStruct`s with shardings.
-      names: the logical axes of each, in the order of `jax.tree.leaves`.
+      abstract: a pytree of arrays or `jax.ShapeDtypeStruct`s with shardings.
+      names: the logical axes of each array, in the order of `jax.tree.leaves`.
       frozen: the paths of weights that are not trained.
     """
     result = []
@@ -60,7 +60,7 @@ def rows(abstract: Arrays, names: Sequence[Names], frozen: Collection[str] = ())
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns a line for each array and one for the totals.
+    """Returns rows as an aligned text table: a line for each array, and a line with the totals.
 
     `-` means a dim without a logical axis, or a dim that is not split. `a+b` means a dim split over a, then over b.
     """

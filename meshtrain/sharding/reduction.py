@@ -1,10 +1,10 @@
-"""Defines `Reduction`, with which a user's function replaces the built-in sum of gradients over the data axis.
+"""Defines `Reduction`: a custom reduction of gradients over the data axis, in place of the built-in sum.
 
 `reduction.name` names a function (options, dtype) -> `Reduction`. The function may have two attributes. `options` is a
 frozen dataclass, whose fields become options under `config.reduction`. `check` is a function (config, mesh_shape) -> an
 error line for each problem.
 
-n: replicas.
+n: replicas of the data axis.
 """
 
 import dataclasses
@@ -18,12 +18,13 @@ from meshtrain.options import FORM, WITH_OPTIONS, option, plugin_names
 from meshtrain.sharding.trees import Arrays
 
 KEY = "reduction.name"
-SUM = "sum"  # built in: in the backward loop where there is one, see `gradients.py`
+SUM = "sum"  # the built-in sum, which reduces the layers of a loop inside its backward pass (`gradients.py`)
 NAMES = (SUM, *plugin_names(KEY))
-HIDDEN_SHARE = 0.58  # of uncompressed gradients, where the backward pass takes long enough; of a GPT with tied tables
-MAX_LEVEL = 1  # of ZeRO with another reduction: higher levels reduce-scatter the gradients of each microbatch
+# The largest share of the built-in sum's transfers that the backward pass hides, measured on a GPT with tied tables.
+HIDDEN_SHARE = 0.58
+MAX_LEVEL = 1  # the highest ZeRO level with a custom reduction: level 2 reduces the gradients of each microbatch
 
-Dims: TypeAlias = Any  # a tree of int like the gradients: the dim that data splits, from the end; 0: none
+Dims: TypeAlias = Any  # a pytree of int: for each gradient the dim that data splits, from the end; 0: none
 Extension: TypeAlias = Any  # `step.extension.Extension`, which this package does not know
 
 
@@ -40,12 +41,12 @@ class ReductionOptions:
 
 
 def sum_over(x: jax.Array, over: str, dim: int) -> jax.Array:
-    """Returns the sum of an array over a manual axis: the whole sum, or this device's shard of it along `dim`.
+    """Returns the sum of an array over a manual axis: the full sum, or this device's shard of the sum along `dim`.
 
     Args:
       x: this device's array, in the dtype that is sent.
-      over: the axis.
-      dim: counted from the end (-1 is the last); 0: the whole sum.
+      over: the name of the manual axis.
+      dim: the dim to scatter, counted from the end (-1 is the last); 0: return the full sum.
     """
     if dim == 0:
         return jax.lax.psum(x, over)
@@ -53,14 +54,14 @@ def sum_over(x: jax.Array, over: str, dim: int) -> jax.Array:
 
 
 def nothing(shapes: Arrays) -> Arrays:
-    """Returns the state of a reduction that keeps nothing from step to step."""
+    """Returns `()`, the state of a reduction that saves no arrays from step to step."""
     return ()
 
 
 def in_equal_parts(residual: Arrays, replicas: int) -> Arrays:
-    """Returns residuals for another number of replicas: each replica gets the same part of their sum.
+    """Splits the sum of the saved residuals evenly over another number of replicas.
 
-    Equal parts can be compressed with smaller scales than the whole sum on one replica.
+    Equal parts can be compressed with smaller scales than the complete sum on one replica.
 
     Args:
       residual: a pytree of float32 [saved replicas, ...].
@@ -80,10 +81,10 @@ class Transfers:
     """The bytes that the built-in sum would send from a device in a step, and their speed; for advice on a reduction.
 
     Attributes:
-      num_replicas: n.
-      reduced: elements of gradients that are all-reduced.
-      scattered: elements of gradients that are reduce-scattered.
-      itemsize: bytes of an element.
+      num_replicas: number of replicas n.
+      reduced: number of gradient elements that are all-reduced.
+      scattered: number of gradient elements that are reduce-scattered.
+      itemsize: bytes of an element in the dtype that is sent.
       wire_bytes_per_second: bandwidth of a device over the data axis.
       memory_bytes_per_second: bandwidth of a device's memory.
       backward_seconds: duration of the backward pass of one microbatch, which hides a part of the transfers.
@@ -103,22 +104,22 @@ class Reduction:
     """A reduction of gradients over the replicas of the data axis, once a step, at ZeRO levels 0 and 1.
 
     Attributes:
-      update: (gradients, state, over, scattered) -> (their sums over replicas, the state of the next step). It is
-        traced where all mesh axes are manual, for any number of replicas, including 1. `gradients` is a tree of this
-        device's float32 shards, of the mean loss; `state` has their structure, or is `()`; `over` is the axis.
-        `scattered` is a tree of int: 0 if each replica gets the whole sum, which has to be bitwise the same on all
-        replicas; otherwise the dim, counted from the end (-1 is the last), along which each replica gets its shard of
-        the sum.
-      sent_bytes: (elements, replicas, is_scattered) -> the bytes that a device sends in a step for that many gradient
-        elements, without padding.
-      init: (shapes of the gradients) -> the same shapes if each replica keeps a float32 array for each gradient from
-        step to step, else `()`. The arrays start as zeros and are saved in checkpoints.
-      reshard: (state [saved replicas, ...], replicas) -> the state for that number of replicas.
-      extension: (reduction, the task on its mesh) -> `Extension`, if the reduction changes more than the sum; else
-        None.
+      update: a function (gradients, state, over, scattered) -> (gradient sums over replicas, state of the next step).
+        It is traced in a region in which all mesh axes are manual, for any number of replicas, including 1. `gradients`
+        is a pytree of this device's float32 shards, the gradients of the mean loss. `state` has the structure of the
+        gradients, or is `()`. `over` is the name of the data axis. `scattered` is a pytree of int. 0 means that each
+        replica gets the full sum, which must be bitwise the same on all replicas. Otherwise it is the dim, counted from
+        the end (-1 is the last), along which each replica gets its shard of the sum.
+      sent_bytes: a function (elements, replicas, is_scattered) -> the bytes that a device sends in a step for this
+        number of gradient elements, without padding.
+      init: a function of the gradients' shapes. If each replica saves a float32 array for each gradient from step to
+        step, it returns the same shapes, else `()`. The arrays start as zeros and are saved in checkpoints.
+      reshard: a function (state [saved replicas, ...], replicas) -> the state for this number of replicas.
+      extension: a function (reduction, the task on its mesh) -> `Extension`, if the reduction changes more of the step
+        than the sum; else None.
       moved_bytes: bytes of device memory that compressing one element reads and writes, for the advice of `plan`.
-      advice: (replicas, is_scattered) -> (what is wrong, which option to change) for each further reason to choose
-        another reduction.
+      advice: a function (replicas, is_scattered) -> (what is wrong, which option to change) for each further reason to
+        choose another reduction.
       unread: dotted keys of options that the built-in sum reads, and this reduction does not.
       name: the value of `reduction.name` that selects it.
     """
@@ -137,7 +138,7 @@ class Reduction:
         """Returns (what is wrong, which option to change) if compressing takes longer than the transfers that it saves.
 
         The built-in sum reduces gradients of layers in the backward pass of the last microbatch, which hides a part of
-        them. Any other reduction sends after the backward pass, so it saves no time on the hidden part.
+        its transfers. Any other reduction sends after the backward pass, so it saves no time on the hidden part.
         """
         n, reduced, scattered = transfers.num_replicas, transfers.reduced, transfers.scattered
         speed = transfers.wire_bytes_per_second

@@ -27,15 +27,17 @@ class Axis:
     """One axis of the mesh.
 
     Attributes:
-      name: as in `mesh.NAME`.
-      text: the help of the option `mesh.NAME`, one line that explains its size.
-      splits_batch: it shards the batch: its devices compute different sequences.
-      splits_sequence: it shards each sequence: its devices compute different tokens of the same sequences.
-      stores_weights: it shards weights for storage only: they are gathered over it before they are used.
-      splits_experts: it shards experts, which are not gathered: tokens are sent to the devices of their experts.
-      splits_model: its devices compute different parts of the model, with different weights.
-      is_manual: the program calls the collectives over it itself (`jax.shard_map`), at least while gradients are
-        computed; for other axes the partitioner inserts them.
+      name: the name of the axis, as in the option `mesh.NAME`.
+      text: the help of the option `mesh.NAME`: one line that explains the size.
+      splits_batch: whether the axis shards the batch: devices along it compute different sequences.
+      splits_sequence: whether the axis shards each sequence: devices along it compute different tokens of the same
+        sequences.
+      stores_weights: whether the axis shards weights for storage only: they are gathered over it before they are used.
+      splits_experts: whether the axis shards experts, which are not gathered: tokens are sent to the devices of their
+        experts.
+      splits_model: whether devices along the axis compute different parts of the model, with different weights.
+      is_manual: whether this program calls the collectives over the axis itself (`jax.shard_map`), at least while
+        gradients are computed. Over all other axes the partitioner inserts the collectives.
     """
 
     name: str
@@ -76,7 +78,7 @@ AXES = tuple(axis.name for axis in AXIS_RECORDS)
 
 
 def sizes_text(shape: Mapping[str, int]) -> str:
-    """Returns the axes larger than 1, such as `data 8 x fsdp 8`; an empty text for one device."""
+    """Returns the mesh axes larger than 1 as text, such as `data 8 x fsdp 8`; empty for one device."""
     return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1)
 
 
@@ -91,7 +93,7 @@ def sequence_axes() -> tuple[str, ...]:
 
 
 def storage_axes() -> tuple[str, ...]:
-    """Returns the axes that only split stored weights. At ZeRO level 3, `param_sharding.rules_of_level` adds data."""
+    """Returns the axes that split weights for storage only. At ZeRO level 3, `rules_of_level` adds the data axis."""
     return tuple(axis.name for axis in AXIS_RECORDS if axis.stores_weights)
 
 
@@ -101,12 +103,12 @@ def expert_axes() -> tuple[str, ...]:
 
 
 def model_axes() -> tuple[str, ...]:
-    """Returns the axes whose devices compute different parts of the model."""
+    """Returns the axes along which devices compute different parts of the model, in mesh order."""
     return tuple(axis.name for axis in AXIS_RECORDS if axis.splits_model)
 
 
 def partitioned_axes() -> tuple[str, ...]:
-    """Returns the axes that are never manual, because the partitioner inserts their collectives."""
+    """Returns the axes that are never manual, in mesh order; the partitioner inserts the collectives over them."""
     return tuple(axis.name for axis in AXIS_RECORDS if not axis.is_manual)
 
 
@@ -132,7 +134,8 @@ class Rule:
       name: the logical axis.
       parameters: the mesh axes that split it in a stored weight, outermost first; () does not split it.
       activations: the mesh axes that split it in an activation; () does not split it.
-      stays_split: a weight is not gathered along it, even over axes that split other weights for storage only.
+      stays_split: whether a weight is never gathered along this logical axis, even over axes that split other weights
+        for storage only.
     """
 
     name: str
@@ -143,11 +146,11 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The complete table of rules.
+    """The complete table of rules: the mesh axes that split each logical axis.
 
     Attributes:
       entries: one rule for each logical axis.
-      own: names of the user's rules; each rule that splits weights must match at least one weight.
+      own: names of the user's rules; each of these that splits weights must match at least one weight.
       storage_axes: mesh axes that split weights for storage only: a weight is gathered over them before it is used.
     """
 
@@ -194,19 +197,19 @@ class Rules:
 
     @property
     def parameters(self) -> Mapping[str, tuple[str, ...]]:
-        """Logical axis -> mesh axes, for stored weights."""
+        """Logical axis -> the mesh axes that split it in stored weights."""
         return {rule.name: rule.parameters for rule in self.entries}
 
     @property
     def activations(self) -> Mapping[str, tuple[str, ...]]:
-        """Logical axis -> mesh axes, for activations."""
+        """Logical axis -> the mesh axes that split it in activations."""
         return {rule.name: rule.activations for rule in self.entries}
 
     @property
     def gathered(self) -> Mapping[str, tuple[str, ...]]:
-        """Logical axis -> mesh axes, for a gathered weight: its stored axes without the storage axes.
+        """Logical axis -> the mesh axes that split it in gathered weights: `parameters` without the storage axes.
 
-        A rule that stays split keeps all of its axes.
+        A rule with `stays_split` keeps all of its axes.
         """
         return {
             rule.name: tuple(axis for axis in rule.parameters if rule.stays_split or axis not in self.storage_axes)
@@ -223,8 +226,8 @@ def default_rules(options: LayoutOptions) -> Rules:
     in the same way over its `filters`, which are also sharded for storage. So is the last dim of an adapter's factor
     without a dim `embed`. A latent is not split; the weights that project from it are sharded for storage along its
     dim. Layers before the pipeline's layers are stored on all stages. Experts are split over a separate axis, and their
-    other dims are stored over the other storage axes. The row `batch` has every axis that splits the batch, the row
-    `sequence` every axis that splits sequences, and the row `embed` every axis that stores weights.
+    other dims are stored over the other storage axes. The rule `batch` has every axis that splits the batch, the rule
+    `sequence` every axis that splits sequences, and the rule `embed` every axis that stores weights.
 
     >>> rules = default_rules(LayoutOptions())
     >>> rules.parameters["vocab"], rules.parameters["heads"], rules.parameters["norm"]

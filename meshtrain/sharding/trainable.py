@@ -25,7 +25,7 @@ def is_adapter(path: str) -> bool:
 
 
 def is_frozen(path: str) -> bool:
-    """Returns whether the weight with this path is never trained by its task."""
+    """Returns whether the weight with this path is never trained, because a part of the path is `frozen`."""
     return FROZEN in path.split("/")
 
 
@@ -44,7 +44,7 @@ def check(pattern: str) -> list[Problem]:
 
 
 def pattern_errors(pattern: str) -> list[str]:
-    """Returns Python's message about an invalid regular expression, else []."""
+    """Returns a list with Python's error message if the regular expression is invalid, else []."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -63,9 +63,9 @@ def trainable_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) 
 
     Args:
       pattern: a valid regular expression.
-      params: arrays or `jax.ShapeDtypeStruct`s.
-      has_adapters: whether some of them are adapters, which are always trained. The empty pattern then matches no other
-        path.
+      params: a pytree of arrays or `jax.ShapeDtypeStruct`s, the parameters.
+      has_adapters: whether some parameters are adapters, which are always trained. The empty pattern then matches no
+        other path.
 
     Raises:
       UserError: no path matches; the line names the nearest path.
@@ -87,7 +87,10 @@ def trainable_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) 
 
 
 def nearest_path(pattern: str, paths: list[str]) -> str:
-    """Returns the path with the part most similar to the pattern (`difflib`); parts are split at slashes."""
+    """Returns the path that contains the part most similar to the pattern, for a suggestion in an error.
+
+    A part is one name or several consecutive names of the path. Similarity is the ratio of `difflib`.
+    """
 
     def likeness(path: str) -> float:
         names = path.split("/")

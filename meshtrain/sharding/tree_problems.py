@@ -47,16 +47,16 @@ def tree_problems(
     """Returns an error line for each reason why a pytree of weights cannot be stored according to rules and level.
 
     Args:
-      abstract: arrays or `jax.ShapeDtypeStruct`s.
-      axes_tree: the same structure; each leaf is a tuple with a logical axis or None for each dim.
-      rules: the table, with the storage axes of the level (`rules_of_level`).
+      abstract: a pytree of arrays or `jax.ShapeDtypeStruct`s, the weights.
+      axes_tree: a pytree of the same structure; each leaf is a tuple with a logical axis or None for each dim.
+      rules: the table of rules, with the storage axes of the level (`rules_of_level`).
       mesh_shape: the size of each mesh axis.
-      level: of ZeRO.
-      options: logical axis -> the option that sets the size of its dims, which the lines name; None: lines name only
-        weights.
+      level: the ZeRO level.
+      options: logical axis -> (key, value) of the option that sets the size of its dims; the error lines then name this
+        option. None: error lines name only weights.
       trained: a pytree of bool with the structure of `abstract`, true for each weight with gradients and moments; None:
-        all.
-      elsewhere: logical axes that are left out of the check of sizes, because the caller checks them.
+        all weights are trained.
+      elsewhere: logical axes whose uneven sizes are not reported, because the caller checks them.
     """
     if lines := _axis_problems(abstract, axes_tree, rules, mesh_shape):
         return lines
@@ -136,15 +136,15 @@ def _axis_problems(
 
 
 def _weights(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
-    """Returns the weights of a pytree for which `_axis_problems` returns no problems."""
+    """Returns each weight of a pytree with its path and logical axes; `_axis_problems` must return no problems."""
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     return [_Weight(path, array, axes[path]) for path, array in leaves_with_paths(abstract)]
 
 
 def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
-    """Returns for each mesh axis a number whose divisors are the sizes that split every weight evenly; 0: any size.
+    """Returns for each mesh axis a number whose divisors are the axis sizes that split every weight evenly.
 
-    The other axes have the sizes in `mesh_shape`.
+    0 allows any size. For each axis, all other axes are assumed to have the sizes in `mesh_shape`.
     """
     common = dict.fromkeys(mesh_shape, 0)
     for one in weights:
@@ -159,8 +159,12 @@ def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[s
 def _unsharded_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each storage axis except data that leaves too many bytes unsharded (`MOST_WHOLE`).
 
-    Norms and biases do not count. Weights with a dim that a user's rule names count as sharded, because the user chose
-    their sharding.
+    Weights with a dim that a user's rule names are treated as sharded, because the user chose their sharding.
+
+    Args:
+      matrices: the weights without norms and biases.
+      rules: the table of rules.
+      mesh_shape: the size of each mesh axis.
     """
     lines = []
     for axis in rules.storage_axes:
@@ -185,7 +189,14 @@ def _unsharded_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: M
 def _unsharded_by_data(
     matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int], level: int
 ) -> list[Problem]:
-    """Returns an error line if data at this level leaves too many bytes unsharded (`MOST_WHOLE`)."""
+    """Returns an error line if the data axis at this ZeRO level leaves too many bytes unsharded (`MOST_WHOLE`).
+
+    Args:
+      matrices: the weights that the level shards, without norms and biases.
+      rules: the table of rules.
+      mesh_shape: the size of each mesh axis.
+      level: the ZeRO level, 1 to 3.
+    """
 
     def whole_on(size: int) -> list[_Weight]:
         shape = {**mesh_shape, DATA: size}
@@ -222,7 +233,7 @@ def _unsharded_by_data(
 
 
 def _axes_of(one: _Weight, rules: Rules, mesh_shape: Mapping[str, int], level: int) -> tuple[str, ...]:
-    """Returns the mesh axes that split the moments of a weight."""
+    """Returns the mesh axes that split the moments of a weight at a ZeRO level."""
     return axes_in(param_sharding(one.array.shape, one.names, rules, mesh_shape, level, one.path).moment)
 
 
@@ -243,7 +254,7 @@ def _share(some: Sequence[_Weight], every: Sequence[_Weight]) -> float:
 
 
 def _list_weights(weights: Sequence[_Weight]) -> str:
-    """Returns a text of the largest weights by path and shape, and the number of further weights."""
+    """Returns the paths and shapes of the largest weights as text, and the number of further weights."""
     largest = sorted(weights, key=lambda one: -num_bytes(one.array))
     text = ", ".join(f"{one.path} {tuple(one.array.shape)}" for one in largest[:MOST_NAMED])
     more = len(largest) - MOST_NAMED

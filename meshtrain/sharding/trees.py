@@ -46,12 +46,12 @@ def leaves_with_paths(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None)
 
 
 def num_bytes(array: Shaped) -> int:
-    """Returns the total bytes of an array, or of any object with `.shape` and `.dtype`; for PRNG keys, of the data."""
+    """Returns the bytes of an array, or of an object with `.shape` and `.dtype`; for PRNG keys, of the key data."""
     return int(math.prod(array.shape) * array.dtype.itemsize)
 
 
 def shard_bytes(array: Leaf) -> int:
-    """Returns the bytes of one device's shard of an array, or of an abstract array with a sharding."""
+    """Returns the bytes of one device's shard of an array; the array may be abstract but must have a sharding."""
     return int(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize)
 
 
