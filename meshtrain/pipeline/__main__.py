@@ -44,7 +44,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _time(flag: str, text: str, least: float) -> Fraction:
-    """Parses the time of a flag as an exact fraction: 0.1 is one tenth. Raises UserError for any other text."""
+    """Parses the duration in a flag as an exact fraction, so that 0.1 is one tenth.
+
+    Args:
+      flag: the flag's name, for the error.
+      text: the flag's value.
+      least: the smallest allowed duration.
+
+    Raises:
+      UserError: the text is not a number from `least` to 1e9.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -57,10 +66,10 @@ def _time(flag: str, text: str, least: float) -> Fraction:
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
-    """Returns the durations that the flags give.
+    """Returns the durations in the flags `--forward`, `--backward` and `--transfer`.
 
     Raises:
-      UserError: one line for each flag that is not a duration.
+      UserError: one line for each of these flags whose value is not a valid duration.
     """
     durations: list[Fraction] = []
     problems = list[Problem]()
@@ -93,7 +102,7 @@ def _as_json(schedule: Schedule, costs: Costs) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the flags, proves the schedule, and prints it.
+    """Reads the flags, proves the schedule, and prints it; with `--out`, also draws it into a file.
 
     Raises:
       UserError: a flag or the schedule is invalid, or a file cannot be written.

@@ -19,12 +19,16 @@ MAX_TEXT_COLUMNS = 200_000
 # Fills a cell after its label, so that its duration is visible.
 FILL = {"F": " ", "B": "-"}
 WORDS = {"F": "forward", "B": "backward"}
-# They differ in grey and for colour-blind readers too.
+# Colours that also differ in grayscale and for colour-blind readers.
 COLOURS = {"F": "#8db8e3", "B": "#f2a65a"}
 
 
 def caption(schedule: Schedule, costs: Costs) -> list[str]:
-    """Returns the lines under a chart: the schedule, its bubble fractions, and the peak in flight on each stage."""
+    """Returns a chart's caption as three lines: sizes and durations, bubble fractions, and memory.
+
+    The memory line has the largest number of microbatches in flight on each stage. If stages have several chunks, it
+    has the largest number of (microbatch, chunk) pairs.
+    """
     chunks = f", {schedule.num_chunks} chunks a stage" if schedule.num_chunks > 1 else ""
     durations = f"forward {_number(costs.forward)}, backward {_number(costs.backward)}"
     if costs.transfer:
@@ -43,14 +47,14 @@ def as_text(schedule: Schedule, costs: Costs, *, in_step: bool = False, max_colu
     """Returns a chart as lines of text, each at most `max_columns` wide; long charts are split into several blocks.
 
     Args:
-      schedule: a proven table.
+      schedule: the schedule, which has passed `check.prove`.
       costs: the durations of actions.
       in_step: whether all stages advance together, row by row; otherwise each action starts when its inputs are
         available.
-      max_columns: characters in a line.
+      max_columns: the maximum number of characters in a line.
 
     Raises:
-      UserError: the chart would have more than MAX_TEXT_COLUMNS columns.
+      UserError: before it is split into blocks, the chart would have more than MAX_TEXT_COLUMNS columns.
     """
     spans = (run_in_step if in_step else run_freely)(schedule, costs)
     labels = [describe(span.action, schedule.num_chunks) for span in spans]
@@ -89,7 +93,12 @@ def _number(value: Fraction) -> str:
 
 
 def _ruler(makespan: Fraction, scale: Fraction) -> str:
-    """Returns the line of times above a chart, at intervals wide enough for the numbers."""
+    """Returns the time axis of a text chart as one line, with numbers at intervals that are wide enough to print them.
+
+    Args:
+      makespan: the time at which the last action ends.
+      scale: characters per unit of time.
+    """
     distance = Fraction(1)
     while distance * scale < 12:
         distance *= 2
@@ -102,10 +111,16 @@ def _ruler(makespan: Fraction, scale: Fraction) -> str:
 
 
 def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figure":
-    """Returns a chart as a matplotlib figure; for the arguments see `as_text`.
+    """Returns a chart as a matplotlib figure.
 
-    The time axis extends to the end of gpipe with the same stages, layers and microbatches, so that charts of different
-    schedules have the same scale.
+    The time axis extends at least to the end of gpipe with the same stages, layers and microbatches, so that charts of
+    different schedules have the same scale.
+
+    Args:
+      schedule: the schedule, which has passed `check.prove`.
+      costs: the durations of actions.
+      in_step: whether all stages advance together, row by row; otherwise each action starts when its inputs are
+        available.
     """
     # Without pyplot, whose state is global to the process.
     from matplotlib.figure import Figure
@@ -143,14 +158,27 @@ def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figur
 
 
 def _lighter(colour: str, share: float) -> tuple[float, float, float]:
-    """Mixes the colour `#rrggbb` with white, to distinguish the chunks of a stage."""
+    """Returns a lighter shade of a colour as (red, green, blue), each from 0 to 1.
+
+    Bars of later chunks of a stage are drawn in lighter shades.
+
+    Args:
+      colour: the colour as `#rrggbb`.
+      share: from 0 (the colour itself) to 1 (the lightest shade: 55 % white mixed into the colour).
+    """
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part + (1 - part) * 0.55 * share for part in parts)
     return red, green, blue
 
 
 def _write_numbers(axes: "Axes", spans: list[Span], points: float) -> None:
-    """Draws each microbatch's number into its cell if it fits; `points` is the width of one unit of time."""
+    """Writes the number of the microbatch into each bar of the chart that is large enough for it.
+
+    Args:
+      axes: the chart, with time along x and stages along y.
+      spans: the timeline, a span for each bar.
+      points: the width of one unit of time in typographic points (1/72 inch).
+    """
     digits = max(len(str(span.action.microbatch)) for span in spans)
     for span in spans:
         size = min(9.0, float(span.end - span.start) * points / (digits * 0.75))

@@ -1,4 +1,4 @@
-"""Checks a schedule's table and computes its costs: proof, timelines, bubbles, peak memory. Uses no JAX."""
+"""Proves that a schedule's table is correct, and computes its timelines, bubbles and peak memory. Uses no JAX."""
 
 import dataclasses
 from collections import Counter
@@ -23,9 +23,9 @@ class Costs:
     """The duration of each kind of action and of a transfer between neighbours: exact fractions in the same unit.
 
     Attributes:
-      forward: the forward pass of one chunk.
-      backward: the backward pass of one chunk.
-      transfer: time until the result of an action arrives at a neighbouring stage.
+      forward: the duration of the forward pass of one chunk.
+      backward: the duration of the backward pass of one chunk.
+      transfer: the time until the result of an action arrives at a neighbouring stage.
     """
 
     forward: Fraction = Fraction(1)
@@ -38,7 +38,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """The time during which a stage runs one action."""
+    """The time during which a stage runs one action; `start` and `end` are in the unit of `Costs`."""
 
     stage: int
     action: Action
@@ -51,21 +51,28 @@ def check(
 ) -> list[Problem]:
     """Returns an error line for each reason why the executor cannot run a configuration; empty if it can.
 
-    These are checks across options. `options.problems` checks each option by itself.
+    These checks compare several options. `options.problems` checks each option by itself.
 
     Args:
-      options: the configuration's `pipeline`, each within its own bounds.
+      options: the pipeline options; each value is already within its bounds.
       num_stages: size of the mesh's pipeline axis, above 1.
       num_layers: layers of the model.
       num_microbatches: microbatches in a step.
-      key: the option that sets the number of layers.
+      key: name of the option that sets the number of layers, for the error.
     """
     lines = _without_layers(key, num_layers, num_stages, options.num_chunks)
     return lines + refusals(lambda: prove(chosen(options, num_stages=num_stages, num_microbatches=num_microbatches)))
 
 
 def _without_layers(key: str, num_layers: int, num_stages: int, num_chunks: int) -> list[Problem]:
-    """Returns an error line if a stage has no layers, or if the last chunk of every stage has none."""
+    """Returns an error line if a stage has no layers, or if the last chunk of every stage has none; else an empty list.
+
+    Args:
+      key: name of the option that sets the number of layers, for the error.
+      num_layers: layers of the model.
+      num_stages: size of the mesh's pipeline axis.
+      num_chunks: chunks of layers on each stage.
+    """
     num_all = num_stages * num_chunks
     if num_layers >= num_all or not leaves_stage_empty(num_layers, num_stages, num_chunks):
         return []
@@ -94,7 +101,10 @@ def prove(schedule: Schedule) -> None:
 
 
 def _incomplete(schedule: Schedule) -> list[Problem]:
-    """Returns an error line if an action is missing, occurs twice, or has a microbatch or chunk out of range."""
+    """Returns an error line if an action is missing, occurs twice, or has a microbatch or chunk out of range.
+
+    The list is empty if every stage has exactly one forward and one backward action for each microbatch and chunk.
+    """
     microbatches, chunks = schedule.num_microbatches, schedule.num_chunks
     for stage in range(schedule.num_stages):
         seen = Counter(row[stage] for row in schedule.rows if row[stage] is not None)
@@ -125,9 +135,10 @@ def _incomplete(schedule: Schedule) -> list[Problem]:
 
 
 def _dependency_problem(schedule: Schedule) -> list[Problem]:
-    """Returns an error line for the first violated dependency, with the deadlock that it may cause.
+    """Returns an error line for the first action that needs a result of the same or a later row; empty without one.
 
-    The deadlock is described for stages that do not wait for each other's rows.
+    If asynchronous stages, which do not wait for each other's rows, would deadlock, the line also describes the
+    deadlock.
     """
     stages, chunks = schedule.num_stages, schedule.num_chunks
     row_of = {
@@ -151,7 +162,7 @@ def _dependency_problem(schedule: Schedule) -> list[Problem]:
 
 
 def _mixed_row_problem(schedule: Schedule) -> list[Problem]:
-    """Returns an error line for the first row with both forward and backward actions."""
+    """Returns an error line for the first row with both forward and backward actions; empty if there is none."""
     for index, row in enumerate(schedule.rows):
         cells = {a.kind: f"{describe(a, schedule.num_chunks)} on stage {s}" for s, a in enumerate(row) if a}
         if len(cells) > 1:
@@ -167,10 +178,10 @@ def _mixed_row_problem(schedule: Schedule) -> list[Problem]:
 
 
 def _deadlock(schedule: Schedule) -> str:
-    """Describes the deadlock of asynchronous stages that run their actions in this order; '' if there is none.
+    """Describes the deadlock of asynchronous stages that run their actions in this order; '' if they do not deadlock.
 
-    In a deadlock no stage has finished: a stage that runs its last backward pass has produced all inputs of earlier
-    stages.
+    In a deadlock every stage has an unfinished action: a stage that has run its last backward pass has already produced
+    all inputs of earlier stages.
     """
     spans, left = _replay(schedule, Costs())
     if not any(left):
@@ -188,7 +199,11 @@ def _deadlock(schedule: Schedule) -> str:
 
 
 def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Action]]]:
-    """Returns the timeline of asynchronous stages, and for each stage the actions that a deadlock prevents."""
+    """Simulates asynchronous stages: each stage starts its next action when the action's inputs have arrived.
+
+    Returns:
+      The timeline; and for each stage the list of actions that never start because of a deadlock, in order.
+    """
     stages, chunks = schedule.num_stages, schedule.num_chunks
     left = [[row[stage] for row in reversed(schedule.rows) if row[stage]] for stage in range(stages)]
     ends, free, spans = dict[tuple[int, Action], Fraction](), [Fraction(0)] * stages, list[Span]()
@@ -221,8 +236,8 @@ def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
 def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
     """Returns the timeline of a proven table with synchronous stages: each row takes as long as its slowest action.
 
-    A program that ends each row with a permute between neighbours runs like this. A row with an action adds one
-    transfer.
+    A program that ends each row with a permute between neighbours runs like this. Each row with an action also takes
+    the time of one transfer.
     """
     spans, now = list[Span](), Fraction(0)
     for row in schedule.rows:
@@ -234,7 +249,7 @@ def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
 
 
 def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
-    """Returns the exact fraction of the stages' time, from the first start to the last end, in which they idle.
+    """Returns the bubble fraction: the exact share of all stages' time, from 0 to the last end, in which stages idle.
 
     It is (S - 1) / (M + S - 1) for gpipe on S stages with M microbatches:
 

@@ -25,7 +25,7 @@ from meshtrain.sharding.param_sharding import ParamShardings
 from meshtrain.sharding.rules import PIPELINE
 from meshtrain.sharding.trees import Arrays, merge, select
 
-# The index of a loop over units: a traced int32 scalar, or a NumPy constant.
+# The index of a unit among the units of this stage: a traced int32 scalar, or a NumPy constant.
 Place: TypeAlias = jax.Array | np.int32
 
 
@@ -35,10 +35,10 @@ class Carry(NamedTuple):
     inputs: Activations  # stage inputs, [slots + 1, b, ...] such as [slots + 1, b, T, D]; the last is the dump slot
     kept: list[jax.Array]  # saved residuals of units, each [(slots + 1) K / U, ...]; the last K / U are the dump slot
     outputs: Activations  # outputs of the last layer, until the head reads them; shapes like inputs
-    cotangents: Activations  # of floating leaves, until their backward row, [slots + 1, b, ...]
+    cotangents: Activations  # cotangents of outputs (floating leaves), until their backward row, [slots + 1, b, ...]
     leaving: Activations  # latest cotangent of the first layer's input, floating leaves; zeros on all stages except 0
     sums: Loss  # loss, weight, metrics of the head; the same on every stage
-    layer_sums: LayerSums  # of this stage's layers
+    layer_sums: LayerSums  # (loss, metrics) that this stage's layers add; None if layers add nothing
     layers: Params  # float32 gradient sums of this stage's trained layers
     outer: Params  # float32 gradient sums of all other trained parameters; this stage's shard if sharded
     reduced: Arrays  # `ReducedChunks`; None if chunks are not reduced separately
@@ -53,20 +53,21 @@ def gradients(
     rng: jax.Array,
     seed: jax.Array | float = 1.0,
 ) -> Sums:
-    """Returns the sums of a batch, with gradients of the parameters for which `replicas.trained` is true.
+    """Returns the loss, weight and metrics of a batch, and the gradients of all trained parameters.
 
     Args:
       stages: the model, split into stages.
       program: the schedule with its buffer slots.
-      replicas: the mesh, the shardings of parameters, and how gradients are reduced over data; all other axes are left
-        to the partitioner.
-      params: float32; layers are stored as described in `stages.py`.
+      replicas: the mesh, the shardings of parameters, which parameters are trained, and how gradients are reduced over
+        data; all other axes are left to the partitioner.
+      params: parameters, float32; layers are stored as described in `stages.py`.
       batch: microbatches [b, M, ...].
       rng: a typed key.
-      seed: float32 scalar, the cotangent of the loss: gradients are multiplied by it.
+      seed: the cotangent of the loss, a float32 scalar: gradients are multiplied by it.
 
     Raises:
-      UserError: see `stages.run_layers` and `pullback.SplitLayer`.
+      UserError: `Stages.repeated` returns another form, shape or dtype than required, `Stages.num_together` does not
+        divide the layers of a chunk, or a residual that depends on activations is in host memory.
     """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Loss, Params]:
@@ -90,7 +91,14 @@ def gradients(
 
 
 def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) -> tuple[Carry, jax.Array]:
-    """Runs the body of a segment `segment.count` times, from row `row` on; returns the carry and the next row."""
+    """Runs the rows of a segment `segment.count` times; returns the carry, and the index of the row after the segment.
+
+    Args:
+      rows: functions that run one row.
+      segment: rows with a common body; inner segments are run in the same way.
+      carry: the stage's arrays before the segment.
+      row: index of the segment's first row, int32 scalar.
+    """
 
     def one_round(state: tuple[Carry, jax.Array], _: None) -> tuple[tuple[Carry, jax.Array], None]:
         carry, row = state
@@ -117,37 +125,52 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
 class ReducedChunks(NamedTuple):
     """Gradients of the chunks that have been reduced over data so far, in the order of `chunk_ends`.
 
-    At ZeRO level 0 they replace the sums of one replica in its buffer.
+    At ZeRO level 0 no gradient is scattered: reduced gradients replace this replica's sums in `Carry.layers`.
     """
 
     scattered: Params  # float32 [V K / U, U, ...], this replica's shards; None for gradients that are not scattered
-    num_chunks: jax.Array  # int32 scalar
+    num_chunks: jax.Array  # number of chunks reduced so far, int32 scalar
 
 
 class ChunkReduction:
-    """Reduces the gradients of a chunk over data, overlapped with later rows: `begin` before them, `end` after them.
+    """Reduces gradients over data chunk by chunk: `begin` is called before the rows to overlap with, `end` after them.
 
     A stage finishes its chunks one after the other, S rows apart, and idles or works on other chunks meanwhile. So the
     reductions of all chunks except the last can overlap rows, unlike a single reduction after the last row.
     """
 
     def __init__(self, program: Program, replicas: GradientSync, stored: ParamShardings, num_units: int) -> None:
-        """Computes the order of chunks; `stored` has a `Stored` for each trained layer weight, `num_units` is K / U."""
+        """Computes the order in which chunks are reduced.
+
+        Args:
+          program: the schedule as a program.
+          replicas: how gradients are reduced over data.
+          stored: `ParamSharding` of each trained weight of the layers.
+          num_units: the number of units in a chunk, K / U.
+        """
         self.replicas, self.stored, self.num_units = replicas, stored, num_units
         self.chunks = np.array([chunk for _, chunk in chunk_ends(program)], np.int32)
         self.is_scattered = jax.tree.map(lambda weight: weight.is_scattered, stored)
 
     def start(self, units: Params) -> ReducedChunks:
-        """Returns the result before the first reduction; `units` are the trained layers, [V K / U, U, ...]."""
+        """Returns the value of `Carry.reduced` before the first reduction: zeros, and 0 reduced chunks.
+
+        Args:
+          units: the trained weights of this stage's layers, each leaf [V K / U, U, ...].
+        """
         scattered, stored = select(units, self.is_scattered)[0], select(self.stored, self.is_scattered)[0]
         return ReducedChunks(jax.tree.map(self.replicas.reduced_zeros, scattered, stored), jnp.int32(0))
 
     def begin(self, layers: Params, reduced: ReducedChunks) -> tuple[Params, Params, jax.Array]:
-        """Starts to reduce the next chunk; returns `layers`, its reduced gradients [K / U, U, ...], and its first unit.
+        """Starts to reduce the gradients of the next chunk over data.
 
         Args:
-          layers: the sums of this replica, [V K / U, U, ...].
+          layers: the gradient sums of this replica, [V K / U, U, ...].
           reduced: the result of earlier reductions.
+
+        Returns:
+          `layers`; the reduced gradients of the chunk, [K / U, U, ...]; and the index of the chunk's first unit, int32
+          scalar.
         """
         place = ring.take(jnp.asarray(self.chunks), reduced.num_chunks) * self.num_units
         part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, place, self.num_units), layers)
@@ -159,7 +182,15 @@ class ChunkReduction:
     def end(
         self, layers: Params, reduced: ReducedChunks, parts: Params, place: jax.Array
     ) -> tuple[Params, ReducedChunks]:
-        """Returns (layers, reduced) with the gradients from `begin` written into them."""
+        """Returns (layers, reduced) with the reduced gradients of a chunk written into them.
+
+        Args:
+          layers: the gradient sums of this replica, [V K / U, U, ...]; gradients that are not scattered are written
+            here.
+          reduced: the result of earlier reductions; scattered gradients are written here.
+          parts: the reduced gradients of the chunk, from `begin`.
+          place: the index of the chunk's first unit, from `begin`.
+        """
         # A barrier here would make XLA's scheduler end the collective before the overlapping rows.
         scattered, replicated = select(parts, self.is_scattered)
         with_sums, without = select(layers, self.is_scattered)
@@ -171,12 +202,17 @@ class ChunkReduction:
         return merge(with_sums, jax.tree.map(put, without, replicated)), after
 
     def finished(self, layers: Params, reduced: ReducedChunks) -> Params:
-        """Returns the reduced gradients of all chunks, [V K / U, U, ...]."""
+        """Returns the reduced gradients of all chunks, [V K / U, U, ...], after the last call of `end`.
+
+        Args:
+          layers: as returned by the last `end`.
+          reduced: as returned by the last `end`.
+        """
         return merge(reduced.scattered, select(layers, self.is_scattered)[1])
 
 
 class Rows:
-    """The work of one stage in a row: `forward` for F rows, `backward` for B rows, and their parts."""
+    """Runs the rows of a schedule on one stage: `forward` runs an F row, `backward` a B row."""
 
     def __init__(
         self,
@@ -188,7 +224,17 @@ class Rows:
         rng: jax.Array,
         seed: jax.Array,
     ) -> None:
-        """Stores the values that all rows share; `params` and `batch` are this stage's shards."""
+        """Stores the values that all rows share.
+
+        Args:
+          stages: the model, split into stages.
+          program: the schedule with its buffer slots.
+          replicas: the shardings of parameters, and how gradients are reduced over data.
+          params: this stage's shards of the parameters.
+          batch: this replica's microbatches [b, M, ...].
+          rng: a typed key.
+          seed: the cotangent of the loss, float32 scalar.
+        """
         self.stages, self.program, self.replicas = stages, program, replicas
         self.batch, self.rng, self.seed = batch, rng, seed
         layers, self.outer = ring.split_layers(params)
@@ -211,7 +257,10 @@ class Rows:
             self.reduction = ChunkReduction(program, replicas, self.stored_layers, self.num_units)
 
     def cell(self, row: jax.Array) -> Cells:
-        """Returns this stage's entry of a row. The tables are one constant of the compiled program."""
+        """Returns the action of this stage in row `row` and the action's buffer slots, as scalars.
+
+        All tables together are one constant of the compiled program.
+        """
         tables, shape = self.program.cells, self.program.cells.active.shape
         columns = [np.broadcast_to(table.astype(np.int32).reshape(shape[0], -1), shape) for table in tables]
         entries = ring.take(ring.take(jnp.asarray(np.stack(columns, axis=-1)), row), self.stage)
@@ -238,20 +287,20 @@ class Rows:
         )
 
     def embed(self, outer: Params, m: jax.Array) -> Activations:
-        """Returns the activations that enter the first layer, on every stage."""
+        """Returns the activations of microbatch `m` before the first layer, on every stage."""
         return self.stages.first(outer, ring.microbatch(self.batch, m), self.rng, True, PIPELINE)
 
     def head(self, outer: Params, y: Activations, m: jax.Array) -> Loss:
-        """Returns the loss of a microbatch from the activations after the last layer, on every stage."""
+        """Returns (loss, weight, metrics) of microbatch `m`, on every stage; `y` is the output of the last layer."""
         return self.stages.last(outer, y, ring.microbatch(self.batch, m), PIPELINE)
 
     def run_layers(
         self, weights: Params, x: Activations, given: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[Activations, LayerSums]:
-        """Returns the activations after a unit of layers, and the sums of its layers.
+        """Returns the output of a unit of layers, and the (loss, metrics) that these layers add, or None.
 
         Args:
-          weights: of the layers, each leaf [U, ...].
+          weights: the parameters of the unit's layers, each leaf [U, ...].
           x: the activations before the unit.
           given: int32 scalars: the microbatch, the index of the unit's first layer in the model, and the index of the
             unit on this stage.
@@ -262,24 +311,40 @@ class Rows:
         return ring.run_layers(self.stages, weights, x, ring.microbatch(self.batch, m), self.rng, start, True)
 
     def given(self, cell: Cells, place: jax.Array) -> tuple[jax.Array, jax.Array, Place]:
-        """Returns the argument `given` of `run_layers` for one of this stage's units."""
+        """Returns the argument `given` of `run_layers` for a unit of the cell's chunk.
+
+        Args:
+          cell: the action of this stage.
+          place: the index of the unit on this stage.
+        """
         first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
         return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together, place
 
     def is_layer(self, cell: Cells, given: tuple[jax.Array, jax.Array, Place]) -> jax.Array:
-        """Returns whether the unit of `given` has layers; a unit of padding has none."""
+        """Returns whether a unit consists of layers of the model, not of padding; bool scalar.
+
+        Args:
+          cell: the action of this stage.
+          given: the unit, as returned by the method `given`.
+        """
         return given[1] < ring.end_of_layers(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
 
     def first_place(self, cell: Cells) -> Place:
         """Returns the index of the first unit of the cell's chunk among this stage's units.
 
-        With one chunk it is a constant. Then XLA knows which slice each iteration of a loop reads, and a product may
-        read the weights in place.
+        With one chunk it is a constant. Then XLA knows which slice each iteration of a loop reads, and a matrix product
+        may read the weights in place.
         """
         return np.int32(0) if self.num_chunks == 1 else cell.chunk * self.num_units
 
     def forward(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
-        """Runs an F row: reads a stage input, saves the layers' residuals, sends the output to the next stage."""
+        """Runs an F row: reads a stage input, saves the layers' residuals, sends the output to the next stage.
+
+        Args:
+          row: the parts of the row's body.
+          carry: the stage's arrays before the row.
+          cell: the action of this stage, and its buffer slots.
+        """
 
         def one(state: Arrays, _: None) -> tuple[Arrays, LayerSums]:
             x, kept, place, slot = state
@@ -302,9 +367,14 @@ class Rows:
         return self.embed_next(row, carry, cell)
 
     def backward(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
-        """Runs a B row: the stage's backward pass from saved residuals.
+        """Runs a B row: computes the stage's backward pass from saved residuals.
 
-        Sends the cotangent of its input to the previous stage.
+        Sends the cotangent of the stage's input to the previous stage.
+
+        Args:
+          row: the parts of the row's body.
+          carry: the stage's arrays before the row.
+          cell: the action of this stage, and its buffer slots.
         """
         if row.embed_backward:
             carry = self.embed_backward(carry, cell.embed_backward_microbatch)
@@ -319,10 +389,18 @@ class Rows:
         return self.embed_next(row, carry._replace(cotangents=cotangents, leaving=leaving), cell)
 
     def layers_backward(self, carry: Carry, cell: Cells, cotangent: Activations) -> tuple[Carry, Activations]:
-        """Adds the gradients of a chunk's layers, last layer first; returns the cotangent of the chunk's input.
+        """Adds the gradients of a chunk's layers to the carry, last layer first.
 
         Each unit's gradients are added immediately, because the gradients of a complete chunk would take as much memory
         as the accumulators.
+
+        Args:
+          carry: the stage's arrays, with the gradient sums.
+          cell: the action of this stage, and its buffer slots.
+          cotangent: the cotangent of the chunk's output.
+
+        Returns:
+          The carry with the new sums, and the cotangent of the chunk's input.
         """
 
         def one(state: Arrays, _: None) -> tuple[Arrays, None]:
@@ -352,7 +430,17 @@ class Rows:
     def head_backward(
         self, carry: Carry, cell: Cells, y: Activations, cotangent: Activations
     ) -> tuple[Carry, Activations]:
-        """Adds a microbatch's loss; on the last stage, replaces `cotangent` by the cotangent of the model's output."""
+        """Adds the loss of the row's microbatch and the head's gradients to the carry.
+
+        Args:
+          carry: the stage's arrays, with the sums.
+          cell: the action of this stage; its `head_microbatch` is the microbatch, or negative for none.
+          y: the saved output of the last layer, which is read on the last stage only.
+          cotangent: the cotangent of the stage's output.
+
+        Returns:
+          The carry; and on the last stage, in its last chunk, the cotangent of the model's output, else `cotangent`.
+        """
         wanted, m = cell.head_microbatch >= 0, jnp.maximum(cell.head_microbatch, 0)
         is_last = (self.stage == self.num_stages - 1) & (cell.chunk == self.num_chunks - 1) & cell.active
         final = ring.from_stage(y, is_last)
@@ -377,7 +465,7 @@ class Rows:
         return carry._replace(inputs=_write(carry.inputs, x, cell.embed_slot))
 
     def embed_backward(self, carry: Carry, m: jax.Array) -> Carry:
-        """Adds the embedding's gradient of microbatch `m`, from the cotangent on stage 0; adds nothing for m < 0."""
+        """Adds the gradient of microbatch `m`'s embedding, from the cotangent on stage 0; adds nothing for m < 0."""
         embed = lambda trained: self.embed(merge(trained, self.frozen_outer), jnp.maximum(m, 0))  # noqa: E731
         x, pull = jax.vjp(embed, self.trained_outer)
         (outer,) = pull(with_float0(ring.from_stage(carry.leaving, self.stage == 0), x))

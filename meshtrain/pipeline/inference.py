@@ -1,4 +1,4 @@
-"""Evaluation and generation through the stages of a pipeline, which need only forward passes.
+"""Runs the stages of a pipeline forward only, for evaluation and generation.
 
 M: microbatches, b: sequences in a microbatch, T: tokens per sequence, S: stages, V: chunks per stage.
 """
@@ -22,18 +22,18 @@ Total: TypeAlias = Arrays  # results accumulated over all microbatches: losses, 
 # (total, activations of microbatch m that leave the last stage, m) -> total.
 Finish = Callable[[Total, Activations, jax.Array], Total]
 Source = Callable[[jax.Array], Activations]  # m -> the activations of microbatch m before stage 0
-RunLayers = Callable[[Activations, jax.Array], tuple[Activations, LayerSums]]  # (activations, m) -> its outputs
+RunLayers = Callable[[Activations, jax.Array], tuple[Activations, LayerSums]]  # (activations, m) -> (activations, sums)
 State = tuple[Activations, Total, LayerSums]  # (a stage input, the total, sums of this stage's layers)
 
 
 def evaluate(
     stages: Stages, num_chunks: int, mesh: Mesh, specs: Specs, params: Params, batch: Batch, rng: jax.Array
 ) -> Loss:
-    """Returns the sums of a batch without gradients or dropout: (loss, weight, metrics), float32 scalars.
+    """Returns (loss, weight, metrics) of a batch without dropout or gradients: sums over the batch, float32 scalars.
 
     Args:
       stages: the model, split into stages.
-      num_chunks: V.
+      num_chunks: chunks per stage, V.
       mesh: the mesh.
       specs: the spec of each parameter, a pytree with the structure of the parameters.
       params: global arrays; layers are stored as described in `stages.py`.
@@ -41,7 +41,7 @@ def evaluate(
       rng: a typed key.
 
     Raises:
-      UserError: see `stages.run_layers`.
+      UserError: `Stages.repeated` returns another form, shape or dtype than required.
     """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> Loss:
@@ -66,7 +66,19 @@ def evaluate(
 
 
 def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Specs, params: Params, batch: Batch) -> jax.Array:
-    """Returns logits [M, b, T, padded vocabulary] of a batch [b, M, ...]; for the arguments see `evaluate`."""
+    """Returns the logits of a batch, [M, b, T, padded vocabulary].
+
+    Args:
+      stages: the model, split into stages; it has `logits`.
+      num_chunks: chunks per stage, V.
+      mesh: the mesh.
+      specs: the spec of each parameter, a pytree with the structure of the parameters.
+      params: global arrays; layers are stored as described in `stages.py`.
+      batch: microbatches [b, M, ...].
+
+    Raises:
+      UserError: `Stages.repeated` returns another form, shape or dtype than required.
+    """
     compute = stages.logits
     assert compute is not None
 
@@ -97,22 +109,23 @@ def forward_only(
     """Runs all microbatches through all stages and saves nothing for a backward pass.
 
     Each chunk is a pass of M + S - 1 rows (clock ticks): in row r stage s runs microbatch r - s, or idles if there is
-    none.
+    no such microbatch.
 
     Args:
       stages: the model, split into stages.
-      params: this stage's shard.
-      batch: [b, M, ...], the same on every stage.
+      params: this stage's shard of the parameters.
+      batch: microbatches [b, M, ...], the same on every stage.
       rng: a typed key.
-      num_chunks: V.
+      num_chunks: chunks per stage, V.
       finish: (carry, activations of microbatch m after the last layer, on every stage, m) -> carry.
       initial: the first carry.
 
     Returns:
-      The last carry, and the sums of this stage's layers over all microbatches.
+      The last carry, and the (loss, metrics) that this stage's layers add, summed over all microbatches (None:
+      nothing).
 
     Raises:
-      UserError: see `stages.run_layers`.
+      UserError: `Stages.repeated` returns another form, shape or dtype than required.
     """
     layers, outer = ring.split_layers(params)
     num_stages, num_parts = jax.lax.axis_size(PIPELINE), ring.num_microbatches(batch)
@@ -150,11 +163,11 @@ def _one_pass(run_layers: RunLayers, source: Source, finish: Finish, state: Stat
     """Runs all microbatches through one chunk of every stage.
 
     Args:
-      run_layers: (activations, m) -> (activations, sums) of this stage's layers.
+      run_layers: (activations, m) -> (activations, sums): runs this stage's layers of the chunk on microbatch m.
       source: m -> the activations of microbatch m before stage 0.
       finish: (carry, activations after the last stage, m) -> carry.
       state: (a stage input of any values, carry, sums of this stage's layers).
-      num_parts: M.
+      num_parts: the number of microbatches, M.
 
     Returns:
       The state after M + S - 1 rows.

@@ -30,14 +30,14 @@ Cell: TypeAlias = Any  # a NumPy table; in the executor its JAX scalar for one r
 
 
 class Cells(NamedTuple):
-    """NumPy tables with the action of each row and stage, and the buffer slots of its arrays.
+    """NumPy tables with the action of each cell (a row and a stage), and the buffer slots of the action's arrays.
 
     Each buffer has an additional slot, the dump slot, whose index is the number of the other slots. Arrays without a
     reader are written there. Idle cells read and write dump slots, with microbatch and chunk 0.
 
     Attributes:
-      microbatch: [R, S] int32.
-      chunk: [R, S] int32.
+      microbatch: [R, S] int32; the microbatch of the action.
+      chunk: [R, S] int32; the chunk of the action.
       active: [R, S] bool; False if the stage idles, so that its results are masked.
       input_slot: [R, S] int32; the slot of the stage input in an F row.
       kept_slot: [R, S] int32; the slot of the chunk's residuals, written in F rows and read in B rows.
@@ -46,7 +46,7 @@ class Cells(NamedTuple):
       embed_slot: [R, S] int32; the slot for the microbatch that is embedded at the end of a row (stage 0, else dump).
       receive_slot: [R, S] int32; the slot for the activation that arrives at the end of an F row.
       cotangent_slot: [R, S] int32; the slot of the output's cotangent in a B row (dump for the last stage in its last
-        chunk, which gets it from the head).
+        chunk, whose cotangent comes from the head).
       receive_cotangent_slot: [R, S] int32; the slot for the cotangent that arrives at the end of a B row.
       embed_microbatch: [R] int32; the microbatch that is embedded at the end of this row, else -1.
       head_microbatch: [R] int32; the microbatch whose loss is computed in this B row, else -1.
@@ -79,12 +79,12 @@ class Program:
       num_kept_slots: slots for residuals of a chunk on each stage, without the dump slot.
       num_output_slots: slots for outputs of the last layer on each stage, without the dump slot.
       num_cotangent_slots: slots for cotangents on each stage, without the dump slot.
-      kinds: F or B for each row.
+      kinds: the kind of each row's actions, `F` (forward) or `B` (backward).
       cells: the action and the slots of each row and stage.
-      first_microbatch: embedded before the first row, into slot 0.
+      first_microbatch: the microbatch that is embedded before the first row, into slot 0.
       last_microbatch: the microbatch whose embedding runs its backward pass after the last row.
-      reduces_chunks: whether the gradients of a chunk are reduced over data directly after its last backward row, see
-        `worth_reducing_early`.
+      reduces_chunks: whether the gradients of a chunk are reduced over data directly after the chunk's last backward
+        row (`worth_reducing_early`); otherwise all gradients are reduced after the last row.
     """
 
     schedule: Schedule
@@ -100,7 +100,14 @@ class Program:
 
 
 class Signature(NamedTuple):
-    """The parts of a row's body. Rows of a loop share a body; a row masks the parts that it does not need."""
+    """The parts of one compiled row body. Rows of a loop share a body; a row masks the parts that it does not need.
+
+    Attributes:
+      kind: `F` for the forward pass of a chunk, `B` for its backward pass.
+      embed: whether the body ends with the embedding of a microbatch for a later row.
+      head: whether the body computes the loss of a microbatch and the cotangent of the model's output.
+      embed_backward: whether the body starts with the backward pass of a microbatch's embedding.
+    """
 
     kind: str
     embed: bool
@@ -108,15 +115,19 @@ class Signature(NamedTuple):
     embed_backward: bool
 
 
-Run = tuple[tuple[str, ...], int]  # consecutive rows, and how often they repeat
+# (letters of consecutive rows, how often these rows repeat). F: forward, B: backward, H: backward with the head.
+Run = tuple[tuple[str, ...], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Rows that run as one loop of `count` iterations. The body is a sequence of rows and inner loops.
+    """Rows that run as one loop.
 
-    If `reduces`, each iteration starts the reduction over data of the next chunk's gradients, which may overlap the
-    rows of the iteration.
+    Attributes:
+      body: the rows and inner loops of one iteration, in order.
+      count: the number of iterations.
+      reduces: whether each iteration starts to reduce the next chunk's gradients over data; the reduction may overlap
+        the rows of the iteration.
     """
 
     body: tuple["Signature | Segment", ...]
@@ -125,7 +136,7 @@ class Segment:
 
 
 def executable(schedule: Schedule) -> Program:
-    """Returns the program of a schedule, with buffer slots and flags.
+    """Returns the program of a schedule, with buffer slots and without idle rows.
 
     Each array gets the lowest free slot, so equal tables give equal programs. Buffer sizes are the maximum over stages.
 
@@ -180,20 +191,24 @@ _SLOT_TABLES = {
 
 
 def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.ndarray:
-    """Returns, for each row, the microbatch of `stage` in `chunk` if the row is of this kind, else -1: [R] int32."""
+    """Returns the microbatch that `stage` runs in each row: [R] int32; -1 in rows of another kind or chunk."""
     cells = [row[stage] for row in rows]
     return np.array([a.microbatch if a and (a.kind, a.chunk) == (kind, chunk) else -1 for a in cells], np.int32)
 
 
 def _prefetch_rows(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns for each row the microbatch to prefetch in it, int32 [R], else -1; and the first microbatch of all rows.
+    """Distributes the work of stage 0 that each microbatch needs in advance (its embedding) over earlier rows.
 
-    A microbatch is prefetched after the previous row that needs one: in the last row with a head before its own row, or
-    in the previous row itself if there is no head between them. The first microbatch is fetched before all rows.
+    The work for a microbatch is done after the previous row that needs such work: in the last row with a head before
+    the microbatch's row, or in the previous row itself if there is no head between them. The first microbatch is
+    prefetched before all rows.
 
     Args:
       wanted: [R] int32; the microbatch that a row needs at its start, else -1.
       heads: [R] int32; the microbatch whose loss a row computes, else -1.
+
+    Returns:
+      The microbatch to prefetch in each row, int32 [R], else -1; and the microbatch to prefetch before the first row.
     """
     rows, prefetched = np.flatnonzero(wanted >= 0), np.full_like(wanted, -1)
     for previous, row in itertools.pairwise(rows):
@@ -203,7 +218,13 @@ def _prefetch_rows(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, i
 
 
 class _Slots:
-    """The slots of one buffer on one stage: the `free` slots, and `of`: (microbatch, chunk) -> its slot."""
+    """Allocates the slots of one buffer on one stage.
+
+    Attributes:
+      size: the number of slots used so far.
+      free: a heap of the slots that store no array now.
+      of: (microbatch, chunk) -> the slot that stores its array.
+    """
 
     def __init__(self) -> None:
         self.size, self.free, self.of = 0, list[int](), dict[tuple[int, int], int]()
@@ -226,9 +247,13 @@ class _Slots:
 def _assign_slots(
     schedule: Schedule, rows: list[Row], tables: dict[str, np.ndarray], embedded: list[int]
 ) -> dict[str, int]:
-    """Fills the slot tables and returns the sizes of the buffers. Entries without a slot stay -1.
+    """Fills the slot tables and returns the sizes of the buffers: buffer name -> maximum number of slots on a stage.
 
-    `embedded` is the microbatch that is embedded before the first row, then at the end of each row, -1 for none.
+    Args:
+      schedule: the sizes of the table.
+      rows: the rows that have an action.
+      tables: slot table name -> [R, S] int32, filled with -1; entries without a slot stay -1.
+      embedded: the microbatch that is embedded before the first row, then at the end of each row; -1: none.
     """
     stages, chunks = schedule.num_stages, schedule.num_chunks
     buffers = {name: [_Slots() for _ in range(stages)] for name in _BUFFERS}
@@ -262,7 +287,7 @@ def _assign_slots(
 
 
 def chunk_ends(program: Program) -> list[tuple[int, int]]:
-    """Returns (row, chunk) for each chunk, sorted by row.
+    """Returns a pair (row, chunk) for each chunk, sorted by row.
 
     The row is the last backward row of the chunk on any stage.
     """
@@ -285,9 +310,9 @@ def worth_reducing_early(program: Program, reduction_seconds: float, computing_s
     by a loop of rows: XLA's scheduler does not overlap a collective well with a single row.
 
     Args:
-      program: of a schedule.
-      reduction_seconds: of the reduction of all chunks.
-      computing_seconds: of a step.
+      program: the program of a schedule.
+      reduction_seconds: the time to reduce the gradients of all chunks over data.
+      computing_seconds: the computing time of a step.
     """
     rows = [row for row, _ in chunk_ends(program)]
     hidden_seconds = (len(rows) - 1) / len(rows) * reduction_seconds
@@ -296,7 +321,7 @@ def worth_reducing_early(program: Program, reduction_seconds: float, computing_s
 
 
 def segments(program: Program) -> tuple[Segment, ...]:
-    """Returns the rows as loops; see `_loops`.
+    """Returns the rows of a program as loops with common bodies, in order.
 
     If chunks are reduced separately, the rows are split at the end of each chunk. Iterations that reduce have the order
     of `chunk_ends`, one for each chunk.
@@ -316,9 +341,9 @@ def segments(program: Program) -> tuple[Segment, ...]:
 def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
     """Returns rows start ... stop - 1 as loops, so that compile time does not grow with the number of rows.
 
-    Rows of one loop have the same kind, and all of them or none have a head, because its matrix products are never
-    masked. A body has the embedding or its backward pass if one of its rows needs it, and other rows mask it. A loop in
-    which most rows would mask it is split in two.
+    Rows of one loop have the same kind. All of them or none have a head, because the head's matrix products are never
+    masked. A body has the embedding or its backward pass if one of its rows needs it; other rows mask it. A loop in
+    which most rows would mask the embedding is split in two.
 
     Returns:
       Segments whose rows, in order, are exactly these rows.
@@ -343,7 +368,10 @@ def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
 
 
 def _signature(program: Program, first: int, step: int, times: int, outer_step: int, outer_times: int) -> Signature:
-    """Returns the common body of rows first + i step + j outer_step, for i < times and j < outer_times."""
+    """Returns the body that can run all rows first + i step + j outer_step, for i < times and j < outer_times.
+
+    The body has each part that at least one of these rows needs.
+    """
     rows = [first + i * step + j * outer_step for j in range(outer_times) for i in range(times)]
     flags = program.cells.embed_microbatch, program.cells.head_microbatch, program.cells.embed_backward_microbatch
     embed, head, embed_backward = (bool((flag[rows] >= 0).any()) for flag in flags)
@@ -356,7 +384,8 @@ def _parts(program: Program, first: int, count: int) -> list[int]:
 
     A masked embedding is not free: it sums activations over the stages, twice the bytes that a row sends. So rows at
     the start or end of a loop that need no embedding get a separate loop, if they are the majority and at least as many
-    as stages. (If there are as many microbatches as stages, no group of rows repeats that would be split into loops.)
+    as stages. (This matters if there are as many microbatches as stages: all forward rows before the first head are
+    then one loop, instead of a repeated group of short loops.)
     """
     some = slice(first, first + count)
     used = np.flatnonzero(
@@ -372,9 +401,12 @@ def _parts(program: Program, first: int, count: int) -> list[int]:
 
 
 def _split_ends(runs: list[Run]) -> list[Run]:
-    """Splits the first and the last run of each body if they are longer than its shortest run.
+    """Returns the runs with the first and the last run of each body split, so that more groups of runs repeat.
 
-    The parts of equal length may then repeat as a group: F x 3, (F B) x 4, ... becomes F x 1, F x 2, (F B) x 4, ...
+    A run is a pair (body, count): the rows `body`, repeated `count` times. If the first or last run of a body is longer
+    than the shortest run of this body, the part next to the middle gets the length of the shortest run. For example, F
+    x 3, (F B) x 4, ... becomes F x 1, F x 2, (F B) x 4, ... if the shortest run of F is F x 2: a group F x 2, (F B) x 4
+    may then repeat.
     """
     least = {body: min(count for other, count in runs if other == body) for body, _ in runs}
     first = {body: index for index, (body, _) in reversed(list(enumerate(runs)))}
@@ -391,14 +423,21 @@ def _split_ends(runs: list[Run]) -> list[Run]:
 
 
 def _num_bodies(groups: list[tuple[list[Run], int]]) -> int:
-    """Returns the number of row bodies to compile."""
+    """Returns the number of row bodies to compile for these groups, each a pair (runs, how often they repeat)."""
     return sum(len(body) for group, _ in groups for body, _ in group)
 
 
 def _repeats(items: list, max_period: int) -> list[tuple[list, int]]:
-    """Splits a list into (part, count), each part repeated count times, with the fewest rows in all parts.
+    """Splits a list into consecutive parts that repeat, so that the parts have the fewest rows to compile.
 
     Uses dynamic programming from the end: best[i] is the cheapest split of items[i:].
+
+    Args:
+      items: letters of rows, or runs (pairs of a body and a count).
+      max_period: the maximum number of items in a part.
+
+    Returns:
+      Pairs (part, count): all parts, each repeated `count` times, make up the list.
     """
     bodies = [len(item[0]) if isinstance(item, tuple) else 1 for item in items]
     best: list[tuple[int, int, int]] = [(0, 0, 0)] * (len(items) + 1)

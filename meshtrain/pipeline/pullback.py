@@ -71,7 +71,7 @@ class SplitLayer:
     ) -> tuple[Activations, LayerSums, list[jax.Array]]:
         """Returns (output, sums, residuals) of a layer.
 
-        Stores the structure that rebuilds the backward pass from residuals.
+        Also stores the structure in `self`, with which `backward` rebuilds the `jax.vjp` function from residuals.
         """
         trained, frozen = select(weights, mask)
 
@@ -93,7 +93,10 @@ class SplitLayer:
         return [jax.ShapeDtypeStruct(_aval(var).shape, _aval(var).dtype) for var in self._kept]
 
     def forward(self, weights: Params, x: Activations, given: Given) -> tuple[Activations, LayerSums, list[jax.Array]]:
-        """Returns the layer's output, its sums, and the residuals that depend on `x`."""
+        """Returns (output, sums, residuals) of the layer; only residuals that depend on `x` are returned.
+
+        The sums are the (loss, metrics) that the layer adds, or None.
+        """
         arguments, num_outputs = jax.tree.leaves((weights, x, given)), len(self._outputs)
         found = results(self._closed, [*self._outputs, *self._kept], *arguments)
         y, sums = jax.tree.unflatten(jax.tree.structure((self.output, self.sums)), found[:num_outputs])
@@ -105,11 +108,11 @@ class SplitLayer:
         """Returns the gradients of the trained weights, and the cotangent of the input's floating leaves.
 
         Args:
-          kept: residuals from `forward`.
-          weights: as in `forward`.
-          given: as in `forward`.
-          cotangent: of the output's floating leaves.
-          seed: cotangent of the loss among the sums, float32 scalar.
+          kept: the residuals from `forward`.
+          weights: the layer's parameters, the same as in the call of `forward`.
+          given: further inputs of the layer, the same as in the call of `forward`.
+          cotangent: the cotangent of the output's floating leaves; None for other leaves.
+          seed: the cotangent of the loss that the layer adds, float32 scalar.
         """
         # The recomputed residuals do not depend on the activations, so zeros replace them.
         x = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._shapes]
@@ -133,7 +136,7 @@ def _is_key(leaf: jax.Array) -> bool:
 
 
 def floating(tree: Arrays) -> Arrays:
-    """Returns a pytree with None in place of leaves without a cotangent: integers, bools, float0."""
+    """Returns the pytree with None in place of leaves that have no cotangent: integers, bools, float0."""
     return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, tree)
 
 
@@ -141,8 +144,8 @@ def with_float0(cotangent: Activations, output: Activations) -> Activations:
     """Replaces each None of `floating` in a cotangent by float0 zeros, which functions from `jax.vjp` require.
 
     Args:
-      cotangent: of the floating leaves of `output`.
-      output: arrays, or abstract arrays.
+      cotangent: cotangents of the floating leaves of `output`, and None for all other leaves.
+      output: arrays or abstract arrays, whose shapes the zeros get.
     """
 
     def fill(leaf: jax.Array, part: jax.Array | None) -> jax.Array | np.ndarray:

@@ -4,8 +4,8 @@ A stage has `num_chunks` chunks of layers. Chunk c of stage s is the *virtual st
 microbatch passes the virtual stages in order, so after the last stage it returns to the first stage with the next
 chunk.
 
-Letters: S stages, M microbatches, V chunks per stage; s a stage, m a microbatch, c a chunk, u a unit (a microbatch in
-one chunk).
+Letters: L layers, S stages, M microbatches, V chunks per stage, K layers in a chunk; s a stage, m a microbatch, c a
+chunk, u a unit (a microbatch in one chunk).
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class Action(NamedTuple):
     """The work of one stage in one row.
 
     Attributes:
-      kind: F is a forward pass, B a backward pass.
-      microbatch: 0 .. num_microbatches - 1.
-      chunk: 0 .. num_chunks - 1.
+      kind: F for a forward pass, B for a backward pass.
+      microbatch: the index of the microbatch, 0 .. num_microbatches - 1.
+      chunk: the index of the chunk on the stage, 0 .. num_chunks - 1.
     """
 
     kind: Kind
@@ -56,7 +56,7 @@ class Schedule(NamedTuple):
 
 
 def layers_in_chunk(num_layers: int, num_stages: int, num_chunks: int) -> int:
-    """Returns K, the places for layers in a chunk: L / (S V), rounded up. Some of the K S V places may be padding.
+    """Returns K, the number of layers in a chunk, including padding layers: L / (S V), rounded up.
 
     >>> layers_in_chunk(96, 8, 4), layers_in_chunk(94, 8, 4)
     (3, 3)
@@ -65,7 +65,10 @@ def layers_in_chunk(num_layers: int, num_stages: int, num_chunks: int) -> int:
 
 
 def spreads_evenly(num_layers: int, num_stages: int, num_chunks: int) -> bool:
-    """Returns whether layers are spread over all chunks, because chunks filled in order would leave a stage empty.
+    """Returns whether layers are spread evenly over all chunks, so that their numbers differ by at most one.
+
+    This is the case if there are enough layers for all chunks, but K layers in each chunk would leave a stage, or the
+    last chunk of every stage, empty.
 
     >>> spreads_evenly(7, 4, 1), spreads_evenly(6, 4, 1), spreads_evenly(3, 4, 1)
     (False, True, False)
@@ -83,8 +86,8 @@ def leaves_stage_empty(num_layers: int, num_stages: int, num_chunks: int) -> boo
 def layers_of_chunks(num_layers: int, num_stages: int, num_chunks: int) -> tuple[range, ...]:
     """Returns the layers of each chunk; chunk c of stage s has the index c S + s.
 
-    Chunks are filled in order with K layers each, the last chunks with the rest. If `spreads_evenly`, the numbers of
-    layers differ by at most one.
+    Chunks are filled in order with K layers each, and the last ones with the remaining layers. If `spreads_evenly`, the
+    numbers of layers differ by at most one.
 
     >>> [len(layers) for layers in layers_of_chunks(7, 4, 1)], [len(layers) for layers in layers_of_chunks(6, 4, 1)]
     ([2, 2, 2, 1], [2, 2, 1, 1])
@@ -99,7 +102,7 @@ def layers_of_chunks(num_layers: int, num_stages: int, num_chunks: int) -> tuple
 
 
 def describe(action: Action | None, num_chunks: int = 1) -> str:
-    """Returns the text of an action: `F3`, or `F3.1` if stages have several chunks; empty for idle."""
+    """Returns the text of an action: "F3", or "F3.1" if stages have several chunks; empty for an idle stage."""
     if action is None:
         return ""
     return f"{action.kind}{action.microbatch}" + (f".{action.chunk}" if num_chunks > 1 else "")
@@ -121,7 +124,7 @@ def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -
 
 
 def _forward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
-    """Returns the row in which stage s runs unit u = row - s.
+    """Returns forward row `row`, in which stage s runs unit u = row - s; the stage idles if there is no such unit.
 
     Microbatches form groups of S, and each group passes through all chunks before the next group starts. Unit u is
     microbatch (u // (S V)) S + u mod S in chunk (u // S) mod V (Narayanan et al. 2021, figure 4).
@@ -136,7 +139,10 @@ def _forward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: i
 
 
 def _backward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
-    """Returns a forward row with stages and chunks reversed: the last stage starts, with its last chunk."""
+    """Returns backward row `row`: the forward row with stages and chunks reversed.
+
+    So the last stage starts, with its last chunk.
+    """
     forward = _forward_row(row, num_stages, num_microbatches, num_chunks)
     return tuple(
         None if action is None else Action("B", action.microbatch, num_chunks - 1 - action.chunk)
@@ -166,7 +172,7 @@ def _one_chunk(name: str, num_chunks: int) -> None:
 
 
 def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Returns gpipe: all forwards, then all backwards (Huang et al. 2019).
+    """Returns the rows of gpipe: all forwards, then all backwards (Huang et al. 2019).
 
     Its bubble is (S-1)/(M+S-1), with M microbatches in flight.
     """
@@ -176,16 +182,20 @@ def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]
 
 
 def _1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Returns 1F1B: backwards as early as possible (Narayanan et al. 2021).
+    """Returns the rows of 1F1B: backwards as early as possible (Narayanan et al. 2021).
 
-    It has the bubble of gpipe, with 2 S - 1 - 2 s microbatches in flight on stage s.
+    Its bubble is the bubble of gpipe, with 2 S - 1 - 2 s microbatches in flight on stage s.
     """
     _one_chunk("1f1b", num_chunks)
     return _align_rows(num_stages, num_microbatches, num_chunks)
 
 
 def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Returns interleaved 1F1B: microbatches pass all stages once for each chunk (Narayanan et al. 2021)."""
+    """Returns the rows of interleaved 1F1B: microbatches pass all stages once per chunk (Narayanan et al. 2021).
+
+    Raises:
+      UserError: the number of stages does not divide the number of microbatches.
+    """
     if num_microbatches % num_stages:
         legal = num_stages * max(1, round(num_microbatches / num_stages))
         raise UserError(
@@ -249,7 +259,11 @@ def is_own(name: str) -> bool:
 
 
 def chosen(options: PipelineOptions, *, num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns the schedule of a configuration, see `build`."""
+    """Returns the schedule that the pipeline options choose; it is not proven here (see `check.prove`).
+
+    Raises:
+      UserError: the schedule cannot be built, see `build`.
+    """
     return build(
         options.schedule, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=options.num_chunks
     )
@@ -310,7 +324,17 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
 
 
 def _user_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Returns the rows of a user's function; raises UserError if it raises or returns no rows."""
+    """Calls a user's schedule function and returns its rows.
+
+    Args:
+      name: the function, as `package.module:function`.
+      num_stages: size of the mesh's pipeline axis.
+      num_microbatches: microbatches in a step.
+      num_chunks: chunks of layers on each stage.
+
+    Raises:
+      UserError: the function raises an error, or its result has not the form of rows.
+    """
     given = call_user_function(
         KEY,
         name,
@@ -337,7 +361,12 @@ def _user_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: in
 
 
 def _no_rows(given: Any, num_stages: int) -> str:
-    """Describes the first part of a function's result that is no row or no cell; '' if there is none."""
+    """Describes the first error in the form of a user function's result; '' if the result is a list of rows.
+
+    Args:
+      given: the function's result.
+      num_stages: the required length of each row.
+    """
     if not isinstance(given, list | tuple):
         return type(given).__name__
     for index, row in enumerate(given):

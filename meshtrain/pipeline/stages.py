@@ -35,7 +35,7 @@ MANUAL = frozenset({PIPELINE})
 
 
 def take(tree: Arrays, index: jax.Array, dim: int = 0) -> Arrays:
-    """Returns x[index] along a dim of each array.
+    """Returns x[index] along dim `dim` of each array in a pytree.
 
     Excluding negative indices makes the compiled program half as long.
     """
@@ -47,20 +47,23 @@ def take(tree: Arrays, index: jax.Array, dim: int = 0) -> Arrays:
 
 
 def microbatch(batch: Batch, index: jax.Array) -> Batch:
-    """Returns a microbatch [b, ...] of [b, M, ...]. `index` may differ between stages; it is clamped to 0 .. M - 1."""
+    """Returns microbatch `index`, [b, ...], of a batch [b, M, ...].
+
+    The index may differ between stages; it is clamped to 0 .. M - 1.
+    """
     return take(batch, index, dim=1)
 
 
 def num_microbatches(batch: Batch) -> int:
-    """Returns M of a batch [b, M, ...]."""
+    """Returns the number of microbatches M in a batch [b, M, ...]."""
     return int(jax.tree.leaves(batch)[0].shape[1])
 
 
 def with_cast_layers(stages: Stages, params: Params) -> Params:
-    """Returns parameters with the layers in their compute dtypes, if the model casts them once a step.
+    """Returns parameters with the layers in their compute dtypes, if the model casts layers once a step.
 
-    It is called before the manual region, which gathers the weights that ZeRO shards, so that they are gathered in
-    these dtypes.
+    It is called before the manual region. The weights that ZeRO shards are gathered inside this region, so they are
+    gathered in the compute dtypes.
     """
     return {**params, "layers": stages.cast(params["layers"])} if stages.cast else params
 
@@ -71,12 +74,12 @@ def split_layers(params: Params) -> tuple[Params, Params]:
 
 
 def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
-    """Returns the layers of one chunk of this stage, each leaf [K, ...]."""
+    """Returns the layers of chunk `chunk` of this stage, each leaf [K, ...]."""
     return layers if num_chunks == 1 else take(layers, chunk)
 
 
 def num_units(stages: Stages, num_stages: int, num_chunks: int) -> int:
-    """Returns K / U.
+    """Returns the number of units in a chunk, K / U. A unit is U layers that are computed in one call.
 
     Raises:
       UserError: U does not divide K, or a unit would have both layers and padding.
@@ -123,7 +126,19 @@ def flat(units: Params) -> Params:
 def run_layers(
     stages: Stages, layers: Params, x: Activations, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
 ) -> tuple[Activations, LayerSums]:
-    """Returns the checked result of `Stages.repeated`: (activations, sums).
+    """Runs consecutive layers with `Stages.repeated`, and checks the result; returns (activations, sums).
+
+    Args:
+      stages: the model, split into stages.
+      layers: the layers' parameters, each leaf [number of layers, ...].
+      x: the activations before the layers.
+      batch: a microbatch [b, ...].
+      rng: a typed key.
+      start: the index of the first layer in the model.
+      train: whether dropout is applied.
+
+    Returns:
+      The activations after the layers; and the (loss, metrics) that the layers add, float32, or None.
 
     Raises:
       UserError: the result has another form, or its activations have another structure, shape or dtype than the input.
@@ -165,9 +180,18 @@ def run_chunk(
     start: jax.Array,
     end: jax.Array | int,
 ) -> tuple[Activations, LayerSums]:
-    """Returns the result of `run_layers` without dropout, for a chunk with padding layers from index `end` on.
+    """Runs a chunk without dropout, if the model's layers end at index `end`: later layers of the chunk are padding.
 
-    Layers are computed one by one, so that each padding layer can be skipped.
+    Layers are computed one by one, so that each padding layer can be skipped. The result has the form of `run_layers`.
+
+    Args:
+      stages: the model, split into stages.
+      layers: the chunk's parameters, each leaf [K, ...].
+      x: the activations before the chunk.
+      batch: a microbatch [b, ...].
+      rng: a typed key.
+      start: the index of the chunk's first layer in the model.
+      end: the index from which on layers are padding.
     """
 
     def one(state: tuple[Activations, jax.Array], weights: Params) -> tuple[tuple[Activations, jax.Array], LayerSums]:
@@ -182,7 +206,7 @@ def run_chunk(
 
 
 def pass_by(is_layer: jax.Array, x: Activations, y: Activations, sums: LayerSums) -> tuple[Activations, LayerSums]:
-    """Returns a layer's output and sums; for a padding layer, its input and zeros."""
+    """Returns (y, sums) for a layer; for a padding layer, its input `x` and zero sums."""
     return where(is_layer, (y, sums), (x, zeros_like(sums)))
 
 
@@ -200,10 +224,10 @@ def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> 
     """Adds the gradients of one unit to the accumulators of all units of this stage, if `active`.
 
     Args:
-      total: each leaf [V K / U, U, ...].
-      part: each leaf [U, ...]; it may contain infinities and NaN if `active` is false.
-      place: int32 scalar, index of the unit.
-      active: bool scalar.
+      total: the accumulators, each leaf [V K / U, U, ...].
+      part: the gradients of the unit, each leaf [U, ...]; may contain infinities and NaN if `active` is false.
+      place: index of the unit, int32 scalar.
+      active: whether to add the gradients, bool scalar.
     """
     # XLA fuses the addition and the update in place if slice and update have the same shape and use the same
     # instruction as their index. Without the barrier each may get a separate copy of the index's arithmetic.
@@ -219,7 +243,7 @@ def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> 
 
 
 def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array:
-    """Returns the model-wide index of the first layer of this stage's chunk.
+    """Returns the model-wide index of the first layer of this stage's chunk `chunk`.
 
     It is (c S + s) K if chunks are filled in order.
     """
@@ -230,7 +254,7 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
 
 
 def end_of_layers(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array | int:
-    """Returns the model-wide index after the last layer of this stage's chunk.
+    """Returns the model-wide index after the last layer of this stage's chunk `chunk`.
 
     If chunks are filled in order, returns L, an upper bound.
     """
@@ -245,7 +269,12 @@ def _stage() -> jax.Array:
 
 
 def from_stage(tree: Arrays, here: jax.Array) -> Arrays:
-    """Broadcasts the arrays of the stage for which `here` is true to all stages; zeros if it is true on none."""
+    """Broadcasts arrays from one stage to all stages; zeros if `here` is true on no stage.
+
+    Args:
+      tree: the arrays of each stage.
+      here: bool scalar, true on the stage whose arrays are broadcast.
+    """
     return jax.tree.map(lambda x: psum_of_one(jnp.where(here, x, jnp.zeros_like(x)), PIPELINE), tree)
 
 
@@ -262,9 +291,9 @@ def to_previous(tree: Arrays, num_stages: int) -> Arrays:
 
 
 def where(condition: jax.Array, chosen: Arrays, otherwise: Arrays) -> Arrays:
-    """Returns `chosen` if the condition is true, else `otherwise`.
+    """Returns `chosen` if the condition is true, else `otherwise`, for each array of a pytree.
 
-    It selects instead of multiplying, because a product with 0 would keep infinities.
+    It selects instead of multiplying, because a product with 0 would preserve infinities.
     """
     return jax.tree.map(lambda one, other: jnp.where(condition, one, other), chosen, otherwise)
 
@@ -289,7 +318,7 @@ CHUNKS = "chunks"
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """How the layers of a pipeline are stacked in memory: L, S and V (see the module's text)."""
+    """The memory layout of a pipeline's stacked layers: L layers on S stages with V chunks each."""
 
     num_layers: int
     num_stages: int
@@ -297,22 +326,22 @@ class Stack:
 
     @property
     def num_places(self) -> int:
-        """K S V: places for layers, including padding."""
+        """The number of layers in memory, including padding layers: K S V."""
         return self.num_stages * self.num_chunks * layers_in_chunk(self.num_layers, self.num_stages, self.num_chunks)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The leading dims of the stack in memory: [K S], or [V, K S]."""
+        """The leading dims of each weight in memory: [K S], or [V, K S] if stages have several chunks."""
         return (self.num_places,) if self.num_chunks == 1 else (self.num_chunks, self.num_places // self.num_chunks)
 
     @property
     def names(self) -> Names:
-        """The logical axes of `shape`."""
+        """The logical axes of the dims in `shape`."""
         return (CHUNKS, LAYERS)[-len(self.shape) :]
 
     @property
     def places_of_layers(self) -> np.ndarray | None:
-        """The place of each layer in memory, int [L], if chunks before the last have padding; else None."""
+        """The index of each layer among the K S V places, int [L]; None if all padding is at the end."""
         arguments = self.num_layers, self.num_stages, self.num_chunks
         if not spreads_evenly(*arguments):
             return None
@@ -321,11 +350,16 @@ class Stack:
         return np.concatenate(places)
 
     def of_layers(self, layers: Params) -> Params:
-        """Reshapes a pytree of [L, ...] to its shape in memory; unchanged if the shapes are the same."""
+        """Reshapes a pytree of [L, ...] arrays to their shape in memory; unchanged if the shapes are the same."""
         return jax.tree.map(lambda leaf: reshape_stack(leaf, (*self.shape, *leaf.shape[1:]), self), layers)
 
     def places_shape(self, shape: Sequence[int], names: Names) -> tuple[int, ...]:
-        """Returns the shape of a leaf in layer order, with K S V in place of L."""
+        """Returns the shape of a leaf with padding layers, in layer order: K S V in place of L.
+
+        Args:
+          shape: the leaf's shape, such as [L, ...].
+          names: the logical axis of each dim of the leaf.
+        """
         is_stack = lambda size, name: name == LAYERS and size == self.num_layers  # noqa: E731
         return tuple(self.num_places if is_stack(*dim) else dim[0] for dim in zip(shape, names, strict=True))
 
@@ -336,7 +370,7 @@ class Stack:
 
 
 def stack_of(stages: Stages | None, num_stages: int, num_chunks: int) -> Stack | None:
-    """Returns how layers are stacked on a pipeline of this size; None for size 1, or without stages."""
+    """Returns the memory layout of stacked layers; None for a pipeline of one stage, or a model that has no stages."""
     return None if stages is None or num_stages == 1 else Stack(stages.num_layers, num_stages, num_chunks)
 
 
@@ -344,9 +378,9 @@ def reshape_stack(x: jax.Array, shape: Sequence[int], stack: Stack | None) -> ja
     """Reshapes an array with stacked layers: from [.., L, ..] to `Stack.shape`, padded with zeros, or back.
 
     Args:
-      x: in one of the two shapes.
-      shape: the other shape.
-      stack: how the layers are stacked in memory; None if they are not.
+      x: an array [.., L, ..] in layer order, or the same weights in their shape in memory.
+      shape: the shape of the result: the other of these two shapes.
+      stack: the memory layout of the layers; None if they are not stacked for a pipeline.
     """
     if x.shape == tuple(shape):
         return x
@@ -368,7 +402,7 @@ def reshape_stack(x: jax.Array, shape: Sequence[int], stack: Stack | None) -> ja
 
 
 def layer_order_shape(shape: Sequence[int], names: Names, stack: Stack | None) -> tuple[int, ...]:
-    """Returns the shape [.., L, ..] of a leaf, given its shape and logical axes in memory."""
+    """Returns the shape [.., L, ..] of a leaf in layer order, given its shape and logical axes in memory."""
     if stack is None or LAYERS not in names:
         return tuple(shape)
     end = names.index(LAYERS) + 1
@@ -379,5 +413,5 @@ def layer_order_shape(shape: Sequence[int], names: Names, stack: Stack | None) -
 
 
 def layer_order_names(names: Names) -> Names:
-    """Returns the logical axes of a leaf [L, ...], given its logical axes in memory."""
+    """Returns the logical axes of a leaf [L, ...] in layer order, given its logical axes in memory."""
     return tuple(name for name in names if name != CHUNKS)
