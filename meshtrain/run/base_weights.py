@@ -1,4 +1,4 @@
-"""Loads the weights of `init_from`, from which a new run starts: another run or a Hugging Face folder."""
+"""Loads the starting weights of a new run from `init_from`, which names another run or a Hugging Face folder."""
 
 import shlex
 from pathlib import Path
@@ -22,10 +22,17 @@ from meshtrain.step.shardings import shardings
 
 
 def refuse_other_weights(assembly: Assembly, run: Path) -> None:
-    """Checks that the weights of `init_from` fit this model, before anything is written.
+    """Checks that the weights of `init_from` fit the run's model, before anything is written.
+
+    Does nothing without `init_from`, or if the run resumes from its own checkpoint. Warns if several matrices of a peft
+    folder share a factor `lora_A`, of which this run trains a copy for each matrix.
+
+    Args:
+      assembly: the run's assembly.
+      run: the run's folder.
 
     Raises:
-      UserError: shapes or dtypes differ, or the adapters do not have the options of `lora`.
+      UserError: shapes or dtypes differ, the adapters' options differ from `lora`, or processes see different files.
     """
     config = assembly.config
     if not config.init_from or workdir.newest_step(run, config.checkpoint.directory):
@@ -65,10 +72,10 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
 
 
 def read(assembly: Assembly) -> Params:
-    """Returns the weights of `init_from` in layer order, with None for each missing weight.
+    """Returns the weights of `init_from` in layer order, with None for each weight that `init_from` does not contain.
 
     Raises:
-      UserError: the other run's weights have other shapes or dtypes.
+      UserError: the weights have other shapes or dtypes than the model.
     """
     base, found = weights.base_weights(assembly.config)
     params, rounded = _loadable_params(assembly, base, found)
@@ -78,11 +85,20 @@ def read(assembly: Assembly) -> Params:
 
 
 def _loadable_params(assembly: Assembly, base: str, found: adapters.Adapters | None) -> tuple[Params, list[str]]:
-    """Returns the abstract parameters to load from `init_from`, and the paths of the parameters to round.
+    """Returns the abstract parameters to load from `init_from`, and the paths of parameters whose dtype may differ.
 
-    A parameter that is not loaded is None: an adapter, or a parameter that the task never trains, if `init_from` has
-    none of this kind. Frozen weights may be saved in a dtype other than `precision.frozen_dtype`; these are rounded.
-    `base` and `found` come from `weights.base_weights`.
+    The parameters are `assembly.states.kept.params`, with None for each parameter that is not loaded. If the run has
+    adapters or a `Task.begin`, `init_from` may lack two kinds of parameters: adapters, and parameters that the task
+    never trains. A kind is not loaded if the checkpoint contains no parameter of this kind. Neither kind is loaded from
+    a peft folder, or from a Hugging Face folder if the task is not a decoder.
+
+    The paths are the paths of all frozen parameters if `precision.frozen_dtype` is set: their saved dtype may differ
+    from it, and they are cast when they are read. With `auto` there are no paths.
+
+    Args:
+      assembly: the run's assembly.
+      base: the path of the starting weights, from `weights.base_weights`.
+      found: the adapters of a peft folder, from `weights.base_weights`; None if `init_from` is not a peft folder.
     """
     params, config = assembly.states.kept.params, assembly.config
     if config.lora.rank or assembly.task.begin is not None:
@@ -96,7 +112,14 @@ def _loadable_params(assembly: Assembly, base: str, found: adapters.Adapters | N
 
 
 def _with_adapters(assembly: Assembly, base: str, found: adapters.Adapters, kept: Params) -> Params:
-    """Adds the adapters of a peft folder to the weights; merges them into the weights if the run has no adapters."""
+    """Adds the adapters of a peft folder to the base weights, or merges them into the weights if `lora.rank` is 0.
+
+    Args:
+      assembly: the run's assembly.
+      base: the path of the base model.
+      found: the opened peft folder.
+      kept: the weights of the base model in layer order, with None for the adapters.
+    """
     options, given = adapters.factors(found, base, assembly.config.model)
     like = whole = assembly.states.kept.params
     if not assembly.config.lora.rank:

@@ -31,22 +31,22 @@ from meshtrain.models.task import Task, entries, limits
 from meshtrain.observe.run_files import EPOCHS
 
 MOST_EPOCHS = 4
-_SHOWN = 16  # digits of a hash
+_SHOWN = 16  # digits of a hash in an error line
 
 
 def request(config: Config, task: Task) -> DataRequest:
-    """Returns the data request of a run: batch, limits, sequence length, vocabulary size and seed."""
+    """Returns a run's request to its data source: batch entries, bounds, sequence length, vocabulary size, seed."""
     batch = entries(task, config.batch_size)
     return DataRequest(batch, limits(task), config.sequence_length, task.vocab_size, config.seed)
 
 
 def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> Dataset:
-    """Opens the data of a run, and compares its first example with the task's batch.
+    """Opens the data of a run, and checks that the first example fits the task's batch.
 
     Args:
-      config: resolved.
-      task: states the batch and the vocabulary.
-      make_data: the caller's data function, instead of `config.data.source`.
+      config: the configuration, from `resolve`.
+      task: the task, which defines the batch entries and the vocabulary size.
+      make_data: the caller's data function config -> `Dataset`; None: the source or function in `config.data.source`.
 
     Raises:
       UserError: the data are missing, wrong, or do not fit the task's batch; one line for each problem.
@@ -66,15 +66,17 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
 
 
 def refuse_unequal_data(config: Config, corpus: Dataset, start_step: int) -> None:
-    """Compares data and their order in all processes, each of which reads its own files; all processes call it.
+    """Checks that all processes have the same data in the same order. All processes call it.
+
+    Each process reads its own files, which may differ.
 
     Args:
-      config: of the run.
-      corpus: its data.
-      start_step: the step of the newest checkpoint.
+      config: the run's configuration.
+      corpus: the data of this process.
+      start_step: the step of the newest checkpoint; 0 for a new run.
 
     Raises:
-      UserError: a process has other data, or another order; one line, the same in all processes.
+      UserError: a process has other data or another order than process 0; one line, the same in all processes.
     """
     if peers.count() == 1:
         return
@@ -84,7 +86,10 @@ def refuse_unequal_data(config: Config, corpus: Dataset, start_step: int) -> Non
 
 
 def data_facts(config: Config, corpus: Dataset, start_step: int) -> dict[str, Json]:
-    """Returns name -> number or hash of content and order of a run's data; see `refuse_unequal_data`."""
+    """Returns the values by which `refuse_unequal_data` compares data: name -> count, hash of content, hash of order.
+
+    The hash of the order covers the examples that follow `start_step`.
+    """
     first_sample = next_sample(start_step, config.batch_size)
     order = order_hash(corpus.train, seed=config.seed, first_sample=first_sample)
     facts: dict[str, Json] = {"fingerprint": corpus.fingerprint[:_SHOWN], "hash of the order": order[:_SHOWN]}
@@ -97,9 +102,9 @@ def data_facts(config: Config, corpus: Dataset, start_step: int) -> dict[str, Js
 
 
 def with_steps(config: Config, corpus: Dataset) -> tuple[Config, str]:
-    """Returns a configuration with `num_steps` in place of `num_epochs`, and the change as text.
+    """Replaces `num_epochs` by the equivalent `num_steps`; returns the configuration, and the change as text.
 
-    The last step may start another epoch.
+    `num_steps` is rounded up, so the last step may start another epoch.
 
     Raises:
       UserError: the data are a mixture, whose sources have separate epochs.
@@ -120,9 +125,10 @@ def with_steps(config: Config, corpus: Dataset) -> tuple[Config, str]:
 
 
 def examples_consumed(config: Config, task: Task, corpus: Dataset, step: int) -> dict[str, float]:
-    """Returns the consumed epochs and tokens of each source of a mixture after a step, computed from the step number.
+    """Returns the epochs and tokens of each source of a mixture that a run has consumed after a step.
 
-    `epochs/NAME`, and `tokens/NAME` (or the task's unit in place of tokens); empty if the data are not a mixture.
+    The keys are `epochs/NAME` and `tokens/NAME` for each source; the task's unit replaces `tokens`. They are computed
+    from the step number. The result is empty if the data are not a mixture.
     """
     if not (isinstance(corpus.train, Parts) and corpus.train.weights):
         return {}
@@ -135,9 +141,9 @@ def examples_consumed(config: Config, task: Task, corpus: Dataset, step: int) ->
 
 
 def warn_many_epochs(config: Config, task: Task, corpus: Dataset) -> None:
-    """Warns of each source of a mixture that a run repeats more than four times.
+    """Warns of each source of a mixture that a run repeats more than four times; process 0 prints the warnings.
 
-    Repetitions beyond that are worth little: Muennighoff et al., Scaling data-constrained language models, 2023.
+    More than four epochs improve a model little: Muennighoff et al., Scaling data-constrained language models, 2023.
     """
     for name, value in examples_consumed(config, task, corpus, config.num_steps).items():
         if name.startswith(EPOCHS) and value > MOST_EPOCHS and peers.is_main_process():
@@ -146,7 +152,7 @@ def warn_many_epochs(config: Config, task: Task, corpus: Dataset) -> None:
 
 
 def training_batches(assembly: Assembly, corpus: Dataset, start_step: int) -> Iterator[dict[str, jax.Array]]:
-    """Yields the global batches of the steps after `start_step`."""
+    """Yields the global batch of each step after `start_step`, up to `num_steps`: entry name -> sharded array."""
     config = assembly.config
     return batches(
         corpus.train,
@@ -161,7 +167,10 @@ def training_batches(assembly: Assembly, corpus: Dataset, start_step: int) -> It
 
 
 def open_files(config: Config, task: Task) -> Mapping[str, Examples] | None:
-    """Opens each complete file of `data.path` for an evaluation; returns None if the source reads no files.
+    """Opens every file of `data.path`, without a validation split, for an evaluation.
+
+    Returns:
+      The examples of each file by its path; None if the data source reads no files.
 
     Raises:
       UserError: a file is missing or wrong, or does not fit the task's batch.
@@ -172,7 +181,7 @@ def open_files(config: Config, task: Task) -> Mapping[str, Examples] | None:
 
 
 def text_of(config: Config, task: Task) -> Tokenizer:
-    """Returns the tokenizer of a run; the data are opened only if the source is a user's function.
+    """Returns the tokenizer of a run. It opens the data only if their source is a user's function.
 
     Raises:
       UserError: a file that the tokenizer needs is missing or wrong, or the data have no tokenizer.

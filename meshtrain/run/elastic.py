@@ -1,8 +1,8 @@
-"""A job that continues with fewer processes than it began with. No other module knows about missing processes.
+"""Elastic jobs: a job continues with fewer processes. No other module knows about missing processes.
 
-A launcher that cannot replace a lost machine starts the remaining processes, and writes the full number into the
-environment variable `cluster.FULL`. The global batch stays the same, and a microbatch becomes no larger than with all
-processes.
+A launcher that cannot replace a lost machine starts the remaining processes, and writes the number of all processes
+into the environment variable `cluster.FULL`. The global batch stays the same, and a device's microbatch becomes no
+larger than with all processes.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ def start_devices(config: Config) -> tuple[list[jax.Device], list[str]]:
     """Starts JAX, connects the processes, and returns the devices of all processes, with lines about them to print.
 
     Raises:
-      UserError: the job may continue with fewer processes, but the mesh has a fixed size.
+      UserError: the job may continue with fewer processes, but `mesh.data` has a fixed size; the errors of
+        `distributed.start`.
     """
     if os.environ.get(cluster.FULL):
         refuse(check(config))
@@ -42,18 +43,18 @@ def assemble_run(
     rules: Rules | None,
     problems: Sequence[Problem] = (),
 ) -> tuple[Assembly, list[str]]:
-    """Returns the assembly on the running processes, and a line if they are fewer than the job has.
+    """Returns the assembly of a run on the running processes, and a line to print if processes of the job are missing.
 
     Args:
-      config: from `resolve`.
-      devices: of all running processes.
-      make_task: see `assemble`.
-      rules: see `assemble`.
-      problems: found earlier, to be reported together with the problems found here.
+      config: the configuration, from `resolve`.
+      devices: the devices of all running processes.
+      make_task: a task function; None: the function that `config.task` names.
+      rules: logical axis -> mesh axes; None: the built-in table.
+      problems: earlier problems, to be reported together with the problems of this function.
 
     Raises:
-      TooFew: the run does not fit the running processes.
-      UserError: see `assemble`; or the state does not fit the memory.
+      TooFew: processes are missing, and the run does not fit the running processes.
+      UserError: the configuration does not fit the mesh, or the training state does not fit the memory.
     """
     num_processes = peers.count()
     full = cluster.full_size(os.environ, num_processes)
@@ -69,7 +70,7 @@ def assemble_run(
 
 
 def check(config: Config) -> list[Problem]:
-    """Returns an error line if a job that may start with fewer processes has a mesh of fixed size."""
+    """Returns an error line if `mesh.data` is not -1; a job that may continue with fewer processes needs -1."""
     if config.mesh.data == -1:
         return []
     got = f"{config.mesh.data}, in a job that may go on with fewer processes"
@@ -78,9 +79,13 @@ def check(config: Config) -> list[Problem]:
 
 @contextmanager
 def refusing(num_processes: int, full: int) -> Iterator[None]:
-    """Context manager that raises `TooFew` instead of an error in the block if processes are missing.
+    """Context manager: converts a UserError of the block to `TooFew` if processes are missing.
 
     With all processes the configuration had no error, so another number of processes may help.
+
+    Args:
+      num_processes: the number of running processes.
+      full: the number of processes of the complete job.
     """
     try:
         yield
@@ -95,17 +100,17 @@ def refusing(num_processes: int, full: int) -> Iterator[None]:
 def spread(
     config: Config, mesh_shape: Mapping[str, int], num_processes: int, full: int, rules: Rules | None = None
 ) -> tuple[Config, str]:
-    """Returns the configuration of a run on the remaining processes, and a line of text about it.
+    """Adapts `accumulation_steps` to the remaining processes; returns the configuration, and a line about it to print.
 
-    Each process has as many devices as before. `accumulation_steps` becomes the smallest number with which a microbatch
-    has no more sequences than with all processes.
+    The number of devices per process is unchanged. `accumulation_steps` becomes the smallest number with which a
+    device's microbatch has no more sequences than with all processes.
 
     Args:
-      config: of the run with all processes.
+      config: the run's configuration with all processes.
       mesh_shape: the size of each mesh axis on the remaining processes.
-      num_processes: number of remaining processes.
-      full: number of all processes.
-      rules: see `assemble`.
+      num_processes: the number of remaining processes.
+      full: the number of all processes.
+      rules: logical axis -> mesh axes; None: the built-in table.
 
     Raises:
       TooFew: the global batch is not divisible by the shards on the remaining processes.
@@ -115,9 +120,10 @@ def spread(
     num_devices = math.prod(mesh_shape.values())
 
     def shards(num_processes_then: int) -> int:
-        """Returns the number of shards of a pipeline's microbatch for a number of processes.
+        """Returns into how many microbatch shards one accumulation step's batch is split on this number of processes.
 
-        Returns 0 if the processes do not form a mesh.
+        It is the number of batch shards times the number of pipeline microbatches; 0 if these processes cannot form a
+        mesh.
         """
         data, left = divmod(mesh_shape[DATA] * num_processes_then, num_processes)
         return 0 if left else math.prod(batch_shards(rules, {**mesh_shape, DATA: data}).values()) * in_pipeline

@@ -29,9 +29,10 @@ Sums: TypeAlias = dict[str, Arrays]  # name -> float64 [], or a metric type of `
 
 
 def evaluate(assembly: Assembly, corpus: Dataset, state: TrainState) -> dict[str, float]:
-    """Returns mean loss and metrics over the validation examples; each call uses the same examples, each once.
+    """Returns the mean loss and metrics over the validation examples: `eval_loss`, and `eval_` + each metric's name.
 
-    If there are several validation sets, the means combine all sets, and `eval_loss/NAME` is the loss of one set.
+    Each call uses the same examples: once each, and at most `num_eval_batches` batches of each validation set. If there
+    are several sets, the means combine all sets, and `eval_loss/NAME` is the loss of the set NAME.
     """
     count = functools.partial(sum_over, assembly, state.params, num_batches=assembly.config.num_eval_batches)
     sums = {name: count(examples) for name, examples in sets_of(corpus.validation).items()}
@@ -48,7 +49,16 @@ def evaluate_with_texts(
     show: Callable[[str], None],
     state: TrainState,
 ) -> dict[str, float]:
-    """Evaluates as `evaluate` does; also prints and saves sample texts from `continued` (`generating.sample_texts`)."""
+    """Evaluates the state with `evaluate`, and prints sample texts and appends them to `samples.jsonl`.
+
+    Args:
+      assembly: the run's assembly.
+      corpus: the run's data.
+      continued: weights -> pairs (prompt, generated text), from `generating.sample_texts`.
+      run: the run's folder.
+      show: prints a line of text.
+      state: the training state to evaluate.
+    """
     values, step = evaluate(assembly, corpus, state), int(state.step)
     rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in continued(state.params)]
     quoted = functools.partial(json.dumps, ensure_ascii=False)
@@ -65,12 +75,16 @@ def evaluate_with_texts(
 
 
 def sets_of(validation: Examples, name: str = "") -> Mapping[str, Examples]:
-    """Returns name -> examples of each validation set; a single set is called `name`."""
+    """Returns the examples of each validation set by its name; if there is a single set, its name is `name`."""
     return validation.parts if isinstance(validation, Parts) else {name: validation}
 
 
 def add_sums(sums: Mapping[str, Sums]) -> Sums:
-    """Returns the sums over several sets of examples; empty if all sets are empty."""
+    """Adds the sums of several sets of examples; returns an empty dict if all sets are empty.
+
+    Args:
+      sums: name of each set -> result of `sum_over`.
+    """
     total = Sums()
     for one in sums.values():
         total = jax.tree.map(operator.add, total, one) if total else one
@@ -78,13 +92,16 @@ def add_sums(sums: Mapping[str, Sums]) -> Sums:
 
 
 def sum_over(assembly: Assembly, params: Params, examples: Examples, num_batches: int) -> Sums:
-    """Returns the sums of the evaluation step over examples, each example once; empty without examples.
+    """Evaluates examples, each once; returns the sums of loss, metrics and weights over all of them, float64.
+
+    The keys are `loss`, `weight` (the sum of the targets' weights) and the names of metrics; see `means`. The result is
+    empty if there are no examples.
 
     Args:
-      assembly: the compiled functions. All calls with one assembly share one compiled step.
-      params: with the shapes and shardings of `assembly.state.params`.
-      examples: evaluated in the order of `first_examples`; the last batch is padded with examples of weight 0.
-      num_batches: the number of batches to evaluate; 0: all.
+      assembly: the run's assembly. All calls with the same assembly share one compiled evaluation step.
+      params: the weights, with the shapes and shardings of `assembly.state.params`.
+      examples: the examples, in the order of `first_examples`. The last batch is padded with examples of weight 0.
+      num_batches: the maximum number of batches to evaluate; 0: all.
     """
     config = assembly.config
     stream = batches(
@@ -104,19 +121,31 @@ def sum_over(assembly: Assembly, params: Params, examples: Examples, num_batches
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Returns loss and metrics of `sum_over`, each divided by its weight; empty if the sums are empty."""
+    """Returns the mean loss and metrics as floats, from the result of `sum_over`; empty if the sums are empty.
+
+    A sum is divided by the sum of the targets' weights, unless its metric type in `metrics.py` defines another number.
+    """
     return {name: float(number_to_log(value, sums["weight"])) for name, value in sums.items() if name != "weight"}
 
 
 def first_examples(config: Config, num_examples: int, num_batches: int) -> list[int]:
-    """Returns the indices that `sum_over` evaluates, in order, for this number of batches; 0 batches: all."""
+    """Returns the indices of the examples that `sum_over` evaluates, in the order of evaluation.
+
+    Args:
+      config: sets the batch size, and the seed that shuffles the examples.
+      num_examples: the number of examples in the set.
+      num_batches: the maximum number of batches to evaluate; 0: all.
+    """
     order = sample_order(num_examples, seed=config.seed, num_epochs=1)
     wanted = num_batches * config.batch_size or num_examples
     return [order[index] for index in range(min(wanted, num_examples))]
 
 
 def first_validation(config: Config, validation: Examples) -> list[int]:
-    """Returns the indices of the evaluated validation examples: the first of each set, see `first_examples`."""
+    """Returns the indices of the validation examples that an evaluation uses: `first_examples` of each validation set.
+
+    An index counts through all sets in their order.
+    """
     found, start = list[int](), 0
     for examples in sets_of(validation).values():
         found += [start + number for number in first_examples(config, len(examples), config.num_eval_batches)]

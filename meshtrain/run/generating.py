@@ -33,7 +33,10 @@ from meshtrain.step.shardings import shardings
 
 
 def problems_of_task(assembly: Assembly) -> list[Problem]:
-    """Returns one problem if a task cannot generate text: it has no logits, or batch entries other than text's."""
+    """Returns a problem if the task cannot generate text, else [].
+
+    A task without `decode` needs `logits`, and a batch with `tokens` and no entries that `token_batch` does not have.
+    """
     if assembly.task.decode is not None:
         return []
     if assembly.steps.logits is None:
@@ -62,7 +65,10 @@ def problems_of_task(assembly: Assembly) -> list[Problem]:
 
 
 def decode_of(assembly: Assembly) -> Decode:
-    """Returns the decoding functions of a task without problems (see `problems_of_task`)."""
+    """Returns the functions that generate tokens with a task for which `problems_of_task` returns [].
+
+    They are `Task.decode`, or, without it, functions that compute `Task.logits` of a full sequence for each new token.
+    """
     if assembly.task.decode is not None:
         return assembly.task.decode
     assert assembly.steps.logits is not None
@@ -75,9 +81,10 @@ def generator(
     """Returns a text generator with these weights.
 
     Args:
-      assembly: an assembly without a pipeline; its task has no problems (see `problems_of_task`).
-      params: with the shapes and shardings of `assembly.state.params`; None: `load` sets them later.
-      end_ids: the tokens that end a text; -1: no token.
+      assembly: an assembly without a pipeline, for whose task `problems_of_task` returns [].
+      params: the weights, with the shapes and shardings of `assembly.state.params`; None: `Generator.load` sets them
+        later.
+      end_ids: the token ids that end a text; the value -1 means that no token does.
       compiler_options: XLA's options by name; None: the defaults.
     """
     return Generator(decode_of(assembly), params, assembly.mesh, assembly.placed.rules, end_ids, compiler_options)
@@ -90,14 +97,14 @@ def fold_pipeline(
 
     Args:
       assembly: the run's assembly; its weights have the shapes and shardings of `assembly.state.params`.
-      make_task: the caller's task function, as in `assemble`.
-      rules: the caller's rules, as in `assemble`.
+      make_task: the caller's task function; None: the function that `config.task` names.
+      rules: the caller's rules, logical axis -> mesh axes; None: the built-in table.
 
     Returns:
       The same assembly, the identity and an empty message if there is no pipeline.
 
     Raises:
-      UserError: see `without_pipeline`.
+      UserError: the model fits no mesh on which tensor and fsdp replace the pipeline axis.
     """
     config, shape, line = without_pipeline(assembly.config, assembly.mesh.shape, make_task, rules)
     if not line:
@@ -112,7 +119,13 @@ def sample_texts(
 ) -> Callable[[Params], list[tuple[str, str]]]:
     """Returns a function: weights -> pairs (prompt of `eval_prompts`, greedy continuation); its first call compiles.
 
-    Prompts with messages are formatted by the chat template. For the arguments see `fold_pipeline`.
+    Prompts with messages are formatted by the chat template. Without `eval_prompts` the function returns no pairs.
+
+    Args:
+      assembly: the run's assembly.
+      corpus: the run's data, whose tokenizer encodes the prompts.
+      make_task: the caller's task function; None: the function that `config.task` names.
+      rules: the caller's rules, logical axis -> mesh axes; None: the built-in table.
 
     Raises:
       UserError: a line for each wrong prompt; or the task cannot generate text, or the data have no text.
@@ -148,20 +161,20 @@ def without_pipeline(
 ) -> tuple[Config, dict[str, int], str]:
     """Folds the pipeline axis into tensor, fsdp or both; returns the new configuration and mesh axis sizes.
 
-    Tensor is preferred: for each token, tensor sends activations, but fsdp sends all weights. The batch becomes one
-    example for each batch shard, because the new axes may not divide the run's batch.
+    Tensor is preferred: for each token, tensor sends activations, but fsdp sends all weights. The batch size becomes
+    the number of batch shards, because the new axes may not divide the run's batch.
 
     Args:
       config: the run's configuration.
       shape: the size of each mesh axis of the run.
-      make_task: as in `config.check`.
-      rules: as in `config.check`.
+      make_task: the caller's task function; None: the function that `config.task` names.
+      rules: the caller's rules, logical axis -> mesh axes; None: the built-in table.
 
     Returns:
-      The configuration, the sizes, and one line that describes the change; empty if there is no pipeline.
+      The configuration, the axis sizes, and a line that describes the change, which is empty if there is no pipeline.
 
     Raises:
-      UserError: the model fits no folded mesh.
+      UserError: the model fits no mesh on which tensor and fsdp replace the pipeline axis.
     """
     size = shape[PIPELINE]
     if size == 1:

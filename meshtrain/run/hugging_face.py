@@ -72,7 +72,7 @@ from meshtrain.run.weights import assemble_run, configuration
 
 EOS, BOS = "eos_token", "bos_token"
 ACTIONS = ("config", "import", "export")
-ORIGINAL = "hugging_face"  # the folder in an imported workdir with the original files other than the weights
+ORIGINAL = "hugging_face"  # a folder in an imported workdir: all files of the Hugging Face folder except the weights
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Returns one line for each wrong argument."""
+    """Returns an error line for each wrong argument of `hf`."""
     problems, action, given = list[Problem](), arguments.action, arguments.directory
     if action not in ACTIONS:
         got = "nothing" if action is None else f"'{action}'"
@@ -151,7 +151,11 @@ def _target_problems(to: str | None, action: str, near: str) -> list[Problem]:
 
 
 def _print_config(arguments: argparse.Namespace) -> str:
-    """Returns a configuration file for a folder, with the command line's fields and settings for their data."""
+    """Returns the text of a configuration file that fine-tunes the model of a Hugging Face folder.
+
+    The file contains the overrides of the command line. If they name data, the batch size and the number of steps are
+    chosen for the number of training sequences. The data are opened to count the sequences.
+    """
     given, folder, num_sequences = dict(arguments.overrides), expand_user(arguments.directory).absolute(), 0
     config = of_folder(folder, given.pop("init_ignore", ""))
     for note in notes(folder, describe_model(folder, ignore=None)):
@@ -169,7 +173,7 @@ def _print_config(arguments: argparse.Namespace) -> str:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    """Writes a workdir with the configuration of a folder, and its weights as the checkpoint of step 0."""
+    """Converts a Hugging Face folder to a workdir: config.json, and the weights as the checkpoint of step 0."""
     arguments.workdir = expand_user(arguments.directory)
     config = configuration(arguments, [], reads_data=False)
     assembly = assemble_run(config, arguments.workdir, None)
@@ -239,7 +243,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _complete_folder(to: str) -> Iterator[Path]:
-    """Makes the folder of `--to`, new or empty; empties it again if the block fails."""
+    """Creates the folder of `--to`, or uses an empty one; if the block fails, deletes the files that it has written."""
     target = expand_user(to).absolute()
     try:
         with flags.writing("--to", to):
@@ -252,7 +256,12 @@ def _complete_folder(to: str) -> Iterator[Path]:
 
 
 def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[Problem]:
-    """Returns one line for each reason why a run cannot be exported."""
+    """Returns an error line if a run cannot be exported, else [].
+
+    Args:
+      config: the run's configuration.
+      is_of_adapters: whether only the adapters are exported.
+    """
     if not is_decoder(config.model):
         return [
             Problem(
@@ -291,7 +300,15 @@ def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[Problem]:
 
 
 def _original(config: Config, workdir: str | Path) -> Path | None:
-    """Returns the folder that a run's model came from, if it is there and its config.json describes this model."""
+    """Returns the Hugging Face folder from which a run's model came; None if it is not on this machine.
+
+    Candidates are the workdir, the folder of the starting weights, and the folder `hugging_face` in each of them. The
+    first candidate whose config.json describes the run's model is returned.
+
+    Args:
+      config: the run's configuration.
+      workdir: the run's folder, or a Hugging Face folder.
+    """
     given = [
         expand_user(one) for one in (workdir, weights.base_weights(config)[0]) if str(one) and not is_url(str(one))
     ]
@@ -304,13 +321,14 @@ def _original(config: Config, workdir: str | Path) -> Path | None:
 
 
 def _as_text(config: Config, original: Path | None) -> Config:
-    """Returns the configuration of a run on token files with the data source `text`, their tokenizer and end token.
+    """Replaces the data source `tokens` by `text`, with the tokenizer, end token and begin token of the token files.
 
-    Other configurations stay unchanged, also if the token files are not on this machine.
+    The configuration is returned unchanged for other sources, or if the token files are not on this machine.
 
     Args:
-      config: of the run.
-      original: the folder of the original model; its tokenizer is used if it is the same file.
+      config: the run's configuration.
+      original: the Hugging Face folder from which the model came; None if there is none. If its tokenizer.json is equal
+        to the tokenizer of the token files, the folder becomes `data.tokenizer`.
     """
     if config.data.source != "tokens":
         return config
@@ -329,20 +347,22 @@ def _as_text(config: Config, original: Path | None) -> Config:
         if own is not None and what_is_at(own) == "a file" and own.read_bytes() == Path(name).read_bytes():
             name = str(original)
         begin = [texts[one] for one in tokenizer.begin if one in texts] or [NO_TOKEN]
-        begin_token = begin[0] if len(begin) == 1 else ""  # several are those of the tokenizer.json
+        begin_token = begin[0] if len(begin) == 1 else ""  # tokenizer.json itself defines several begin tokens
     data = dataclasses.replace(config.data, source="text", tokenizer=name, end_token=end_token, begin_token=begin_token)
     return dataclasses.replace(config, data=data)
 
 
 def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dict[str, str], int]:
-    """Returns the files of a run's tokenizer and chat template.
+    """Returns the files of a run's tokenizer and chat template, for an exported folder.
 
     Args:
-      config: of the run.
-      original: the folder that its model came from, used if the data have no tokenizer, or it is not on this machine.
+      config: the run's configuration.
+      original: the Hugging Face folder from which the model came; None if there is none. Its files are copied if the
+        data have no tokenizer, or if the tokenizer is not on this machine.
 
     Returns:
-      The folder to copy files from, name -> content of the other files, and the id that ends a document: -1 for none.
+      The folder to copy files from (None: no folder), name -> content of the files to write, and the id of the token
+      that ends a document (-1: no token).
     """
     data, size = config.data, config.model.vocab_size
     written, what = dict[str, str](), what_is_at(data.tokenizer)
@@ -366,12 +386,15 @@ def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dic
 
 
 def _special_ids(config: Config, original: Path | None, end_id: int) -> JsonObject:
-    """Returns `eos_token_id`, a list if several end texts, and ids of other special tokens; empty: the original's.
+    """Returns the special token ids for an exported config.json; empty if the ids of the original folder are unchanged.
+
+    `eos_token_id` is an id, or a list if several ids end a text. If the run's vocabulary differs from the original's,
+    the result also has `bos_token_id` and `pad_token_id`: an id, or None if the tokenizer has no such token.
 
     Args:
-      config: of the run.
-      original: the folder that its model came from; None: there is none.
-      end_id: from `_text_files`; -1: the run read no text, and the original's ids stay.
+      config: the run's configuration.
+      original: the Hugging Face folder from which the model came; None if there is none.
+      end_id: the id that ends a document, from `_text_files`; -1: the run read no text, so the result is empty.
     """
     used, size = config.data.tokenizer, config.model.vocab_size
     if end_id < 0:
@@ -394,10 +417,16 @@ def _special_ids(config: Config, original: Path | None, end_id: int) -> JsonObje
 def _chosen_tokens(
     config: Config, of_text: Path | None, written: Mapping[str, str], end_id: int
 ) -> dict[str, str | bool]:
-    """Returns the end and begin tokens that an export's tokenizer_config.json gets in place of the tokenizer's.
+    """Returns entries of an export's tokenizer_config.json that replace the entries of the copied tokenizer.
 
-    A token that the chat template writes stays the one with which the run was trained. For the arguments see
-    `_text_files`.
+    They are `eos_token`, `bos_token` and `add_bos_token`, if the run's data options set them. A token whose key the
+    chat template uses is not replaced, because the run was trained with texts from this template.
+
+    Args:
+      config: the run's configuration.
+      of_text: the folder from which tokenizer files are copied; None: no folder.
+      written: name -> content of the files to write; they may include the chat template.
+      end_id: the id that ends a document; -1: the run read no text, so the result is empty.
     """
     if end_id < 0 or config.data.tokenizer == "bytes":
         return {}
@@ -411,7 +440,7 @@ def _chosen_tokens(
     begin = config.data.begin_token
     tokens = {EOS: config.data.end_token, BOS: "" if begin == NO_TOKEN else begin}
     chosen: dict[str, str | bool] = {key: token for key, token in tokens.items() if token and key not in template}
-    if begin and "add_bos_token" in content:  # by which some classes make the post-processor anew
+    if begin and "add_bos_token" in content:  # some tokenizer classes rebuild the post-processor from this entry
         chosen["add_bos_token"] = begin != NO_TOKEN
     return chosen
 
@@ -420,10 +449,10 @@ def main(argv: Sequence[str]) -> int:
     """Runs `hf config`, `hf import` or `hf export`; returns the exit code.
 
     Raises:
-      UserError: a wrong argument, or a folder with problems; one line for each.
+      UserError: one line for each wrong argument or problem of a folder.
     """
     arguments = flags.arguments(argv, _parser())
-    has_urls = any(", a URL;" in line for line in arguments.problems)  # in their places nothing is left to check
+    has_urls = any(", a URL;" in line for line in arguments.problems)  # `_problems` inspects local paths only
     refuse([*arguments.problems, *([] if has_urls else _problems(arguments))])
     if arguments.ignore:
         arguments.overrides["init_ignore"] = ",".join(arguments.ignore)

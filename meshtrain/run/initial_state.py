@@ -26,10 +26,11 @@ from meshtrain.step.state import TrainState
 
 
 def begin(session: Session) -> Start:
-    """Creates or restores the state while the step compiles, and records the run in its folder.
+    """Creates or restores the state while the step compiles, and writes the run's configuration into its folder.
 
     Raises:
-      UserError: the checkpoint has other arrays than the model, all checkpoints are damaged, or the memory runs out.
+      UserError: the checkpoint has other arrays than the model, all checkpoints are damaged, or a device is out of
+        memory.
     """
     assembly, run, is_main = session.assembly, session.run, peers.is_main_process()
     config = assembly.config
@@ -55,7 +56,7 @@ def begin(session: Session) -> Start:
 def restore_or_initialize(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainState, int, dict[str, float]]:
     """Returns the newest undamaged saved state, its step, and values to log about the restore.
 
-    If nothing was saved: the initial state, or one with the weights of `init_from`, and step 0.
+    If nothing was saved, it returns `initial_state`, step 0, and no values.
 
     Raises:
       UserError: the checkpoint has other arrays than this model; or all checkpoints are damaged.
@@ -72,7 +73,11 @@ def restore_or_initialize(assembly: Assembly, checkpoints: Checkpoints) -> tuple
 
 
 def _restore(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
-    """Restores the state of a step; the saved state may have another number of residuals, or no weight averages."""
+    """Restores the saved state of a step, with layers in layer order; adds or drops weight averages.
+
+    If `optimizer.average` is set but the save has no averages, they start from the saved weights. If it is not set,
+    saved averages are ignored.
+    """
     kept, has = assembly.states.kept, isinstance(assembly.states.kept.opt_state, Averaged)
     had = any(path.startswith(f"{AVERAGES}/") for path in checkpoints.shapes(step))
     if has == had:
@@ -86,17 +91,24 @@ def _restore(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainSt
 
 
 def _as_today(assembly: Assembly, checkpoints: Checkpoints, step: int, kept: TrainState) -> TrainState:
-    """Restores the state of a step with the structure of `kept`; converts extension arrays from another mesh."""
+    """Restores the saved state of a step; converts an extension's arrays if they were saved on another mesh.
+
+    Args:
+      assembly: the run's assembly.
+      checkpoints: the run's checkpoints.
+      step: the step to restore.
+      kept: the abstract state to restore, with shardings and with layers in layer order.
+    """
     read = functools.partial(checkpoints.restore, step)
     return assembly.extension.restore(read, checkpoints.shapes(step), kept)
 
 
 def averages_begun(state: TrainState, like: TrainState) -> TrainState:
-    """Resets the weight averages of a state to its current weights.
+    """Returns a state whose weight averages are equal to its current weights.
 
     Args:
-      state: its optimizer state may or may not be wrapped in `Averaged`.
-      like: an abstract state with averages and shardings.
+      state: the training state; its optimizer state may or may not be wrapped in `Averaged`.
+      like: an abstract state with averages, which gives their dtypes and shardings.
     """
     averages = like.opt_state.averaged_weights
 
@@ -112,10 +124,10 @@ def initial_state(assembly: Assembly) -> TrainState:
     """Returns the state before the first step: initial weights, or the weights of `init_from` plus adapters.
 
     Raises:
-      UserError: the other run's weights have other shapes or dtypes.
+      UserError: the weights of `init_from` have other shapes or dtypes than the model.
     """
     config = assembly.config
-    # Restored first: weights of other shapes are refused before the initial state is compiled.
+    # Read before the initial state is compiled, so that wrong shapes raise an error early.
     kept = base_weights.read(assembly) if config.init_from else None
     key = jax.random.key_data(jax.random.key(config.seed))
     init = assembly.steps.init

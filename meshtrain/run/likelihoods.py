@@ -28,7 +28,7 @@ class Likelihood(NamedTuple):
     """The likelihood of a continuation.
 
     Attributes:
-      log_probability: the sum over the continuation's tokens, in nats.
+      log_probability: the sum of the log probabilities of the continuation's tokens, in nats.
       is_greedy: whether each token is the most probable token at its position.
     """
 
@@ -41,8 +41,8 @@ class Window(NamedTuple):
 
     Attributes:
       ids: up to T + 1 token ids: the inputs, and the target of the last input.
-      num_scored: the number of last ids that are scored.
-      text: the index of the text.
+      num_scored: the number of ids at the end of `ids` that are scored.
+      text: the index of the text in the argument `texts` of `likelihoods`.
     """
 
     ids: Sequence[int]
@@ -79,14 +79,14 @@ def problems_of_task(assembly: Assembly) -> list[Problem]:
 def windows(text: int, context: Sequence[int], continuation: Sequence[int], length: int) -> Iterator[Window]:
     """Yields the windows in which each token of a continuation is scored once.
 
-    A window has up to T tokens to score, preceded by the other tokens that fit. So a continuation of up to T tokens
-    takes one window, and only the start of a long context is omitted.
+    A window has up to T tokens to score, preceded by earlier tokens up to a total of T + 1. So a continuation of up to
+    T tokens takes one window, and only the start of a long context is omitted.
 
     Args:
-      text: the number of the text.
+      text: the index of the text, which the windows contain.
       context: at least one token id.
-      continuation: token ids; none: no window.
-      length: T.
+      continuation: the token ids to score; if it is empty, there is no window.
+      length: T, the number of tokens in a row of the batch.
     """
     ids = [*context, *continuation]
     for start in range(len(context), len(ids), length):
@@ -95,10 +95,10 @@ def windows(text: int, context: Sequence[int], continuation: Sequence[int], leng
 
 
 def scorer(assembly: Assembly) -> Score:
-    """Returns the function (params, batch) -> `segment_scores`, jitted, with replicated results.
+    """Returns a jitted function (params, batch) -> the result of `segment_scores`, replicated on all devices.
 
     Args:
-      assembly: of a task without `problems_of_task`, on a mesh without a pipeline.
+      assembly: an assembly for whose task `problems_of_task` returns [], on a mesh without a pipeline.
     """
     logits = assembly.task.logits
     assert logits is not None
@@ -117,9 +117,9 @@ def likelihoods(
 
     Args:
       assembly: the assembly from which `score` was made.
-      score: from `scorer`; it compiles once.
-      params: with the shapes and shardings of `assembly.state.params`.
-      texts: (context, continuation), token ids below the vocabulary; a context has at least one token.
+      score: the function that `scorer` returns; it is compiled at its first call.
+      params: the weights, with the shapes and shardings of `assembly.state.params`.
+      texts: pairs (context, continuation) of token ids below the vocabulary size; a context has at least one id.
     """
     num_rows, length = assembly.batch["tokens"].shape
     cut = [window for text, pair in enumerate(texts) for window in windows(text, *pair, length)]
@@ -137,7 +137,13 @@ def likelihoods(
 
 
 def _pack_windows(cut: Sequence[Window], length: int, *, shares_rows: bool) -> tuple[FirstFitExamples, np.ndarray]:
-    """Packs windows into rows of T tokens, a segment for each; also returns each segment's window, row by row."""
+    """Packs windows into rows of T tokens; returns the rows, and the index of each segment's window, row by row.
+
+    Args:
+      cut: the windows; each becomes a segment.
+      length: T.
+      shares_rows: whether a row may contain several windows.
+    """
     lengths = np.asarray([len(window.ids) for window in cut], np.int64)
     ids = np.concatenate([np.empty(0, np.int32), *(window.ids for window in cut)])
     counted = np.concatenate([np.empty(0, bool), *(np.arange(-len(one.ids), 0) >= -one.num_scored for one in cut)])
@@ -162,11 +168,11 @@ def token_scores(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.
 
 
 def segment_sums(values: jax.Array, segment_ids: jax.Array, num_segments: int) -> jax.Array:
-    """Returns the sums of values [B, T] over each segment, [B, S]: column s is segment s + 1; 0 is padding.
+    """Returns the sum of values over each segment, [B, S]: column s is the segment with id s + 1.
 
     Args:
-      values: float32 or int32 [B, T].
-      segment_ids: int32 [B, T], from 0 to S.
+      values: the value of each token, float32 or int32 [B, T].
+      segment_ids: int32 [B, T], from 1 to S; 0 is padding, which is not summed.
       num_segments: S.
     """
     of_row = functools.partial(jax.ops.segment_sum, num_segments=num_segments + 1)
@@ -178,7 +184,8 @@ def segment_scores(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log probability sums and greedy misses per segment, over the targets with a positive weight.
 
-    Both are [B, T], float32 and int32: a row has at most as many segments as tokens.
+    A greedy miss is a target that is not the most probable token. Both results are [B, T], float32 and int32: column s
+    is the segment with id s + 1, and a row has at most T segments.
 
     Args:
       logits: float32 [B, T, V], padding at minus infinity.

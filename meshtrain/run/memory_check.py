@@ -35,10 +35,10 @@ from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.trees import shard_bytes
 from meshtrain.step.device_memory import Statistics, statistics
 
-PLANNED_ON = "h100"  # the card of the plan that a message names
-HOST_DEVICES = 8  # devices per host of this card
-MOMENTS = ("bfloat16", "8bit")  # fewer bytes of the optimizer's state, the most exact first
-NUM_ARRAYS = 3  # the largest, in a message
+PLANNED_ON = "h100"  # the GPU of the `plan` command that an error suggests
+HOST_DEVICES = 8  # GPUs per host of this command
+MOMENTS = ("bfloat16", "8bit")  # smaller values of `optimizer.moments`, the most exact first
+NUM_ARRAYS = 3  # the number of largest arrays that an error lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Room:
     """The memory that one process has for arrays.
 
     Attributes:
-      limit_bytes: the maximum for all arrays.
-      num_sharing: the number of this process' devices that share the memory.
-      is_host: whether it is main memory, which also stores arrays that are offloaded to the host.
-      what: the memory's owner as text, for messages.
+      limit_bytes: the maximum size of all arrays together.
+      num_sharing: the number of this process's devices that share the memory.
+      is_host: whether the memory is main memory, which also stores arrays that are offloaded to the host.
+      what: a description of the memory for messages, such as `the memory of this machine or container`.
     """
 
     limit_bytes: int
@@ -59,7 +59,7 @@ class Room:
 
 
 def room_of(assembly: Assembly) -> Room | None:
-    """Returns the memory for the arrays of an assembly; None if it is not known."""
+    """Returns the memory that this process has for the arrays of an assembly; None if its size is not known."""
     own = [device for device in assembly.mesh.devices.flat if device.process_index == jax.process_index()]
     if not own:
         return None
@@ -78,7 +78,7 @@ def state_bytes(assembly: Assembly, *, with_host: bool) -> int:
     """Returns the bytes of one device's training state, which exists during the complete run.
 
     Args:
-      assembly: of the run.
+      assembly: the run's assembly.
       with_host: whether to include moments that are offloaded to the host.
     """
     leaves = jax.tree.leaves(assembly.state)
@@ -86,15 +86,17 @@ def state_bytes(assembly: Assembly, *, with_host: bool) -> int:
 
 
 def refuse_too_large(assembly: Assembly, make_task: MakeTask | None = None, rules: Rules | None = None) -> None:
-    """Checks that the training state fits the memory. The state is a lower bound, because a step needs more.
+    """Checks that the training state fits the memory of every process. All processes call it.
+
+    The size of the state is a lower bound: a step also needs temporary arrays.
 
     Args:
-      assembly: of the run; nothing has been allocated.
-      make_task: see `assemble`.
-      rules: see `assemble`.
+      assembly: the run's assembly; none of its arrays are allocated yet.
+      make_task: the caller's task function; None: the function that `config.task` names.
+      rules: the caller's rules, logical axis -> mesh axes; None: the built-in table.
 
     Raises:
-      UserError: in all processes if the state of one does not fit.
+      UserError: the state of a process does not fit; every process raises the same lines.
     """
     room = room_of(assembly)
     problems = list[str]()
@@ -112,12 +114,12 @@ def refuse_too_large(assembly: Assembly, make_task: MakeTask | None = None, rule
 
 
 def refuse_large_weights(assembly: Assembly) -> None:
-    """Checks that the weights fit the memory, for commands that do not train.
+    """Checks that the weights fit the memory of every process, for commands that do not train. All processes call it.
 
     On a CPU, replicas of a loaded weight may share memory, so each weight is included once.
 
     Raises:
-      UserError: in all processes if the weights do not fit.
+      UserError: the weights of a process do not fit; every process raises the same lines.
     """
     room, problems = room_of(assembly), list[str]()
     if room is not None:
@@ -137,12 +139,15 @@ def refuse_large_weights(assembly: Assembly) -> None:
 
 
 def bytes_needed(assembly: Assembly, room: Room) -> int:
-    """Returns the bytes of the training state that the memory must store."""
+    """Returns the bytes of training state in this memory, for all devices that share it."""
     return state_bytes(assembly, with_host=room.is_host) * room.num_sharing
 
 
 def _state_fix(assembly: Assembly, room: Room, make_task: MakeTask | None, rules: Rules | None) -> str:
-    """Returns the first change with which the training state fits; if there is none, a plan for a larger cluster."""
+    """Returns the fix for an error, as text: the first option change with which the training state fits the memory.
+
+    If no change is sufficient, the fix is a `plan` command for a larger cluster.
+    """
     config, shape = assembly.config, dict(assembly.mesh.shape)
     for change in _smaller_states(config, shape):
         changed = with_change(config, change)
@@ -157,7 +162,11 @@ def _state_fix(assembly: Assembly, room: Room, make_task: MakeTask | None, rules
 
 
 def _smaller_states(config: Config, shape: Mapping[str, int]) -> Iterator[Change]:
-    """Yields the changes of `smaller` that shrink the training state, then moments in fewer bytes, and both."""
+    """Yields option changes that shrink the training state.
+
+    First come the changes of `smaller` to mesh, ZeRO level and frozen dtype, then smaller moments, then smaller moments
+    with the highest ZeRO level.
+    """
     keys = ("mesh.", "zero.", FROZEN_DTYPE)
     yield from (change for change in smaller(config, shape) if any(key.startswith(keys) for key in change))
     moments = [{"optimizer.moments": dtype} for dtype in MOMENTS if config.optimizer.moments != dtype]
@@ -176,8 +185,8 @@ def warn_of_large_step(assembly: Assembly, step: jax.stages.Compiled) -> None:
     """Warns if the compiled step's peak exceeds the available memory; the peak may be an overestimate.
 
     Args:
-      assembly: of the run.
-      step: its compiled step.
+      assembly: the run's assembly.
+      step: the compiled training step.
     """
     room, planned = room_of(assembly), _account(step)
     if room is None or planned is None or not peers.is_main_process():
@@ -191,14 +200,14 @@ def warn_of_large_step(assembly: Assembly, step: jax.stages.Compiled) -> None:
 
 @contextmanager
 def explain_memory(assembly: Assembly, step: jax.stages.Compiled | None = None) -> Iterator[None]:
-    """Turns a device's lack of memory in the block into one line: planned bytes, limit, largest arrays, a change.
+    """Context manager: replaces an out-of-memory exception of the block by a UserError, see `memory_problem`.
 
     Args:
-      assembly: of the run.
-      step: its compiled step; None before there is one.
+      assembly: the run's assembly.
+      step: the compiled training step; None if it is not compiled yet.
 
     Raises:
-      UserError: in place of RESOURCE_EXHAUSTED and MemoryError.
+      UserError: the block raised RESOURCE_EXHAUSTED or MemoryError.
     """
     try:
         yield
@@ -209,12 +218,12 @@ def explain_memory(assembly: Assembly, step: jax.stages.Compiled | None = None) 
 
 
 def memory_problem(assembly: Assembly, step: jax.stages.Compiled | None, error: BaseException) -> str:
-    """Returns the line about memory that has run out.
+    """Returns the error line for exhausted memory: planned bytes of a device, the limit, the largest arrays, and a fix.
 
     Args:
-      assembly: of the run.
-      step: its compiled step; None before there is one.
-      error: the raised exception.
+      assembly: the run's assembly.
+      step: the compiled training step; None if it is not compiled yet.
+      error: the out-of-memory exception.
     """
     room, planned = room_of(assembly), None if step is None else _account(step)
     parts = [f"training state {format_bytes(state_bytes(assembly, with_host=False))}"]
@@ -232,12 +241,14 @@ def memory_problem(assembly: Assembly, step: jax.stages.Compiled | None, error: 
 
 
 def _step_fix(assembly: Assembly, room: Room | None, planned: Statistics | None) -> str:
-    """Returns the cheapest valid change that saves memory, and the command that finds others.
+    """Returns the fix for an error, as text: the valid option change that saves memory at the lowest cost in time.
+
+    If there is no such change, the fix is a `plan` command for a larger cluster.
 
     Args:
-      assembly: of the run.
+      assembly: the run's assembly.
       room: the available memory; None if it is not known.
-      planned: the compiler's account of the step; None before there is one.
+      planned: the compiled step's memory on one device; None if the compiler has not reported it.
     """
     config, shape, times = assembly.config, dict(assembly.mesh.shape), 2
     if room and planned:

@@ -55,9 +55,11 @@ def check_arguments(directory: object, make_task: object, make_data: object, rul
 def set_num_steps(
     config: Config, make_task: MakeTask | None, make_data: MakeData | None
 ) -> tuple[Config, tuple[Dataset, str] | None]:
-    """Returns the configuration with `num_steps` in place of `num_epochs`, and the opened data with a line about it.
+    """Replaces `num_epochs` by `num_steps`, which depends on the number of training examples.
 
-    Without `num_epochs` the configuration is unchanged and no data is opened: None.
+    Returns:
+      The configuration, and the pair (opened data, a line about the change). Without `num_epochs` the configuration is
+      unchanged, the data are not opened, and None replaces the pair.
     """
     if not config.num_epochs:
         return config, None
@@ -76,14 +78,15 @@ def checked_assembly(
     """Returns the assembly of a run after the processes, the run's folder and the memory were checked.
 
     Args:
-      config: from `resolve`.
-      devices: from `elastic.start_devices`.
-      make_task: see `assemble`.
-      rules: see `assemble`.
+      config: the configuration, from `resolve`.
+      devices: the devices of all processes, and lines about them to print; from `elastic.start_devices`.
+      make_task: the caller's task function; None: the function that `config.task` names.
+      rules: the caller's rules, logical axis -> mesh axes; None: the built-in table.
       run: the run's folder.
 
     Raises:
-      UserError: processes have different versions or configurations, or the folder or `assemble` has problems.
+      UserError: processes have different versions or configurations, the folder belongs to another run or cannot be
+        written, the configuration does not fit the mesh, or the training state does not fit the memory.
     """
     refuse_unequal_processes(config, run)
     saved = workdir.newest_step(run, config.checkpoint.directory)
@@ -100,16 +103,18 @@ def checked_assembly(
 def checked_data(
     assembly: Assembly, opened: tuple[Dataset, str] | None, make_data: MakeData | None, run: Path
 ) -> Dataset:
-    """Returns the data of a run after it was compared with the run's folder and between the processes.
+    """Returns the data of a run after checks of the data, the weights of `init_from` and the metrics in the options.
+
+    The data must be the same in all processes, and the same as at the run's first start.
 
     Args:
-      assembly: states the task and the batch.
-      opened: from `set_num_steps`.
-      make_data: the caller's data function; None for `config.data`.
+      assembly: the run's assembly.
+      opened: the data that `set_num_steps` has opened, and its line; None: the data are opened here.
+      make_data: the caller's data function; None: the source or function in `config.data.source`.
       run: the run's folder.
 
     Raises:
-      UserError: the data differ from the run's first start, the starting weights do not fit, or a metric is unknown.
+      UserError: the data differ, the weights of `init_from` do not fit the model, or a metric is unknown.
     """
     config = assembly.config
     with phase("data", is_main=peers.is_main_process()) as say:
@@ -124,12 +129,15 @@ def checked_data(
 
 
 def check(config: Config, run: Path, start_step: int) -> list[Problem]:
-    """Returns one line for each reason why a run cannot begin or resume in its folder; reads no array, writes nothing.
+    """Returns an error line for each reason why a run cannot start or resume in its folder.
+
+    It reads no array and writes nothing.
 
     Args:
-      config: of the run.
-      run: its folder; it need not exist.
-      start_step: from `saved_step`. From 1 on the run resumes from its own weights, and `init_from` is not read.
+      config: the run's configuration.
+      run: the run's folder, which need not exist.
+      start_step: the step of the newest checkpoint, from `workdir.newest_step`; 0 if there is none. From 1 on the run
+        resumes from its own weights, and `init_from` is not read.
     """
     problems = workdir.check(run, config, is_saved=start_step > 0) or trackers.check(run)
     if not start_step and not problems:
@@ -162,7 +170,10 @@ def check(config: Config, run: Path, start_step: int) -> list[Problem]:
 
 
 def _has_weights_alone(run: Path) -> bool:
-    """Returns whether a folder's only checkpoint is an import; an interruption before the first step saves a state."""
+    """Returns whether the folder's newest checkpoint is step 0 without a training state, as `hf import` writes it.
+
+    A run that is interrupted before its first step also saves step 0, but with a training state.
+    """
     if what_is_at(run / CHECKPOINTS / "0") != "a folder":
         return False
     try:
@@ -173,10 +184,13 @@ def _has_weights_alone(run: Path) -> bool:
 
 
 def refuse_unequal_processes(config: Config, run: Path) -> None:
-    """Compares versions and configuration of all processes: different ones would deadlock in their first collective.
+    """Checks that all processes have the same versions, the same configuration and the same newest checkpoint.
+
+    Processes that differ would deadlock in their first collective. All processes call it.
 
     Raises:
-      UserError: all differences of the versions, else those of the configuration; the same lines in all processes.
+      UserError: all differences between versions; without one, between configurations; without one, between newest
+        checkpoints. Every process raises the same lines.
     """
     if peers.count() == 1:
         return
@@ -190,9 +204,9 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
 
 
 def process_settings(config: Config, run: Path) -> Values:
-    """Returns the values that must match across processes, besides versions: workdir and configuration.
+    """Returns the settings that must match across processes: the configuration (dotted key -> value) and the workdir.
 
-    If checkpoints are in a bucket, each machine may have a different workdir.
+    If checkpoints are in a bucket, each machine may have a different workdir, so it is not included.
     """
     own = {} if is_url(config.checkpoint.directory) else {"workdir": str(run)}
     return {**own, **flags.flatten(config)}

@@ -1,4 +1,4 @@
-"""Saves and rates a run's checkpoints, and reports the checkpoint to resume from after a failure."""
+"""Saves a run's checkpoints, records their evaluations, and reports the checkpoint to resume from after a failure."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ from meshtrain.store.buckets import Unreached, wrap_bucket_errors
 
 T = TypeVar("T")
 
-EVALUATIONS = "early_stop"  # in a checkpoint: metric -> {step: value}
+EVALUATIONS = "early_stop"  # a key of a checkpoint's metadata, whose value is metric -> {step: value}
 
 
 def save(
@@ -49,14 +49,23 @@ def save(
     step: int,
     state: TrainState,
 ) -> dict[str, float]:
-    """Starts to save a step, and returns values to log as soon as the state's buffers may be donated.
-
-    The checkpoint includes `found`, the evaluations that `early_stop.reason` has recorded.
+    """Starts to save the state of a step, and returns when the state's buffers may be donated.
 
     A failed save is a warning and does not end the run: the disk may have space at the next save.
 
+    Args:
+      assembly: the run's assembly.
+      checkpoints: the run's checkpoints.
+      corpus: the run's data, whose fingerprint the checkpoint records.
+      found: step -> value of the early-stopping metric in each evaluation; the checkpoint includes it.
+      step: the number of completed steps.
+      state: the training state after this step.
+
+    Returns:
+      Values to log: `save_blocking_seconds`, and `failed_saves` if the previous save or the start of this save failed.
+
     Raises:
-      FolderLost: see `Checkpoints.refuse_lost`.
+      FolderLost: the run's folder or its checkpoint folder was deleted or replaced.
     """
     start_seconds = time.perf_counter()
     extra = {
@@ -86,8 +95,8 @@ def finish(checkpoints: Checkpoints) -> None:
     """Waits until the last save is on the disk, or in the bucket.
 
     Raises:
-      FolderLost: see `Checkpoints.refuse_lost`.
-      SaveFailed: it could not be written; the message names the step from which the same command resumes.
+      FolderLost: the run's folder or its checkpoint folder was deleted or replaced.
+      SaveFailed: the last save could not be written; the message names the step from which the same command resumes.
     """
     with contextlib.suppress(SaveFailed):
         checkpoints.wait()
@@ -105,9 +114,17 @@ def finish(checkpoints: Checkpoints) -> None:
 def actions(
     assembly: Assembly, checkpoints: Checkpoints, corpus: Dataset, run: Path, start_step: int
 ) -> dict[str, Callable]:
-    """Returns the functions of `loop.Actions` that save, rate, diagnose non-finite values, and stop a run early.
+    """Returns the fields of `loop.Actions` that save, record evaluations, explain non-finite values, and stop early.
 
-    On resume, the functions use the run's earlier evaluations. All processes call `actions` together.
+    All processes call it together. If the run resumes, early stopping continues with the evaluations in its newest
+    checkpoint.
+
+    Args:
+      assembly: the run's assembly.
+      checkpoints: the run's checkpoints.
+      corpus: the run's data.
+      run: the run's folder.
+      start_step: the step from which the run resumes; 0 for a new run.
     """
     has_row = bool(start_step) and has_evaluated(checkpoints, assembly.config.checkpoint, run, start_step)
     options, saved = assembly.config.early_stop, extra_of_newest(checkpoints.directory) if start_step else {}
@@ -126,10 +143,16 @@ def actions(
 
 
 def has_evaluated(checkpoints: Checkpoints, options: CheckpointOptions, run: Path, step: int) -> bool:
-    """Returns whether the run that resumes from a step has a row of the step's evaluation.
+    """Returns whether the run's metrics.jsonl has the evaluation of the step from which the run resumes.
 
-    A kill between the row and the rating leaves the step without a rating: the row's values rate it. All processes call
-    `has_evaluated` together, because the run's folder may be on one machine only.
+    If the process was killed between writing this row and recording its values with the checkpoint, they are recorded
+    now. All processes call it together, because the run's folder may be on one machine only.
+
+    Args:
+      checkpoints: the run's checkpoints.
+      options: the options of `checkpoint`.
+      run: the run's folder.
+      step: the step from which the run resumes.
     """
     values = metrics_of_evaluation(run, step) if peers.is_main_process() else {}
     if values and options.keep_best:
@@ -147,13 +170,14 @@ def higher_is_better(assembly: Assembly, metric: str) -> bool:
 
 @contextlib.contextmanager
 def open_checkpoints(assembly: Assembly, run: Path) -> Iterator[Checkpoints]:
-    """Locks a run's folder, owns the place of its checkpoints, and opens them for writing during the block.
+    """Context manager: locks the run's folder and its checkpoint folder or bucket, and opens the checkpoints to write.
 
-    The task defines whether a higher `best_metric` is better. If the folder is lost, its remains are removed.
+    The task defines whether a higher `best_metric` is better. If the folder is deleted during the run, files that a
+    save has written since then are removed.
 
     Raises:
-      UserError: another run has the folder or the place, or they cannot be written.
-      FolderLost: see `Checkpoints.refuse_lost`.
+      UserError: another run uses the folder or the bucket, or it cannot be written.
+      FolderLost: the run's folder or its checkpoint folder was deleted or replaced.
     """
     options = assembly.config.checkpoint
     directory = buckets.place(options.directory or run / CHECKPOINTS)
@@ -188,10 +212,19 @@ def new_id() -> str:
 
 @contextlib.contextmanager
 def guard(actions: Actions, checkpoints: Checkpoints, trackers: Trackers) -> Iterator[Actions]:
-    """Yields actions that raise FolderLost if the run's folder is lost, and stop the run if its metrics file is lost.
+    """Yields the loop's actions with checks for deleted files.
+
+    Before an evaluation or a row of metrics, they raise FolderLost if the run's folder was deleted or replaced. If the
+    metrics file was deleted, the loop saves the state and stops.
+
+    Args:
+      actions: the actions of the loop.
+      checkpoints: the run's checkpoints, which detect a deleted folder.
+      trackers: the run's trackers, which detect a deleted metrics file.
 
     Raises:
-      FolderLost: the folder is lost, see `Checkpoints.refuse_lost`; or the metrics file is, after the state was saved.
+      FolderLost: the run's folder or its checkpoint folder was deleted or replaced; or the metrics file was, and the
+        state is saved.
     """
 
     def checked(action: Callable[..., T]) -> Callable[..., T]:
@@ -213,12 +246,12 @@ def guard(actions: Actions, checkpoints: Checkpoints, trackers: Trackers) -> Ite
 
 
 def stops_without(lost: Callable[[], str], asked: list[str]) -> bool:
-    """Returns whether a run has to stop because its metrics file is lost; called after each step.
+    """Returns whether a run must stop because its metrics file was deleted; the loop calls it after each step.
 
-    With several processes, only process 0 checks. It sends SIGTERM to itself, and JAX then stops all processes.
+    With several processes it returns False: process 0 sends SIGTERM to itself, and JAX then stops all processes.
 
     Args:
-      lost: see `Trackers.lost`.
+      lost: () -> an error line if this process's metrics file was deleted or replaced, else ''.
       asked: the lines for which process 0 has already sent SIGTERM; extended in place.
     """
     if not (line := lost()) or peers.count() == 1:
@@ -230,11 +263,12 @@ def stops_without(lost: Callable[[], str], asked: list[str]) -> bool:
 
 
 def refuse_unknown_metric(assembly: Assembly, corpus: Dataset) -> None:
-    """Compares metrics that options name with the metrics of an evaluation, which is traced, not compiled.
+    """Checks that an evaluation computes `checkpoint.best_metric` and `early_stop.metric`, if they are used.
+
+    The evaluation is traced but not compiled.
 
     Raises:
-      UserError: `keep_best` or `early_stop.patience` asks for a metric that this task does not have, or there is
-        nothing to evaluate.
+      UserError: the task has no metric of this name, or there are no validation examples.
     """
     best, early = assembly.config.checkpoint, assembly.config.early_stop
     asked = {"checkpoint.best_metric": best.best_metric} if best.keep_best else {}
@@ -262,12 +296,13 @@ def refuse_unknown_metric(assembly: Assembly, corpus: Dataset) -> None:
 
 
 def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int, layer: int) -> str:
-    """Returns the name of the first array that was not finite, and the checkpoint that the run can resume from.
+    """Returns a text that names the first non-finite array, and the checkpoint from which the run can resume.
 
     Args:
       checkpoints: the run's checkpoints.
-      state: the newest state.
-      number, layer: see `guard.name_of_gradient`.
+      state: the newest training state.
+      number: the index of the loss or gradient that was not finite, from `guard.first_not_finite`.
+      layer: the layer of this gradient; -1: unknown, or no layer.
     """
     step = checkpoints.latest_step()
     where = "none" if step is None else str(checkpoints.directory / str(step))

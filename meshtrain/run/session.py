@@ -34,8 +34,8 @@ class Session:
     """The objects that all phases of a run share.
 
     Attributes:
-      assembly: mesh, task, shardings and functions.
-      corpus: the data.
+      assembly: the mesh, the task, the shardings and the jitted functions.
+      corpus: the training and validation data.
       checkpoints: the run's checkpoints.
       run: the run's folder.
       watchdog: ends the process if no step completes in time.
@@ -55,9 +55,9 @@ class Start:
     """The state of a run before the first step of this process.
 
     Attributes:
-      state: initial, or restored.
-      step: the number of steps that the state has completed.
-      restored: metrics of the restore; empty if nothing was restored.
+      state: the initial or the restored training state.
+      step: the number of steps that are completed in this state.
+      restored: metrics of the restore, such as `restore_seconds`; empty if nothing was restored.
       program: the compiled training step.
       train_step: (step, state, batch) -> (state, metrics), for the loop.
     """
@@ -72,12 +72,15 @@ class Start:
 def run_loop(
     session: Session, start: Start, texts: Callable[[Params], Sequence[tuple[str, str]]]
 ) -> tuple[TrainState, Mapping[str, float | None]]:
-    """Runs the training loop to its end; for the result and the errors see `loop.run`.
+    """Runs the training loop to its end; returns the last state, and the values of the last row and evaluation.
 
     Args:
-      session: the run.
-      start: from `initial_state.begin`.
-      texts: weights -> prompts with the texts after them, for evaluations; see `generating.sample_texts`.
+      session: the objects of the run.
+      start: the state before the first step, from `initial_state.begin`. Its arrays are donated.
+      texts: weights -> pairs (prompt, generated text) for evaluations, from `generating.sample_texts`.
+
+    Raises:
+      TrainingStopped, Interrupted, SaveFailed: see `loop.run`.
     """
     assembly, corpus, run, checkpoints = session.assembly, session.corpus, session.run, session.checkpoints
     with memory_check.explain_memory(assembly, start.program), observing(session, start) as (observers, trackers):
@@ -99,7 +102,12 @@ def run_loop(
 
 @contextmanager
 def observing(session: Session, start: Start) -> Iterator[tuple[loop.Observers, Trackers]]:
-    """Opens the trackers, the progress bar and the profiler of a run; closes them after the block."""
+    """Yields the loop's observers and the run's trackers; closes trackers, progress bar and profiler after the block.
+
+    Args:
+      session: the objects of the run.
+      start: the state before the first step; its metrics of the restore are written.
+    """
     config, run, is_main, n = session.assembly.config, session.run, peers.is_main_process(), peers.count()
     with (
         closing(Trackers(config.observe, run, start.step, is_main=is_main)) as trackers,
@@ -115,7 +123,7 @@ def observing(session: Session, start: Start) -> Iterator[tuple[loop.Observers, 
 
 
 def timetable(config: Config) -> loop.Timetable:
-    """Returns the steps at which the loop logs, evaluates, saves and stops."""
+    """Returns the loop's timetable: the last step, and the number of steps between logs, evaluations and saves."""
     return loop.Timetable(
         num_steps=config.num_steps,
         log_every=config.log_every,

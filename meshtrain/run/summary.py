@@ -40,14 +40,14 @@ def show(
 ) -> None:
     """Prints the summary: losses, the bigram model's loss, tokens, speed, the run's files, and a sample of text.
 
-    Every process calls it, because all of them compute the sample.
+    All processes call it, because they compute the sample together; process 0 prints.
 
     Args:
-      session: the run.
-      state: after the last step.
-      values: the last logged and evaluated metrics.
-      make_task: the caller's task function, as in `assemble`.
-      rules: the caller's rules, as in `assemble`.
+      session: the objects of the run.
+      state: the training state after the last step.
+      values: metric name -> value in the last logged row and the last evaluation.
+      make_task: the caller's task function; None: the function that `config.task` names.
+      rules: the caller's rules, logical axis -> mesh axes; None: the built-in table.
     """
     assembly, corpus, run = session.assembly, session.corpus, session.run
     lines = ["", f"done: step {int(state.step)}"]
@@ -84,18 +84,20 @@ def show(
 
 
 def metrics_of_evaluation(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns the task's own metrics of the last evaluation, such as `accuracy`, by name."""
+    """Returns name -> value of the last evaluation's metrics except the loss, such as `accuracy`."""
     evaluated = {name.removeprefix(EVALUATED): value for name, value in values.items() if name.startswith(EVALUATED)}
     return {name: value for name, value in evaluated.items() if name != "loss" and value is not None}
 
 
 def bigram_of(config: Config, corpus: Corpus, run: Path) -> float | None:
-    """Returns the loss of a bigram model on the validation examples that the run is scored on; None without one.
+    """Returns the loss of a bigram model, in nats a token, on the validation examples that the run's evaluations use.
+
+    It is None if the vocabulary is too large for a table of bigrams. It is computed once and stored in corpus.json.
 
     Args:
-      config: sets the number of these examples.
-      corpus: text that the bigram model learns from.
-      run: the run's folder, which stores the result.
+      config: the configuration, whose `num_eval_batches` limits the examples.
+      corpus: the training text, to which the bigram model is fitted, and the validation text.
+      run: the run's folder.
     """
     indices = first_validation(config, corpus.validation)
     compute = functools.partial(bigram_loss, corpus.train, corpus.validation, indices=indices)
@@ -104,18 +106,18 @@ def bigram_of(config: Config, corpus: Corpus, run: Path) -> float | None:
 
 
 def rate_of_the_run(values: Mapping[str, float | None], units_per_step: int) -> float | None:
-    """Returns the mean throughput of all timed steps of a run, restarts included, in units a second; None without one.
+    """Returns the mean throughput of a run, restarts included, in units a second; None if no step was timed.
 
     Args:
-      values: the last logged metrics; it reads `timed_steps` and their `useful_seconds`, see `observe.goodput`.
-      units_per_step: tokens (or the task's unit) in a global batch.
+      values: the last logged metrics, with `timed_steps` and the `useful_seconds` of these steps.
+      units_per_step: the number of tokens (or of the task's unit) in a global batch.
     """
     num_steps, seconds = values.get("timed_steps"), values.get("useful_seconds")
     return num_steps * units_per_step / seconds if num_steps and seconds else None
 
 
 def places(run: Path) -> list[str]:
-    """Returns the names of a run's existing files and folders (`tensorboard/`)."""
+    """Returns the names of the files and folders of a run that exist; a folder's name ends with a slash."""
     return [f"{name}/" if (run / name).is_dir() else name for name in _PLACES if (run / name).exists()]
 
 
@@ -131,16 +133,20 @@ def sample(
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
 ) -> str:
-    """Returns prompts with generated texts, or the reason for no sample in one line; empty if no sample is due.
+    """Generates texts after a few prompts; returns the prompts with the texts, each in a line.
 
-    A text that continues its prompt is drawn at a temperature of 0.7. An answer to a prompt is decoded greedily.
+    A text that continues its prompt is sampled at a temperature of 0.7. An answer to a prompt is decoded greedily.
 
     Args:
       assembly: the run's assembly.
-      corpus: the run's data. There is no sample without text, or without prompts if the task answers prompts.
-      params: with the shapes and shardings of `assembly.state.params`.
-      make_task: the caller's task function, as in `assemble`.
-      rules: the caller's rules, as in `assemble`.
+      corpus: the run's data, with the tokenizer and the prompts.
+      params: the weights, with the shapes and shardings of `assembly.state.params`.
+      make_task: the caller's task function; None: the function that `config.task` names.
+      rules: the caller's rules, logical axis -> mesh axes; None: the built-in table.
+
+    Returns:
+      The sample; or one line with the error that prevents a sample; or '' if no sample is wanted (`sample_tokens`), the
+      data are no text, the task generates no text, or there is no prompt that fits the model.
     """
     text = corpus.text
     most = sample_tokens(assembly.config, assembly.task.num_parameters)
@@ -165,7 +171,10 @@ def sample(
 
 
 def sample_tokens(config: Config, num_parameters: int) -> int:
-    """Returns the maximum number of tokens in the sample; 0: no sample."""
+    """Returns the maximum number of tokens in the final sample; 0: no sample.
+
+    If `config.sample_tokens` is negative, it is 160, or 0 for a model with more than 10 million parameters.
+    """
     if config.sample_tokens >= 0:
         return config.sample_tokens
     return NUM_TOKENS if num_parameters <= MOST_PARAMETERS else 0

@@ -15,10 +15,13 @@ from meshtrain.files import what_is_at
 
 
 def main(argv: Sequence[str]) -> int:
-    """Verifies a workdir's checkpoints, a single checkpoint or a token file; prints a line each, returns 1 if damaged.
+    """Verifies all checkpoints of a workdir, a single checkpoint, or a token file; prints one result line for each.
+
+    Returns:
+      The exit code: 1 if a checkpoint or the token file is damaged, else 0.
 
     Raises:
-      UserError: there is no checkpoint, or no checksum of a token file.
+      UserError: there is no checkpoint, or the description of a token file has no checksum.
     """
     parser = flags.Parser(
         prog="python -m meshtrain verify",

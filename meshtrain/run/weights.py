@@ -1,6 +1,6 @@
-"""Loads an existing run for commands that read its weights: its configuration, its assembly and its weights.
+"""Loads the configuration, the assembly and the weights of an existing run, for commands that read its weights.
 
-The run is a workdir or a Hugging Face folder. It may come from another user, so its config.json is not trusted.
+A run is a workdir or a Hugging Face folder. It may come from another user, so its config.json is not trusted.
 """
 
 import argparse
@@ -48,7 +48,12 @@ def add_weights_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def choice_problems(which: str, directory: str | Path) -> list[Problem]:
-    """Returns one problem if `--weights` is invalid for this directory; reads no checkpoint."""
+    """Returns a problem if the value of `--weights` is invalid for a directory, else []; reads no checkpoint.
+
+    Args:
+      which: the value of `--weights`, which must be `last` or `average`.
+      directory: a workdir or a Hugging Face folder; the latter has no averages.
+    """
     if which not in WEIGHTS:
         return [Problem("--weights", got=f"'{which}'", allowed=", ".join(WEIGHTS), nearest=f"--weights={LAST}")]
     if which == AVERAGE and hf_config.is_described(directory):
@@ -68,16 +73,16 @@ def configuration(
 ) -> Config:
     """Returns the configuration of the run in the workdir, changed by the command line's overrides.
 
-    The base is the run's config.json, so options of its command line need not be repeated. `--config` is read only if
-    the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir. For a Hugging
-    Face folder, `of_folder` converts its config.json. Either folder may come from another user: `foreign` restricts the
-    paths and functions that its config.json may name.
+    The run's config.json is read, so options of its command line need not be repeated. `--config` is read only if the
+    workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir. For a Hugging Face
+    folder, `of_folder` converts its config.json. Both kinds of folders may come from another user: `foreign` restricts
+    the paths and functions that config.json may name.
 
     Args:
-      arguments: from `flags.arguments`.
-      also: problems of other flags, to be reported with those of the arguments and the configuration.
-      reads_data: see `resolve`.
-      reads_origin: whether the command also reads the folder that the run's weights came from.
+      arguments: the parsed command line, from `flags.arguments`.
+      also: problems of other flags, to be reported together with problems of the arguments and the configuration.
+      reads_data: whether the command reads the run's data, so that the data files must exist on this machine.
+      reads_origin: whether the command also reads the folder from which the run got its starting weights.
 
     Raises:
       UserError: all problems, one line each.
@@ -112,10 +117,17 @@ def configuration(
 def _change(
     text: str, place: str | Path, arguments: argparse.Namespace, also: Sequence[str], uses: Collection[str]
 ) -> Config:
-    """Parses a configuration from JSON and applies the command line's overrides.
+    """Parses a run's configuration from JSON and applies the command line's overrides.
+
+    Args:
+      text: the configuration as JSON.
+      place: the config.json, or the bucket with the checkpoint that contains the configuration; for errors.
+      arguments: the parsed command line, from `flags.arguments`.
+      also: earlier problems, to be reported together with the problems of this function.
+      uses: the purposes for which the command reads the run: elements of `foreign.USES`.
 
     Raises:
-      UserError: the text is not a configuration, or names files outside of the run's folder; see `foreign`.
+      UserError: the text is not a configuration, or names functions or files outside of the run's folder.
     """
     overrides = arguments.overrides
     instead = {key: value for key, value in overrides.items() if key in FORMER}
@@ -142,7 +154,20 @@ def _refuse_foreign(
     uses: Collection[str],
     fields: Mapping[str, foreign.Field],
 ) -> None:
-    """Raises UserError if only the run, not the command line or --config, names files outside of the run's folder."""
+    """Rejects functions, and files outside of the run's folder, that the run names but the user does not.
+
+    The user names them on the command line or in the file of `--config`.
+
+    Args:
+      content: the run's configuration as a nested JSON object.
+      place: the config.json, or the bucket with the checkpoint that contains the configuration.
+      arguments: the parsed command line.
+      uses: the purposes for which the command reads the run; only fields that they read are checked.
+      fields: dotted key -> the field that may name a function or a path.
+
+    Raises:
+      UserError: one line with all rejected values, and the command line that allows them.
+    """
     values, overrides = flags.flatten(content), arguments.overrides
     source = overrides["data.source"] if "data.source" in overrides else values.get("data.source")
     if source == "tokens":  # the tokenizer is in the folder of the data
@@ -157,7 +182,12 @@ def _refuse_foreign(
 
 
 def checkpoints_of(config: Config, workdir: str | Path) -> str | Path:
-    """Returns the folder or bucket of a workdir's checkpoints; `config` includes the command line's overrides."""
+    """Returns the folder or bucket of a run's checkpoints.
+
+    Args:
+      config: the run's configuration, including the command line's overrides.
+      workdir: a workdir; a folder or bucket of checkpoints and a Hugging Face folder are returned unchanged.
+    """
     if is_url(str(workdir)) or what_is_at(Path(workdir) / CONFIG_FILE) != "a file" or hf_config.is_described(workdir):
         return workdir
     inner = Path(workdir) / CHECKPOINTS
@@ -165,16 +195,17 @@ def checkpoints_of(config: Config, workdir: str | Path) -> str | Path:
 
 
 def assemble_run(config: Config, workdir: str | Path, step: int | None, *, folds_pipeline: bool = False) -> Assembly:
-    """Returns the assembly of a run's configuration on the devices of this machine; reads no weights, compiles nothing.
+    """Starts JAX and returns the assembly of an existing run; reads no weights, compiles nothing.
 
     Args:
-      config: of the run in the workdir, overrides included.
+      config: the run's configuration, including the command line's overrides.
       workdir: the run's folder, or a Hugging Face folder.
-      step: of the checkpoint; None: the newest.
-      folds_pipeline: whether to fold the pipeline axis into others and print a line; see `without_pipeline`.
+      step: the step whose checkpoint must exist; None: the newest.
+      folds_pipeline: whether to fold the pipeline axis into tensor and fsdp, and print a line about it.
 
     Raises:
-      UserError: the configuration does not fit the devices, or there is no such checkpoint.
+      UserError: the configuration does not fit the devices, the weights do not fit the memory, or there is no such
+        checkpoint.
     """
     devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
@@ -189,10 +220,17 @@ def assemble_run(config: Config, workdir: str | Path, step: int | None, *, folds
 
 
 def restore_weights(assembly: Assembly, workdir: str | Path, step: int | None, which: str = LAST) -> tuple[Params, int]:
-    """Returns the weights of a checkpoint, as `assembly.state.params` has them, and its step; see `assemble_run`.
+    """Returns the weights of a checkpoint and its step.
+
+    Args:
+      assembly: the run's assembly, from `assemble_run`; the weights have the shapes and shardings of
+        `assembly.state.params`.
+      workdir: the run's folder, or a Hugging Face folder.
+      step: the step of the checkpoint; None: the newest undamaged checkpoint.
+      which: `last`, or `average` for the averaged weights.
 
     Raises:
-      UserError: the checkpoint is damaged, of another model, or has no averages although `which` requests them.
+      UserError: the checkpoint is damaged, is of another model, or has no averages although `which` requests them.
     """
     place = checkpoints_of(assembly.config, workdir)
     kept, found = restore_params(place, step, assembly.states.kept.params, averaged=which == AVERAGE)
@@ -201,6 +239,9 @@ def restore_weights(assembly: Assembly, workdir: str | Path, step: int | None, w
 
 def base_weights(config: Config) -> tuple[str, Adapters | None]:
     """Returns the path of a run's starting weights, and the adapters of `init_from` if it is a peft folder.
+
+    The path is `init_from`, or the base model of a peft folder; '' without `init_from`. The second result is None if
+    `init_from` is not a peft folder.
 
     Raises:
       UserError: the adapters cannot be read, or their base model is not on this machine.
@@ -235,7 +276,10 @@ def base_weights(config: Config) -> tuple[str, Adapters | None]:
 
 
 def content(config: Config) -> dict[str, Json]:
-    """Returns a hash or step of a run's starting weights, to compare the copies of several machines."""
+    """Returns a fact about a run's starting weights, to compare the copies of several machines.
+
+    It is a hash of the tensors of a Hugging Face folder, or the newest checkpoint of another run.
+    """
     base, _ = base_weights(config)
     if hf_config.is_described(base):
         return {"tensors": tensor_files.content_hash(tensor_files.tensors(expand_user(base))[0])}
@@ -243,17 +287,20 @@ def content(config: Config) -> dict[str, Json]:
 
 
 def is_by_name(config: Config, base: str | Path) -> bool:
-    """Returns whether a Hugging Face folder is read by a run's parameter names: the task is no decoder."""
+    """Returns whether tensors of `base` are matched with parameters by name.
+
+    It is true if `base` is a Hugging Face folder and the task is not a decoder.
+    """
     return hf_config.is_described(base) and not hf_config.is_decoder(config.model)
 
 
 def weights_problems(config: Config, directory: str | Path, step: int | None = None) -> list[Problem]:
-    """Returns one line for each reason why a run cannot take its weights from a directory; reads no array.
+    """Returns an error line for each reason why a run cannot take its weights from a directory; reads no array.
 
     Args:
       config: the run's configuration; its model must be equal to the model of a Hugging Face folder.
       directory: a workdir, its directory `checkpoints`, or a Hugging Face folder.
-      step: of the checkpoint; None: the newest.
+      step: the step whose checkpoint must exist; None: the newest.
     """
     try:
         if directory == config.init_from:
@@ -291,7 +338,10 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
 
 
 def _tokenizer_problem(config: Config, folder: Path) -> list[Problem]:
-    """Returns one problem if run and folder have different tokenizer vocabularies; added tokens may differ."""
+    """Returns a problem if the run's tokenizer has another vocabulary than a Hugging Face folder's tokenizer, else [].
+
+    Added tokens may differ.
+    """
     used, own = config.data.tokenizer, folder / TOKENIZER
     if not reads_documents(config.data) or TOKENIZER in config.init_ignore or what_is_at(own) != "a file":
         return []
@@ -308,7 +358,12 @@ def _tokenizer_problem(config: Config, folder: Path) -> list[Problem]:
 
 
 def has_same_vocabulary(used: str, file: Path) -> bool:
-    """Returns whether `data.tokenizer` has the vocabulary of a tokenizer.json, except for added tokens."""
+    """Returns whether two tokenizers have the same vocabulary, except for added tokens.
+
+    Args:
+      used: the value of `data.tokenizer`: `bytes`, or the path of a tokenizer.
+      file: the path of a tokenizer.json.
+    """
     other = json.loads(byte_tokenizer()) if used == "bytes" else settings("", str(tokenizer_file(used)))
     models = [one.get("model") for one in (other, settings("", str(file)))]
     ours, theirs = (model.get("vocab") if isinstance(model, dict) else None for model in models)
@@ -316,10 +371,10 @@ def has_same_vocabulary(used: str, file: Path) -> bool:
 
 
 def paths(directory: str | Path) -> list[str]:
-    """Returns the paths of the arrays in a workdir's newest checkpoint, or of the weights in a Hugging Face folder.
+    """Returns the tree paths of arrays in a workdir's newest checkpoint, or of the weights in a Hugging Face folder.
 
     Args:
-      directory: see `weights_problems`, which has returned no problem.
+      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder, without `weights_problems`.
     """
     if hf_config.is_described(directory):
         return [weight.path for weight in hf_folder.open_folder(directory, ignore=None).table]
@@ -328,12 +383,12 @@ def paths(directory: str | Path) -> list[str]:
 
 
 def refuse_other_params(directory: str | Path, abstract_params: Params, rounded: Collection[str] = ()) -> None:
-    """Compares the shapes of saved weights with a model, and for a workdir the dtypes; reads no array.
+    """Checks that saved weights have a model's shapes, and in a workdir also its dtypes; reads no array.
 
     Args:
-      directory: see `weights_problems`, which has returned no problem.
-      abstract_params: pytree of jax.ShapeDtypeStruct.
-      rounded: paths of weights whose dtype may differ from the saved one.
+      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder, without `weights_problems`.
+      abstract_params: the model's parameters, a pytree of jax.ShapeDtypeStruct.
+      rounded: tree paths of weights whose dtype may differ from the saved dtype.
 
     Raises:
       UserError: shapes or dtypes differ.
@@ -353,20 +408,21 @@ def restore_params(
     *,
     averaged: bool = False,
 ) -> tuple[Params, int]:
-    """Reads weights onto this run's shardings. All processes call it together.
+    """Reads weights onto the shardings of `abstract_params`. All processes call it together.
 
     Args:
-      directory: see `weights_problems`, which has returned no problem.
-      step: of the checkpoint; None: the newest undamaged checkpoint.
-      abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
-      rounded: paths of weights whose dtype may differ from the saved one; a Hugging Face folder is always converted.
-      averaged: see `Checkpoints.restore_params`; a folder has no averages.
+      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder, without `weights_problems`.
+      step: the step of the checkpoint; None: the newest undamaged checkpoint.
+      abstract_params: a pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
+      rounded: tree paths of weights to cast if their saved dtype differs; weights of a Hugging Face folder are always
+        cast.
+      averaged: whether to read averaged weights instead of the last weights. A Hugging Face folder has no averages.
 
     Returns:
-      A pytree of jax.Array of the same structure; and the step, 0 for a Hugging Face folder.
+      A pytree of jax.Array with the structure of `abstract_params`, and the step (0 for a Hugging Face folder).
 
     Raises:
-      UserError: see `checkpoint.other_runs.restore_params` and `hf.folder.open_folder`; or processes see other files.
+      UserError: the files are damaged or of another model, there are no averages, or processes see different files.
     """
     if not hf_config.is_described(directory):
         return other_runs.restore_params(directory, step, abstract_params, rounded, averaged=averaged)

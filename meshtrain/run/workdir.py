@@ -44,8 +44,8 @@ from meshtrain.store.buckets import Unreached
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
-RUN_ID = "run"  # in corpus.json, by which a run owns the place of its checkpoints
-_SAVED = "saved_step"  # in corpus.json: the first step that was saved
+RUN_ID = "run"  # key in corpus.json: the run's id, which marks it as the owner of its checkpoint folder or bucket
+_SAVED = "saved_step"  # key in corpus.json: the first step that was saved
 _facts_lock = threading.Lock()  # the thread of a save writes into corpus.json too
 _FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVICE_FILE, SAMPLES_FILE, PROMPTED_FILE)
 _RATE_TOLERANCE = 0.01  # relative: a smaller change of the learning rate gives no warning
@@ -53,17 +53,18 @@ _FOLDERS = (CHECKPOINTS, "tensorboard", WANDB_FOLDER)
 
 
 def check(run: Path, config: Config, *, is_saved: bool) -> list[Problem]:
-    """Returns one line for each reason why a configuration cannot run here; writes nothing.
+    """Returns an error line for each reason why a configuration cannot run in a folder; writes nothing.
 
-    It is compared with the folder's config.json, and with the newest checkpoint in `checkpoint.directory`.
+    The configuration is compared with the folder's config.json, and with the newest checkpoint in
+    `checkpoint.directory`.
 
     Args:
-      run: the run's folder, which may not exist.
-      config: of the run.
+      run: the run's folder, which need not exist.
+      config: the run's configuration.
       is_saved: whether the run has a complete checkpoint.
 
     Raises:
-      UserError: its config.json is not JSON.
+      UserError: the folder's config.json is not JSON.
     """
     if problems := flags.unwritable(run) or _out_of_place(run):
         return problems
@@ -81,7 +82,16 @@ def check(run: Path, config: Config, *, is_saved: bool) -> list[Problem]:
 
 
 def _former_run(where: str, was: JsonObject, run: Path, *, is_saved: bool) -> Problem:
-    """Returns the problem of a run of a former version, with its options whose meaning changed, converted."""
+    """Returns the problem that a folder contains a run of version 0.2 or earlier, which cannot be resumed.
+
+    The suggested fix lists the options whose meaning has changed, converted to today's meaning.
+
+    Args:
+      where: the workdir or bucket, for the error.
+      was: the configuration of the former run.
+      run: the run's folder.
+      is_saved: whether the run has a complete checkpoint, from which a new run can start.
+    """
     converted = meanings.today(was)[1]
     words = [f"--config.{key}={str(value).lower()}" for key, value in converted.items()]
     fix = " ".join(["another --workdir", *(["with", f"--config.init_from={run}"] if is_saved else []), *words])
@@ -92,7 +102,10 @@ def _former_run(where: str, was: JsonObject, run: Path, *, is_saved: bool) -> Pr
 
 
 def _out_of_place(run: Path) -> list[Problem]:
-    """Returns one line for each name in a run's folder that is not the file or folder expected, or is not writable."""
+    """Returns an error line for each of the run's files and folders that exists but is of another kind or not writable.
+
+    For example, `config.json` may be a folder.
+    """
     problems = []
     for name, wanted in {**dict.fromkeys(_FILES, "a file"), **dict.fromkeys(_FOLDERS, "a folder")}.items():
         path = run / name
@@ -124,16 +137,18 @@ def _can_write(path: Path) -> bool:
 
 @contextlib.contextmanager
 def lock(run: Path) -> Iterator[Callable[[], str]]:
-    """Locks the folder against other runs during the block; process 0 keeps the lock for all processes.
+    """Locks the run's folder against other runs during the block; process 0 has the lock for all processes.
 
-    The system releases the lock when the process ends, also when it is killed. A remaining file `.lock` locks nothing.
-    If the block fails before the first step of a new run, its files are removed again.
+    The system releases the lock when the process ends, also when it is killed; then the remaining file `.lock` has no
+    effect. If the block fails before the first step of a new run, the files of this run are deleted.
 
     Yields:
-      A function that returns one line if the folder is deleted or replaced, else ''; always '' in other processes.
+      A function that returns an error line if the folder was deleted or replaced, else ''. It always returns '' in
+      processes other than 0.
 
     Raises:
-      UserError: another run has the lock (process, host, start time), or the folder cannot be written.
+      UserError: another run has the lock (the error names process, host and start time), or the folder cannot be
+        written.
     """
     with contextlib.ExitStack() as held:
         problems, folder = list[Problem](), None
@@ -148,7 +163,7 @@ def lock(run: Path) -> Iterator[Callable[[], str]]:
                     held.enter_context(undone(functools.partial(_remove_beginning, run, folder, names, made)))
                 since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
                 file.truncate(0)
-                # Without a buffer, whose rest `close` would fail to write once more.
+                # Unbuffered: after a failed write, `close` would try to write the buffer again.
                 os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
             except BlockingIOError:
                 owner = (run / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
@@ -173,7 +188,12 @@ def lock(run: Path) -> Iterator[Callable[[], str]]:
 
 
 def _lost(run: Path, folder: int | None) -> str:
-    """Returns one line if a run's folder is no longer the folder that this process has opened."""
+    """Returns an error line if the run's folder was deleted or replaced since this process opened it, else ''.
+
+    Args:
+      run: the run's folder.
+      folder: the file descriptor of the opened folder; None in processes other than 0, which do not check.
+    """
     if folder is None:
         return ""
     what = "another folder" if run.is_dir() else "no folder"
@@ -185,7 +205,7 @@ def _lost(run: Path, folder: int | None) -> str:
 
 
 def _lock(path: Path, held: contextlib.ExitStack) -> TextIO:
-    """Opens and locks a file, for as long as `held` is open.
+    """Opens and locks a file until the stack `held` closes.
 
     Raises:
       BlockingIOError: another process has locked it.
@@ -193,19 +213,21 @@ def _lock(path: Path, held: contextlib.ExitStack) -> TextIO:
     while True:
         file = held.enter_context(path.open("a+", encoding="utf-8"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Otherwise another process has removed the file between the two calls, and a third could lock a new one.
+        # If another process has removed the file between the two calls, a third process could lock a new file.
         if path.exists() and is_same(path, file.fileno()):
             return file
 
 
 def _remove_beginning(run: Path, folder: int, names: Sequence[str], made: Sequence[Path]) -> None:
-    """Removes the files of a run that has neither logged nor saved a step; leaves other runs unchanged.
+    """Deletes the files of a new run that has ended before it logged or saved a step.
+
+    Does nothing if the run has logged or saved a step, or if the folder was replaced by another folder.
 
     Args:
-      run: its folder.
-      folder: the same, opened.
-      names: of the files and folders in it that the run has created.
-      made: the folders that were created for it, the run's own first; empty ones are removed as well.
+      run: the run's folder.
+      folder: the file descriptor of this folder, opened by this process.
+      names: the names of files and folders in `run` that did not exist before the run.
+      made: the folders that were created for the run: `run`, then its parents. Empty ones are deleted too.
     """
     metrics, checkpoints = run / METRICS_FILE, run / CHECKPOINTS
     if _lost(run, folder):
@@ -224,7 +246,7 @@ def _remove_beginning(run: Path, folder: int, names: Sequence[str], made: Sequen
 
 
 def start_seconds(run: Path, own_seconds: float, logged_seconds: float) -> float:
-    """Returns the start time of the run's first process, in seconds of this process' monotonic clock.
+    """Returns the time of the run's first start, in seconds of this process's `time.monotonic`.
 
     The first start writes the date, as seconds since the epoch, into corpus.json, because a monotonic clock restarts
     with its machine.
@@ -232,8 +254,8 @@ def start_seconds(run: Path, own_seconds: float, logged_seconds: float) -> float
     Args:
       run: the run's folder.
       own_seconds: the start of this process by `time.monotonic`.
-      logged_seconds: the run's age at its last logged row. It is at least that old, though the system's clock may have
-        been set back.
+      logged_seconds: the age of the run at its last logged row, in seconds: a lower bound of its age, in case the
+        system's clock was set back.
     """
     date = time.time() - (time.monotonic() - own_seconds)
     age_seconds = date - float(remember(run, "begun_seconds", lambda: date))
@@ -241,13 +263,13 @@ def start_seconds(run: Path, own_seconds: float, logged_seconds: float) -> float
 
 
 def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
-    """Writes config.json, layout.txt and corpus.json, after all checks have passed.
+    """Writes config.json, layout.txt and corpus.json into the run's folder; call it after all checks have passed.
 
     Args:
-      run: the folder, created if it is missing.
-      config: of the run.
-      fingerprint: the hash of its data.
-      layout: a line for each array.
+      run: the run's folder, created if it is missing.
+      config: the run's configuration.
+      fingerprint: the hash of the run's data.
+      layout: the content of layout.txt, a line for each array of the training state.
 
     Raises:
       UserError: the folder cannot be written.
@@ -271,10 +293,16 @@ def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
 
 
 def refuse_other_corpus(run: Path, fingerprint: str, directory: str = "") -> None:
-    """Compares the fingerprint of the data with corpus.json, or else with the newest checkpoint of a directory.
+    """Checks that a run that resumes has the same data as before.
+
+    Args:
+      run: the run's folder, whose corpus.json contains the fingerprint of its data.
+      fingerprint: the fingerprint of the data that were opened now.
+      directory: the value of `checkpoint.directory`. If corpus.json has no fingerprint, the fingerprint in its newest
+        checkpoint is compared.
 
     Raises:
-      UserError: the folder has a run on other data.
+      UserError: the run in the folder was trained on other data.
     """
     facts = _facts(run)
     if directory and "fingerprint" not in facts and "corpus" in (there := extra_of_newest(directory)):
@@ -294,7 +322,7 @@ def refuse_other_corpus(run: Path, fingerprint: str, directory: str = "") -> Non
 
 
 def remember(run: Path, name: str, compute: Callable[[], Json]) -> Json:
-    """Returns an entry of corpus.json; if it is missing, `compute` returns its value, and it is written."""
+    """Returns the value of `name` in corpus.json; if it is missing, calls `compute`, and process 0 stores the value."""
     facts = _facts(run)
     if name in facts:
         return facts[name]
@@ -306,19 +334,20 @@ def remember(run: Path, name: str, compute: Callable[[], Json]) -> Json:
 
 
 def record_saved(run: Path, step: int) -> None:
-    """Records the first saved step in corpus.json, unless it is already there; a disk error is ignored."""
+    """Records `step` in corpus.json as the run's first saved step, unless one is recorded; ignores disk errors."""
     with contextlib.suppress(OSError):
         remember(run, _SAVED, lambda: step)
 
 
 def lost_checkpoint(run: Path, place: str) -> list[Problem]:
-    """Returns one line if a run has completed a save; call it if there is no complete checkpoint in its place.
+    """Returns an error line if the checkpoints of a run have disappeared, else []; call it if no checkpoint exists.
 
-    A run that ended before its first save begins again; this one would repeat its steps and replace its rows.
+    A run that ended before its first save starts again from step 0. If corpus.json records a save, a start from step 0
+    would repeat the steps of the run and replace its rows of metrics.
 
     Args:
       run: the run's folder.
-      place: of its checkpoints.
+      place: the folder or bucket of the run's checkpoints, for the error.
     """
     facts = _facts(run)
     if _SAVED not in facts or not (run / CONFIG_FILE).exists():
@@ -334,10 +363,14 @@ def lost_checkpoint(run: Path, place: str) -> list[Problem]:
 
 
 def _facts(run: Path) -> JsonObject:
-    """Returns the entries of corpus.json, after a check of their types."""
+    """Returns the entries of corpus.json; an empty object if the file is missing.
+
+    Raises:
+      UserError: the file is not a JSON object, or an entry has another type than the run wrote.
+    """
     facts = _read_json(run / CORPUS_FILE)
     for name, value in facts.items():
-        is_none = value is None and name != "begun_seconds"  # as the loss of a bigram model of many ids
+        is_none = value is None and name != "begun_seconds"  # a bigram loss is None if there are too many ids
         if not (isinstance(value, str) if name in ("fingerprint", RUN_ID) else is_none or is_finite(value)):
             raise UserError(
                 Problem(
@@ -351,7 +384,7 @@ def _facts(run: Path) -> JsonObject:
 
 
 def _read_json(path: Path) -> JsonObject:
-    """Returns the JSON object of a file; an empty one if the file is missing."""
+    """Returns the JSON object in a file; {} if the file is missing. Raises UserError if it is not a JSON object."""
     try:
         content = read_json(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -371,16 +404,17 @@ def _read_json(path: Path) -> JsonObject:
 
 
 def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled) -> None:
-    """Writes `device.json`, anew at each start, because the mesh may change on resume. A disk error is one warning.
+    """Writes `device.json`, which describes the memory of one device; a disk error is only a warning.
 
-    The keys are `mesh` (axis -> size), `device` (the kind), and the bytes of one device. `temporary_bytes` and
-    `peak_bytes` are the compiler's account of the step, or null if it gives none. The compiler's temporaries include
-    the gradients. The other bytes are computed from shapes and shardings.
+    It is replaced at each start, because the mesh may change on resume. The keys are `mesh` (axis -> size), `device`
+    (the device kind), and `..._bytes` for the parts of a device's memory. `temporary_bytes` and `peak_bytes` come from
+    the compiler's memory analysis of the step, or are null if it has none. The compiler's temporaries include the
+    gradients. The other bytes are computed from shapes and shardings.
 
     Args:
       run: the run's folder.
-      assembly: what is trained.
-      step: its compiled step.
+      assembly: the run's assembly.
+      step: the compiled training step.
     """
     if not peers.is_main_process():
         return
@@ -407,7 +441,15 @@ def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled) -> N
 
 
 def newest_step(run: Path, directory: str = "") -> int:
-    """Returns the step of a run's newest complete checkpoint, in its folder or `checkpoint.directory`; 0 for none."""
+    """Returns the step of a run's newest complete checkpoint, or 0 if there is none.
+
+    Args:
+      run: the run's folder.
+      directory: the value of `checkpoint.directory`; '' for the folder `checkpoints` in `run`.
+
+    Raises:
+      Unreached: a bucket does not answer.
+    """
     try:
         with find(directory or run / CHECKPOINTS, is_place=True) as checkpoints:
             return checkpoints.latest_step() or 0
@@ -420,20 +462,20 @@ def newest_step(run: Path, directory: str = "") -> int:
 def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> None:
     """Warns if the learning rate jumps on resume because `num_steps` or `decay_steps` have changed.
 
-    For example, a decay that ended with the run jumps back up if the run is made longer. Call it on one process, before
-    the run's config.json is written anew.
+    For example, if a run is made longer, a decay that had ended with the run starts again at a higher rate. Call it on
+    one process, before the run's config.json is replaced.
 
     Args:
-      assembly: of the new configuration.
-      run: its folder; without a config.json, nothing is compared.
-      state: the restored state.
+      assembly: the assembly of the new configuration.
+      run: the run's folder, whose config.json has the previous options; without this file, nothing is compared.
+      state: the restored training state.
     """
     if not (run / CONFIG_FILE).is_file() or int(state.step) >= assembly.config.num_steps:
         return
     now = assembly.config
     given = read_json((run / CONFIG_FILE).read_bytes())
-    # Only these options are read: the run's other options may be of a task that is not here, or of a former version.
-    name = {"learning_rate.name": now.learning_rate.name}  # a function that its file alone names is not imported
+    # Only these options are read: other options may be of a task that is not installed, or of a former version.
+    name = {"learning_rate.name": now.learning_rate.name}  # a function that only this file names is not imported
     was = from_json(json.dumps({key: given[key] for key in ("num_steps", "learning_rate") if key in given}), name)
     options = dataclasses.replace(now.learning_rate, decay_steps=was.learning_rate.decay_steps)
     before = dataclasses.replace(now, num_steps=was.num_steps, learning_rate=options)
