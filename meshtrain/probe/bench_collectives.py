@@ -20,7 +20,7 @@ LEAST_BYTES, MOST_BYTES = 2**6, 2**34
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Returns the parser of the command's own arguments."""
+    """Returns the parser of the arguments that only this command has, without the arguments of a configuration."""
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain bench-collectives",
         description="Times every collective along every axis of the mesh, and compares each result with numpy. The "
@@ -42,7 +42,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures and prints the collectives; returns 0, or 1 if a result was wrong.
+    """Measures and prints the collectives; returns exit code 0, or 1 if the result of a collective was wrong.
 
     Raises:
       UserError: all problems of the arguments, or a mesh that does not fit the devices.
@@ -89,7 +89,7 @@ def _problems(given: argparse.Namespace) -> list[Problem]:
 
 
 def _num_bytes(text: str) -> int:
-    """Parses a number of bytes such as 64K; returns -1 if the text is invalid."""
+    """Parses a number of bytes such as 64K (65,536); returns -1 if the text is invalid."""
     match = SIZE.match(text)
     # Truncated: a number with more digits is above the limit anyway.
     return int(match[1][:20]) * UNITS[match[2].upper()] if match else -1

@@ -31,11 +31,11 @@ _FACT_SECONDS = 60.0  # to read one fact of this machine
 _END_SECONDS, _POLL_SECONDS = 5.0, 0.05
 _NUM_CLOCK_ROUNDS = 8
 _Exchange = Callable[[str, Json, float], Said]  # (name, value, seconds) -> process -> value
-_Work = Callable[[Callable[[str], None]], JsonObject]  # the argument reports what the work waits for
+_Work = Callable[[Callable[[str], None]], JsonObject]  # calls its argument with a part's name before this part
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's own arguments."""
+    """Returns the parser of the arguments that only the doctor has; the arguments of `train` are not included."""
     result = argparse.ArgumentParser(
         prog="python -m meshtrain doctor",
         description="Checks the machines of a job before it starts. Start it as the job, with the job's arguments.",
@@ -56,14 +56,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs all checks and prints a line for each; returns 0, or 2 if a job would fail.
+    """Runs all checks and prints a line for each; returns exit code 0, or 2 if a job would fail.
 
     Args:
       argv: the words after the command; the arguments of `train` are allowed, so that both commands can start in the
         same way.
 
     Raises:
-      UserError: all problems of the arguments, or of the description of the processes.
+      UserError: all problems of the arguments, or of the environment variables that describe the processes.
     """
     arguments = flags.arguments(argv, parser())
     problems = list(arguments.problems)
@@ -88,9 +88,9 @@ def diagnose(arguments: argparse.Namespace, meeting: Meeting | None, environ: Ma
     """Runs all checks and returns the exit code; process 0 prints, or this process if process 0 is unreachable.
 
     Args:
-      arguments: the arguments of the command line.
+      arguments: the parsed command line.
       meeting: the address and number of the processes; None for a single process.
-      environ: the environment of this process.
+      environ: the environment variables of this process.
     """
     result = machine_facts.findings(
         meeting, arguments.workdir, arguments.gpus, environ, min(_FACT_SECONDS, arguments.limit)
@@ -116,7 +116,17 @@ def _compare_reports(
 ) -> int:
     """Compares all processes' reports; every process reaches the same verdict, process 0 prints it.
 
-    Continues with the processes that have registered if some are missing.
+    If some processes are missing, the checks continue with the processes that have registered.
+
+    Args:
+      arguments: the parsed command line.
+      meeting: the address and number of the processes.
+      call: the connection to all other processes (`Hub`, in process 0) or to process 0 (`Member`).
+      said: process -> its report, from `_introduction`.
+      seconds: the time that the registration took.
+
+    Returns:
+      The exit code, the same in every process.
     """
     hub, count = (call if isinstance(call, Hub) else None), meeting.num_processes
     strangers = [f"process {process} runs another version of meshtrain's doctor"
@@ -185,8 +195,14 @@ def _as_job(
 ) -> list[Finding]:
     """Checks the job itself: the errors that it would raise, its configuration in all processes, JAX, collectives.
 
-    `shared` contains the findings about the workdirs; they are part of the result unless the processes meet in a
-    bucket. JAX runs only if there are no errors.
+    JAX runs only if there are no errors.
+
+    Args:
+      arguments: the parsed command line.
+      exchange: sends a value to all processes and returns the values of all of them.
+      num_processes: the number of processes of the job.
+      shared: findings about the workdirs. They are added to the result unless the job saves checkpoints in a bucket,
+        where each machine may have another workdir.
     """
     limit = arguments.limit
     own = _within_limit(limit, all_processes.IMPORT, lambda _: _job().compared(arguments))
@@ -195,7 +211,7 @@ def _as_job(
     results = all_processes.blocking_processes(answers, num_processes, limit) or all_processes.same(
         "configuration", answers, fix
     )
-    # A job compares its workdirs unless it meets in a bucket.
+    # A job compares the workdirs of its processes, unless its checkpoints are in a bucket.
     before = [*shared] if {"workdir", "refused", "failed", "stuck"} & answers[0].keys() else []
     if report.exit_code(results):
         return [*before, *results, all_processes.NOT_RUN]
@@ -206,10 +222,14 @@ def _as_job(
 
 
 def _within_limit(limit: float, first: str, work: _Work) -> JsonObject:
-    """Returns the result of `work`, or why it has none: `refused`, `failed`, or `stuck` after `limit` seconds.
+    """Returns the result of `work`, or the reason why it has none: `refused`, `failed`, or `stuck` after a time limit.
 
-    The limit applies to each part that `work` reports. `work` runs in a thread, so that this thread can give up and
-    inform the other processes.
+    The work runs in a thread, so that this thread can give up and inform the other processes.
+
+    Args:
+      limit: the time limit of each part of the work, in seconds.
+      first: the name of the first part.
+      work: the function to run; it reports the start of each further part.
     """
     progress, result = [(time.monotonic(), first)], JsonObject()
 
@@ -243,7 +263,13 @@ def _judge(said: Said, num_gpus: int | None) -> list[Finding]:
 
 
 def _print_findings(found: Sequence[Finding], hosts: Mapping[int, str], what: str) -> int:
-    """Prints the findings and returns the exit code."""
+    """Prints the findings and returns the exit code.
+
+    Args:
+      found: the findings.
+      hosts: process -> the name of its machine.
+      what: the checked machines or processes, for the last line.
+    """
     print("\n".join([*report.lines(found, hosts), report.last_line(found, what)]), flush=True)
     return report.exit_code(found)
 

@@ -18,7 +18,8 @@ def names_mesh(given: argparse.Namespace) -> bool:
 def build_config(given: argparse.Namespace) -> Config:
     """Builds the configuration of a command line; the file is optional, and only the mesh is checked.
 
-    For example, the batch size need not divide evenly. If no mesh size is set, all devices are on the first axis.
+    For example, the batch size need not be divisible by the mesh. If no mesh size is set, all devices are on the first
+    axis.
 
     Raises:
       UserError: all problems of the file, of the overrides and of the mesh sizes.

@@ -1,1 +1,1 @@
-"""Benchmark of collectives: operations, a sweep over sizes and axes, and a fitted model of each link."""
+"""Benchmark of collectives: operations, a sweep over sizes and axes, and a fitted latency and bandwidth per link."""

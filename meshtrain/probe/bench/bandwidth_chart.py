@@ -19,7 +19,10 @@ _GREY = "#666666"  # for the seventh operation, the ring
 
 
 def figure(found: Sweep) -> "Figure":
-    """Returns the chart with one row per axis: a solid line through the times, and a dotted line for each fit."""
+    """Returns the chart as a matplotlib figure, with a row per axis: times on the left, bus bandwidths on the right.
+
+    Solid lines connect the measurements of an operation, dotted lines show the fitted latency and bandwidth.
+    """
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row.axis for row in found.rows))

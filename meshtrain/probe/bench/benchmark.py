@@ -20,12 +20,12 @@ from meshtrain.sharding.rules import AXES
 
 
 def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: float) -> bool:
-    """Measures all collectives of a mesh, prints and writes the results; returns whether all values were correct.
+    """Measures all collectives of a mesh, prints and writes the results; returns whether all results were correct.
 
     Args:
       given: the checked arguments of the command line.
-      ends: the smallest and the largest size in bytes.
-      limit_seconds: see `sweep`.
+      ends: the smallest and the largest size of a device's array, in bytes.
+      limit_seconds: larger sizes of a collective are skipped if the next size would take longer.
 
     Raises:
       UserError: problems of the mesh, or processes with different arguments.

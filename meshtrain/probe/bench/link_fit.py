@@ -17,14 +17,14 @@ MOST_ERROR = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The line fitted to the times of one operation along one axis, or the reason why there is none.
+    """The line fitted to the times of one operation along one axis, or the reason why no line was fitted.
 
     Attributes:
       axis: an axis of the mesh.
       operation: an element of `links.OPERATIONS`.
       link: the fitted latency and bandwidth; None if the times do not allow a fit.
-      error: the median of |fitted - measured| / measured; NaN without a fit.
-      why_not: the reason why there is no link; empty otherwise.
+      error: the median of |fitted - measured| / measured; NaN if no line was computed.
+      why_not: the reason why `link` is None; empty if there is a link.
     """
 
     axis: str
@@ -37,8 +37,8 @@ class Fit:
 def fit(rows: Sequence[Timed], num_hosts: int) -> Fit:
     """Fits seconds = latency + wire bytes / bandwidth by least squares of the relative errors.
 
-    With absolute errors, the largest size would dominate. There is no fit if a value was wrong or the machine was busy
-    (the times of a size vary), or if the times are not close to a rising line.
+    With absolute errors, the largest size would dominate. There is no fit if a result was wrong, if the machine was
+    busy (the times of one size vary), or if the times are not close to a rising line.
 
     Args:
       rows: the measurements of one operation along one axis, one per size; at least one.
@@ -61,7 +61,7 @@ def fit(rows: Sequence[Timed], num_hosts: int) -> Fit:
 
 
 def _unusable(rows: Sequence[Timed]) -> str:
-    """Returns the reason why these times cannot be fitted, or an empty string."""
+    """Returns the reason why the times of these measurements cannot be fitted; empty if they can."""
     if any(row.wrong for row in rows):
         return "its values are wrong"
     busy = [row for row in rows if row.spread > BUSY_SPREAD]

@@ -15,7 +15,7 @@ _MEASURED = ("axis", "operation", "group_size", "num_bytes", "wire_bytes", "fast
 
 
 def text(found: Sweep) -> str:
-    """Returns the tables of all measurements and of the fits, and notes about doubtful results."""
+    """Returns tables of all measurements and of the fits, and notes about skipped, unfitted or wrong measurements."""
     header = ("axis", "operation", "devices", "bytes", "us", "spread", "algorithm GB/s", "bus GB/s", "value")
     fitted = ("axis", "operation", "devices", "hosts", "latency us", "GB/s", "error")
     fits = [_fit_row(one.link, one.error) for one in found.fits if one.link]

@@ -19,15 +19,15 @@ Function = Callable[[jax.Array], jax.Array]
 def operation(name: str, axis: str, size: int, platform: str) -> Function:
     """Returns a collective along a manual axis as a function float32 [E] -> [E].
 
-    An all-gather sends the device's own n-th part of its array. A reduce-scatter writes the sum into that part, and the
-    other parts stay. XLA supports broadcast only on GPUs; elsewhere it is an all-reduce of the first device's array and
-    zeros.
+    In an all-gather, each device sends only part i of its n-part array, where i is its index on the axis. In a
+    reduce-scatter, device i replaces part i of its array by the sum, and its other parts stay. XLA supports broadcast
+    only on GPUs; elsewhere it is an all-reduce of the first device's array and zeros.
 
     Args:
       name: an element of `links.OPERATIONS`.
       axis: an axis of the mesh.
-      size: devices along the axis.
-      platform: `jax.Device.platform`.
+      size: the number of devices along the axis, n.
+      platform: the value of `jax.Device.platform`, such as `gpu`.
     """
     right = [(i, (i + 1) % size) for i in range(size)]
 
@@ -58,8 +58,14 @@ def operation(name: str, axis: str, size: int, platform: str) -> Function:
 def ring_all_reduce(x: jax.Array, axis: str, size: int) -> jax.Array:
     """Returns the sum over a manual axis, float32 [E], by permutes to the next device (Patarasuk and Yuan 2009).
 
-    In the first n - 1 hops each device adds its own part to the received part and passes the sum on; then device i has
-    the complete sum of part i + 1. In n - 1 more hops the complete sums are passed around the ring.
+    The array of each device has n parts. In the first n - 1 hops each device adds its own part to the received part and
+    sends the sum to the next device; then device i has the complete sum of part i + 1. In n - 1 more hops the complete
+    sums are passed around the ring.
+
+    Args:
+      x: the array of this device, float32 [E].
+      axis: an axis of the mesh.
+      size: the number of devices along the axis, n.
     """
     me, right = lax.axis_index(axis), [(i, (i + 1) % size) for i in range(size)]
 
@@ -76,22 +82,30 @@ def ring_all_reduce(x: jax.Array, axis: str, size: int) -> jax.Array:
 
 
 def base(num_elements: int) -> np.ndarray:
-    """Returns the common part of all devices' arrays, float32 [E]: whole numbers, so that float32 sums are exact."""
+    """Returns the common part of all devices' arrays, float32 [E]: whole numbers, so that float32 sums are exact.
+
+    Args:
+      num_elements: E.
+    """
     return np.resize((np.arange(251) * 7 % 251).astype(np.float32), num_elements)
 
 
 def shift(row: int) -> float:
-    """Returns the number that the device with this mesh index adds to `base`; sums over 5,000 devices stay exact."""
+    """Returns the number that a device adds to each element of `base`; sums over up to 5,000 devices are exact.
+
+    Args:
+      row: the index of the device in the mesh, in row-major order.
+    """
     return float(3 * (row % 1021))
 
 
 def expected(name: str, common: np.ndarray, rows: Sequence[int], mine: int) -> np.ndarray:
-    """Returns a device's array after one collective, computed with numpy: float32 [E].
+    """Returns the expected array of a device after one collective, computed with numpy: float32 [E].
 
     Args:
       name: an element of `links.OPERATIONS`.
-      common: `base(E)`; before the collective, the device at row r has common + shift(r).
-      rows: the indices in the mesh of the n devices of the group, along the axis.
+      common: the array `base(E)`; before the collective, the device with mesh index r has common + shift(r).
+      rows: the mesh indices of the n devices of the group, in the order along the axis.
       mine: the device's index in the group.
     """
     size = len(rows)

@@ -25,13 +25,13 @@ class Sweep:
     """All measurements of one mesh.
 
     Attributes:
-      platform: `jax.Device.device_kind`.
-      shape: the size of each axis.
+      platform: the devices' `jax.Device.device_kind`.
+      shape: mesh axis -> its size.
       num_processes: the number of processes of the mesh.
       num_hosts: the number of hosts of these processes.
       sizes: the requested sizes in bytes; the largest sizes of a slow operation may have been skipped.
-      rows: an entry for each axis, operation and size.
-      fits: an entry for each axis and operation.
+      rows: the measurements, one for each axis, operation and size.
+      fits: the fits, one for each axis and operation.
     """
 
     platform: str
@@ -44,7 +44,7 @@ class Sweep:
 
 
 def sizes(smallest_bytes: int, largest_bytes: int) -> list[int]:
-    """Returns the sizes to measure; each is four times the previous size.
+    """Returns the sizes in bytes to measure: the smallest size, and each further size four times the previous one.
 
     >>> sizes(1024, 70000)
     [1024, 4096, 16384, 65536]
@@ -56,9 +56,10 @@ def sizes(smallest_bytes: int, largest_bytes: int) -> list[int]:
 
 
 def room_bytes(mesh: Mesh) -> int:
-    """Returns the size in bytes of the largest array that fits on every device, given the free memory.
+    """Returns the size in bytes of the largest array that the benchmark can use, given the free memory of every device.
 
-    Simulated devices share half of their host's memory. All processes call it, and get the same number.
+    The benchmark needs several copies of the array. Simulated devices share half of their host's memory. All processes
+    must call this function, and get the same number.
     """
     own = [device for device in mesh.devices.flat if device.process_index == peers.index()]
     if own[0].platform == "cpu":
@@ -82,10 +83,11 @@ def sweep(
 
     Args:
       mesh: the mesh of the devices.
-      all_bytes: the sizes of a device's array, ascending.
-      limit_seconds: an operation's larger sizes are skipped if the next size would take longer; see `expected_seconds`.
-      measure: measures one collective.
-      tell: called with each measurement.
+      all_bytes: the sizes of a device's array in bytes, ascending.
+      limit_seconds: an operation's larger sizes are skipped if all rounds of the next size would take longer, see
+        `expected_seconds`.
+      measure: a function (mesh, axis, operation, bytes) -> the measurement of one collective.
+      tell: a function that is called with each measurement, for example to show progress.
 
     Raises:
       LostPeer: another process does not answer.
@@ -114,8 +116,8 @@ def expected_seconds(found: Sequence[Timed], num_bytes: int) -> float:
     It depends only on values that all processes share, so that all of them skip the same sizes.
 
     Args:
-      found: the sizes measured so far, at least one; with a single size the time is assumed constant.
-      num_bytes: the next size.
+      found: the measurements of smaller sizes, at least one; with a single size the time is assumed constant.
+      num_bytes: the larger size, in bytes.
     """
     last, before = found[-1], found[max(0, len(found) - 2)]
     grown = max(0.0, last.fastest_seconds - before.fastest_seconds) / max(1, last.num_bytes - before.num_bytes)
@@ -124,6 +126,12 @@ def expected_seconds(found: Sequence[Timed], num_bytes: int) -> float:
 
 
 def hosts_along(mesh: Mesh, axis: str, hosts: Sequence[str]) -> int:
-    """Returns the number of hosts that a group of devices along an axis spans; the maximum over all groups."""
+    """Returns the number of hosts that a group of devices along an axis spans; the maximum over all groups.
+
+    Args:
+      mesh: the mesh of the devices.
+      axis: an axis of the mesh.
+      hosts: the host name of each process, by process index.
+    """
     groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     return max(len({hosts[device.process_index] for device in group}) for group in groups)

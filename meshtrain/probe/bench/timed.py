@@ -1,9 +1,9 @@
 """Measures the time and checks the result of one collective along one axis of a mesh.
 
 A collective runs several times inside one compiled program, each time on the previous result, so that XLA can neither
-remove nor merge repetitions. The first result is compared with numpy: it is an output of the timed program. A round is
-one run of that program. The fastest round is reported, because other work of the machine only adds time. The dispatch
-of a round is included in the time, divided by the number of repeats.
+remove nor merge repetitions. The program also returns the result of the first collective, which is compared with numpy.
+A round is one run of the program. The fastest round is reported, because other work of the machine only adds time. The
+dispatch of a round is included in the time, divided by the number of repeats.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from meshtrain.sharding.ring import wire_share
 NUM_ROUNDS = 7
 _MOST_REPEATS, _LEAST_REPEATS, _REPEATED_BYTES = 51, 5, 2**26  # repeats are odd: one collective, and then pairs
 # These collectives write their result to another buffer than their input. With two of them in the loop body, the result
-# is in the first buffer again; with one, each iteration would copy the array. The others compute in place.
+# is in the first buffer again; with one, each iteration would copy the array. Other collectives compute in place.
 _IN_PAIRS = ("all-to-all", "collective-permute")
 _ITEM_BYTES = 4  # float32
 Index: TypeAlias = Any  # index of a shard in its array: a slice of each dim; JAX's own type also has None
@@ -37,10 +37,10 @@ class Timed:
     Attributes:
       axis: an axis of the mesh.
       operation: an element of `links.OPERATIONS`.
-      group_size: devices along the axis.
-      num_bytes: S of nccl-tests: the bytes of the larger of a device's input and output.
-      seconds: the time of one collective in each round, of the slowest process.
-      wrong: one line for each process with a wrong value.
+      group_size: the number of devices along the axis.
+      num_bytes: the bytes of the larger of a device's input and output (S in nccl-tests).
+      seconds: the time of one collective in each round, in the slowest process.
+      wrong: an error line for each process in which the result was wrong.
     """
 
     axis: str
@@ -52,27 +52,30 @@ class Timed:
 
     @property
     def fastest_seconds(self) -> float:
-        """The fastest round."""
+        """The time of one collective in the fastest round."""
         return min(self.seconds)
 
     @property
     def spread(self) -> float:
-        """The ratio of the median round to the fastest: 1 on an idle machine."""
+        """The ratio of the median to the fastest time of all rounds: 1 on an idle machine."""
         return statistics.median(self.seconds) / self.fastest_seconds
 
     @property
     def wire_bytes(self) -> float:
-        """The bytes that one device sends in a ring; see `ring.wire_share`."""
+        """The bytes that one device sends if the operation uses a ring; see `ring.wire_share`."""
         return self.num_bytes * wire_share(self.operation, self.group_size)
 
     @property
     def algorithm_bytes_per_second(self) -> float:
-        """S over seconds: algbw of nccl-tests."""
+        """The bytes of the array divided by the fastest time: algbw of nccl-tests."""
         return self.num_bytes / self.fastest_seconds
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """Wire bytes over seconds: busbw of nccl-tests, comparable with a link's speed for every group size."""
+        """The wire bytes divided by the fastest time: busbw of nccl-tests.
+
+        It is comparable with a link's speed for every group size.
+        """
         return self.wire_bytes / self.fastest_seconds
 
 
@@ -85,15 +88,15 @@ def measure_collective(
     num_rounds: int = NUM_ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timed:
-    """Measures one collective in all groups along one axis at once; all processes of the mesh call it.
+    """Measures one collective in all groups along one axis simultaneously; all processes of the mesh call it.
 
     Args:
       mesh: the mesh of the devices; the groups along the axis work at the same time, as in a training step.
       axis: an axis with at least two devices.
       name: an element of `links.OPERATIONS`.
-      num_bytes: the size of a device's array; rounded up to a multiple of the axis size.
+      num_bytes: the size of a device's array in bytes; rounded up so that it can be split evenly over the axis.
       num_rounds: how often the program runs after its first run, which compiles it.
-      clock: returns seconds; called before and after each round.
+      clock: a function that returns the time in seconds; called before and after each round.
 
     Raises:
       LostPeer: another process does not answer.
@@ -116,12 +119,19 @@ def measure_collective(
 
 
 def repeats(num_bytes: int) -> int:
-    """Returns the repetitions of a collective in one program: many for small sizes, to make the dispatch negligible."""
+    """Returns how often a program repeats a collective: an odd number, large for small sizes to hide the dispatch.
+
+    Args:
+      num_bytes: the size of a device's array in bytes.
+    """
     return max(_LEAST_REPEATS, min(_MOST_REPEATS, _REPEATED_BYTES // num_bytes | 1))
 
 
 def inputs(mesh: Mesh, num_elements: int) -> jax.Array:
-    """Returns float32 [mesh.size, E], one row per device in mesh order: `base` plus the row's `shift`."""
+    """Returns the input of a collective, float32 [mesh.size, E].
+
+    Row r, for the r-th device in mesh order, is `base(num_elements)` + `shift(r)`.
+    """
     common = base(num_elements)
 
     def row(index: Index) -> np.ndarray:
@@ -132,10 +142,16 @@ def inputs(mesh: Mesh, num_elements: int) -> jax.Array:
 
 
 def program(mesh: Mesh, axis: str, name: str, num_repeats: int) -> jax.stages.Wrapped:
-    """Returns a jitted function [mesh.size, E] -> (result of the first collective, result of the last).
+    """Returns a jitted function [mesh.size, E] -> (result of the first collective, result of the last collective).
 
-    The number of collectives is odd. Sums grow with each repeat and may overflow to infinity, which does not change the
-    time.
+    The program runs an odd number of collectives. Sums grow with each repeat and may overflow to infinity, which does
+    not change the time.
+
+    Args:
+      mesh: the mesh of the devices.
+      axis: the axis along which the collectives run.
+      name: an element of `links.OPERATIONS`.
+      num_repeats: the number of collectives, odd.
     """
     function = operation(name, axis, mesh.shape[axis], mesh.devices.flat[0].platform)
 
@@ -154,13 +170,13 @@ def program(mesh: Mesh, axis: str, name: str, num_repeats: int) -> jax.stages.Wr
 
 
 def difference(mesh: Mesh, axis: str, name: str, result: jax.Array) -> str:
-    """Returns an error line about the first wrong element on this process's devices, or an empty string.
+    """Returns an error line about the first wrong element on this process's devices; empty if all elements are correct.
 
     Args:
       mesh: the mesh of the devices.
       axis: the axis along which the collective ran.
       name: an element of `links.OPERATIONS`.
-      result: float32 [mesh.size, E], after one collective on `inputs`.
+      result: the output of one collective on `inputs`, float32 [mesh.size, E].
     """
     common, places = base(result.shape[1]), np.arange(mesh.size).reshape(mesh.devices.shape)
     along = mesh.axis_names.index(axis)

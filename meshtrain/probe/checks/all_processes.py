@@ -13,7 +13,7 @@ from meshtrain.launch.rendezvous import Occupied, Refused, Unreachable
 from meshtrain.probe.checks.report import Finding, error, ok, process_list, warning
 
 _CLOCK_SECONDS = 1.0
-_SLOW = 2.0  # times the median: hosts of one kind differ by less
+_SLOW = 2.0  # a process is slow above this multiple of the median: hosts of one kind differ by less
 _VISIBLE_SECONDS = 1.0
 # Prefixes of variables that JAX, XLA and NCCL read, and variables that may differ between processes.
 _COMPARED = ("NCCL_", "XLA_FLAGS", "JAX_", "LIBTPU_INIT_ARGS", "CUDA_DEVICE_ORDER")
@@ -37,12 +37,12 @@ _START_ONCE = "start each process once, with its own number"
 def check_registration(
     meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str], seconds: float
 ) -> list[Finding]:
-    """Checks that all processes have registered.
+    """Checks that all processes have registered at process 0.
 
     Args:
       meeting: the address and number of the processes.
-      hosts: process -> its machine, for the processes that have registered.
-      refused: one line for each process that was rejected.
+      hosts: process -> the name of its machine, for the processes that have registered.
+      refused: an error line for each process that was rejected.
       seconds: how long process 0 has waited.
     """
     results = [error("registered", line, _START_ONCE) for line in refused]
@@ -57,7 +57,13 @@ def check_registration(
 
 
 def unreachable_finding(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
-    """Returns the finding of a process that cannot register at process 0, or that cannot listen as process 0."""
+    """Returns the finding of a process that cannot register at process 0, or that cannot listen as process 0.
+
+    Args:
+      meeting: the address and number of the processes.
+      reason: why the process could not register or listen.
+      is_this_machine: whether the address of process 0 resolves to the machine of this process.
+    """
     if isinstance(reason, Refused):
         return error("registered", str(reason), _START_ONCE)
     if isinstance(reason, Occupied):
@@ -84,9 +90,9 @@ def same(
 
     Args:
       check: the name of the check.
-      facts: process -> name -> value.
-      fix: what to do about a difference.
-      made: `error` or `warning`.
+      facts: process -> (name of a value -> the value as text).
+      fix: the advice if values differ.
+      made: the function that creates the finding of a difference: `error` or `warning`.
     """
     results = []
     names = sorted({name for own in facts.values() for name in own})
@@ -107,10 +113,10 @@ def common_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def clocks(times: Sequence[float], said: Sequence[Mapping[int, float]]) -> list[Finding]:
-    """Checks that clocks agree to within a second.
+    """Checks that the clocks of all machines agree to within a second.
 
-    A process reads its clock between the answers to the previous round and to its own round. The fastest round is the
-    most precise (Cristian 1989).
+    In each round every process sends its clock. A process reads its clock between the end of the previous round and the
+    end of its own round. The fastest round is the most precise (Cristian 1989).
 
     Args:
       times: process 0's clock in seconds, before the first round and after each round.
@@ -138,7 +144,7 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
     """Checks that every process sees the files that all other processes have written into the workdir.
 
     Args:
-      seen: process -> (its workdir, the processes whose file it could not read there, the seconds that it waited).
+      seen: process -> (its workdir, the processes whose file was missing in it, the seconds that the process waited).
       num_processes: the number of registered processes.
     """
     results = []
@@ -158,12 +164,12 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
 
 
 def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without: Sequence[int]) -> list[Finding]:
-    """Checks that JAX sees the same devices in every process.
+    """Checks that JAX sees the same number and kind of devices in every process.
 
     Args:
-      counts: process -> (the number of its own devices, their kind).
+      counts: process -> (the number of its local devices, their kind).
       num_gpus: the expected number of GPUs of each process; None: the most common number.
-      without: processes that have GPUs, but whose JAX runs on the CPU.
+      without: processes on machines with GPUs whose JAX runs on the CPU.
     """
     results = []
     for process in without:
@@ -179,17 +185,17 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
     return results or [ok("devices", f"{most} x {kind} in each process")]
 
 
-IMPORT = "the import of JAX"  # a part in which no process waits for another
+IMPORT = "the import of JAX"  # in this part of the checks no process waits for another
 
 
 def blocking_processes(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: float) -> list[Finding]:
-    """Names the processes that block the others: first those with an error or without a report, else the slowest.
+    """Names the processes that block the others: processes with an error or without a report, or else the slowest.
 
     Args:
-      said: process -> `refused` (errors that a run would raise), `failed` (lines of an exception), `stuck` (index and
-        name of the part it waits for), or its results.
-      num_processes: the number of processes of the job; processes without a report have ended or are stopped.
-      limit: seconds that each part may take.
+      said: process -> its results; or `refused` (errors that a run would raise), `failed` (lines of an exception), or
+        `stuck` (index and name of the part that did not end).
+      num_processes: the number of processes of the job; a process without a report has ended or is stopped.
+      limit: the time limit of each part, in seconds.
     """
     fix = "try the same on only that machine"
     results = [error("job", line, "", process) for process, one in said.items() if "refused" in one
@@ -216,8 +222,8 @@ def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) ->
     """Checks the results of the collectives, and reports their times.
 
     Args:
-      times: axis -> (devices along it, seconds of an all-reduce of 1 MiB).
-      wrong: one line for each process with a wrong value; the line names the process.
+      times: axis -> (number of devices along the axis, seconds of an all-reduce of 1 MiB).
+      wrong: an error line for each process with a wrong result; the line names the process.
     """
     fix = "take that machine out of the job: a link or a device changes data"
     results = [error("values", line, fix) for line in wrong]
@@ -229,11 +235,13 @@ def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
     """Names processes that exchange data slowly with every partner.
 
     A ring shows only its slowest link. In pairs, a healthy process is fast with at least one partner, and a slow
-    process with none, so each process is judged by its fastest pair. It is slow if it takes more than twice the median
-    of all processes, and the difference exceeds the spread of its times: a short load of a machine is not reported.
+    process with none, so each process is judged by its fastest pair. A process is slow if it takes more than twice the
+    median of all processes, and the difference exceeds the spread of its times. So a short load of a machine is not
+    reported.
 
     Args:
-      pairs: (process, process) -> the seconds of each round; with a single pair, the two cannot be distinguished.
+      pairs: (process, process) -> the seconds of an exchange in each round; with a single pair, a slow process cannot
+        be distinguished from its partner.
     """
     best: dict[int, Sequence[float]] = {}
     for pair, seconds in pairs.items():

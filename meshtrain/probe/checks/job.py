@@ -23,26 +23,32 @@ _NUM_ROUNDS = 3
 
 
 def compared(given: argparse.Namespace) -> dict[str, str]:
-    """Returns the values that a run compares between its processes, as text: the workdir and all configuration fields.
+    """Returns the values that must be equal in all processes of a run, as text: workdir and all configuration fields.
+
+    The workdir is not included if checkpoints are in a bucket.
+
+    Args:
+      given: the result of `flags.arguments`.
 
     Raises:
-      UserError: an error that a run would raise before JAX starts; without a file the doctor checks less than a run.
+      UserError: an error that a run would raise before JAX starts; without a configuration file the doctor checks less
+        than a run.
     """
     facts = preflight.process_settings(_configuration(given), given.workdir.absolute())
     return {name: repr(value) for name, value in facts.items()}
 
 
 def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> JsonObject:
-    """Returns this process's observations as a JSON object.
+    """Starts JAX, runs collectives, and returns this process's observations as a JSON object.
 
-    `devices` (number and kind of local devices), `without_gpus` (whether JAX cannot use existing GPUs), `times` (axis
-    -> devices along it, seconds of an all-reduce), `wrong` (one line for each process with wrong values), `pairs`
-    (partner -> seconds of each round).
+    Its keys are `devices` (number and kind of local devices), `without_gpus` (whether JAX cannot use existing GPUs),
+    `times` (axis -> number of devices, seconds of an all-reduce), `wrong` (an error line for each process with wrong
+    results), and `pairs` (partner process -> seconds of an exchange in each round).
 
     Args:
       given: the result of `flags.arguments`. Without mesh sizes, the first batch axis spans the processes, and the
         first storage axis spans the devices of each process.
-      begin: called with the name of each part before this process waits for it.
+      begin: a function that is called with the name of each part of the work before the part starts.
 
     Raises:
       UserError: JAX cannot start, the mesh does not fit the devices, or a run would be rejected.

@@ -37,14 +37,14 @@ _T = TypeVar("_T")
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Returns distribution -> version; None for a requirement of meshtrain that is missing."""
+    """Returns package name -> installed version; None for a missing package that meshtrain requires."""
     result = {name: _version(name) for name in ("meshtrain", *_requirements("meshtrain"), "jaxlib")}
     others = ((each.name, each.version) for each in importlib.metadata.distributions())
     return result | {name: version for name, version in others if name.startswith(_ALSO_INSTALLED)}
 
 
 def software() -> dict[str, str]:
-    """Returns name -> version of all software that must be equal in every process, including meshtrain's source."""
+    """Returns the versions of all software that must be equal in every process, and a hash of meshtrain's source."""
     return {
         "python": platform.python_version(),
         "meshtrain's source": hash_of_sources(_PACKAGE),
@@ -53,7 +53,12 @@ def software() -> dict[str, str]:
 
 
 def libraries(environ: Mapping[str, str], version: Path = Path("/proc/driver/nvidia/version")) -> dict[str, str]:
-    """Returns name -> value of settings that may differ between processes, although this is rarely intended."""
+    """Returns the driver's version and library paths by name: they may differ between processes, but rarely on purpose.
+
+    Args:
+      environ: the environment variables of this process.
+      version: the file in which NVIDIA's driver states its version.
+    """
     driver = re.search(r"Kernel Module\D*([\d.]+)", _text(version))
     paths = {name: environ[name] for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if environ.get(name)}
     return {**({"NVIDIA driver": driver[1]} if driver else {}), **paths}
@@ -67,9 +72,9 @@ def findings(
     Args:
       meeting: the address and number of the processes; None for a single process.
       workdir: the workdir of the job.
-      num_gpus: the number of GPUs that this process should have; None: the scheduler's number, or all that exist.
-      environ: the environment of this process.
-      limit: seconds that reading a fact may take.
+      num_gpus: the number of GPUs that this process should have; None: the scheduler's number, if it is known.
+      environ: the environment variables of this process.
+      limit: the time limit for reading one fact, in seconds.
     """
     versions = installed_versions()
     results = [one_machine.software(versions, platform.python_version())]
@@ -105,9 +110,10 @@ def findings(
 
 
 def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
-    """Returns the result of `read`, or `otherwise` if it fails or takes too long, as with a dead disk or name server.
+    """Returns the result of `read`, or `otherwise` if `read` raises OSError or takes longer than `seconds`.
 
-    `read` continues in its thread, which does not prevent the program from ending.
+    A dead disk or name server may block `read`. It then continues in its thread, which does not prevent the program
+    from ending.
     """
     result: list[_T] = []
 
@@ -122,9 +128,9 @@ def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
 
 
 def resolve_host(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
-    """Returns (the addresses of process 0's machine, ""), or ([], the reason of the failure), after at most `seconds`.
+    """Resolves the host name of process 0; returns (IP addresses, "") or ([], the reason of the failure).
 
-    It retries, because the name of a pod that has just started may not be known yet.
+    It retries for `seconds`, because the name of a pod that has just started may not be known yet.
     """
     try:
         found = retry(lambda: socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP), seconds)
@@ -134,7 +140,17 @@ def resolve_host(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str
 
 
 def gpus(environ: Mapping[str, str], limit: float) -> tuple[list[str], str]:
-    """Returns (the identifier of each GPU, ""), or ([], why `nvidia-smi -L` failed); ([], "") without that program."""
+    """Lists the GPUs of this machine with `nvidia-smi -L`.
+
+    Args:
+      environ: the environment variables of this process.
+      limit: the time limit of the program, in seconds.
+
+    Returns:
+      The identifier of each GPU, and ""; or an empty list and the reason of the failure. Without the program
+      `nvidia-smi`,
+      the list and the reason are empty.
+    """
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return [], ""
@@ -150,7 +166,7 @@ def gpus(environ: Mapping[str, str], limit: float) -> tuple[list[str], str]:
 
 
 def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
-    """Returns network interface -> (it is up, it is loopback)."""
+    """Returns the network interfaces of this machine: name -> (whether it is up, whether it is loopback)."""
     result = {}
     for path in sorted(net.iterdir()) if net.is_dir() else ():
         if text := _text(path / "flags").strip():  # /sys/class/net/bonding_masters is a file, not an interface
@@ -161,15 +177,21 @@ def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
 
 
 def existing(path: Path) -> Path:
-    """Returns the folder, or its nearest existing parent: the doctor creates no folder."""
+    """Returns the folder itself, or its nearest existing parent if it does not exist: the doctor creates no folder."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
 
 
 @contextlib.contextmanager
 def mark_folder(workdir: Path, files: Mapping[int, str], process: int, limit: float) -> Iterator[Path]:
-    """Creates this process's test file in the folder, or in its nearest existing parent, during the block.
+    """Creates a test file of this process in the workdir, or in its nearest existing parent, during the block.
 
-    Yields the folder. Does nothing else if `files` has no file for this process.
+    Yields the folder of the file. The file is deleted after the block.
+
+    Args:
+      workdir: the workdir of the job.
+      files: process -> the name of its test file. If this process has no entry, no file is created.
+      process: the index of this process.
+      limit: the time limit of each file operation, in seconds.
     """
     folder = within(limit, lambda: existing(workdir), workdir)
     if process in files:
@@ -182,7 +204,15 @@ def mark_folder(workdir: Path, files: Mapping[int, str], process: int, limit: fl
 
 
 def look_for_marks(folder: Path, files: Mapping[int, str]) -> tuple[str, list[int], float]:
-    """Returns (folder, processes whose file is still missing after 5 s, seconds until all files were visible)."""
+    """Waits up to 5 s until the test files of all processes are visible in a folder.
+
+    Args:
+      folder: the folder, from `mark_folder`.
+      files: process -> the name of its test file.
+
+    Returns:
+      The folder, the processes whose file is still missing, and the seconds that the search took.
+    """
     start, seen = time.monotonic(), set[int]()
 
     def look() -> None:
@@ -195,7 +225,7 @@ def look_for_marks(folder: Path, files: Mapping[int, str]) -> tuple[str, list[in
 
 
 def write(path: Path) -> tuple[float, str]:
-    """Returns (the seconds to write 16 MiB to the disk of a folder, ""), or (0, the reason of the failure)."""
+    """Writes 16 MiB to the disk of a folder; returns (seconds, ""), or (0, the reason of the failure)."""
     try:
         start = time.perf_counter()
         with tempfile.NamedTemporaryFile(dir=existing(path), prefix=".meshtrain-doctor-") as file:
@@ -238,7 +268,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _slurm_gpus(environ: Mapping[str, str]) -> int | None:
-    """Returns the number of GPUs that Slurm gives this process if it is the only process on its machine, else None."""
+    """Returns the number of GPUs that Slurm allocates on this machine, if this is its only process; otherwise None."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or ""
     count = environ.get("SLURM_GPUS_ON_NODE") or ""
     return int(count) if re.fullmatch(r"1(\(x\d+\))?", tasks) and count.isdecimal() else None

@@ -21,7 +21,12 @@ _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 
 
 def software(installed: Mapping[str, str | None], python: str) -> Finding:
-    """Checks that meshtrain's requirements are installed (None: missing), and that JAX's parts have equal versions."""
+    """Checks that meshtrain's requirements are installed, and that the versions of JAX's packages fit together.
+
+    Args:
+      installed: package -> its version; None if the package is missing.
+      python: the version of Python.
+    """
     missing = [name for name, version in installed.items() if version is None and name not in _PLUGINS]
     if missing:
         return error("software", f"{', '.join(missing)} is not installed", "pip install meshtrain, on this machine too")
@@ -36,12 +41,12 @@ def software(installed: Mapping[str, str | None], python: str) -> Finding:
 
 
 def coordinator(meeting: Meeting, addresses: Sequence[str], failure: str = "") -> Finding:
-    """Checks that the host name of process 0 resolves to that machine, and not to this one.
+    """Checks that the host name of process 0 resolves, and not to a loopback address if the job has several machines.
 
     Args:
       meeting: the address and number of the processes.
-      addresses: the addresses of the name on this machine.
-      failure: why it does not resolve; empty if it does.
+      addresses: the IP addresses to which the name resolves on this machine.
+      failure: the reason why the name does not resolve; empty if it does.
     """
     if failure:
         return error("coordinator", f"{meeting.host}: {failure}", "an IP address instead of the name, or repair DNS")
@@ -59,12 +64,12 @@ def coordinator(meeting: Meeting, addresses: Sequence[str], failure: str = "") -
 
 
 def is_loopback(addresses: Sequence[str]) -> bool:
-    """Returns whether all of the addresses lead to the machine itself; False if there are none."""
+    """Returns whether all of these IP addresses are loopback addresses; False for an empty list."""
     return bool(addresses) and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
 
 
 def proxy(meeting: Meeting, environ: Mapping[str, str]) -> Finding:
-    """Checks that the connection to process 0 does not use a proxy, since it would hang."""
+    """Checks that the connection to process 0 does not use a proxy, with which it would hang."""
     used = [name for name in _PROXIES if environ.get(name)]
     excepted = [word.strip().lstrip(".") for name in _NO_PROXIES for word in (environ.get(name) or "").split(",")]
     if not used or any(word and (word == "*" or f".{meeting.host}".endswith(f".{word}")) for word in excepted):
@@ -78,11 +83,11 @@ def gpus(
     """Checks the GPUs that JAX will see.
 
     Args:
-      listed: the identifiers of all GPUs, by number, as printed by `nvidia-smi -L`.
-      failure: why nvidia-smi failed; empty if it succeeded, or if there is no such program.
-      visible: CUDA_VISIBLE_DEVICES; None if it is not set.
-      expected: the number of GPUs that this process should have; None: all that exist.
-      installed: distribution -> its version, None if it is missing.
+      listed: the identifiers of all GPUs of the machine, by number, as printed by `nvidia-smi -L`.
+      failure: the reason why nvidia-smi failed; empty if it succeeded or is not installed.
+      visible: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
+      expected: the number of GPUs that this process should have; None: the number is not checked.
+      installed: package -> its version; None if the package is missing.
     """
     if failure:
         return error(
@@ -118,8 +123,8 @@ def interface(wanted: str, interfaces: Mapping[str, tuple[bool, bool]], num_host
     guide).
 
     Args:
-      wanted: NCCL_SOCKET_IFNAME; empty if it is not set.
-      interfaces: name -> (it is up, it is loopback).
+      wanted: the value of NCCL_SOCKET_IFNAME; empty if it is not set.
+      interfaces: name -> (whether it is up, whether it is a loopback interface).
       num_hosts: the number of machines of the job.
     """
     others = sorted(name for name, (is_up, is_loop) in interfaces.items() if is_up and not is_loop)
@@ -158,13 +163,13 @@ def _matching(wanted: str, names: Mapping[str, object]) -> list[str]:
 
 
 def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
-    """Checks that a folder is writable; a missing compilation cache is only a warning, since it makes starts slow.
+    """Checks that a folder is writable; for the compilation cache a failure is only a warning, since starts are slower.
 
     Args:
-      what: `workdir` or `cache`.
-      path: the folder.
-      seconds: the time to write 16 MiB to its disk.
-      failure: why it cannot be written; empty if it can.
+      what: the use of the folder, `workdir` or `cache`.
+      path: the path of the folder.
+      seconds: the time to write 16 MiB to the disk of the folder.
+      failure: the reason why the folder cannot be written; empty if it can.
     """
     if not failure:
         return ok(what, f"{path}: 16 MiB in {seconds:.2f} s")
@@ -174,12 +179,12 @@ def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
 
 
 def disk(path: str, free_bytes: int, free_files: int) -> Finding:
-    """Checks that a folder has free space.
+    """Checks that the disk of a folder has free space.
 
     Args:
-      path: the folder.
-      free_bytes: bytes that this user may still write.
-      free_files: files that may still be created; negative if the file system has no such limit.
+      path: the path of the folder.
+      free_bytes: the number of bytes that this user may still write.
+      free_files: the number of files that may still be created; negative if the file system has no such limit.
     """
     if free_bytes < LEAST_BYTES:
         return error("disk", f"{path} has {format_bytes(free_bytes)} left", "free some space, or use another workdir")
@@ -225,7 +230,12 @@ def shared_memory(total_bytes: int, num_gpus: int) -> Finding:
 
 
 def check_locked_memory(limit_bytes: int | None, has_infiniband: bool) -> Finding:
-    """Checks the limit of locked memory, which InfiniBand needs for its buffers; None is no limit."""
+    """Checks the limit of locked memory, which InfiniBand needs for its buffers.
+
+    Args:
+      limit_bytes: the limit of this process in bytes; None: no limit.
+      has_infiniband: whether the machine has InfiniBand adapters.
+    """
     if limit_bytes is None or not has_infiniband:
         return ok("locked memory", "no limit" if limit_bytes is None else "not needed without InfiniBand")
     return warning("locked memory", f"at most {format_bytes(limit_bytes)}, with InfiniBand", "ulimit -l unlimited")

@@ -22,7 +22,7 @@ def tournament(num_processes: int, most: int = MOST_PARTNERS) -> list[list[tuple
     [[(0, 3), (1, 2)], [(0, 2), (3, 1)], [(0, 1), (2, 3)]]
 
     Args:
-      num_processes: the number of processes; if it is odd, one process pauses in each round.
+      num_processes: the number of processes; if it is odd, one process has no partner in each round.
       most: the maximum number of rounds.
     """
     circle: list[int | None] = [*range(num_processes), *([None] if num_processes % 2 else [])]
@@ -36,9 +36,9 @@ def tournament(num_processes: int, most: int = MOST_PARTNERS) -> list[list[tuple
 
 
 def time_pairs(devices: Sequence[jax.Device], own: int) -> dict[int, list[float]]:
-    """Returns partner -> the seconds of an exchange of 1 MiB per device in each round; all processes call it.
+    """Returns partner process -> the seconds of an exchange of 1 MiB per device in each round; all processes call it.
 
-    Each device of a process exchanges with the device of the same number in the partner.
+    Each device of a process exchanges data with the device of the same number in the partner process.
 
     Args:
       devices: the devices of all processes, the same number in each.

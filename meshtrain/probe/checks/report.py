@@ -15,11 +15,11 @@ class Finding:
     """The result of one check.
 
     Attributes:
-      verdict: `ok`, `warning` (a run may work) or `error` (a run fails or hangs).
+      verdict: the severity: `ok`, `warning` (a run may work) or `error` (a run fails or hangs).
       check: the name of the check, one or two words.
       seen: the observation.
       fix: the advice; empty if nothing is wrong.
-      process: the process that it concerns; None: all processes.
+      process: the index of the process in which the check ran; None: the check concerns all processes.
     """
 
     verdict: str
@@ -47,8 +47,12 @@ def error(check: str, seen: str, fix: str, process: int | None = None) -> Findin
 def lines(findings: Sequence[Finding], hosts: Mapping[int, str]) -> list[str]:
     """Returns one line for each passed check, and one for each problem.
 
-    A check that passes in several processes is one line, with the finding of the first process. Processes with the same
-    problem share its line.
+    A check that passes in several processes is one line, with the finding of the first process. A check that fails in a
+    process has only lines for problems. Processes with the same problem share one line.
+
+    Args:
+      findings: the results of all checks in all processes.
+      hosts: process -> the name of its machine.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     shown: dict[tuple[str, ...], Finding] = {}
@@ -76,15 +80,19 @@ def last_line(findings: Sequence[Finding], what: str) -> str:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Returns 2 if a run would fail, else 0."""
+    """Returns exit code 2 if there is an error, with which a run would fail, else 0."""
     return EXIT_USER_ERROR if any(finding.verdict == ERROR for finding in findings) else EXIT_FINISHED
 
 
 def process_list(processes: Iterable[int], hosts: Mapping[int, str]) -> str:
-    """Returns text that lists processes with their machines.
+    """Returns a text that lists processes with their machines; after eight processes, the others are only counted.
 
     >>> process_list([1, 3], {1: "b", 3: "d"}), process_list([2], {})
     ('processes 1 (b), 3 (d)', 'process 2')
+
+    Args:
+      processes: the indices of the processes.
+      hosts: process -> the name of its machine; a process without an entry is listed without a machine.
     """
     each = [f"{process} ({hosts[process]})" if process in hosts else f"{process}" for process in sorted(processes)]
     more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
