@@ -15,23 +15,25 @@ class Accelerator:
     """The published peaks of one device.
 
     Attributes:
-      name: the short name that users write.
-      device_kinds: its values of `jax.Device.device_kind`.
-      bfloat16_flops_per_second: dense matrix multiplications of bfloat16 inputs; float16 has the same peak on GPUs.
-      memory_bytes: device memory.
-      memory_bytes_per_second: reads and writes of device memory together.
-      num_links: fast links of one device (NVLink to the switch, ICI to the neighbors in the torus).
+      name: the short name that users write, such as `h100`.
+      device_kinds: the values of `jax.Device.device_kind` that this device may have.
+      bfloat16_flops_per_second: the rate of dense matrix multiplications of bfloat16 inputs; float16 has the same peak
+        on GPUs.
+      memory_bytes: the size of device memory.
+      memory_bytes_per_second: the rate of reads and writes of device memory together.
+      num_links: the number of fast links of one device (NVLink to the switch, ICI to the neighbors in the torus).
       link_bytes_per_second: the rate at which one device can send over all of its fast links together, in one
         direction.
       product_share: the share of the peak that large 16-bit matrix products reach while the card runs at full power.
       source: the publication of the numbers.
       product_source: the source of `product_share`, or the basis of the assumption.
-      float32_flops_per_second: dense matrix multiplications of float32 inputs rounded to TF32, XLA's default on NVIDIA
-        GPUs; None if not published (a TPU multiplies float32 in passes of bfloat16).
-      float8_flops_per_second: dense matrix multiplications of two 8-bit floats; None if not supported or not published.
+      float32_flops_per_second: the rate of dense matrix multiplications of float32 inputs rounded to TF32, XLA's
+        default on NVIDIA GPUs; None if not published (a TPU multiplies float32 in passes of bfloat16).
+      float8_flops_per_second: the rate of dense matrix multiplications of two 8-bit floats; None if not supported or
+        not published.
       network_bytes_per_second: the rate at which one device's share of its host can send to other hosts (GPU) or other
         slices (TPU), in one direction; None if not published.
-      num_units: streaming multiprocessors of a GPU, which compute tiles of products; 0 for a TPU.
+      num_units: the number of streaming multiprocessors of a GPU, which compute tiles of products; 0 for a TPU.
     """
 
     name: str
@@ -192,8 +194,8 @@ def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
 
     Args:
       device_kind: the value of `jax.Device.device_kind`.
-      dtype: the dtype of the inputs: "bfloat16", "float16", "float32", or "fp8" for two 8-bit floats. The peak of other
-        dtypes is unknown, and of float16 on a TPU, which does not multiply it natively.
+      dtype: the dtype of the inputs: "bfloat16", "float16", "float32", or "fp8" for two 8-bit floats. The result is
+        None for other dtypes, and for float16 on a TPU, which does not multiply it natively.
     """
     accelerator = find(device_kind)
     if accelerator is None:
@@ -222,9 +224,9 @@ TPU_RUNTIME_BYTES = 2**28
 
 
 def usable_bytes(accelerator: Accelerator) -> int:
-    """Returns the memory that a program can use: all memory minus the share of the runtime and the allocator.
+    """Returns the bytes that a program can use: all memory minus the share of the runtime and the allocator.
 
-    On a GPU this requires `POOL_FRACTION`, with which runs start.
+    On a GPU this requires that JAX allocates the share `POOL_FRACTION` of the memory, which runs configure.
     """
     if accelerator.device_kinds[0].startswith("TPU"):
         return accelerator.memory_bytes - TPU_RUNTIME_BYTES

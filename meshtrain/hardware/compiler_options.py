@@ -1,4 +1,4 @@
-"""Options of XLA's compiler for the step and the initial weights; captures the output of its C++ code."""
+"""Options of XLA's compiler for the training step and the initial weights; captures the output of XLA's C++ code."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from meshtrain.errors import terminals
 
-# The line that a compiler writes before it aborts the process; it must reach the terminal before that.
+# The line that a compiler writes before it aborts the process; the line must reach the terminal before the abort.
 FATAL = re.compile(r"[FE]\d{4} .*Check fail|F\d{4} ")
 
 CACHE = "~/.cache/meshtrain/jax"  # compiled programs, if JAX_COMPILATION_CACHE_DIR is not set
@@ -26,11 +26,12 @@ class CompilerOption:
     """A compiler option for every step on one kind of device.
 
     Attributes:
-      name: XLA's name.
+      name: XLA's name of the option.
       value: a bool or a number, which XLA rejects as text; or the name of an enum's value.
-      reason: its purpose, in one line.
-      before: the first jaxlib version without this option (removed, crashing, or untested); "999" for none.
-      since: the first jaxlib version with it; "0" for all.
+      reason: the purpose of the option, in one line.
+      before: the first jaxlib version without this option (removed, crashing, or untested); "999" if all later versions
+        have it.
+      since: the first jaxlib version with this option; "0" if all earlier versions have it.
     """
 
     name: str
@@ -155,7 +156,8 @@ def joining(layer_bytes: int) -> tuple[CompilerOption, ...]:
     collectives.
 
     Args:
-      layer_bytes: the bytes of one layer's gradients on a device, as sent; 0 if no loop reduces gradients.
+      layer_bytes: the size of one layer's gradients on a device in the dtype in which they are sent; 0 if no loop
+        reduces gradients.
     """
     if layer_bytes <= JOINED_BYTES:
         return ()
@@ -178,11 +180,13 @@ def options_of(
 
     Args:
       device_kind: JAX's name of the device.
-      layer_bytes: see `joining`.
+      layer_bytes: the size of one layer's gradients on a device in the dtype in which they are sent; 0 if no loop
+        reduces gradients.
       is_late: whether gradients are applied one step late.
       by_chunk: whether a pipeline reduces the gradients of each chunk of layers as soon as they are complete, or has
         experts in its layers.
-      gathers_early: whether a loop over layers may gather for the next layer, see `Assembly.gathers_early`.
+      gathers_early: whether a loop over layers may gather the weights of the next layer early
+        (`Assembly.gathers_early`).
       splits_experts: whether loops over layers, outside of a pipeline, exchange tokens between experts.
       is_deterministic: whether repeated runs of a program must give bitwise equal results.
     """
@@ -212,9 +216,9 @@ def init_compiler_options(device_kind: str) -> CompilerOptions:
 
 @contextlib.contextmanager
 def capture_stderr() -> Iterator[list[str]]:
-    """Captures the output of C++ code to file descriptor 2 in the block; yields a list that has its lines at the end.
+    """Captures the output of C++ code to file descriptor 2 in the block; yields the list of its lines.
 
-    A line that matches FATAL, and every line after it, is also written to the terminal at once.
+    A line that matches FATAL, and every later line, is also written to the terminal immediately.
     """
     lines: list[str] = []
     sys.stderr.flush()

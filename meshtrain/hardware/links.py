@@ -37,8 +37,8 @@ class Link:
     Attributes:
       axis: an axis of the measured mesh.
       operation: an element of `OPERATIONS`.
-      group_size: devices along the axis.
-      num_hosts: hosts over which these devices are distributed.
+      group_size: the number of devices along the axis.
+      num_hosts: the number of hosts over which these devices are distributed.
       latency_seconds: the time of a collective without bytes.
       bytes_per_second: the rate at which one device sends in a collective so large that latency is negligible.
     """
@@ -51,7 +51,7 @@ class Link:
     bytes_per_second: float
 
     def seconds(self, wire_bytes: float) -> float:
-        """Returns the seconds of a collective in which each device sends this number of bytes."""
+        """Returns the time in seconds of a collective in which each device sends `wire_bytes` bytes."""
         return self.latency_seconds + wire_bytes / self.bytes_per_second
 
 
@@ -60,8 +60,8 @@ class Links:
     """The measured links of a cluster.
 
     Attributes:
-      platform: `jax.Device.device_kind` of its devices.
-      links: at most one entry for each axis, operation, group size and number of hosts.
+      platform: the value of `jax.Device.device_kind` for the cluster's devices.
+      links: the measurements, at most one for each axis, operation, group size and number of hosts.
     """
 
     platform: str
@@ -72,16 +72,16 @@ def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts
     """Returns the measured link for a collective, or None if no comparable link was measured.
 
     A comparable link has the same axis and operation, and its group uses the network in the same way: inside one host,
-    or with the same number of devices on each of several hosts. For another group size the bandwidth stays, and the
-    latency (except of a permute) grows with log2 of the group size, as in the plan's model. The link with the nearest
-    size is used.
+    or with the same number of devices on each of several hosts. The comparable link with the nearest group size is
+    adapted to `group_size`: its bandwidth stays, and its latency (except of a permute) grows with log2 of the group
+    size, as in the plan's model.
 
     Args:
       links: the measured links.
       axis: an axis of the mesh.
       operation: an element of `OPERATIONS`.
-      group_size: devices of the group, at least 2.
-      num_hosts: hosts over which they are distributed.
+      group_size: the number of devices of the group, at least 2.
+      num_hosts: the number of hosts over which these devices are distributed.
     """
     found = [
         link
@@ -100,15 +100,15 @@ def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts
 
 
 def to_json(links: Links) -> JsonObject:
-    """Returns the content of the file; more keys may be added to it."""
+    """Returns the links as the JSON content of a file; callers may add more keys, which `read` ignores."""
     return {"platform": links.platform, "links": [dataclasses.asdict(link) for link in links.links]}
 
 
 def read(path: str) -> Links:
-    """Returns the links of a file.
+    """Returns the links in a file.
 
     Args:
-      path: the path that the user wrote.
+      path: the path of the file, as the user wrote it.
 
     Raises:
       UserError: the file is missing, invalid or without links; one line for each problem, at most ten.
@@ -146,12 +146,12 @@ def refuse_other_platform(path: str, links: Links, device_kind: str) -> None:
     """Checks that links were measured on the planned devices. All names of the same accelerator are equivalent.
 
     Args:
-      path: the file, for the error.
+      path: the path of the file, for the error.
       links: the measured links.
       device_kind: `jax.Device.device_kind` of the planned devices.
 
     Raises:
-      UserError: they were measured on other devices.
+      UserError: the links were measured on other devices.
     """
     measured_on = find_accelerator(links.platform)
     if links.platform == device_kind or (measured_on and measured_on is find_accelerator(device_kind)):
@@ -167,7 +167,14 @@ def refuse_other_platform(path: str, links: Links, device_kind: str) -> None:
 
 
 def _top(path: str, content: Json, problems: Problems) -> tuple[str, Sequence[Json]]:
-    """Returns the platform and the list of links; reports a value of a wrong type, and replaces it."""
+    """Returns the platform and the list of links in a file's content.
+
+    Args:
+      path: the path of the file, for errors.
+      content: the parsed JSON of the file.
+      problems: the list to which errors are added: a missing key, a wrong type, or an empty list. A list of links with
+        an error is replaced by an empty one.
+    """
     keys = ("platform", "links")
     missing = [key for key in keys if not (isinstance(content, dict) and key in content)]
     if missing:
