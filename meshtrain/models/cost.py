@@ -3,13 +3,16 @@
 b: units (tokens) of a microbatch on a device, D: width, L: layers of a device's stage, a: bytes of a number, n: devices
 along tensor, A = b D a.
 
-    tensor    2 (n - 1) / n of A: 4 per layer, one for the look-up and one for the head. The backward pass repeats some
-              (Korthikanti et al. 2022): one more per layer for the sum after attention (remat.policy save_attention,
-              full or offload). With sequence parallelism a sum is a scatter and a gather, half of it each. Then there
-              is one more for the gathers of both norms (selective or dots), and one and a half for these and the
-              scatter after attention (save_attention, full or offload)
-    kept      b D (10 + 24 / n) in 16 bits per layer (Korthikanti et al. 2022, table 2, without the matrix of
-              probabilities, which a fused kernel does not save); compiled programs save about 1.6 times as much
+    tensor    bytes that a device sends along the tensor axis. An all-reduce of activations sends 2 (n - 1) / n A. There
+              are 4 all-reduces per layer, one for the look-up and one for the head. The backward pass repeats some
+              (Korthikanti et al. 2022): one more per layer for the sum after attention, if remat.policy is
+              save_attention, full or offload. With sequence parallelism an all-reduce is a reduce-scatter and an
+              all-gather, which send half of the bytes each. Then the backward pass repeats the gathers of both norms
+              (selective or dots: one all-reduce more), or these gathers and the scatter after attention
+              (save_attention, full or offload: one and a half more)
+    kept      bytes of saved activations: b D (10 + 24 / n) numbers of 16 bits per layer (Korthikanti et al. 2022, table
+              2, without the matrix of probabilities, which a fused kernel does not save). Compiled programs save about
+              1.6 times these bytes
 """
 
 import dataclasses
@@ -38,13 +41,13 @@ LOOP = "products by a loop over blocks"
 
 
 class Kernel(NamedTuple):
-    """The implementation that computes a part of the model.
+    """The implementation that computes a part of the model, described as text.
 
     Attributes:
-      part: of the model, such as `ATTENTION` or `EXPERTS`.
-      by: its name; '': there is no choice.
-      why: the reason for the choice.
-      exchange: the data that devices exchange for it, as one line of text; '': none.
+      part: name of the model's part, such as `ATTENTION` or `EXPERTS`.
+      by: name of the implementation, such as `splash`; '': not stated.
+      why: reason why this implementation was selected; '': not stated.
+      exchange: one line of text about the data that devices exchange for this part; '': no data is exchanged.
     """
 
     part: str
@@ -57,18 +60,20 @@ class Kernel(NamedTuple):
 class Cost:
     """Costs of one microbatch on one device, without weights and their gradients.
 
-    In a pipeline, they are the costs of a stage's device.
+    In a pipeline, they are the costs of one stage, to which the device belongs.
 
     Attributes:
-      layer_bytes: mesh axis -> bytes of activations that the layers send along it, forward and backward; an axis
-        without an entry is unknown.
-      other_bytes: the same for parts before and after the layers, such as look-up and head.
-      kept_bytes: activations that layers save for the backward pass.
-      working_bytes: temporary activations while one layer, or the head, computes.
-      shares: name scope of operations (`jax.named_scope`) -> a share: of a conditional's runs that take the second
-        branch, of a kernel's blocks that have rows, or of a gather's rows that differ; or the number of iterations of a
-        loop that depends on the data. Without an entry each branch counts as run each time.
-      kernels: the implementations of parts of the model, with the data that devices exchange; empty without devices.
+      layer_bytes: mesh axis -> bytes of activations that a device sends for its layers along this axis, forward and
+        backward. The bytes of an axis without an entry are unknown.
+      other_bytes: mesh axis -> bytes that a device sends for parts before and after the layers, such as look-up and
+        head.
+      kept_bytes: bytes of activations that the layers save for the backward pass.
+      working_bytes: bytes of temporary activations while one layer, or the head, computes.
+      shares: name scope of operations (`jax.named_scope`) -> expected amount of work that depends on the data, which
+        the planner cannot read from a compiled program. For a conditional, it is the share of runs that take the second
+        branch; for a kernel, the share of blocks that have rows; for a gather, the share of rows that differ; for a
+        loop, the number of iterations. Without an entry for a conditional, each branch counts as run each time.
+      kernels: the implementations of parts of the model; empty without a mesh of devices.
     """
 
     layer_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -80,16 +85,21 @@ class Cost:
 
     @property
     def exchanges(self) -> list[str]:
-        """A line of text for each part of the model for which devices exchange data."""
+        """The texts `Kernel.exchange`, one line for each part of the model for which devices exchange data."""
         return [kernel.exchange for kernel in self.kernels if kernel.exchange]
 
 
-# (size of each mesh axis, units of a microbatch that a device computes) -> the cost.
+# (size of each mesh axis, units (such as tokens) of a microbatch that a device computes) -> the cost.
 MakeCost = Callable[[Mapping[str, int], float], Cost]
 
 
 def unknown(mesh_shape: Mapping[str, int], units: float) -> Cost:
-    """Returns the empty cost of a task that does not state its costs."""
+    """Returns an empty `Cost`, for any mesh and microbatch: the default of `Task.cost`, without estimates.
+
+    Args:
+      mesh_shape: mesh axis -> size; not used.
+      units: units of a microbatch on a device; not used.
+    """
     return Cost()
 
 
@@ -106,13 +116,13 @@ def of_transformer(
     """Returns the cost of a transformer, except for the bytes that attention sends along `context`.
 
     Args:
-      options: with `embed_dim`, `num_heads`, `vocab_size` and `loss_chunk`.
-      num_layers: of all stages.
-      dtype: of activations.
-      output_dtype: of logits.
-      remat: what the backward pass recomputes.
-      placement: its rules determine whether the sequence is split over tensor between layers.
-      mesh_shape: the size of each mesh axis.
+      options: shape of the model: width, heads, vocabulary and the chunks of the loss.
+      num_layers: number of layers in all stages.
+      dtype: dtype of activations.
+      output_dtype: dtype of logits.
+      remat: activations that the backward pass recomputes.
+      placement: its rules determine whether the sequence is split over the tensor axis between layers.
+      mesh_shape: mesh axis -> size.
       units: tokens of a microbatch on a device.
     """
     tensor, layers = mesh_shape[TENSOR], num_layers / mesh_shape[PIPELINE]
@@ -139,7 +149,10 @@ def of_transformer(
 
 
 def _reductions(remat: RematOptions, placement: Placement) -> float:
-    """Returns how often a layer sums the activations of a microbatch over tensor."""
+    """Returns the number of all-reduces of activations over the tensor axis per layer, forward and backward.
+
+    A reduce-scatter or an all-gather counts as half. The number is a mean over layers with and without recomputation.
+    """
     # Halves of the two reductions of a layer's forward pass; the backward pass does not need the sum at the layer's
     # end.
     sums, gathers = remat.policy in SUMS_AGAIN, remat.policy in (*SUMS_AGAIN, *GATHERS_AGAIN)

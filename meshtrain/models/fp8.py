@@ -1,9 +1,12 @@
 """Products of activations with weights in 8-bit floats, forward and backward.
 
 Inputs and weights are e4m3, gradients e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Each tensor has
-one scale, from its current maximum, so there is no state. Delayed scaling would read the maxima of earlier steps.
-(Flax's `fp8_ops` passes them as gradients that overwrite weights, which sums over microbatches would add up.) Each
-clock tick of a pipeline would need these maxima. A resumed or resized run could have a number beyond its scale.
+one scale, computed from its current maximum, so there is no state.
+
+The alternative, delayed scaling, computes scales from the maxima of earlier steps, so these maxima are a state. Flax's
+`fp8_ops` passes the maxima as gradients that overwrite weights; gradient accumulation over microbatches would add them
+up. Each clock tick of a pipeline would need the maxima. After a run is resumed or resized, a number could exceed the
+range of its scale.
 
 A scale is a power of two. It changes no mantissa, so a number is rounded independently of the tensor's maximum, unless
 it becomes subnormal (below 2^-15 of the maximum in e4m3, 2^-30 in e5m2). So the number of microbatches, which
@@ -25,15 +28,15 @@ Residuals = tuple[jax.Array | None, jax.Array | None]  # x and w, or their gradi
 
 
 def product(x: jax.Array, w: jax.Array, placement: Placement) -> jax.Array:
-    """Returns the sum over the last dims of `x` and the first dims of `w`, in the dtype of `x`.
+    """Returns the product of activations and a weight, summed over their common dims I..., in the dtype of `x`.
 
-    With `placement.in_fp8`, operands of this product and of both products of the backward pass are 8-bit floats.
-    Otherwise they keep their dtype.
+    If `placement.in_fp8` is true, the operands of this product and of both products of the backward pass are 8-bit
+    floats. Otherwise the operands keep their dtype.
 
     Args:
-      x: [b, T, I...].
-      w: [I..., O...], in the dtype of `x`.
-      placement: determines the shards over which a tensor's maximum is taken.
+      x: activations [b, T, I...].
+      w: weight [I..., O...], in the dtype of `x`.
+      placement: determines whether operands are 8-bit floats, and the shards over which a tensor's maximum is taken.
 
     Returns:
       [b, T, O...].
@@ -76,7 +79,15 @@ def _scaled_product(
     dtypes: tuple[DTypeLike, DTypeLike],
     placement: Placement,
 ) -> jax.Array:
-    """Returns the product of two arrays, each rounded to an 8-bit float times its scale, in the dtype of `a`."""
+    """Returns the product of two arrays, each rounded to 8-bit floats times a scale, in the dtype of `a`.
+
+    Args:
+      a: left operand, in 16 or 32 bits.
+      b: right operand, in 16 or 32 bits.
+      summed: (dims of `a`, dims of `b`) that the product sums over.
+      dtypes: the 8-bit dtypes of `a` and of `b`.
+      placement: determines the shards over which a tensor's maximum is taken.
+    """
     (low_a, scale_a), (low_b, scale_b) = (
         quantize(array, dtype, placement) for array, dtype in zip((a, b), dtypes, strict=True)
     )
@@ -92,8 +103,8 @@ def quantize(x: jax.Array, dtype: DTypeLike, placement: Placement) -> tuple[jax.
     range.
 
     Args:
-      x: any floating-point array; on a manual axis that splits the batch, one shard.
-      dtype: of 8-bit floats.
+      x: any floating-point array; if a manual mesh axis splits the batch, this device's shard.
+      dtype: dtype of the 8-bit floats.
       placement: determines the shards over which the maximum is taken.
 
     Returns:

@@ -47,12 +47,12 @@ def weight(
 
     Args:
       module: the Linen module that owns the parameter.
-      name: of the parameter in its module.
-      shape: of the complete weight.
+      name: name of the parameter in its module.
+      shape: global shape of the weight.
       axes: a logical axis or None for each dim.
       initializer: (key, shape, dtype) -> array.
-      placement: the sharding of the gathered weight.
-      dtype: of the result.
+      placement: determines the sharding of the gathered weight.
+      dtype: compute dtype, the dtype of the result.
     """
     value: Arrays = module.param(name, nn.with_logical_partitioning(initializer, axes), shape, jnp.float32)
     return placement.weight(value.astype(dtype), axes)
@@ -63,16 +63,17 @@ def multiply(
 ) -> jax.Array:
     """Returns the product of `x` with a matrix, [b, T, ...], plus (x A) B if the module has an adapter for the matrix.
 
-    A includes the factor alpha / r of Hu et al. 2021, see `models/lora.py`. The sum of the matrix and A B is not
-    computed, because it and its gradient would take as much memory as the matrix.
+    A and B are the factors of the low-rank adapter (Hu et al. 2021). B already includes the factor alpha / r, see
+    `lora.scale_adapters`. The sum of the matrix and A B is not computed, because the sum and its gradient would each
+    take the memory of the matrix.
 
     Args:
       module: the Linen module that owns the matrix.
-      name: of the matrix; the names of the factors start with it.
-      x: [b, T, ...], with the dims that the product sums over.
-      matrix: in the dtype of `x`.
-      axes: the logical axes of the matrix.
-      placement: the shardings of the gathered factors.
+      name: name of the matrix in its module; the names of A and B start with it.
+      x: activations [b, T, ...]; the product sums over all dims after T.
+      matrix: the gathered matrix in the dtype of `x`; its first dims are the summed dims.
+      axes: logical axes of the matrix.
+      placement: determines the shardings of the gathered A and B.
     """
     result, dtype = product(x, matrix, placement), matrix.dtype
     if not module.has_variable("params", name + A):
@@ -85,7 +86,15 @@ def multiply(
 
 
 def with_adapter(module: nn.Module, name: str, matrix: jax.Array) -> jax.Array:
-    """Returns a matrix plus A B if the module has an adapter for it; for products that do not use `multiply`."""
+    """Returns the matrix plus the product A B of its adapter, or the unchanged matrix if it has no adapter.
+
+    Products that do not call `multiply` need this sum.
+
+    Args:
+      module: the Linen module that owns the matrix.
+      name: name of the matrix in its module; the names of A and B start with it.
+      matrix: the gathered matrix in its compute dtype.
+    """
     if not module.has_variable("params", name + A):
         return matrix
     a: jax.Array = module.get_variable("params", name + A)
@@ -94,7 +103,9 @@ def with_adapter(module: nn.Module, name: str, matrix: jax.Array) -> jax.Array:
 
 
 def factor_axes(axes: Names) -> tuple[Names, Names]:
-    """Returns the logical axes of A and B, given those of a matrix; the rank dim (last of A, first of B) has none.
+    """Returns the logical axes of the adapter factors A and B of a matrix with the logical axes `axes`.
+
+    The rank dim (last dim of A, first dim of B after stacked dims) has no logical axis.
 
     >>> factor_axes(("layers", "embed", "mlp"))
     (('layers', 'embed', None), ('layers', None, 'adapter_mlp'))
@@ -113,12 +124,12 @@ def factor_axes(axes: Names) -> tuple[Names, Names]:
 
 
 def _gelu(x: jax.Array) -> jax.Array:
-    """Returns GELU by its tanh approximation."""
+    """Returns GELU(x), computed by the tanh approximation."""
     return jax.nn.gelu(x, approximate=True)
 
 
 def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Returns the gated product of gpt-oss (OpenAI 2025): both factors are clamped, and `up` is shifted by 1."""
+    """Returns the gated product of gpt-oss (OpenAI 2025): both arguments are clamped, and 1 is added to `up`."""
     gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
     return gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
 
@@ -144,9 +155,14 @@ def gather_sequence(x: jax.Array, placement: Placement) -> jax.Array:
 
 
 def sums_spec(place: Placement, shape: tuple[int, ...], over: tuple[str, ...]) -> PartitionSpec:
-    """Returns the spec of [b, T, D] after a sum over mesh axes.
+    """Returns the partition spec of activations [b, T, D] after they are summed over mesh axes.
 
-    With sequence parallelism, the result's sequence is split over these axes.
+    With sequence parallelism the sum is scattered: the sequence dim of the result is split over these axes.
+
+    Args:
+      place: determines the shardings of activations.
+      shape: global shape [b, T, D].
+      over: the mesh axes of the sum; empty: no sum.
     """
     tokens, residual = place.activation_spec(shape, X), place.activation_spec(shape, RESIDUAL)
     scatters = bool(over) and axes_of_dims(residual, 3)[1] == (*axes_of_dims(tokens, 3)[1], *over)
@@ -154,7 +170,10 @@ def sums_spec(place: Placement, shape: tuple[int, ...], over: tuple[str, ...]) -
 
 
 def reduce_rows(x: jax.Array, over: tuple[str, ...], scatters: bool) -> jax.Array:
-    """Sums `x`, [b, T, D], over manual mesh axes; with `scatters` the result is scattered along the sequence."""
+    """Returns `x`, [b, T, D], summed over the manual mesh axes `over`; unchanged if `over` is empty.
+
+    If `scatters` is true, the sum is a reduce-scatter: each device gets a part of the sequence, [b, T / n, D].
+    """
     if scatters:
         return jax.lax.psum_scatter(x, over, scatter_dimension=1, tiled=True)
     return jax.lax.psum(x, over) if over else x
@@ -166,8 +185,12 @@ class Norm(nn.Module):
     [b, T, D] -> [b, T, D], or [b, T, heads, H] -> [b, T, heads, H], in the dtype of the input.
 
     Attributes:
-      centered: multiplies by 1 + scale instead of the scale; scales then start at 0.
-      axes: the logical axes of the scale, one for each normalized dim.
+      kind: `rmsnorm` or `layernorm`.
+      epsilon: number that is added to the mean square before the root.
+      bias: whether a learned bias is added.
+      placement: determines the sharding of the scale and the bias.
+      centered: whether to multiply by 1 + scale instead of the scale; scales then start at 0.
+      axes: logical axes of the scale, one for each normalized dim.
     """
 
     kind: str
@@ -179,7 +202,7 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes each position, or each head of each position."""
+        """Returns `x` with each position, or each head of each position, normalized."""
         dims = tuple(range(-len(self.axes), 0))
         shape, y = x.shape[dims[0] :], x.astype(jnp.float32)
         if self.kind == "layernorm":
@@ -194,9 +217,21 @@ class Norm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Column-parallel up, row-parallel down: ReLU, GELU (Hendrycks and Gimpel 2016), SwiGLU or GEGLU (Shazeer 2020).
+    """The mlp of a layer: up-projection, activation function, down-projection; [b, T, D] -> [b, T, D].
 
-    [b, T, D] -> [b, T, D] through [b, T, F], whose last dim is sharded over the tensor axis.
+    The inner activations [b, T, F] are sharded over the tensor axis along F: the up-projection is column parallel, the
+    down-projection row parallel. The activation function is ReLU, GELU (Hendrycks and Gimpel 2016), or gated (SwiGLU
+    and GEGLU of Shazeer 2020).
+
+    Attributes:
+      mlp_dim: inner width F.
+      activation: `relu`, `gelu`, or a gated function in `GATES`.
+      bias: whether the up- and down-projection have biases.
+      init_std: standard deviation of initial up and gate weights.
+      output_std: standard deviation of initial down weights.
+      placement: determines the shardings of weights and activations.
+      dtype: compute dtype of weights.
+      gate_bias: whether the gate projection has a bias.
     """
 
     mlp_dim: int
@@ -210,7 +245,7 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the layer to each position."""
+        """Returns the mlp's output for each position of `x`, [b, T, D]."""
         embed_dim = x.shape[-1]
         inner, outer = normal(self.init_std), normal(self.output_std)
         zeros, place, dtype = nn.initializers.zeros, self.placement, self.dtype
@@ -244,7 +279,7 @@ def cap_values(x: jax.Array, cap: float) -> jax.Array:
 
 
 def normal(std: float) -> Initializer:
-    """Returns an initializer of independent normal numbers."""
+    """Returns an initializer that draws from a normal distribution with mean 0 and standard deviation `std`."""
     return nn.initializers.normal(std)
 
 

@@ -6,7 +6,8 @@ A task of the decoder or of the encoder-decoder gets two additional weights for 
 named after it (`query`, `query_lora_a`, `query_lora_b`). They have logical axes like any weight, so meshes, pipelines,
 optimizers and checkpoints need no special support. `layers.multiply` applies them in the product.
 
-r: rank. A [..., r] has the dims that the product sums over, B [r, ...] the other dims. Both are stacked like W.
+r: rank. A [..., r] has the dims of W that the product sums over, B [r, ...] the other dims of W. Both are stacked over
+layers like W.
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ class LoraOptions:
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's output; requires a rank above 0."""
+        """The factor of an adapter's output, alpha / r or alpha / sqrt(r); requires a rank above 0."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
@@ -66,9 +67,9 @@ def with_adapters(task: Task, options: LoraOptions, share_of_experts: float = 1.
     without adapters.
 
     Args:
-      task: its modules must call `layers.multiply`, like those of the decoder and the encoder-decoder.
-      options: for which `problems` returns no line.
-      share_of_experts: for weights with a dim `experts`, the share of the experts that process a token.
+      task: a task whose modules call `layers.multiply`, such as the decoder and the encoder-decoder.
+      options: adapter options for which `problems` returns no error line.
+      share_of_experts: share of the experts that process a token, 0 to 1, for counting active adapter parameters.
     """
     if not options.rank:
         return task
@@ -96,7 +97,14 @@ def with_adapters(task: Task, options: LoraOptions, share_of_experts: float = 1.
 
 
 def _flops_per_token(task: Task, num_added: int) -> float:
-    """Returns model FLOPs for one token: a frozen weight takes 4 FLOPs instead of 6, because it has no gradient."""
+    """Returns model FLOPs for one token of a task with adapters, forward and backward.
+
+    A frozen weight takes 4 FLOPs instead of 6, because it has no gradient. A trained weight of an adapter takes 6.
+
+    Args:
+      task: the task without adapters.
+      num_added: number of adapter parameters that process a token.
+    """
     return (task.flops_per_token - task.attention_flops_per_token) * 4 / 6 + (
         task.attention_flops_per_token + 6.0 * num_added
     )
@@ -107,7 +115,7 @@ def _scaling(function: Callable[..., Arrays], scale: float) -> Callable[..., Arr
 
 
 def scale_adapters(params: Params, scale: float) -> Params:
-    """Multiplies each B by the scale, in float32; other weights are unchanged.
+    """Returns the parameters with each adapter's B multiplied by `scale`, in float32; other weights are unchanged.
 
     The layers do not know the scale, so it is applied to their weights. B is scaled because it is the smallest factor.
     """
@@ -120,7 +128,7 @@ def scale_adapters(params: Params, scale: float) -> Params:
 
 @functools.cache
 def initializer(init: Callable[[jax.Array], Params], options: LoraOptions) -> Callable[[jax.Array], Params]:
-    """Returns `Task.init` with adapters.
+    """Returns a function like `Task.init` that also initializes the adapters.
 
     Returns the same function for equal arguments, because JAX caches traces by function.
     """
@@ -149,7 +157,15 @@ def _is_target(options: LoraOptions, path: str, names: Names) -> bool:
 
 
 def _factors(key: jax.Array, box: nn.LogicallyPartitioned, rank: int) -> dict[str, nn.LogicallyPartitioned]:
-    """Returns A, uniform within 1 / sqrt(inputs) of 0 as in Hu et al.'s code, and B, zeros."""
+    """Returns the initial factors of one adapter, float32: suffix of the name -> boxed array.
+
+    A is uniform between -1 / sqrt(inputs) and 1 / sqrt(inputs), as in Hu et al.'s code; B is zeros.
+
+    Args:
+      key: random key for A.
+      box: the adapted matrix, boxed with its logical axes.
+      rank: r.
+    """
     names, shape = box.names, meta.unbox(box).shape
     dims = matrix_dims(names)
     assert dims is not None, "only matrices are targets"
@@ -165,8 +181,8 @@ def merge_adapters(params: Params, options: LoraOptions) -> Params:
     """Merges adapters into weights: returns W + scale A B in float32, and other weights unchanged.
 
     Args:
-      params: arrays in layer order or in chunks.
-      options: with which they were trained.
+      params: unboxed parameters with adapters; layers are in layer order or reshaped to pipeline chunks.
+      options: adapter options with which the parameters were trained.
     """
     scale = options.scale if options.rank else 0.0
 
@@ -195,12 +211,12 @@ def _product(a: jax.Array, b: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def problems(options: LoraOptions, params: Params, axes: NamesTree) -> list[Problem]:
-    """Returns an error line for each reason why these options fit no weight of a task, or train nothing.
+    """Returns an error line for each adapter option that does not fit the task's weights or has no effect.
 
     Args:
-      options: each field within its bounds.
-      params: the abstract weights of the task without adapters.
-      axes: their logical axes.
+      options: the options to check; each field is within its bounds.
+      params: abstract weights of the task without adapters.
+      axes: logical axes of the weights.
     """
     names = dict(leaves_with_paths(axes, is_leaf=is_names))
     targets = [path for path in names if is_hidden_matrix(names[path])]

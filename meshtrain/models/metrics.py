@@ -3,7 +3,7 @@
 Metrics are summed over layers, microbatches, shards, stages and the batches of an evaluation. A plain scalar is divided
 by the weight of the loss.
 
-E: experts, N: a maximum.
+E: experts, L: layers, N: the largest integer that `Largest` can count, or the number of bins of `Peaks`.
 """
 
 from collections.abc import Mapping
@@ -15,46 +15,51 @@ import numpy as np
 
 from meshtrain.sharding.trees import Tree
 
-# The metric that counts the parts of its rows that a device computed, see `moe.chunks`.
+# Name of the metric for the number of parts in which a device computed its experts' rows, see `moe/chunks.py`.
 EXPERT_PARTS = "expert_parts"
 EACH = "_each"  # suffix of the name of the load of each expert, which is logged in addition to the `Load`
 
 
 class Ratio(NamedTuple):
-    """A metric with a separate weight, such as the share of correct answers: float32 scalars."""
+    """A metric that is logged as `sum / weight`, such as the share of correct answers; both are float32 scalars."""
 
     sum: jax.Array
     weight: jax.Array
 
 
 class Count(NamedTuple):
-    """A metric that is logged without division, such as the number of truncated sequences: a float32 scalar."""
+    """A metric whose sum is logged without division, such as the number of truncated sequences: a float32 scalar."""
 
     sum: jax.Array
 
 
 class Load(NamedTuple):
-    """How often each expert was chosen: float32 [..., E], exact up to 2^24.
+    """A metric for the load of experts: how many tokens chose each expert, float32 [..., E], exact up to 2^24.
 
-    The logged number is the maximum count over the mean count: 1 if all are equal, E if all tokens chose the same
-    expert. For several rows (layers) it is the mean over rows. Each layer adds its row to zeros for the other layers,
-    because a sum over layers would hide that each layer prefers some experts.
+    The logged number is the maximum count divided by the mean count: 1 if all counts are equal, E if all tokens chose
+    the same expert. If `counts` has a row for each layer, the logged number is the mean over rows. Each layer returns
+    its row with zeros for the other layers, because one count for all layers would hide that each layer prefers some
+    experts.
     """
 
     counts: jax.Array
 
 
 class Largest(NamedTuple):
-    """The maximum of integers from 0 to N: float32 [N + 1], how often each occurred. Logged as 0 if none occurred."""
+    """A metric for the maximum of integers from 0 to N, stored as the number of occurrences of each integer.
+
+    `counts` is float32 [N + 1]. The logged number is the largest integer that occurred, or 0 if all counts are 0.
+    """
 
     counts: jax.Array
 
 
 class Peaks(NamedTuple):
-    """The largest magnitude in each layer: float32 [L, N], how often it was in each of N bins, eight per octave.
+    """A metric for the largest magnitude of activations in each layer, stored as a histogram.
 
-    Each layer adds its row to zeros for the other layers. The last bin also counts non-finite numbers. The logged
-    number is the middle of the highest bin with a count, at most 4.4 % off, and 0 for layers without counts.
+    `counts` is float32 [L, N]: how often a layer's largest magnitude was in each of N bins, eight bins per factor of 2.
+    Each layer returns its row with zeros for the other layers. The last bin also counts non-finite numbers. The logged
+    number of a layer is the middle of the highest bin with a count, which is at most 4.4 % off, or 0 without counts.
     """
 
     counts: jax.Array
@@ -62,7 +67,7 @@ class Peaks(NamedTuple):
 
 Metric = jax.Array | Ratio | Count | Load | Largest | Peaks
 Metrics = Mapping[str, Metric]
-# A metric's field or the weight of the loss: a float32 scalar, or a number or NumPy scalar after it was read.
+# A metric's field or the weight of the loss: a float32 scalar, or a Python or NumPy number after the copy to the host.
 Number: TypeAlias = Any
 PEAK = "largest_activation"
 _BINS, _LEAST, _MOST = 8, -16, 32  # bins per octave, from 2 ** _LEAST to 2 ** _MOST
@@ -80,8 +85,8 @@ def number_to_log(metric: Metric | float, weight: Number) -> Number:
     2.0
 
     Args:
-      metric: of any kind, of arrays or of floats. A `Ratio` of weight 0 and a `Load` without counts give 0.
-      weight: of the loss.
+      metric: a metric of any kind, with arrays or floats. A `Ratio` of weight 0 and a `Load` without counts give 0.
+      weight: weight of the loss, by which a plain scalar is divided.
     """
     if isinstance(metric, Ratio):
         return metric.sum / divisor(metric.weight)
@@ -98,13 +103,13 @@ def number_to_log(metric: Metric | float, weight: Number) -> Number:
 
 
 def all_logged(metrics: Metrics, weight: Number) -> dict[str, Number]:
-    """Returns the numbers to log for all metrics: a scalar for each, and arrays for each expert and each layer.
+    """Returns the values to log for all metrics, by name: a scalar for each metric, and arrays for some kinds.
 
-    A `Load` also gives the load of each expert, float32 [E]; `Peaks` the maximum of each layer, float32 [L].
+    A `Load` also gives the load of each expert, float32 [E]. `Peaks` also give the maximum of each layer, float32 [L].
 
     Args:
-      metrics: of a batch.
-      weight: of the loss.
+      metrics: metric name -> metric, summed over a batch.
+      weight: weight of the loss, by which plain scalars are divided.
     """
     result = {name: number_to_log(metric, weight) for name, metric in metrics.items()}
     peaks = {f"{name}_of/layers": of_layers(one) for name, one in metrics.items() if isinstance(one, Peaks)}
@@ -113,7 +118,13 @@ def all_logged(metrics: Metrics, weight: Number) -> dict[str, Number]:
 
 
 def peaks(x: jax.Array, layer: jax.Array, num_layers: int) -> Peaks:
-    """Returns the `Peaks` of one layer's activations of any shape, with zeros for other layers; without a gradient."""
+    """Returns the `Peaks` of one layer's activations, with zeros for other layers and without a gradient.
+
+    Args:
+      x: activations of any shape.
+      layer: int32 scalar, the index of the layer.
+      num_layers: L, the number of rows of the result.
+    """
     largest = jnp.log2(jnp.max(jnp.abs(jax.lax.stop_gradient(x))).astype(jnp.float32))
     last = _BINS * (_MOST - _LEAST) - 1
     place = jnp.where(jnp.isnan(largest), last, jnp.clip(jnp.floor(_BINS * (largest - _LEAST)), 0, last))
@@ -121,13 +132,13 @@ def peaks(x: jax.Array, layer: jax.Array, num_layers: int) -> Peaks:
 
 
 def of_layers(metric: Peaks) -> jax.Array:
-    """Returns the largest magnitude in each layer, float32 [L]."""
+    """Returns the largest magnitude in each layer, float32 [L]; 0 for a layer without counts."""
     highest = ((metric.counts > 0) * np.arange(1, metric.counts.shape[-1] + 1)).max(axis=-1)
     return (highest > 0) * 2.0 ** ((highest - 0.5) / _BINS + _LEAST)
 
 
 def of_each(load: Load) -> jax.Array:
-    """Returns the count of each expert over the mean count, float32 [E]; for several rows (layers), the mean over rows.
+    """Returns each expert's count divided by the mean count, float32 [E]; for several rows (layers), their mean.
 
     >>> print(of_each(Load(jnp.float32([[3, 1, 0, 0], [1, 1, 1, 1]]))))
     [2.  1.  0.5 0.5]
@@ -138,7 +149,10 @@ def of_each(load: Load) -> jax.Array:
 
 
 def are_metrics(metrics: Tree) -> bool:
-    """Returns whether a value is a dict of metrics: scalars, kinds of scalars, or kinds of count arrays."""
+    """Returns whether a value is a dict whose values are all metrics.
+
+    A metric is a scalar, a `Ratio` or `Count` of scalars, or a `Load`, `Largest` or `Peaks` with an array of counts.
+    """
     return isinstance(metrics, Mapping) and all(_is_metric(metric) for metric in metrics.values())
 
 
@@ -150,5 +164,5 @@ def _is_metric(metric: Tree) -> bool:
 
 
 def is_scalar(value: Tree) -> bool:
-    """Returns whether a value is a number or a scalar array, and no container."""
+    """Returns whether a value is a number or a scalar array, rather than a tuple, a dict or a larger array."""
     return not isinstance(value, tuple | Mapping) and jnp.shape(value) == ()

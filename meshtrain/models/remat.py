@@ -1,4 +1,4 @@
-"""Selects the activations of a layer that are saved for the backward pass, and where; others are recomputed."""
+"""Selects the activations of a layer that are saved for the backward pass, and their memory; others are recomputed."""
 
 import dataclasses
 import math
@@ -22,8 +22,8 @@ QKV, MIDDLE, UP = "qkv", "middle", "up"
 EXPERT_UP = "expert_up"
 # The experts of each token, which every policy saves: if recomputed, two close scores could round differently.
 CHOSEN = "chosen"
-# Policies whose backward pass recomputes the output of attention, including its sum over devices with tensor
-# parallelism.
+# Policies whose backward pass recomputes the output of attention, including its sum over the devices of the tensor
+# axis.
 SUMS_AGAIN = ("save_attention", "full", "offload")
 _SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP, EXPERT_UP})
 
@@ -31,13 +31,13 @@ _SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP, EXPERT_UP})
 _FUSED_ATTENTION = "dot_product_attention_fwd"
 
 Param: TypeAlias = Any  # a parameter of a primitive, such as its name or the dims of a product
-# (primitive, the shapes of its operands, its parameters) -> whether its results are saved, or where.
+# (primitive, shapes of its operands, its parameters) -> whether its results are saved, or in which memory.
 Policy: TypeAlias = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class RematOptions:
-    """The activations that the backward pass recomputes, and where saved activations are stored."""
+    """The activations that the backward pass recomputes, and the memory in which saved activations are stored."""
 
     policy: str = option(
         "none",
@@ -59,9 +59,9 @@ class RematOptions:
 
     @property
     def unrolls(self) -> bool:
-        """Whether layers outside of a pipeline are unrolled.
+        """Whether layers outside of a pipeline are compiled separately (unrolled) instead of as a loop.
 
-        With recomputation, XLA would compute unrolled layers several times.
+        False if activations are recomputed, because XLA would then compute unrolled layers several times.
         """
         return self.unroll and self.policy == "none"
 
@@ -75,7 +75,7 @@ def checkpoint_policy(name: str, placement: Placement) -> Policy | None:
     Args:
       name: one of the choices of `RematOptions.policy`; `full` saves only a layer's input, `selective` saves the inputs
         of products with weights and of the attention kernel (Korthikanti et al. 2022).
-      placement: distinguishes the gathers of weights from activations, see `Placement.is_gather`.
+      placement: recognizes the gathers of weights (`Placement.is_gather`) and states whether they are saved.
     """
     keeps = None if name == "none" else _activations(name)
     if not placement.gathers_weights or placement.keeps_gathered == (keeps is None):
@@ -88,11 +88,11 @@ def checkpoint_policy(name: str, placement: Placement) -> Policy | None:
 
 
 def casts_first(options: RematOptions, placement: Placement) -> bool:
-    """Returns whether all layers are cast to their compute dtypes before the loop over them.
+    """Returns whether all layers are cast to their compute dtypes before the loop over layers.
 
-    Layers that save everything except gathered weights save the input of the gather. If layers cast their own slices,
-    this input is an output of the forward loop, and XLA runs the complete loop a second time to gather the first slice
-    early.
+    True if some layers save everything except gathered weights. Such a layer saves the input of the gather. If each
+    iteration casts its slice, this input is an output of the forward loop. XLA then runs the complete loop a second
+    time to gather the first slice early.
     """
     return placement.gathers_weights and (options.policy == "none" or options.every > 1)
 
@@ -100,14 +100,15 @@ def casts_first(options: RematOptions, placement: Placement) -> bool:
 def gathers_early(options: RematOptions, placement: Placement, *, splits_sequence: bool) -> bool:
     """Returns whether XLA may gather weights of the next layer during the loop iteration of one layer.
 
-    This hides gathers of weights. With sequence parallelism it also moves the gather of the second norm to the previous
-    iteration of the backward pass. If the output of attention is recomputed, this norm depends on it, and XLA then
-    computes and scatters it twice, once for the moved gather.
+    An early gather overlaps with computation. With sequence parallelism XLA also moves the gather of the second norm to
+    the previous iteration of the backward pass. If the output of attention is recomputed, this norm depends on it, and
+    XLA computes and scatters the output of attention twice, once for the moved gather. The result is then false, unless
+    weights are gathered.
 
     Args:
-      options: determines the recomputed activations.
-      placement: whether weights are gathered.
-      splits_sequence: whether the sequence is sharded between products.
+      options: the recomputed activations.
+      placement: states whether weights are gathered.
+      splits_sequence: whether the sequence is sharded between matmuls (sequence parallelism).
     """
     return placement.gathers_weights or not splits_sequence or options.policy not in SUMS_AGAIN
 
@@ -153,11 +154,12 @@ def check(
     """Returns an error line for each reason why the options do not fit the model or the mesh.
 
     Args:
-      options: each field within its own bounds.
-      num_layers: layers of the model.
-      num_stages: stages of the pipeline, 1 for none.
-      name: the option that sets the number of layers.
-      in_chunk: places for layers in a chunk of the pipeline, including padding; 0 without a pipeline.
+      options: the options to check; each field is within its bounds.
+      num_layers: number of layers in the model.
+      num_stages: number of pipeline stages; 1: no pipeline.
+      name: name of the option that sets the number of layers, for error lines.
+      in_chunk: number of layers in a chunk (consecutive layers of one pipeline stage), including padding layers; 0: no
+        pipeline.
     """
     problems = list[Problem]()
     if options.policy == "offload" and num_stages > 1:

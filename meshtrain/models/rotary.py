@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), and their scaling to longer texts: of all frequencies, or only of low ones."""
+"""Rotary positions (Su et al. 2021), and the scaling of all or only of low frequencies for longer texts."""
 
 import math
 from typing import NamedTuple
@@ -8,17 +8,18 @@ import jax.numpy as jnp
 
 
 class Scaling(NamedTuple):
-    """The frequencies to divide by `factor`: with `linear` all of them (Chen et al. 2023), otherwise the low ones.
+    """The scaling of rotary frequencies: low frequencies, or all of them, are divided by `factor`.
 
-    A frequency of at most `low` turns in `original_length` tokens is divided; a frequency of at least `high` turns is
-    unchanged. Frequencies in between are interpolated: linearly in the turns with `llama3` (its reference code), or in
-    the index of the pair of channels with `yarn` (Peng et al. 2023, section 3.2).
+    `linear` divides all frequencies (Chen et al. 2023). Otherwise a frequency of at most `low` turns in
+    `original_length` tokens is divided, and a frequency of at least `high` turns is unchanged. Frequencies in between
+    are interpolated: linearly in the turns with `llama3` (its reference code), or linearly in the index of the pair of
+    channels with `yarn` (Peng et al. 2023, section 3.2).
 
     Attributes:
-      factor: above 1.
-      low: in turns.
-      high: in turns.
-      original_length: in tokens.
+      factor: divisor of frequencies, above 1.
+      low: turns in `original_length` tokens up to which a frequency is divided.
+      high: turns in `original_length` tokens from which a frequency is unchanged.
+      original_length: sequence length without scaling, in tokens.
       kind: `linear`, `llama3` or `yarn`.
       whole_pairs: whether YaRN rounds the bounds of the interpolated pairs outwards, to integers.
     """
@@ -31,7 +32,12 @@ class Scaling(NamedTuple):
     whole_pairs: bool = True
 
     def unscaled(self, frequencies: jax.Array, base: float) -> jax.Array:
-        """Returns the share of each frequency, float32 [H / 2], that is not scaled: 0 to 1."""
+        """Returns the unscaled share of each frequency, float32 [H / 2]: 0 (divided by `factor`) to 1 (unchanged).
+
+        Args:
+          frequencies: float32 [H / 2], in radians per token, highest first.
+          base: theta, from which the frequencies were computed.
+        """
         if self.kind == "linear":
             return jnp.zeros_like(frequencies)
         if self.kind == "llama3":
@@ -52,9 +58,9 @@ def rotary_angles(positions: jax.Array, head_dim: int, base: float, scaling: Sca
 
     Args:
       positions: int32 [b, T].
-      head_dim: H, even.
+      head_dim: number of rotary channels of a head, H; even.
       base: theta, 10,000 in the paper.
-      scaling: of the frequencies, or None.
+      scaling: scaling of the frequencies; None: no scaling.
     """
     frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is not None:
@@ -67,9 +73,9 @@ def rotate(x: jax.Array, angles: jax.Array, stretch: jax.Array | float | None = 
     """Rotates the pair (x[i], x[i + H / 2]) of each head by its angle, in float32, and multiplies it by `stretch`.
 
     Args:
-      x: [b, T, heads, H].
-      angles: float32 [b, T, H / 2].
-      stretch: float32 scalar; None: 1.
+      x: queries or keys [b, T, heads, H].
+      angles: float32 [b, T, H / 2], in radians, see `rotary_angles`.
+      stretch: factor of the rotated pairs, a number or float32 scalar; None: 1.
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosine, sine = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
@@ -79,8 +85,12 @@ def rotate(x: jax.Array, angles: jax.Array, stretch: jax.Array | float | None = 
 
 
 def rotate_neighbours(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotates the pair (x[2 i], x[2 i + 1]) of each head by its angle.
+    """Rotates the pair (x[2 i], x[2 i + 1]) of each head by its angle, in float32; returns [b, T, heads, H].
 
-    Returns the pairs as two halves, see `rotate`.
+    The channels of the result are reordered: pair i is at i and i + H / 2, as in `rotate`.
+
+    Args:
+      x: queries or keys [b, T, heads, H].
+      angles: float32 [b, T, H / 2], in radians.
     """
     return rotate(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), angles)

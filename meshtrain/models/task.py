@@ -1,7 +1,7 @@
 """The contract between a model and the training program: a user's model is a `Task`.
 
 B: sequences in the global batch, b: sequences in a microbatch, T: tokens per sequence, D: embed dim, K: layers in a
-stack. For generation: R: rows, each one text, P: tokens per prompt after padding, V: padded vocabulary.
+stack. For generation: R: rows (one text per row), P: tokens per prompt after padding, V: padded vocabulary.
 """
 
 import collections
@@ -30,7 +30,8 @@ Cache: TypeAlias = Arrays  # a dict of arrays, as `Decode.cache` describes them
 Activations: TypeAlias = Arrays  # the activations between layers: one array or a pytree of arrays, see `Stages`
 
 Loss = tuple[jax.Array, jax.Array, Metrics]
-# Additions of layers to the loss sum and to the metrics of a batch, float32; None: nothing.
+# (auxiliary loss, metrics) that layers add to the loss sum and the metrics of a batch, float32; None: layers add
+# neither.
 LayerSums = tuple[jax.Array, Metrics] | None
 AfterUpdate = Callable[[Params, Metrics], Params]
 
@@ -39,7 +40,8 @@ AfterUpdate = Callable[[Params, Metrics], Params]
 SEQUENCE_INDEX = "sequence_index"
 LAYERS = "layers"  # the key of the stack of layers among parameters, and the logical axis along it
 _SUMMED = (jnp.dtype(jnp.float32), jnp.dtype(jnp.int32))  # dtypes that can be summed over microbatches and replicas
-# Columns of a run's log, in addition to the task's unit and its rate: a metric of the same name would be lost.
+# Names of the columns of a run's log; the task's unit and its rate are columns too. A metric with the name of a column
+# would be lost.
 TAKEN = (
     *("step", "loss", "weight", "grad_norm", "learning_rate", "loss_scale", "mfu", "model_flops_per_second"),
     *("skipped_steps", "skipped_in_a_row", "first_not_finite", "first_not_finite_layer", "processes", "slow_process"),
@@ -49,7 +51,14 @@ TAKEN = (
 
 
 class Sums(NamedTuple):
-    """Sums over the targets of a batch: float32 scalars, and gradients with the structure of the parameters."""
+    """The loss, weight, metrics and gradients of a batch, each summed over the batch's targets.
+
+    Attributes:
+      loss: float32 scalar.
+      weight: float32 scalar, the sum of the targets' weights; `loss / weight` is the mean loss.
+      metrics: metric name -> float32 scalar or kind of metric (`metrics.py`).
+      gradients: gradients of `loss`, with the structure of the parameters.
+    """
 
     loss: jax.Array
     weight: jax.Array
@@ -59,16 +68,16 @@ class Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One array of a batch or of a cache: its shape, its dtype and its logical axes.
+    """The description of one array of a batch or of a cache: its shape, its dtype and its logical axes.
 
     Attributes:
-      shape: the global shape: [B, ...] in a batch.
-      dtype: of its elements.
-      axes: a logical axis or None for each dim; in a batch the first is "batch". The activation rules map them to mesh
-        axes; a dim with None is not split.
-      below: exclusive upper bound of integers, which must be at least 0: the vocabulary size of token ids, the number
-        of classes of labels. JAX clamps an index that is out of range, so a wrong id would train silently. 0: any
-        value.
+      shape: global shape; [B, ...] for an array of a batch.
+      dtype: dtype of the elements.
+      axes: a logical axis or None for each dim; in a batch the first is "batch". The activation rules map logical axes
+        to mesh axes. A dim with None is not split.
+      below: exclusive upper bound of the array's integers, which must be at least 0. Examples are the vocabulary size
+        for token ids and the number of classes for labels. JAX clamps an index that is out of range, so training would
+        silently use a wrong id. 0: any value is allowed.
     """
 
     shape: tuple[int, ...]
@@ -79,40 +88,42 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A model split for a pipeline: its loss is `last(repeated(... repeated(first(batch))))`, plus the layers' sums.
+    """A model split for a pipeline: its loss is `last(repeated(... repeated(first(batch))))`, plus the layers' losses.
 
     `loss_of_stages` builds `Task.loss` from the same functions. All stages run `first` and `last`, on the same values.
-    If `axis` names a mesh axis, the two may split their work over it with the collectives in `vocabulary.py`. If they
-    ignore `axis`, every stage repeats the same work.
+    If `axis` names a mesh axis, `first` and `last` may split their work over this axis with the collectives in
+    `vocabulary.py`. If they ignore `axis`, every stage repeats the same work.
 
     Activations are one array or a pytree of arrays (dicts, tuples, registered dataclasses). Each leaf is sent from
-    stage to stage. Gradients flow through floating leaves; integers and bools are only passed on.
+    stage to stage. Gradients flow through floating-point leaves. Leaves of integers and bools are sent without a
+    gradient.
 
     Attributes:
-      num_layers: layers in the model, the leading dim of each leaf of `params["layers"]`. If a pipeline has padding
-        layers, `repeated` gets zeros for them, and their results are dropped.
+      num_layers: number of layers in the model, the leading dim of each leaf of `params["layers"]`. If a pipeline has
+        padding layers, `repeated` gets zeros as their weights, and their results are dropped.
       first: (params without layers, batch, rng, train, axis) -> activations, such as [b, T, D].
       repeated: (layers with leading dim K, activations, batch, rng, index of the first layer, train) -> (activations,
-        sums). Activations keep their structure, shapes and dtypes. Sums are None, or (loss, metrics) summed over the K
-        layers and the sequences of this batch: a float32 scalar that is added to the loss sum of `last` (an auxiliary
-        loss such as the load balance of experts, already multiplied by its coefficient), and a dict of metrics
-        (`metrics.py`) that are added to the metrics of `last`. Both are divided by the weight of `last`, like the loss:
-        multiply a mean over tokens by the number of targets. They must be sums over sequences, otherwise the loss would
-        depend on the number of microbatches.
+        sums). Activations keep their structure, shapes and dtypes. `sums` is None, or (loss, metrics) summed over the K
+        layers and the sequences of this batch. `loss` is an auxiliary loss such as the load balance of experts, already
+        multiplied by its coefficient: a float32 scalar that is added to the loss sum of `last`. `metrics` is a dict of
+        metrics (`metrics.py`) that are added to the metrics of `last`. Both are divided by the weight of `last`, like
+        the loss, so multiply a mean over tokens by the number of targets. Both must be sums over sequences, otherwise
+        the loss would depend on the number of microbatches.
       last: (params without layers, activations, batch, axis) -> (loss sum, weight, metrics), float32 scalars.
-      logits: (params without layers, activations, axis) -> this stage's columns of `Task.logits`, or None.
+      logits: (params without layers, activations, axis) -> this stage's columns of `Task.logits`; None: the model has
+        no logits.
       cast: layers -> layers in their compute dtypes. It runs once a step, and the copy takes memory during the step.
-        None: `repeated` casts them, again for each microbatch.
-      num_together: number of layers per call of `repeated` in a pipeline's training, a divisor of the layers in a
-        chunk, and with padding layers also of all layers. The residuals that `jax.vjp` saves for a call are stored
-        until the backward row, except for residuals that do not depend on activations; `jax.checkpoint` inside
-        `repeated` determines the recomputation.
-      with_stack: (layers with leading dim K, the stage's layers with leading dim N, index of the first of the K among
-        the N, int32 scalar) -> layers for `repeated`, in training, with additional arrays of the N layers. A library's
-        kernel can read its layer directly in these arrays; a slice of a stack would be copied by XLA. These arrays get
-        no gradient. None: there are no additional arrays.
-      loss_name: the metric for the mean loss of `last` in training, without the loss that layers add, which is
-        comparable with an evaluation's loss; '': there is none. Without sums of layers there is none either.
+        None: `repeated` casts the layers, again for each microbatch.
+      num_together: number of layers per call of `repeated` in a pipeline's training. It must divide the number of
+        layers in a chunk (consecutive layers of one stage), and with padding layers also `num_layers`. The residuals
+        that `jax.vjp` saves for a call are stored until the call's backward pass, except for residuals that do not
+        depend on activations. `jax.checkpoint` inside `repeated` determines the recomputation.
+      with_stack: adds arrays of all layers of a stage to the layers that `repeated` gets in training. The arguments are
+        (layers with leading dim K, all layers of the stage with leading dim N, int32 scalar: the index of the first of
+        the K layers among the N), the result is layers. A library's kernel can read one layer directly in the added
+        arrays, whereas XLA would copy a slice of a stack. The added arrays get no gradient. None: no arrays are added.
+      loss_name: name of a training metric with the mean loss of `last`, without the auxiliary losses of layers, so that
+        it is comparable with the loss of an evaluation. '': no metric. There is no metric either if `sums` is None.
     """
 
     num_layers: int
@@ -130,8 +141,8 @@ class Stages:
 class Decode:
     """Functions with which a task generates tokens. The same loop serves decoders and encoder-decoders.
 
-    Every row has its own prompt and its own position, both of which the cache stores. A decoder's prompt is the start
-    of the text. An encoder-decoder's prompt is the source: `prefill` encodes it, computes the keys and values of
+    Every row has a separate prompt and position; the cache stores both. A decoder's prompt is the start of the text. An
+    encoder-decoder's prompt is the source: `prefill` encodes the source, computes the keys and values of
     cross-attention once, and feeds the begin token of the target.
 
     Attributes:
@@ -140,15 +151,16 @@ class Decode:
         tokens. The logits are for each row's first new token, with padding of the vocabulary at minus infinity.
       step: (params, tokens int32 [R], cache) -> (logits float32 [R, V], cache). It appends one token to each row. The
         cache keeps its shapes and dtypes. A finished row may get any legal token.
-      cache: (R, P, maximum number of calls of `step`) -> name -> `Entry`, for a cache of prompts padded to P. An empty
-        cache has zeros in every array. The activation rules shard it, as they shard a batch.
+      cache: (R, P, maximum number of calls of `step`) -> the cache's arrays as a dict from name to `Entry`, for prompts
+        padded to P tokens. An empty cache has zeros in every array. The activation rules shard a cache, as they shard a
+        batch.
       cast: params -> params in their compute dtypes, applied once before the loop; None: no cast.
-      continues: whether the text continues the prompt: both count the same positions and are shown together. False: the
-        prompt is the source of an encoder-decoder.
-      max_prompt: maximum tokens in a prompt; 0: any number within `max_positions`.
+      continues: whether the generated text continues the prompt. Then positions are counted through both, and both are
+        shown together. False: the prompt is the source of an encoder-decoder.
+      max_prompt: maximum number of tokens in a prompt; 0: any number within `max_positions`.
       max_positions: maximum number of positions, including the prompt if the text `continues` it; 0: any number.
-      trained_positions: positions in the sequences of training, counted in the same way. Beyond them text may be poor.
-        0: unknown.
+      trained_positions: number of positions in a training sequence, counted like `max_positions`. Text beyond this
+        position may be poor. 0: unknown.
     """
 
     prefill: Callable[[Params, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
@@ -174,33 +186,34 @@ class Task:
         dims after the first are not split.
       logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None: the task
         generates no text. Without `decode` each new token takes one forward pass over a complete sequence.
-      stages: the model split for a pipeline, with `params["layers"]` stacked; None: it does not run in a pipeline.
-      decode: functions that generate tokens one after the other, with a cache; None: `logits` is used.
+      stages: the model split for a pipeline, with `params["layers"]` stacked; None: the task cannot run in a pipeline.
+      decode: functions that generate tokens one after the other, with a cache; None: generation calls `logits`.
       flops_per_token: model FLOPs of one forward and backward pass for one unit (a token, an image); 0: unknown.
       attention_flops_per_token: the part of `flops_per_token` in the matmuls of full attention; a causal kernel
         computes half of it.
-      num_parameters: parameters without padding; 0: they are counted, including padding.
-      num_active_parameters: parameters that process one token, if experts make it fewer than all; 0: all.
+      num_parameters: number of parameters without padding; 0: all array elements are counted, including padding.
+      num_active_parameters: number of parameters that process one token in a model with experts; 0: all parameters.
       cost: (size of each mesh axis, units of a microbatch that one device computes) -> `cost.Cost`, for `plan`: bytes
-        sent and saved, and skipped work; without it, these are unknown. Its arguments are plain numbers, not a mesh.
-      attends_within_segments: whether the computation for a token depends only on tokens with its segment id, so that
-        texts may share a row.
+        sent and saved, and skipped work. These are unknown with the default. The arguments are plain numbers, not a
+        mesh.
+      attends_within_segments: whether the computation for a token depends only on tokens with the same segment id, so
+        that several texts can be packed into one row.
       begin: params -> params, applied before the first step of a run that starts from another run's weights
-        (`init_from`). It sets the weights that `init` derives from others, such as a copy of the initial weights; None:
-        there are none.
-      after_update: (params, metrics) -> params, further changes of a step after the optimizer's update, such as biases
-        against the load of experts; None: none. It gets the updated parameters (trained parameters in float32), with
-        layers in layer order, and the sums of the batch's metrics before any division. Frozen weights stay, and a
-        skipped step changes nothing.
-      takes_manual_axes: whether the model can be traced if the data axis is manual and other axes are not. Then
-        gradients are reduced over data once a step. Otherwise, on meshes with fsdp or an axis after it, data is left to
-        the partitioner, which reduces gradients once per microbatch. A plain `table[tokens]` in a sharded table does
-        not support it, because XLA's partitioner aborts the process. `vocabulary.look_up` supports it.
-      width: D, of the residual stream; the learning rate `noam` depends on it. 0: unknown.
+        (`init_from`). It recomputes the weights that `init` derives from other weights, such as a copy of the initial
+        weights. None: `init` derives no weights from others.
+      after_update: (params, metrics) -> params, a change after each update of the optimizer, such as moving router
+        biases against the load of experts; None: no change. It gets the updated parameters (trained parameters in
+        float32), with layers in layer order, and the sums of the batch's metrics before any division. Changes of frozen
+        weights are dropped, and so are all changes of a skipped step.
+      takes_manual_axes: whether the model can be traced if the data axis is manual and other axes are not. If true,
+        gradients are reduced over data once a step. If false, XLA's partitioner handles the data axis on meshes with
+        fsdp or an axis after it, and reduces gradients once per microbatch. A plain `table[tokens]` in a sharded table
+        requires false, because XLA's partitioner would abort the process; `vocabulary.look_up` allows true.
+      width: width D of the residual stream, on which the learning rate `noam` depends; 0: unknown.
       vocab_size: exclusive upper bound of the data's token ids; 0: unknown, or there are no tokens.
       unit: the unit of throughput, in the plural: for `tokens`, metrics.jsonl has `tokens` and `tokens_per_second`.
-      units_per_step: units in a global batch; 0: see `num_units`.
-      batch_text: the size of a global batch as text; '': derived from the shapes of its entries.
+      units_per_step: number of units in a global batch; 0: counted from the shapes of `batch`, see `num_units`.
+      batch_text: text that states the size of a global batch; '': derived from the shapes of its entries.
       higher_is_better: names of metrics in `loss` for which a larger value is better; for the loss and other metrics a
         smaller value is better. `checkpoint.best_metric` uses it. Names that `loss` does not return are ignored.
     """
@@ -254,7 +267,7 @@ _WORDS = {
 
 
 def kind_problems(task: Task) -> list[Problem]:
-    """Returns an error line for each attribute of a wrong type, such as a text in place of a number."""
+    """Returns an error line for each field of the task whose value has a wrong type, such as a text for a number."""
     lines = []
     for field in dataclasses.fields(task):
         value, kinds = getattr(task, field.name), _kinds(field.type)
@@ -277,15 +290,15 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 
 
 def check_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss") -> Callable[..., Loss]:
-    """Wraps a loss function so that, while it is traced, its result is checked: (sum, weight, metrics), all scalars.
+    """Wraps a loss function to check, while JAX traces it, that it returns scalars (sum, weight) and a dict of metrics.
 
-    The returned function raises UserError if the result has another form, if a number is neither float32 nor int32 (its
-    rounding would depend on mesh and microbatches), or if a metric has a reserved name.
+    The returned function raises UserError if the result has another form, or if a metric has a reserved name. It also
+    raises if a number is neither float32 nor int32, because its rounding would depend on mesh and microbatches.
 
     Args:
-      loss: any arguments -> anything, such as `Task.loss`.
-      unit: of the task, which names two columns of the log.
-      where: its name in errors.
+      loss: the function to check, such as `Task.loss`; it may take any arguments.
+      unit: the task's unit, such as `tokens`; `tokens` and `tokens_per_second` are then reserved names.
+      where: the function's name in error lines.
     """
     own = {*TAKEN, unit, f"{unit}_per_second"}
 
@@ -322,7 +335,7 @@ def check_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss") -
 
 
 def check_task(task: Task) -> Task:
-    """Returns a task whose loss, and whose `Stages.last`, are checked by `check_loss`."""
+    """Returns the task with `Task.loss` and `Stages.last` wrapped by `check_loss`, which checks their results."""
     stages = task.stages
     if stages:
         stages = dataclasses.replace(stages, last=check_loss(stages.last, task.unit, "Task.stages.last"))
@@ -330,12 +343,14 @@ def check_task(task: Task) -> Task:
 
 
 def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[Problem]:
-    """Returns an error line for each weight below `layers` that does not stack all layers, as a pipeline requires.
+    """Returns an error line for each weight in `params["layers"]` whose first dim is not the stack of all layers.
+
+    A pipeline requires that each of these weights has the shape [num_layers, ...] and the first logical axis `layers`.
 
     Args:
-      num_layers: of `Stages`.
-      params: abstract, in layer order.
-      axes: their logical axes; None for a leaf without.
+      num_layers: number of layers, from `Stages.num_layers`.
+      params: abstract parameters of the task, with layers in layer order.
+      axes: logical axes of each parameter; None for a parameter without logical axes.
     """
     if LAYERS not in params:
         keys = ", ".join(map(str, params))
@@ -365,12 +380,12 @@ def refuse_weights(params: Params, trained: Params) -> None:
     """Checks that each weight of a task can be stored under a distinct name, and that trained weights have gradients.
 
     Args:
-      params: abstract.
-      trained: the parameters that the optimizer updates.
+      params: abstract parameters of the task.
+      trained: abstract parameters that the optimizer updates.
 
     Raises:
-      UserError: one line for each weight without elements, for two weights with the same name, and for a trained weight
-        of integers.
+      UserError: has one line for each weight without elements, each pair of weights with the same name in a checkpoint,
+        and each trained weight of integers.
     """
     problems, taken = list[Problem](), dict[str, str]()
     for path, leaf in leaves_with_paths(params):
@@ -409,9 +424,9 @@ def refuse_weights(params: Params, trained: Params) -> None:
 
 
 def check_after_update(after_update: AfterUpdate) -> AfterUpdate:
-    """Wraps `Task.after_update` so that, while it is traced, parameters are checked to keep their structure and shapes.
+    """Wraps `Task.after_update` to check, while JAX traces it, that parameters keep their structure and shapes.
 
-    The returned function raises UserError if they do not.
+    The returned function raises UserError for the first parameter that is missing, additional, or of another shape.
     """
 
     def checked(params: Params, metrics: Metrics) -> Params:
@@ -434,12 +449,14 @@ def check_after_update(after_update: AfterUpdate) -> AfterUpdate:
 
 
 def with_layer_sums(loss: Loss, sums: LayerSums, loss_name: str) -> Loss:
-    """Returns the loss of a batch with the sums of its layers added; metrics of the same name are added.
+    """Returns the loss and metrics of a batch, with the layers' auxiliary loss and metrics added.
+
+    Metrics with the same name are added up.
 
     Args:
-      loss: of `Stages.last`.
-      sums: of the layers; None: nothing is added.
-      loss_name: see `Stages.loss_name`.
+      loss: (loss sum, weight, metrics), returned by `Stages.last`.
+      sums: (auxiliary loss, metrics), returned by `Stages.repeated`; None: `loss` is returned unchanged.
+      loss_name: name of a metric for the loss sum without the auxiliary loss; '': no such metric.
     """
     if sums is None:
         return loss
@@ -453,7 +470,7 @@ def with_layer_sums(loss: Loss, sums: LayerSums, loss_name: str) -> Loss:
 def loss_of_stages(stages: Stages, casts_first: bool = False) -> Callable[[Params, Batch, jax.Array, bool], Loss]:
     """Builds `Task.loss` from the functions of `Stages`: all layers run in one call, with None for `axis`.
 
-    With `casts_first` and `Stages.cast`, training casts all layers before they run.
+    If `casts_first` is true and `Stages.cast` is a function, training casts all layers before the first layer runs.
     """
 
     def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
@@ -467,10 +484,10 @@ def loss_of_stages(stages: Stages, casts_first: bool = False) -> Callable[[Param
 
 
 def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:
-    """Returns `Task.batch` of a text model: the entries of packed tokens, which the loader fills.
+    """Returns `Task.batch` of a text model: the arrays of packed tokens, which the loader fills.
 
     `tokens`, `targets`, `segment_ids` (0 is padding) and `positions` (within the document) are int32 [B, T]. `weights`
-    are float32 [B, T], 1 if the target counts.
+    are float32 [B, T]: 1 if the target is part of the loss, else 0.
 
     >>> {name: entry.shape for name, entry in token_batch(8, 128).items() if name != "positions"}
     {'tokens': (8, 128), 'targets': (8, 128), 'segment_ids': (8, 128), 'weights': (8, 128)}
@@ -481,9 +498,10 @@ def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:
 
 
 def limits(task: Task) -> dict[str, int]:
-    """Returns entry name -> the exclusive upper bound of its integers; see `Entry.below`.
+    """Returns the exclusive upper bounds of the integers in a batch, as a dict from entry name to bound.
 
-    For `tokens` and `targets` without a bound, it is the task's vocabulary size, if the task states it.
+    A bound comes from `Entry.below`. Without it, the bound of `tokens` and `targets` is the task's vocabulary size, if
+    the task states it. Entries without a bound are left out.
     """
     ids = {name: task.vocab_size for name in ("tokens", "targets") if name in task.batch and task.vocab_size}
     own = {name: entry.below for name, entry in task.batch.items() if isinstance(entry, Entry) and entry.below}
@@ -491,17 +509,17 @@ def limits(task: Task) -> dict[str, int]:
 
 
 def entries(task: Task, batch_size: int) -> dict[str, Entry]:
-    """Returns the task's batch with an `Entry` for each name.
+    """Returns the task's batch as a dict from name to `Entry`, after checking it.
 
     Args:
-      task: the task. A `jax.ShapeDtypeStruct` in its batch becomes an entry with "batch" for the first dim and None for
-        the others.
+      task: the task whose batch and unit are checked. A `jax.ShapeDtypeStruct` in its batch becomes an entry with
+        "batch" for the first dim and None for the other dims.
       batch_size: B, the required first dim of each entry.
 
     Raises:
-      UserError: one line for each problem: a value that is no entry; an entry whose first dim is not the batch of B
-        examples, whose axes do not match its dims, or with the name that the step adds; a unit that is no identifier;
-        an empty batch.
+      UserError: has one line for each problem. Each value must have a shape and a dtype. Its first dim must be B with
+        the axis "batch", and each dim needs an axis or None. The name `SEQUENCE_INDEX` is reserved. The batch must not
+        be empty, and the task's unit must be an identifier.
     """
     result, problems = dict[str, Entry](), list[Problem]()
     given: Tree = task.batch
@@ -547,24 +565,25 @@ def _is_shaped(given: Leaf) -> bool:
 
 
 def batch_axes(batch: Mapping[str, Entry]) -> dict[str, tuple[str | None, ...]]:
-    """Returns the logical axes of each entry in the step, including the sequence index that the step adds."""
+    """Returns the logical axes of each batch entry by name, including the sequence index that the step adds."""
     return {**{name: entry.axes for name, entry in batch.items()}, SEQUENCE_INDEX: ("batch",)}
 
 
 def sequence_keys(rng: jax.Array, batch: Batch) -> jax.Array:
-    """Returns one key for each sequence, keys [b]: `rng` with the sequence's index in the global batch folded in.
+    """Returns one random key per sequence, [b]: `rng` with the sequence's index in the global batch folded in.
 
-    Random numbers from these keys are the same on every mesh and with any number of microbatches.
+    Random numbers from these keys are the same on every mesh and with any number of microbatches. The indices are the
+    batch's entry `SEQUENCE_INDEX`.
     """
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, batch[SEQUENCE_INDEX])
 
 
 def num_parameters(init: Callable[[jax.Array], Arrays], sizes: dict[str, int]) -> int:
-    """Returns the number of parameters of a model whose leaves are all boxed; touches no device.
+    """Returns the number of a model's parameters without padding, computed from shapes without using a device.
 
     Args:
       init: rng -> parameters, each boxed with its logical axes.
-      sizes: logical axis -> the size to count with, for dims that are stored with padding (`vocab`).
+      sizes: logical axis -> size without padding, for dims that are stored with padding, such as `vocab`.
     """
     params, axes = params_with_axes(init)
 

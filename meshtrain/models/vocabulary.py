@@ -6,14 +6,14 @@ inserts collectives over other axes. Inside a manual region, differentiating thr
 large by the size of the axis, so each backward pass in this module is derived manually.
 
 b: sequences in a microbatch, T: tokens per sequence, D: embed dim, v: rows of a table or columns of logits on this
-shard of a manual axis (all without an axis); N: tokens on one device, n: chunks, c: tokens in a chunk, V: columns on
-one device.
+shard of a manual axis (the complete vocabulary without a manual axis); N: tokens on one device, n: chunks, c: tokens in
+a chunk, V: columns on one device.
 
-Logits of N tokens take N V numbers, and so does their gradient; with large vocabularies this exceeds the rest of the
-step. `in_chunks` computes c V of them at a time. The loss is a sum, whose cotangent is a scalar. So the loop of the
-forward pass also computes each chunk's gradients, and the backward pass multiplies them by the cotangent: three
-products, the same number as without chunks. (Chunks of tokens with gradients in the forward pass: Hsu et al. 2024,
-Liger Kernel.)
+Logits of N tokens take N V numbers, and so does their gradient. With large vocabularies these two arrays take more
+memory than all other arrays of the step. `in_chunks` therefore computes the logits of c tokens at a time, c V numbers.
+The loss is a sum, whose cotangent is a scalar. So the loop of the forward pass also computes each chunk's gradients,
+and the backward pass multiplies them by the cotangent: three products, the same number as without chunks. (Chunks of
+tokens with gradients in the forward pass: Hsu et al. 2024, Liger Kernel.)
 
 The loop runs on each device's own tokens and columns (`jax.shard_map`). The gradient of the weight is summed locally,
 in float32, and is reduced once, after the loop. In the loop, only two numbers per token are summed over the shards of
@@ -47,7 +47,7 @@ TOKENS, RESIDUAL = ("batch", "sequence"), ("batch", "residual_sequence", "embed"
 
 Axis = str | tuple[str, ...] | None
 
-# (product, x [b, T, D], stored weight in its compute dtype) -> the logits, or a loss.
+# (product, x [b, T, D], the head's weight in its compute dtype and stored sharding) -> the logits, or a loss.
 Loss = Callable[["Product", jax.Array, jax.Array], jax.Array]
 
 # The loss, and the gradients of x [b, T, D] and of the weight; None for a gradient that is not needed.
@@ -65,15 +65,18 @@ FLOAT16_SCALE = 2.0**12
 
 
 def psum_float32(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
-    """Sums over a manual axis in float32 (the CPU compiler aborts on bfloat16); returns the dtype of `x`."""
+    """Returns the sum of `x` over a manual mesh axis, computed in float32 and rounded to the dtype of `x`.
+
+    XLA's CPU compiler aborts on a bfloat16 psum.
+    """
     return jax.lax.psum(x.astype(jnp.float32), axis).astype(x.dtype)
 
 
 def psum_of_one(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
-    """Sums an array over a manual axis on which all shards but one are zero; keeps the dtype and exact bits.
+    """Returns the sum over a manual mesh axis of an array that is zero on all shards except one, with exact bits.
 
-    Two 16-bit numbers are sent as one 32-bit integer, in half the bytes of `psum_float32`; this is exact because only
-    one addend is nonzero. Arrays with an odd last dim are sent in float32.
+    Two 16-bit numbers are sent as one 32-bit integer, in half the bytes of `psum_float32`. This is exact because only
+    one addend is nonzero. 16-bit arrays with an odd last dim are sent in float32. The result has the dtype of `x`.
     """
     if x.dtype.itemsize == 2 and x.ndim and x.shape[-1] % 2 == 0:
         pairs = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
@@ -87,7 +90,11 @@ def psum_of_one(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 def copy_to_shards(x: jax.Array, axis: Axis) -> jax.Array:
     """Returns `x`, which is replicated over the axis; the backward pass sums the cotangents over the axis.
 
-    It is the operator f of Megatron-LM, and `from_one_shard` is g (Shoeybi et al. 2019, section 3).
+    This is the operator f of Megatron-LM, and `from_one_shard` is the operator g (Shoeybi et al. 2019, section 3).
+
+    Args:
+      x: the same array on all shards of the axis.
+      axis: manual mesh axis or axes; None: the cotangent is not summed.
     """
     return x
 
@@ -105,7 +112,12 @@ copy_to_shards.defvjp(_copy_forward, _copy_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def from_one_shard(x: jax.Array, axis: Axis) -> jax.Array:
-    """Returns the array of the one shard that is not zero, on all shards; the backward pass is the identity."""
+    """Copies the array of the only nonzero shard to all shards of the axis; the backward pass is the identity.
+
+    Args:
+      x: an array that is zero on all shards except one.
+      axis: manual mesh axis or axes; None: `x` is returned unchanged.
+    """
     return x if axis is None else psum_of_one(x, axis)
 
 
@@ -121,7 +133,12 @@ from_one_shard.defvjp(_one_forward, _one_backward)
 
 
 def first_column(num_columns: int, axis: Axis) -> jax.Array | int:
-    """Returns the index in the complete vocabulary of the first of this shard's `num_columns` columns or rows."""
+    """Returns the vocabulary index of this shard's first column or row, int32; 0 if `axis` is None.
+
+    Args:
+      num_columns: columns of logits, or rows of a table, on each shard.
+      axis: the manual mesh axis or axes over which the vocabulary is sharded, or None.
+    """
     return 0 if axis is None else jax.lax.axis_index(axis) * num_columns
 
 
@@ -133,8 +150,8 @@ def cross_entropy(
     Args:
       logits: [b, T, v], any float dtype; the softmax is taken in float32.
       targets: int32 [b, T], indices into the complete vocabulary.
-      weights: float32 [b, T].
-      vocab_size: columns from here on are padding and get no probability.
+      weights: float32 [b, T], the weight of each target in the sum.
+      vocab_size: size of the vocabulary without padding; columns from this index on get no probability.
       axis: the manual mesh axis over which the columns are sharded, or None.
     """
     return jnp.sum(token_losses(logits, targets, vocab_size, axis) * weights)
@@ -149,7 +166,11 @@ def token_losses(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: A
 def losses_and_residuals(
     logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Returns `token_losses`, and the residuals for `gradient_of_logits`; for the arguments see `cross_entropy`."""
+    """Returns `token_losses`, and the residuals for the backward pass; for the arguments see `cross_entropy`.
+
+    Returns:
+      (float32 [b, T], (logits, targets, logarithms of the softmax's sums float32 [b, T])).
+    """
     masked, is_target = _mask_logits(logits, targets, vocab_size, axis)
     maximum = jnp.max(masked, axis=-1)
     if axis is not None:
@@ -176,13 +197,13 @@ token_losses.defvjp(losses_and_residuals, _token_losses_backward)
 def gradient_of_logits(
     residuals: tuple[jax.Array, ...], cotangents: jax.Array, vocab_size: int, axis: Axis
 ) -> jax.Array:
-    """Returns the gradient of the logits, [b, T, v] in their dtype.
+    """Returns the gradient of the logits, [b, T, v], in the dtype of the logits.
 
     Args:
-      residuals: from `losses_and_residuals`.
-      cotangents: of the tokens' losses, float32 [b, T].
-      vocab_size: see `cross_entropy`.
-      axis: see `cross_entropy`.
+      residuals: (logits, targets, logarithms of the softmax's sums), returned by `losses_and_residuals`.
+      cotangents: cotangents of the tokens' losses, float32 [b, T].
+      vocab_size: size of the vocabulary without padding.
+      axis: the manual mesh axis over which the columns of logits are sharded, or None.
     """
     logits, targets, log_normalizer = residuals
     masked, is_target = _mask_logits(logits, targets, vocab_size, axis)
@@ -191,7 +212,7 @@ def gradient_of_logits(
 
 
 def without_padding(logits: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:
-    """Returns float32 logits [b, T, v] with columns from `vocab_size` on at minus infinity.
+    """Returns float32 logits [b, T, v] with minus infinity in the columns of padding, from `vocab_size` on.
 
     >>> without_padding(jnp.zeros((1, 1, 4)), vocab_size=3).tolist()
     [[[0.0, 0.0, 0.0, -inf]]]
@@ -210,16 +231,17 @@ def _mask_logits(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Array:
-    """Returns table[rows], [b, T, D], with zeros for rows below 0 or from v on.
+    """Returns the rows of an embedding table, table[rows], [b, T, D]; zeros for an index below 0 or from v on.
 
-    Each shard looks up its own rows, and the results are summed. This is a manual region, because the partitioner's own
-    gather aborts the compiler on some meshes inside a pipeline. If the table's rows are split over the axes that split
-    the residual stream's sequence, the sum is a reduce-scatter and the result is sharded like the residual stream.
+    Each shard looks up the rows that it stores, and the results are summed over shards. This is a manual region,
+    because the gather of XLA's partitioner aborts the compiler on some meshes inside a pipeline. If the table's rows
+    are split over the axes that split the residual stream's sequence, the sum is a reduce-scatter and the result is
+    sharded like the residual stream.
 
     Args:
       table: [v, D], gathered over the axes that split it for storage only.
-      rows: int32 [b, T].
-      placement: the shardings of the table, the rows and the result.
+      rows: row indices int32 [b, T], such as token ids.
+      placement: determines the shardings of the table, the indices and the result.
     """
     vocabulary, batch = _specs(table, rows, placement)
     axes = axes_in(vocabulary)
@@ -278,7 +300,7 @@ def _specs(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[Par
 
 
 def _scattered_axes(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[str, ...]:
-    """Returns the mesh axes over which the sum of a look-up is scattered along the sequence."""
+    """Returns the mesh axes over which the sum of `look_up` is scattered along the sequence; () for a plain sum."""
     vocabulary, batch = _specs(table, rows, placement)
     of_residual = placement.activation_spec((*rows.shape, table.shape[1]), RESIDUAL)
     _, of_tokens, _ = axes_of_dims(of_residual, len(RESIDUAL))
@@ -289,12 +311,12 @@ def _scattered_axes(table: jax.Array, rows: jax.Array, placement: Placement) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """How logits are computed from activations and the head's weight.
+    """The settings of the head's matmul, which computes logits from activations and the head's weight.
 
     Attributes:
-      placement: the shardings of activations and of the gathered weight.
-      names: the logical axes of the weight: `KERNEL` [D, v], or `TABLE` [v, D] if embeddings are tied.
-      output_dtype: of the logits.
+      placement: determines the shardings of activations and of the gathered weight.
+      names: logical axes of the weight: `KERNEL` for [D, v], or `TABLE` for [v, D] if embeddings are tied.
+      output_dtype: dtype of the logits.
       cap: logits become cap tanh(logit / cap); 0: no cap.
     """
 
@@ -305,12 +327,12 @@ class Product:
 
 
 def logits(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns logits [b, T, v] in the output dtype, including padding.
+    """Returns logits [b, T, v] in the output dtype, including the columns of padding.
 
     Args:
-      product: how they are computed.
-      x: [b, T, D].
-      weight: as stored, in its compute dtype.
+      product: settings of the matmul: shardings, logical axes of the weight, output dtype and cap.
+      x: activations [b, T, D].
+      weight: weight of the head, [D, v] or [v, D], cast to its compute dtype and not yet gathered.
     """
     place = product.placement
     x = place.activation(x, ("batch", "sequence", "embed"))
@@ -322,12 +344,12 @@ def logits(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
-    """The cross-entropy loss of the head.
+    """The cross-entropy loss of the head; computes logits in chunks of tokens to save memory.
 
     Attributes:
-      vocab_size: columns from here on are padding and get no probability.
-      chunk: tokens in a chunk on one device; 0: as many as have logits of `CHUNK_BYTES`.
-      axis: the manual mesh axis over which the columns are sharded, or None.
+      vocab_size: size of the vocabulary without padding; columns from this index on get no probability.
+      chunk: number of tokens on one device whose logits are computed at a time; 0: logits of about `CHUNK_BYTES`.
+      axis: the manual mesh axis over which the columns of logits are sharded, or None.
     """
 
     vocab_size: int
@@ -340,11 +362,11 @@ class CrossEntropy:
         """Returns the weighted sum of -log softmax(logits)[target], a float32 scalar.
 
         Args:
-          product: computes the logits.
-          x: [b, T, D].
-          weight: of the head, as stored, in its compute dtype.
+          product: settings of the matmul that computes the logits.
+          x: activations after the last layer, [b, T, D].
+          weight: weight of the head, [D, v] or [v, D], cast to its compute dtype and not yet gathered.
           targets: int32 [b, T], indices into the complete vocabulary.
-          weights: float32 [b, T].
+          weights: float32 [b, T], the weight of each target in the sum.
         """
         shards = _Shards.of(product, x, weight)
         if num_chunks(shards.num_tokens, shards.num_columns, product.output_dtype, self.chunk) == 1:
@@ -354,16 +376,17 @@ class CrossEntropy:
 
 
 def num_chunks(num_tokens: int, num_columns: int, dtype: DTypeLike, chunk: int = 0) -> int:
-    """Returns n, the number of chunks of one device's tokens.
+    """Returns the number of chunks into which the loss splits one device's tokens.
 
     >>> num_chunks(16 * 8192, 128256, jnp.bfloat16), num_chunks(8 * 4096, 151936, jnp.bfloat16)
     (64, 16)
 
     Args:
-      num_tokens: N.
-      num_columns: V.
-      dtype: of the logits.
-      chunk: tokens in a chunk; 0: logits of about `CHUNK_BYTES`, up to a fifth more if chunks then divide the tokens.
+      num_tokens: number of tokens on one device.
+      num_columns: number of columns of logits on one device.
+      dtype: dtype of the logits.
+      chunk: maximum tokens in a chunk; 0: tokens with logits of about `CHUNK_BYTES`, up to a fifth more. A number of
+        chunks that divides the tokens is preferred, up to twice the minimum number.
     """
     wanted = chunk or max(1, CHUNK_BYTES // (num_columns * jnp.dtype(dtype).itemsize))
     least = math.ceil(num_tokens / min(wanted, num_tokens))
@@ -376,7 +399,11 @@ def num_chunks(num_tokens: int, num_columns: int, dtype: DTypeLike, chunk: int =
 def in_chunks(
     loss: CrossEntropy, product: Product, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """Returns the loss of `CrossEntropy.__call__`, computed over chunks of tokens; for the arguments see there."""
+    """Returns the loss of `CrossEntropy.__call__`, a float32 scalar, computed one chunk of tokens at a time.
+
+    The forward pass also computes the gradients of `x` and `weight` if they are needed. `loss` contains the settings;
+    for the other arguments see `CrossEntropy.__call__`.
+    """
     return _compute(loss, product, (x, weight, targets, weights), of_x=False, of_weight=False)[0]
 
 
@@ -393,12 +420,12 @@ def _chunks_backward(
     *gradients, like_x, like_weight = residuals
     if not isinstance(cotangent, jax.Array):  # a symbolic zero
         return None, None, None, None
-    # Seeds are powers of two, so this rounds nothing.
+    # A cotangent that is a power of two, such as a loss scale, adds no rounding.
     scaled = [
         None if gradient is None else (gradient.astype(jnp.float32) * cotangent).astype(like.dtype)
         for gradient, like in zip(gradients, (like_x, like_weight), strict=True)
     ]
-    # Weights of targets are data: their gradient is never read.
+    # The weights of targets are data, so their gradient is never needed.
     return scaled[0], scaled[1], None, None
 
 
@@ -408,9 +435,16 @@ in_chunks.defvjp(_chunks_forward, _chunks_backward, symbolic_zeros=True)
 def _compute(
     loss: CrossEntropy, product: Product, given: tuple[jax.Array, ...], *, of_x: bool, of_weight: bool
 ) -> Computed:
-    """Returns the loss and the requested gradients, for `in_chunks` with the same arguments.
+    """Returns the loss of `in_chunks`, the gradient of x and the gradient of the weight.
 
-    Gradients have the dtype of `_sum_dtype`; the gradient of the weight is sharded like the stored weight.
+    Gradients have the dtype of `_sum_dtype`. The gradient of the weight is sharded like the stored weight.
+
+    Args:
+      loss: settings of the loss.
+      product: settings of the matmul that computes the logits.
+      given: (x, weight, targets, weights), the other arguments of `in_chunks`.
+      of_x: whether the gradient of x is computed; otherwise it is None.
+      of_weight: whether the gradient of the weight is computed; otherwise it is None.
     """
     x, weight, targets, weights = given
     place, shards = product.placement, _Shards.of(product, x, weight)
@@ -432,17 +466,17 @@ def _compute(
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """The shardings of a head's arrays.
+    """The shardings of the arrays of a head and its loss.
 
     Attributes:
-      x: the spec of x, which is not split along D.
-      gradient_x: of its gradient, whose sequence may be split over the vocabulary's axes.
-      weight: of the gathered weight.
-      stored: of the stored weight.
-      batch: the axes that split tokens.
-      vocab: the axes that split columns.
-      num_tokens: N.
-      num_columns: V.
+      x: partition spec of the activations x, which are not split along D.
+      gradient_x: partition spec of the gradient of x, whose sequence may be split over the vocabulary's axes.
+      weight: partition spec of the gathered weight.
+      stored: partition spec of the stored weight.
+      batch: mesh axes that split tokens.
+      vocab: mesh axes that split columns of logits.
+      num_tokens: number of tokens on one device.
+      num_columns: number of columns of logits on one device.
     """
 
     x: PartitionSpec
@@ -456,7 +490,7 @@ class _Shards:
 
     @classmethod
     def of(cls, product: Product, x: jax.Array, weight: jax.Array) -> "_Shards":
-        """Returns the shardings of a product's arrays, without the axes that are already manual."""
+        """Returns the shardings of activations `x` and the head's `weight`, without axes that are already manual."""
         place, names = product.placement, product.names
         of_x = place.activation_spec(x.shape, X)
         gathered, stored = place.weight_spec(weight.shape, names), place.stored_spec(weight.shape, names)
@@ -466,7 +500,7 @@ class _Shards:
         return cls(of_x, sums_spec(place, x.shape, vocab), gathered, stored, batch, vocab, num_tokens, num_columns)
 
     def reduced_weight(self, gradient: jax.Array) -> jax.Array:
-        """Sums the gradient of the weight over the shards of the batch; each device keeps the shard that it stores."""
+        """Returns the gradient of the weight, summed over the shards of the batch, in the stored weight's sharding."""
         left = self.batch
         pairs = zip(axes_of_dims(self.stored, 2), axes_of_dims(self.weight, 2), strict=True)
         for dim, (stored, whole) in enumerate(pairs):
@@ -480,9 +514,10 @@ class _Shards:
 def _loop(
     loss: CrossEntropy, product: Product, shards: _Shards, local: tuple[jax.Array, ...], *, of_x: bool, of_weight: bool
 ) -> Computed:
-    """Returns the loss of one device's tokens, and its gradients of x and of the weight if requested.
+    """Returns the loss of one device's tokens, and the loss's gradients of x and of the weight (None if not requested).
 
-    `local` has this device's shards of x, weight, targets and weights.
+    `local` contains this device's shards of x, weight, targets and weights. Loss and gradients are not yet summed over
+    devices.
     """
     x, weight, targets, weights = local
     num_tokens, dim = shards.num_tokens, product.names.index("embed")
@@ -526,7 +561,7 @@ def _dot(left: jax.Array, right: jax.Array, dims: tuple[int, int], dtype: DTypeL
 
 
 def _sum_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Returns the dtype of a gradient between forward and backward pass, in which it is summed over shards.
+    """Returns the dtype in which a gradient is summed over shards and saved for the backward pass.
 
     Float16 becomes float32, because small numbers would be lost before they are multiplied by the loss scale.
     """

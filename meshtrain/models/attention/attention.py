@@ -1,16 +1,17 @@
-"""The record that describes an attention, and helpers that all implementations share.
+"""The settings of attention (`Attention`, `Latent`), and functions that all implementations share.
 
 An implementation is a function `attend(q, k, v, documents, attention, sinks, ..., first=None)` -> heads [b, T, N, H]:
 
-    q          [b, T, N, H]
-    k, v       [b, S, G, H]; G divides N
-    documents  int32 [b, T] and [b, S], ids of the documents of queries and of keys, at least 0: a query attends only
-               to its own document. None: each sequence is one document
-    sinks      float32 [b, T, N], the same for each query, see `kernel.py`; None: there are none
+    q          queries [b, T, N, H]
+    k, v       keys and values [b, S, G, H]; G divides N
+    documents  int32 [b, T] and [b, S], ids of the documents of queries and of keys, at least 0. A query attends only to
+               keys with its document id. None: each sequence is one document
+    attention  the settings, an `Attention`
+    sinks      float32 [b, T, N], the scores of attention sinks, equal for all queries, see `kernel.py`; None: no sinks
     first      int32 scalar, the position of the first query among the keys, if a device has a part of the queries;
-               None: queries and keys are the same tokens, or not causal
-    name       marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies
-    interpret  whether to run a kernel as plain JAX, slowly, on a device of another kind
+               None: queries and keys are the same tokens, or attention is not causal
+    name       checkpoint name of the heads and of the logarithms of the softmax's sums, for `jax.checkpoint` policies
+    interpret  whether to run a kernel as plain JAX, slowly, on a platform for which it is not made
 
 Scores, softmax and sums are float32. With causal attention S is T, unless queries are a part of the sequence.
 
@@ -30,25 +31,25 @@ LATENTS = "latents"  # the cache's entry for latent attention
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """The description of a layer's attention; layers, kernels, `select`, checks, caches and formulas read it.
+    """The settings of a layer's attention. Layers, kernels, checks, caches and cost formulas read them.
 
     Attributes:
-      num_heads: N of the model; a device may have some of them.
-      num_kv_heads: G of the model.
-      head_dim: H.
-      asked: the requested implementation, one of the choices of `model.attention`.
-      causal: whether a query attends only to the tokens up to its own position; otherwise to all of them.
-      window: number of tokens that a causal query attends to, including its own (Beltagy et al. 2020); 0: all before
-        it.
-      scalar: products of queries and keys are divided by its square root; 0: by the square root of H.
+      num_heads: number of query heads in the model, N; a device may have some of them.
+      num_kv_heads: number of key heads in the model, G, equal to the number of value heads.
+      head_dim: width of a query or key head, H.
+      asked: the requested implementation, one of the choices of the option `model.attention`.
+      causal: whether a query attends only to tokens up to its position; otherwise it attends to all tokens.
+      window: number of tokens that a causal query attends to, including its own token (Beltagy et al. 2020); 0: all
+        tokens up to its position.
+      scalar: number whose square root divides the products of queries and keys; 0: H.
       cap: scores become cap tanh(score / cap) (Bello et al. 2016); 0: no cap.
-      qkv_biases: whether queries, keys and values have biases.
-      output_bias: whether the output has a bias.
-      qk_epsilon: of an RMSNorm over each head of queries and keys, before rotary positions (Dehghani et al. 2023 use
-        LayerNorm); None: no norms.
-      qk_of_all: whether one norm covers all heads of the queries, and one all heads of the keys.
-      sinks: whether each head has a score that takes a part of the softmax.
-      centered_scales: of the norms of queries and keys, see `Norm`.
+      qkv_biases: whether the projections of queries, keys and values have biases.
+      output_bias: whether the output projection has a bias.
+      qk_epsilon: epsilon of an RMSNorm over each head of queries and keys, before rotary positions (Dehghani et al.
+        2023 use LayerNorm); None: no norms.
+      qk_of_all: whether one norm covers all heads of the queries, and one norm all heads of the keys.
+      sinks: whether each head has a learned sink, an additional score in the softmax without a value (`kernel.py`).
+      centered_scales: whether the norms of queries and keys multiply by 1 + scale instead of scale.
     """
 
     num_heads: int
@@ -68,27 +69,27 @@ class Attention:
 
     @property
     def scale(self) -> float:
-        """The factor of products of queries and keys."""
+        """The factor by which the products of queries and keys are multiplied, the inverse of a square root."""
         return 1 / math.sqrt(self.scalar or self.head_dim)
 
     def among(self, num_keys: int) -> "Attention":
-        """Returns the attention without its window if the window covers all `num_keys` keys.
+        """Returns these settings for `num_keys` keys: without the window if it covers all keys, else unchanged.
 
-        Kernels have separate code paths for windows, which are then not needed.
+        Kernels have separate code paths for windows, which are not needed for a window that covers all keys.
         """
         return dataclasses.replace(self, window=self.window if self.window < num_keys else 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """The widths of latent attention; for the letters see `latent.py`.
+    """The settings of multi-head latent attention (`latent.py`).
 
     Attributes:
-      width: R, of the latent of keys and values.
-      query_width: of the latent of queries; 0: queries are projected from the residual stream.
-      rotary: P, rotary channels of a head, at most H.
-      values: W, of a value head.
-      epsilon: of the norms of both latents.
+      width: width of the latent from which keys and values are projected, R.
+      query_width: width of the latent from which queries are projected; 0: they are projected from the residual stream.
+      rotary: number of rotary channels of a query or key head, P, at most H.
+      values: width of a value head, W.
+      epsilon: epsilon of the norms of both latents.
     """
 
     width: int
@@ -99,7 +100,7 @@ class Latent:
 
 
 def pad(x: jax.Array, length: int, filler: int = 0) -> jax.Array:
-    """Returns `x` with its second dim padded to `length`."""
+    """Returns `x`, [b, T, ...], with its second dim padded to `length` by `filler`; unchanged if T is not smaller."""
     widths = [(0, length - x.shape[1] if dim == 1 else 0) for dim in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=filler) if length > x.shape[1] else x
 
@@ -107,9 +108,17 @@ def pad(x: jax.Array, length: int, filler: int = 0) -> jax.Array:
 def pad_documents(
     documents: Documents, q: jax.Array, k: jax.Array, lengths: tuple[int, int], causal: bool
 ) -> Documents:
-    """Returns the document ids of queries and keys padded to these lengths; a separate id hides the padding.
+    """Returns the document ids of queries and keys padded to these lengths, with the id -1 for padding.
 
-    A causal mask hides padding too, because padding comes after every query: then the result may be None.
+    Queries of a document do not attend to padding, because the ids differ. Without documents, the result is None if a
+    causal mask hides the padding, which follows all tokens, or if no key is padding. Otherwise all tokens get the id 0.
+
+    Args:
+      documents: int32 [b, T] and [b, S], the ids of queries and of keys; None: each sequence is one document.
+      q: queries [b, T, ...].
+      k: keys [b, S, ...].
+      lengths: (padded T, padded S).
+      causal: whether a query attends only to keys up to its position.
     """
     if documents is None:
         if causal or lengths[1] == k.shape[1]:
@@ -120,5 +129,10 @@ def pad_documents(
 
 
 def same_document(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
-    """Returns bool [b, 1, T, S]: true if query and key are in the same document, from int32 [b, T] and [b, S]."""
+    """Returns a mask bool [b, 1, T, S], true if query and key are in the same document.
+
+    Args:
+      of_queries: int32 [b, T], document ids of queries.
+      of_keys: int32 [b, S], document ids of keys.
+    """
     return (of_queries[:, :, None] == of_keys[:, None, :])[:, None]

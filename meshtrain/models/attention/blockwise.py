@@ -3,7 +3,7 @@
 The softmax is computed online (Milakov and Gimelshein 2018). The backward pass recomputes the probabilities of a block
 from the logarithms of the softmax's sums (FlashAttention-2, Dao 2023).
 
-b, T, S, N, G, H: see `attention.py`; R: query heads per key head (N / G), t, s: queries and keys of a block.
+b, T, S, N, G, H: see `attention.py`; R: query heads per key head (N / G), t: queries in a block, s: keys in a block.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ from meshtrain.sharding.trees import Arrays
 
 # Scores of a block take b N 512 512 numbers; larger blocks compute more of the diagonal than is visible.
 LARGEST_BLOCK = 512
-# Minimum tokens for `auto` to select it. Scores of shorter sequences are small, and some loops cost more to compile.
+# Minimum tokens for `auto` to select this implementation. Scores of shorter sequences take little memory, and loops
+# take longer to compile.
 FROM = 1024
 # Blocks are multiples of the size of matrix units.
 GRANULE = 16
@@ -30,7 +31,7 @@ OF_SCORES = (((4,), (3,)), ((0, 2), (0, 2)))  # [b, t, G, R, H] x [b, s, G, H] -
 OF_SUMS = (((4,), (1,)), ((0, 1), (0, 2)))  # [b, G, t, R, s] x [b, s, G, H] -> [b, G, t, R, H]
 OF_KEYS = (((2, 3), (1, 3)), ((0, 1), (0, 2)))  # [b, G, t, R, s] x [b, t, G, R, H] -> [b, G, s, H]
 
-# Name of the function below, by which the planner recognizes the traced implementation.
+# Name of the function `blockwise_forward`, by which the planner recognizes this implementation in a trace.
 TRACED_NAME = "blockwise_forward"
 
 Index: TypeAlias = Any  # index of a block: an int, or a traced int32 scalar
@@ -40,14 +41,14 @@ Sums: TypeAlias = Arrays  # sums of a pass over blocks: three arrays
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The pairs of a block of queries and a block of keys that are computed.
+    """The pairs (block of queries, block of keys) for which attention is computed.
 
     Attributes:
-      num_queries: blocks of queries.
-      num_keys: blocks of keys.
-      queries: queries per block, t.
-      keys: keys per block, s.
-      attention: the attention to compute.
+      num_queries: number of blocks of queries.
+      num_keys: number of blocks of keys.
+      queries: number of queries in a block, t.
+      keys: number of keys in a block, s.
+      attention: settings of attention; causal masks and windows exclude pairs.
       is_part: whether the queries are a part of the sequence whose position is known only on the device. Then all pairs
         of blocks are computed.
     """
@@ -60,14 +61,20 @@ class Blocks:
     is_part: bool = False
 
     def first(self, i: Index) -> Index:
-        """Returns the first block of keys that the block `i` of queries reads; `i` is an int or traced."""
+        """Returns the index of the first block of keys that block `i` of queries attends to.
+
+        The result is an int or a traced int32 scalar, like `i`.
+        """
         if not self.attention.window or self.is_part:
             return 0 * i
         largest = max if isinstance(i, int) else jnp.maximum
         return largest(0, (i * self.queries - self.attention.window + 1) // self.keys)
 
     def last(self, i: Index) -> Index:
-        """Returns the last block of keys that the block `i` of queries reads; `i` is an int or traced."""
+        """Returns the index of the last block of keys that block `i` of queries attends to.
+
+        The result is an int or a traced int32 scalar, like `i`.
+        """
         if not self.attention.causal or self.is_part:
             return 0 * i + self.num_keys - 1
         return ((i + 1) * self.queries - 1) // self.keys
@@ -90,10 +97,10 @@ def attend(
     largest_block: int = LARGEST_BLOCK,
     first: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
+    """Returns the heads of attention, [b, T, N, H], computed block by block; for the arguments see `attention.py`.
 
-    Blocks of keys outside of the window are not computed. A query that sees no key gets zeros; implementations that
-    store all scores give it the mean of all values. A block has at most `largest_block` tokens.
+    Blocks of keys outside of the window are not computed. The heads of a query that attends to no key are zeros;
+    implementations that store all scores return the mean of all values. A block has at most `largest_block` tokens.
     """
     (num_sequences, length, num_heads, head_dim), (num_tokens, num_groups), dtype = q.shape, k.shape[1:3], q.dtype
     causal = attention.causal
@@ -114,7 +121,10 @@ def attend(
 
 
 def _blocks(length: int, largest: int) -> tuple[int, int]:
-    """Returns (number of blocks, tokens per block), which cover `length` tokens with little padding."""
+    """Returns (number of blocks, tokens per block) that cover `length` tokens with little padding.
+
+    A block has a multiple of `GRANULE` tokens, at most `largest` rounded up to such a multiple.
+    """
     number = math.ceil(length / largest)
     size = math.ceil(length / number / GRANULE) * GRANULE
     return math.ceil(length / size), size
@@ -127,12 +137,12 @@ def blockwise_forward(
     """Returns heads [b, T, G, R, H] and the logarithms of the softmax's sums, float32 [b, G, T, R].
 
     Args:
-      blocks: the blocks to compute.
-      q: [b, T, G, R, H].
-      k: [b, S, G, H].
-      v: as `k`.
-      documents: see `attend`.
-      first: see `attend`.
+      blocks: the pairs of blocks to compute.
+      q: queries [b, T, G, R, H], grouped by key head.
+      k: keys [b, S, G, H].
+      v: values [b, S, G, H].
+      documents: int32 [b, T] and [b, S], the document ids of queries and of keys; None: one document.
+      first: int32 scalar, the position of the first query among the keys; None: 0.
     """
 
     def add(carry: tuple[Pair, Sums], nothing: None) -> tuple[tuple[Pair, Sums], None]:
@@ -153,7 +163,7 @@ def blockwise_forward(
     shape = (num_sequences, num_groups, length, per_group)
     empty = (jnp.zeros((*shape, head_dim), jnp.float32), jnp.full(shape, LOWEST), jnp.zeros(shape, jnp.float32))
     (_, (sums, most, total)), _ = jax.lax.scan(add, (_start(blocks), empty), None, length=blocks.num_pairs)
-    total = jnp.where(total == 0, 1, total)  # a query that sees no key has sum 0
+    total = jnp.where(total == 0, 1, total)  # a query that attends to no key has sum 0
     heads = (sums / total[..., None]).swapaxes(1, 2).astype(q.dtype)
     return heads, most + jnp.log(total)
 
@@ -173,10 +183,15 @@ def blockwise_backward(
     """Returns the cotangents of q, k and v, given the cotangent of the heads.
 
     Args:
-      blocks: see `blockwise_forward`, also for the next five arguments.
-      q: see there.
-      heads: returned by `blockwise_forward`.
-      cotangent: of the heads.
+      blocks: the pairs of blocks to compute.
+      q: queries [b, T, G, R, H], grouped by key head.
+      k: keys [b, S, G, H].
+      v: values [b, S, G, H].
+      documents: document ids of queries and of keys, see `blockwise_forward`.
+      first: position of the first query, see `blockwise_forward`.
+      heads: heads [b, T, G, R, H], returned by `blockwise_forward`.
+      log_sums: logarithms of the softmax's sums, float32 [b, G, T, R], returned by `blockwise_forward`.
+      cotangent: cotangent of the heads, [b, T, G, R, H].
     """
     # For a row of probabilities p with cotangents c, the softmax's backward is p (c - sum(p c)); `inner` is this sum.
     inner = jnp.sum(heads.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1).swapaxes(1, 2)
@@ -208,7 +223,10 @@ def _start(blocks: Blocks) -> tuple[jax.Array, jax.Array]:
 
 
 def _next(blocks: Blocks, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the pair of blocks after (i, j): the next block of keys, or the first block for the next queries."""
+    """Returns the pair of blocks after (i, j) as indices (block of queries, block of keys).
+
+    The blocks of keys for one block of queries come one after the other, then the next block of queries follows.
+    """
     is_last = j == blocks.last(i)
     return jnp.where(is_last, i + 1, i), jnp.where(is_last, blocks.first(i + 1), j + 1)
 
@@ -222,9 +240,20 @@ def _scores(
     i: jax.Array,
     j: jax.Array,
 ) -> tuple[jax.Array, jax.Array | float, jax.Array | None]:
-    """Returns scores float32 [b, G, t, R, s], their derivative by the product of query and key, and the mask.
+    """Returns the scores of one pair of blocks, their derivative and the mask.
 
-    Scores that are not visible are `LOWEST`. The mask is bool [b or 1, 1, t, 1, s]; None: everything is visible.
+    The scores are float32 [b, G, t, R, s], and `LOWEST` if a query does not attend to a key. The derivative is with
+    respect to the unscaled product of query and key. The mask is bool [b or 1, 1, t, 1, s], true if a query attends to
+    a key; None: all queries attend to all keys.
+
+    Args:
+      blocks: the sizes of blocks and the settings of attention.
+      q: queries [b, T, G, R, H].
+      k: keys [b, S, G, H].
+      documents: document ids of queries and of keys, see `blockwise_forward`.
+      first: position of the first query, see `blockwise_forward`.
+      i: index of the block of queries.
+      j: index of the block of keys.
     """
     attention = blocks.attention
     slope: jax.Array | float = attention.scale
@@ -246,7 +275,7 @@ def _scores(
 
 
 def _where(visible: jax.Array | None, weights: jax.Array) -> jax.Array:
-    # If a query sees no key of a block, all scores are equal, and the exponential of their difference is 1.
+    # If a query attends to no key of a block, all scores are `LOWEST`, and the exponential of their difference is 1.
     return weights if visible is None else jnp.where(visible, weights, 0)
 
 

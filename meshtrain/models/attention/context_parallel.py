@@ -1,14 +1,14 @@
 """Context parallelism: attention if mesh axes split each sequence, with an exchange between the devices of a sequence.
 
     outside      q [b, T / n, N, H]   a device has some tokens of all heads
-    by heads     q [b, T, N / n, H]   all tokens of some heads, also for k and v; works with any implementation
-    by keys      q [b, T / n, N, H]   its own queries, and k and v [b, S, G, H] of all tokens
+    by heads     q [b, T, N / n, H]   a device has all tokens of some heads of q, k and v; any implementation works
+    by keys      q [b, T / n, N, H]   a device has some queries, and k and v [b, S, G, H] of all tokens
 
-The exchange by heads is an all-to-all before attention and one after it (DeepSpeed-Ulysses, Jacobs et al. 2023). It
-requires a head for each device. With fewer heads, keys and values are gathered instead, and their gradients are
-reduce-scattered. Then a device multiplies its queries with all keys, including later ones: the last part of the
-sequence sees all keys, and the other devices would wait for it anyway. Tokens keep their order, so masks, windows and
-documents are the same as for the complete sequence.
+The exchange by heads is an all-to-all before attention and an all-to-all after it (DeepSpeed-Ulysses, Jacobs et al.
+2023). It requires at least one head for each device. With fewer heads, keys and values are gathered instead, and their
+gradients are reduce-scattered. Then a device multiplies its queries with all keys, including later keys. Skipping later
+keys would save no time, because all devices wait for the device with the last queries, which attend to all keys. Tokens
+keep their order, so masks, windows and documents are the same as for the complete sequence.
 
 b, T, S, N, G, H: see `attention.py`, with the heads of one shard of the tensor axis; n: parts of a sequence.
 """
@@ -28,13 +28,14 @@ Attend = Callable[..., jax.Array]
 
 
 def by_heads(attend: Attend, axes: tuple[str, ...]) -> Attend:
-    """Wraps attention for `jax.shard_map` over split sequences: exchanges tokens for heads before and after it.
+    """Wraps attention so that devices with parts of a sequence exchange tokens for heads, before and after attention.
 
-    Key and value heads are repeated if n does not divide their number.
+    The returned function runs inside `jax.shard_map` and takes this device's part of q, k, v and documents. Key and
+    value heads are repeated if n does not divide their number.
 
     Args:
       attend: attention over complete sequences.
-      axes: the mesh axes that split sequences, n devices; n divides N.
+      axes: mesh axes that split sequences into n parts; n divides the number of query heads.
     """
 
     def exchanged(
@@ -57,13 +58,15 @@ def by_heads(attend: Attend, axes: tuple[str, ...]) -> Attend:
 
 
 def by_keys(attend: Attend, axes: tuple[str, ...], *, causal: bool) -> Attend:
-    """Wraps attention for `jax.shard_map` over split sequences: gathers keys and values before it.
+    """Wraps attention so that devices with parts of a sequence gather all keys and values before attention.
+
+    The returned function runs inside `jax.shard_map` and takes this device's part of q, k, v and documents.
 
     Args:
-      attend: attention of a part of the queries with all keys; if causal, it takes `first`, the position of the first
-        query.
-      axes: the mesh axes that split sequences.
-      causal: whether a query attends only to the keys up to its own position.
+      attend: attention of a part of the queries with all keys. If `causal`, it is called with `first`, the position of
+        the first query.
+      axes: mesh axes that split sequences.
+      causal: whether a query attends only to keys up to its position.
     """
 
     def exchanged(
@@ -79,11 +82,14 @@ def by_keys(attend: Attend, axes: tuple[str, ...], *, causal: bool) -> Attend:
 
 
 def _repeat_heads(x: jax.Array, num_heads: int) -> jax.Array:
-    """Returns keys or values with each head repeated; the cotangents of the copies are summed in float32."""
+    """Returns keys or values [b, S, G, H] with each head repeated, [b, S, num_heads, H].
+
+    The cotangents of the copies are summed in float32.
+    """
     times = num_heads // x.shape[2]
     return x if times == 1 else jnp.repeat(x.astype(jnp.float32), times, axis=2).astype(x.dtype)
 
 
 def _gather(tree: Arrays, axes: tuple[str, ...]) -> Arrays:
-    """Gathers arrays [b, T / n, ...] to [b, T, ...]."""
+    """Gathers each array of a pytree from [b, T / n, ...] to [b, T, ...] over manual mesh axes."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), tree)

@@ -1,4 +1,4 @@
-"""Attention by `jax.nn.dot_product_attention` (`xla`, `cudnn`); in plain einsums for capped scores and sinks.
+"""Attention by `jax.nn.dot_product_attention` (`xla`, `cudnn`), or by plain einsums for capped scores and sinks.
 
 b, T, S, N, G, H: see `attention.py`.
 """
@@ -24,9 +24,19 @@ def attend(
     first: jax.Array | None = None,
     is_global: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
+    """Returns the heads of attention, [b, T, N, H].
 
-    If `is_global`, a bool scalar, is true, the window is ignored.
+    Args:
+      q: queries [b, T, N, H].
+      k: keys [b, S, G, H].
+      v: values [b, S, G, H].
+      documents: int32 [b, T] and [b, S], the document ids of queries and of keys; None: one document.
+      attention: settings of attention.
+      sinks: scores of attention sinks, float32 [b, T, N]; None: no sinks.
+      how: implementation of `jax.nn.dot_product_attention`.
+      first: int32 scalar, the position of the first query among the keys, if `q` is a part of the sequence; None: `q`
+        is the complete sequence.
+      is_global: bool scalar, whether the window of `attention` is ignored; None: it is not ignored.
     """
     dtype, causal, cap, window = q.dtype, attention.causal, attention.cap, attention.window
     if how == "xla" and dtype == jnp.float16:
@@ -62,7 +72,17 @@ def _plain_attention(
     attention: Attention,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Returns heads; `mask` is bool, broadcastable to [b, 1, T, S], true if a query attends to a key."""
+    """Returns the heads of attention, [b, T, N, H], by einsums that store all scores.
+
+    Args:
+      q: queries [b, T, N, H].
+      k: keys [b, S, G, H].
+      v: values [b, S, G, H].
+      mask: bool, broadcastable to [b, 1, T, S], true if a query attends to a key; None: no mask.
+      causal: whether a query attends only to keys up to its position, in addition to `mask`.
+      attention: settings of attention: scale and cap.
+      sinks: scores of attention sinks, float32 [b, T, N]; None: no sinks.
+    """
     groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("btgnh,bsgh->bgnts", groups, k, preferred_element_type=jnp.float32)
     scores = cap_values(scores * attention.scale, attention.cap)

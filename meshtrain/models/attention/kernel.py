@@ -1,11 +1,11 @@
 """Wraps attention kernels that compute their own gradients, and adds sinks to their results.
 
 A sink is a learned score of a head that takes a part of the softmax and gives no value (Xiao et al. 2023). A kernel
-returns heads and the logarithms of the softmax's sums, without sinks. Sinks are then added to both, and the kernel's
-backward pass gets these results. It computes from them the probabilities with sinks, so the cotangents of queries, keys
-and values are exact. No kernel is differentiated through its logarithms.
+returns heads and the logarithms of the softmax's sums, without sinks. Sinks are then included in both, and the kernel's
+backward pass gets the heads and logarithms with sinks. It computes the probabilities from these logarithms, so the
+cotangents of queries, keys and values are exact. No kernel is differentiated through its logarithms.
 
-Each query has the sinks of its heads, so a split of queries also splits the sinks, and no device sums a gradient.
+Sinks are repeated for each query, so a split of queries also splits the sinks, and no gradient is summed over devices.
 """
 
 import functools
@@ -18,19 +18,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.models.attention.attention import Documents, pad
 
-Given = jax.Array | Documents  # an argument of a kernel; may be None
+Given = jax.Array | Documents  # an array argument of a kernel, or a pair of document ids; may be None
 
 
 class Kernel(NamedTuple):
-    """A forward and a backward pass. Both take `static`, q [b, T, ..., H], k, v, and the kernel's further arguments.
+    """The forward and backward pass of an attention kernel.
 
     Attributes:
-      forward: returns heads in the shape of q, and the logarithms of the softmax's sums, float32, in the shape of
-        `heads.swapaxes(1, 2)[..., 0]`.
-      backward: also takes heads, logarithms and the cotangent of the heads; it returns the cotangents of q, k and v.
-      static: arguments that are no arrays.
-      name: see `attention.py`.
-      unit: of the logarithms, such as ln 2 for logarithms to base 2.
+      forward: (static, q [b, T, ..., H], k, v, further arguments) -> (heads in the shape of q, logarithms of the
+        softmax's sums, float32, in the shape of `heads.swapaxes(1, 2)[..., 0]`).
+      backward: (static, q, k, v, further arguments, heads, logarithms, cotangent of the heads) -> cotangents of q, k
+        and v.
+      static: hashable first argument of both functions, for settings that are not arrays.
+      name: checkpoint name of heads and logarithms, for `jax.checkpoint` policies.
+      unit: factor from the kernel's logarithms to natural logarithms, such as ln 2 for logarithms to base 2.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -41,13 +42,13 @@ class Kernel(NamedTuple):
 
 
 def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given) -> jax.Array:
-    """Returns heads in the shape of q.
+    """Returns the heads of attention computed by a kernel, with sinks, in the shape of q.
 
     Args:
-      kernel: computes them.
-      sinks: float32 [b, T, N], see `attention.py`; the kernel's T may be longer.
-      q: argument of the kernel.
-      others: further arguments of the kernel.
+      kernel: forward and backward pass.
+      sinks: scores of attention sinks, float32 [b, T, N], padded here if the kernel's T is larger; None: no sinks.
+      q: queries [b, T, ..., H], in the kernel's shape.
+      others: further arguments of the kernel: keys, values, and others.
     """
     own = None if sinks is None else pad(sinks, q.shape[1]).reshape(q.shape[:-1]).swapaxes(1, 2)
     heads: jax.Array = _attend(kernel, own, q, *others)
@@ -56,7 +57,7 @@ def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> jax.Array:
-    """Returns the attention output of all heads; `sinks` has the shape of the kernel's log-sums, or is None."""
+    """Returns the heads of attention in the shape of q; `sinks` is None or has the shape of the kernel's logarithms."""
     return _forward(kernel, sinks, *given)[0]
 
 
@@ -82,12 +83,12 @@ _attend.defvjp(_forward, _backward)
 
 
 def fold_sinks(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns heads and logarithms with sinks included in the softmax.
+    """Returns heads and the logarithms of the softmax's sums after sinks are included in the softmax.
 
     Args:
-      heads: [..., H].
-      log_sums: float32 [...].
-      sinks: float32 [...].
+      heads: heads without sinks, [..., H].
+      log_sums: natural logarithms of the softmax's sums without sinks, float32 [...].
+      sinks: scores of the sinks, float32 [...].
     """
     both = jnp.logaddexp(log_sums, sinks)
     return (heads * jnp.exp(log_sums - both)[..., None]).astype(heads.dtype), both
@@ -97,10 +98,10 @@ def cotangent(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array, of_heads:
     """Returns the cotangent of the sinks, float32 [...]: -exp(sink - log_sum) sum(heads of_heads).
 
     Args:
-      heads: [..., H], with sinks included.
-      log_sums: float32 [...], with sinks included.
-      sinks: float32 [...].
-      of_heads: the cotangent of `heads`.
+      heads: heads with sinks included, [..., H].
+      log_sums: natural logarithms of the softmax's sums with sinks included, float32 [...].
+      sinks: scores of the sinks, float32 [...].
+      of_heads: cotangent of `heads`, [..., H].
     """
     inner = jnp.sum(heads.astype(jnp.float32) * of_heads.astype(jnp.float32), axis=-1)
     return -jnp.exp(sinks - log_sums) * inner

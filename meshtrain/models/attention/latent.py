@@ -8,7 +8,8 @@ In training keys and values are computed for each head, and any implementation o
 token attends to the latents themselves: (q W_up) c equals q (c W_up), so the cache has no heads (DeepSeek-AI 2024,
 DeepSeek-V2, section 2.1 and appendix C; DeepSeek-V3, section 2.1.1).
 
-b, T, N, H: see `attention.py`; D: embed dim, R: latent, P: rotary channels of a head, W: width of a value, C: slots.
+b, T, N, H: see `attention.py`; D: embed dim, R: width of a latent, P: rotary channels of a head, W: width of a value,
+C: slots of the cache.
 """
 
 import dataclasses
@@ -29,7 +30,11 @@ ROWS = "from_latent"
 
 
 class LatentAttention(MultiHead):
-    """Latent attention with heads sharded over the tensor axis; latents are not split. [b, T, D] -> [b, T, D]."""
+    """Multi-head latent attention, [b, T, D] -> [b, T, D]: heads are sharded over the tensor axis, latents are not.
+
+    Attributes:
+      latent: widths of the latents, of rotary channels and of values.
+    """
 
     latent: Latent
 
@@ -44,13 +49,19 @@ class LatentAttention(MultiHead):
         is_global: jax.Array | None = None,
         stretch: jax.Array | float | None = None,
     ) -> jax.Array:
-        """Applies attention, see `MultiHead`; the collections NEW and CACHE have `latents` [b, T or C, R + P].
+        """Returns the output of attention, [b, T, D].
+
+        The collection NEW gets the `latents` [b, T, R + P] of these tokens. The collection CACHE provides the `latents`
+        [b, C, R + P] of earlier tokens.
 
         Args:
-          x: [b, T, D]; for other arguments see `MultiHead`.
+          x: activations [b, T, D].
           angles: rotary angles float32 [b, T, P / 2].
-          memory: must be None, because latents come from the sequence itself.
-          stretch: factor of complete queries and keys; None: no factor.
+          documents: int32 [b, T], the document of each token; None: each sequence is one document.
+          memory: must be None, because latents are computed from `x`.
+          slots: for generation, the slots of the cache that the only token of each row attends to; None: no cache.
+          is_global: bool scalar, whether queries ignore the window, see `MultiHead`.
+          stretch: factor of complete queries and keys, a number or float32 scalar; None: no factor.
         """
         assert memory is None, "a latent is one of the sequence itself"
         assert angles is not None, "some channels are rotary"
@@ -73,7 +84,7 @@ class LatentAttention(MultiHead):
         return self._output(heads, x.shape[-1])
 
     def _down(self, name: str, x: jax.Array, width: int) -> jax.Array:
-        """Returns the down-projection of `x`, [b, T, width]."""
+        """Returns `x` projected to a latent, [b, T, width]; `name` is the name of the projection's weight."""
         axes = ("embed", "latent")
         kernel = weight(self, name, (x.shape[-1], width), axes, normal(self.init_std), self.placement, self.dtype)
         down = multiply(self, name, x, kernel, axes, self.placement)
@@ -85,14 +96,14 @@ class LatentAttention(MultiHead):
         return normed
 
     def _latents(self, x: jax.Array, angles: jax.Array) -> jax.Array:
-        """Returns [b, T, R + P]: the normalized latents, and the rotated keys that all heads share."""
+        """Returns the normalized latents and the rotated key that all heads share, concatenated: [b, T, R + P]."""
         both = self._down("key_value_down", x, self.latent.width + self.latent.rotary)
         latents, shared = jnp.split(both, [self.latent.width], axis=-1)
         shared = rotate_neighbours(shared[:, :, None], angles)[:, :, 0]
         return jnp.concatenate([self._norm_latent("latent_norm", latents), shared], axis=-1)
 
     def _of_heads(self, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns keys [b, T, N, H] and values [b, T, N, W]."""
+        """Returns keys [b, T, N, H] and values [b, T, N, W], projected from latents [b, T, R + P]."""
         num_heads, width = self.attention.num_heads, self._width_of_keys
         compressed, shared = jnp.split(latents, [self.latent.width], axis=-1)
         both = self._project("key_value", compressed, num_heads, "heads", width + self.latent.values, ROWS)
@@ -102,17 +113,17 @@ class LatentAttention(MultiHead):
 
     @property
     def _width_of_keys(self) -> int:
-        """The channels of a key that differ between heads."""
+        """The number of a key's channels without rotary positions, which differ between heads."""
         return self.attention.head_dim - self.latent.rotary
 
     def _among_latents(self, q: jax.Array, of_rotary: jax.Array, latents: jax.Array, slots: Slots) -> jax.Array:
         """Returns the heads [b, 1, N, W] of one token per row, which attends to the latents in the cache.
 
         Args:
-          q: [b, 1, N, H - P].
-          of_rotary: [b, 1, N, P].
-          latents: of the token itself, [b, 1, R + P].
-          slots: see `MultiHead`.
+          q: channels of the query without rotary positions, [b, 1, N, H - P].
+          of_rotary: rotated channels of the query, [b, 1, N, P].
+          latents: latents of the new token, [b, 1, R + P].
+          slots: the slots of the cache that the token attends to.
         """
         o, latent, num_heads = self.attention, self.latent, self.attention.num_heads
         shape = (latent.width, num_heads, self._width_of_keys + latent.values)

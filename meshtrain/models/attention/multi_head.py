@@ -1,4 +1,4 @@
-"""Attention with grouped queries, within the documents of a packed sequence: to the sequence itself or to a memory.
+"""Attention with grouped queries, within the documents of a packed sequence: self-attention and cross-attention.
 
 b, T, S, N, G, H: see `attention.py`; D: embed dim, C: slots of a cache.
 """
@@ -29,7 +29,7 @@ class Memory(NamedTuple):
     """The sequence that cross-attention reads, such as the output of an encoder.
 
     Attributes:
-      states: [b, S, D], from which keys and values are projected.
+      states: activations [b, S, D], from which keys and values are projected.
       documents: int32 [b, S], the document of each token; None: the memory is one document.
     """
 
@@ -41,17 +41,18 @@ class Slots(NamedTuple):
     """The slots of a cache that one new token of each row attends to.
 
     Attributes:
-      filled: int32 [b, C], 1 if the row may attend to the slot, else 0. In self-attention the new token's slot is 1,
-        and slots outside of a window are 0.
-      own: int32 scalar, the slot of the new token; unused in attention to a memory.
+      filled: int32 [b, C], 1 if the row's token attends to the slot, else 0. In self-attention it is 1 for the new
+        token's slot, and 0 for slots outside of a window.
+      own: int32 scalar, the slot of the new token; unused in cross-attention.
     """
 
     filled: jax.Array
     own: jax.Array
 
 
-# Collections of the Linen variables `keys` and `values`. `apply(..., mutable=[NEW])` also returns the keys and values
-# of its tokens, [b, S, G, H]. With the collection CACHE, [b, C, G, H], a token attends to the tokens before it.
+# Linen collections of the variables `keys` and `values`. `apply(..., mutable=[NEW])` also returns the keys and values
+# of the tokens that it computes, [b, S, G, H]. The collection CACHE contains the keys and values of earlier tokens,
+# [b, C, G, H], to which a new token attends.
 NEW, CACHE = "new", "cache"
 
 SINKS = "sinks"
@@ -59,9 +60,16 @@ QUERIES = ("batch", "sequence", "heads", "head_dim")
 
 
 class MultiHead(nn.Module):
-    """Attention with heads sharded over the tensor axis: q, k, v column parallel, the output projection row parallel.
+    """Multi-head attention, [b, T, D] -> [b, T, D], with heads sharded over the tensor axis.
 
-    [b, T, D] -> [b, T, D].
+    The projections to queries, keys and values are column parallel, the output projection is row parallel.
+
+    Attributes:
+      attention: settings of attention, such as the number of heads.
+      init_std: standard deviation of the initial weights of queries, keys, values and sinks.
+      output_std: standard deviation of the initial weights of the output projection.
+      placement: determines the shardings of weights and activations.
+      dtype: compute dtype.
     """
 
     attention: Attention
@@ -81,22 +89,24 @@ class MultiHead(nn.Module):
         is_global: jax.Array | None = None,
         stretch: jax.Array | float | None = None,
     ) -> jax.Array:
-        """Applies attention: with `causal` a query attends to the tokens up to its own, else to all of them.
+        """Returns the output of attention, [b, T, D].
+
+        If attention is causal, a query attends to the tokens up to its position, otherwise to all tokens.
 
         Args:
-          x: [b, T, D].
-          angles: rotary angles float32 [b, T, H / 2], or None without rotary positions. They are not applied to a
-            memory, because positions in a memory differ from those of queries.
-          documents: int32 [b, T], the document of each token; a query attends only to its own document. None: each
-            sequence is one document.
-          memory: the source of keys and values; None: `x`. It needs `documents` exactly if the argument `documents` is
-            given.
-          slots: for generation, the slots of the collection CACHE that one token of each row, T = 1, attends to. With
-            `causal` the token's own keys and values are added in their slot; otherwise the cache is a memory, which
-            does not change. None: there is no cache.
-          is_global: bool scalar, whether queries attend to all tokens before them in spite of the window; None: they do
+          x: activations [b, T, D].
+          angles: rotary angles float32 [b, T, H / 2]; None: no rotary positions. Must be None with a memory, whose
+            positions are unrelated to the positions of queries.
+          documents: int32 [b, T], the document of each token; a query attends only to tokens of its document. None:
+            each sequence is one document.
+          memory: the sequence from which keys and values are projected (cross-attention); None: `x` (self-attention).
+            `memory.documents` is required if `documents` is given, and must be None otherwise.
+          slots: for generation, the slots of the collection CACHE that the only token of each row (T = 1) attends to.
+            If attention is causal, the token's keys and values replace the contents of its slot. Otherwise the cache
+            contains the memory and does not change. None: no cache.
+          is_global: bool scalar, whether queries ignore the window and attend to all tokens before them; None: they do
             not. It is an array, so that scanned layers with and without a window are compiled once.
-          stretch: see `rotate`.
+          stretch: factor of rotated queries and keys, a number or float32 scalar; None: 1.
         """
         attention, (source, of_keys) = self.attention, (x, documents) if memory is None else memory
         causal = attention.causal
@@ -119,7 +129,18 @@ class MultiHead(nn.Module):
         is_global: jax.Array | None,
         has_memory: bool = False,
     ) -> jax.Array:
-        """Returns [b, T, N, width of v] by the selected implementation; see `__call__`."""
+        """Returns the heads of attention, [b, T, N, width of v], by the implementation that `select.chosen` returns.
+
+        Args:
+          q: queries [b, T, N, H], rotated.
+          k: keys [b, S or C, G, H], rotated.
+          v: values [b, S or C, G, width of v].
+          documents: int32 [b, T], the document of each query; None: one document.
+          of_keys: int32 [b, S], the document of each key; None: one document.
+          slots: the slots of the cache that a query attends to, which replace documents; None: no cache.
+          is_global: bool scalar, whether queries ignore the window; None: they do not.
+          has_memory: whether keys and values come from another sequence than queries.
+        """
         attention = self.attention
         # Initialization uses no kernel: it runs in float32, which cuDNN's kernel rejects, and its shapes are computed
         # before JAX may query devices. No kernel takes a single query.
@@ -140,7 +161,7 @@ class MultiHead(nn.Module):
         return heads if is_saved else checkpoint_name(heads, HEADS)
 
     def _output(self, heads: jax.Array, embed_dim: int) -> jax.Array:
-        """Returns [b, T, D], the projection of heads [b, T, N, H]."""
+        """Returns the output projection of heads [b, T, N, H], [b, T, D]."""
         outer, zeros, place, dtype = normal(self.output_std), nn.initializers.zeros, self.placement, self.dtype
         shape, axes = (*heads.shape[2:], embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, place, dtype)
@@ -153,7 +174,15 @@ class MultiHead(nn.Module):
     def _keys_and_values(
         self, source: jax.Array, angles: jax.Array | None, slots: Slots | None, stretch: jax.Array | float | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns keys, rotated, and values: [b, S, G, H] without a cache, otherwise [b, C, G, H]."""
+        """Returns rotated keys and values: [b, S, G, H] of `source` without a cache, [b, C, G, H] with a cache.
+
+        Args:
+          source: activations from which keys and values are projected, [b, S, D].
+          angles: rotary angles float32 [b, S, H / 2]; None: no rotary positions.
+          slots: for generation, the slots of the cache. If attention is causal, the new token's keys and values
+            replace the contents of its slot. None: no cache.
+          stretch: factor of rotated keys; None: 1.
+        """
         if slots is not None and not self.attention.causal:
             return self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values")
         k = self._norm_heads("key", self._project("key", source, self.attention.num_kv_heads, "kv_heads"), "kv_heads")
@@ -180,7 +209,18 @@ class MultiHead(nn.Module):
         how: str,
         is_global: jax.Array | None,
     ) -> jax.Array:
-        """Returns [b, T, N, H]; runs the implementation on shards if needed."""
+        """Returns the heads of attention, [b, T, N, width of v]; runs a kernel on each device's shards.
+
+        Args:
+          q: queries [b, T, N, H].
+          k: keys [b, S or C, G, H].
+          v: values [b, S or C, G, width of v].
+          documents: document ids of queries and of keys; None: one document.
+          sinks: scores of attention sinks, float32 [b, T, N]; None: no sinks.
+          attention: settings of attention.
+          how: name of the implementation, a choice of `model.attention` other than `auto`.
+          is_global: bool scalar, whether queries ignore the window; None: they do not.
+        """
         local, everywhere = (self._kernel(how, dataclasses.replace(attention, window=w)) for w in (attention.window, 0))
 
         def run(
@@ -219,19 +259,27 @@ class MultiHead(nn.Module):
         return heads
 
     def _sinks(self, q: jax.Array) -> jax.Array | None:
-        """Returns the sinks of each query's heads, float32 [b, T, N], or None without sinks; q is [b, T, N, H]."""
+        """Returns the scores of attention sinks for queries [b, T, N, H], float32 [b, T, N]; None without sinks."""
         if not self.attention.sinks:
             return None
         own = weight(self, SINKS, q.shape[2:3], ("heads",), normal(self.init_std), self.placement, jnp.float32)
         return self.placement.activation(jnp.broadcast_to(own, q.shape[:3]), QUERIES[:3])
 
     def _gathers_keys(self, q: jax.Array) -> bool:
-        """Returns whether sequences are split over devices and q, [b, T, N, H], has too few heads to exchange them."""
+        """Returns whether devices with parts of a sequence must gather keys and values (`context_parallel.by_keys`).
+
+        This is so if the number of heads in q, [b, T, N, H], is not a multiple of the devices that share a sequence.
+        """
         _, parts, of_heads, _ = axes_of_dims(self.placement.activation_spec(q.shape, QUERIES), q.ndim)
         return bool(parts) and q.shape[2] % self.placement.size((*parts, *of_heads)) > 0
 
     def _kernel(self, how: str, attention: Attention) -> context_parallel.Attend:
-        """Returns an implementation as a function of q, k, v and documents; values may be narrower than keys."""
+        """Returns an implementation as a function of q, k, v and documents that supports values narrower than keys.
+
+        Args:
+          how: name of the implementation, a choice of `model.attention` other than `auto`.
+          attention: settings of attention.
+        """
         attend = self._of_equal_widths(how, attention)
 
         def padded(q: jax.Array, k: jax.Array, v: jax.Array, *others: Documents, **place: jax.Array) -> jax.Array:
@@ -256,7 +304,16 @@ class MultiHead(nn.Module):
     def _project(
         self, name: str, x: jax.Array, num_heads: int, axis: str, width: int = 0, rows: str = "embed"
     ) -> jax.Array:
-        """Projects the last dim of `x`, whose logical axis in weights is `rows`, to [b, T, num_heads, width or H]."""
+        """Returns `x` projected to heads, [b, T, num_heads, width].
+
+        Args:
+          name: name of the projection's weight.
+          x: activations [b, T, ...].
+          num_heads: number of heads in the result.
+          axis: logical axis of the heads, such as `heads` or `kv_heads`.
+          width: width of a head; 0: H.
+          rows: logical axis of the weight's first dim, over which the product sums.
+        """
         shape, axes = (x.shape[-1], num_heads, width or self.attention.head_dim), (rows, axis, "head_dim")
         kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
         heads = multiply(self, name, x, kernel, axes, self.placement)
@@ -266,7 +323,15 @@ class MultiHead(nn.Module):
         return checkpoint_name(self.placement.activation(heads, ("batch", "sequence", axis, "head_dim")), QKV)
 
     def _norm_heads(self, name: str, heads: jax.Array, axis: str) -> jax.Array:
-        """Returns [b, T, heads, H], normalized by head or over all heads; unchanged without these norms."""
+        """Returns queries or keys [b, T, heads, H] after the norm of each head, or after one norm over all heads.
+
+        Without norms of queries and keys, `heads` is returned unchanged.
+
+        Args:
+          name: `query` or `key`, the prefix of the norm's name.
+          heads: queries or keys [b, T, heads, H].
+          axis: logical axis of the heads, for the scale of a norm over all heads.
+        """
         attention, epsilon = self.attention, self.attention.qk_epsilon
         if epsilon is None:
             return heads

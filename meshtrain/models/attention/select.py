@@ -17,7 +17,7 @@ from meshtrain.models.attention.attention import Attention
 from meshtrain.sharding.param_sharding import num_parts
 from meshtrain.sharding.rules import CONTEXT, TENSOR, sequence_axes
 
-TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations that take a part of the queries with all keys
+TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations that support a part of the queries with all keys
 # Features that a kernel does not support: field of `Attention` -> (text, the option).
 _CAP, _WINDOW = {"cap": ("capped scores", "attention_cap")}, {"window": ("window", "window")}
 _SINKS = {"sinks": ("sinks", "sinks")}
@@ -28,13 +28,13 @@ class Case(NamedTuple):
     """The properties of an attention that determine its implementation.
 
     Attributes:
-      attention: the attention to compute.
-      lengths: (T, S).
-      dtype: of queries, keys and values.
-      platform: as JAX names it, such as `tpu`, `gpu` or `cuda`.
-      masks_documents: whether a token attends only to its own document.
-      has_memory: whether keys and values come from another sequence.
-      gathers_keys: whether a device has a part of the queries and all keys (`context_parallel.py`).
+      attention: settings of attention.
+      lengths: (number of queries T, number of keys S) of a sequence.
+      dtype: dtype of queries, keys and values.
+      platform: platform of the devices as JAX names it, such as `tpu`, `gpu` or `cuda`.
+      masks_documents: whether a token attends only to tokens of its document.
+      has_memory: whether keys and values come from another sequence than queries (cross-attention).
+      gathers_keys: whether a device has a part of the queries and all keys (`context_parallel.by_keys`).
     """
 
     attention: Attention
@@ -47,13 +47,14 @@ class Case(NamedTuple):
 
 
 def chosen(case: Case) -> tuple[str, str]:
-    """Returns (the implementation that computes attention, the reason).
+    """Returns (name of the implementation that computes attention, reason for the selection).
 
-    It is a choice of `model.attention`, not `auto`.
+    The name is a choice of the option `model.attention` other than `auto`. If the option is not `auto`, its value is
+    returned.
 
-    `auto` selects a kernel if one fits: splash on TPUs; on GPUs cuDNN's, or JAX's own, which supports documents and
-    larger heads. Otherwise it selects `blockwise` for long sequences, and `xla` for short ones. Only `xla`, and `cudnn`
-    with documents, store a [T, S] matrix. Any other choice is used unchanged.
+    `auto` selects a kernel that supports the case: splash on TPUs; on GPUs cuDNN's kernel, or JAX's Pallas kernel
+    (`triton`), which supports documents and larger heads. Without such a kernel, `auto` selects `blockwise` for long
+    sequences and `xla` for short sequences. Only `xla`, and `cudnn` with documents, store a [T, S] matrix.
     """
     attention = case.attention
     if attention.asked != "auto":
@@ -82,7 +83,7 @@ def chosen(case: Case) -> tuple[str, str]:
 
 
 def _unsupported(kernel: str, case: Case) -> list[str]:
-    """Returns the properties of the case that a kernel for GPUs does not support."""
+    """Returns the properties of the case that a GPU kernel, `cudnn` or `triton`, does not support, as texts."""
     attention, dtype = case.attention.among(case.lengths[1]), jnp.dtype(case.dtype)
     refused = [] if dtype.itemsize == 2 else [dtype.name]
     # Every GPU with a cuDNN kernel takes heads of up to 128. GPUs from Hopper on take up to 256.
@@ -103,9 +104,9 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
     """Returns an error line for each reason why the requested implementation cannot compute this attention.
 
     Args:
-      attention: the attention to compute.
-      computes_in: the dtype of attention.
-      mesh_shape: the size of each mesh axis.
+      attention: settings of attention; `asked` is the requested implementation.
+      computes_in: name of the compute dtype, such as `bfloat16`.
+      mesh_shape: mesh axis -> size.
     """
     problems, asked = list[Problem](), attention.asked
     if asked == "cudnn" and computes_in == "float32":
@@ -150,12 +151,18 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
 
 
 def of_sequence(mesh_shape: Mapping[str, int]) -> int:
-    """Returns the number of devices that compute one sequence: along the axes that split its tokens and its heads."""
+    """Returns the number of devices that share the attention of one sequence.
+
+    These are the devices along the mesh axes that split a sequence's tokens or heads.
+    """
     return num_parts((*sequence_axes(), TENSOR), mesh_shape)
 
 
 def gathers_keys(attention: Attention, mesh_shape: Mapping[str, int]) -> bool:
-    """Returns whether sequences are split over devices, and there are too few heads for an exchange by heads."""
+    """Returns whether devices with parts of a sequence must gather keys and values instead of exchanging heads.
+
+    This is so if the number of heads is not a multiple of the devices that share a sequence.
+    """
     return mesh_shape[CONTEXT] > 1 and attention.num_heads % of_sequence(mesh_shape) > 0
 
 
@@ -163,9 +170,10 @@ def exchange(attention: Attention, more: float, mesh_shape: Mapping[str, int]) -
     """Describes the context-parallel communication in one line; empty without context parallelism.
 
     Args:
-      attention: the attention to compute.
-      more: the number of pairs of all queries and keys, over the number that attention needs.
-      mesh_shape: the size of each mesh axis.
+      attention: settings of attention.
+      more: number of all pairs of a query and a key, divided by the number of pairs that the mask allows. The text
+        states it if keys are gathered, because then all pairs are computed.
+      mesh_shape: mesh axis -> size.
     """
     num_shards, size, num_heads = of_sequence(mesh_shape), mesh_shape[CONTEXT], attention.num_heads
     if size == 1:

@@ -17,13 +17,14 @@ HEAD_DIMS = (64, 128, 256)
 
 
 def fits(head_dim: int, sequence_length: int, dtype: DTypeLike) -> bool:
-    """Returns whether `auto` selects this kernel on a TPU.
+    """Returns whether `model.attention=auto` selects this kernel on a TPU.
 
     Args:
-      head_dim: H; `auto` accepts the sizes for which the tests compile the kernel.
-      sequence_length: T; `auto` accepts multiples of 128. The kernel itself pads others (`model.attention=splash`).
-      dtype: of queries, keys and values; `auto` accepts only bfloat16. The kernel ignores
-        `jax_default_matmul_precision` in float32.
+      head_dim: width of a head; `auto` accepts the sizes for which the tests compile the kernel.
+      sequence_length: tokens per sequence; `auto` accepts multiples of 128. With `model.attention=splash`, other
+        lengths are padded.
+      dtype: dtype of queries, keys and values; `auto` accepts only bfloat16, because in float32 the kernel ignores
+        `jax_default_matmul_precision`.
     """
     return head_dim in HEAD_DIMS and sequence_length % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
 
@@ -39,9 +40,10 @@ def attend(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
+    """Returns the heads of attention, [b, T, N, H], by the TPU kernel; for the arguments see `attention.py`.
 
-    Blocks of keys outside of the window are skipped. Sinks are passed to the kernel, one per head for all queries.
+    Blocks of keys outside of the window are skipped. The kernel gets one sink per head, from the first query, because
+    sinks are equal for all queries.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

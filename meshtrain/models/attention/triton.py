@@ -1,7 +1,7 @@
 """Attention on GPUs by JAX's own Pallas kernel, compiled through Triton, which supports documents of packed sequences.
 
-It stores no [T, T] matrix. The module is experimental and marked as deprecated in newer versions of JAX: `is_there`
-checks whether it still has the form that this file calls.
+The kernel stores no [T, T] matrix. JAX's module is experimental and marked as deprecated in newer versions of JAX:
+`is_there` checks whether JAX has the module and whether its functions have the parameters that this file passes.
 
 b, T, N, G, H: see `attention.py`.
 """
@@ -24,13 +24,13 @@ from meshtrain.models.attention.attention import Attention, Documents, pad, pad_
 GRANULE = 128
 LN_2 = math.log(2)  # the kernel's logarithms are to base 2
 LARGEST_HEAD_DIM = 256  # the tests compile it for 64, 128 and 256
-# Parameters of the backward rule of `mha`; `_static` returns the first ten.
+# Names of the parameters of the backward rule of `mha`; `_static` returns the values of the first ten.
 BACKWARD = (
     "sm_scale", "causal", "block_sizes", "backward_pass_impl", "num_warps", "num_stages", "grid", "interpret", "debug",
     "return_residuals", "res", "do",
 )  # fmt: skip
 
-Static = tuple[float, bool, bool]  # (the scale, whether it is causal, whether it is interpreted)
+Static = tuple[float, bool, bool]  # (scale of scores, whether attention is causal, whether the kernel is interpreted)
 
 
 @functools.cache
@@ -54,12 +54,12 @@ def attend(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """Returns heads [b, T, N, H]; for the arguments see `attention.py`.
+    """Returns the heads of attention, [b, T, N, H], by the GPU kernel; for the arguments see `attention.py`.
 
-    The kernel supports neither windows nor capped scores. S is T, and queries and keys have the same documents.
+    The kernel supports neither windows nor capped scores. Queries and keys must be the same tokens (S is T).
 
     Raises:
-      UserError: this version of JAX has another kernel, or none.
+      UserError: this version of JAX does not have the kernel, or has it with other parameters.
     """
     assert attention.window == attention.cap == 0, "refused with the configuration"
     if not is_there():
@@ -109,19 +109,27 @@ def _backward(
 
 
 def _for_each_query(x: jax.Array, q: jax.Array) -> jax.Array:
-    """Repeats keys or values [b, T, G, H] to [b, T, N, H], because the kernel does not support grouped queries."""
+    """Repeats keys or values [b, T, G, H] to the query heads of `q`, [b, T, N, H].
+
+    The kernel does not support grouped queries.
+    """
     return jnp.repeat(x, q.shape[2] // x.shape[2], axis=2)
 
 
 def _sum_of_queries(found: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the cotangent of `x` [b, T, G, H], given the cotangent of `_for_each_query(x)`; summed in float32."""
+    """Returns the cotangent of `x`, [b, T, G, H], summed in float32 over the query heads that share a key head.
+
+    Args:
+      found: cotangent of the repeated array `_for_each_query(x, q)`, [b, T, N, H].
+      x: keys or values before they were repeated, [b, T, G, H].
+    """
     num_sequences, length, num_groups, head_dim = x.shape
     parts = found.reshape(num_sequences, length, num_groups, -1, head_dim)
     return jnp.sum(parts, axis=3, dtype=jnp.float32).astype(x.dtype)
 
 
 def _scope(static: Static) -> str:
-    """Returns the name scope of the operations, from which the planner reads whether blocks are skipped."""
+    """Returns the name scope of the kernel's operations; it tells the planner whether a causal mask skips blocks."""
     return "triton_causal" if static[1] else "triton_full"
 
 

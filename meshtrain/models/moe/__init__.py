@@ -1,1 +1,1 @@
-"""Mixture of experts: the router, rows sorted by expert, and products of each row with its expert's weights."""
+"""Mixture of experts: the router, sorting of tokens by expert, and products of tokens with their experts' weights."""

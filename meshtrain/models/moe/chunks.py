@@ -1,13 +1,16 @@
 """Computes the rows of one device's experts in parts, with the memory and time of an even load, and drops no row.
 
-The worst load is many times the even load if devices share the experts. Products skip blocks without rows; reading
-rows, gating them and summing them do not. So a device computes a first part of `ROOM` times its even load. Further rows
-are computed in further parts, one after the other, in a loop that an even load never enters. Each device decides
-separately how often its loop runs, and nothing inside the loop communicates. For the first part, `remat.policy`
-determines what is saved for the backward pass. For further parts nothing is saved and everything is recomputed, so that
-memory does not depend on the load.
+A choice is an expert chosen by a token. A row contains the activations for one choice, or padding. A block is m rows of
+one expert. A part is a fixed number of blocks that are computed together.
 
-Rows are permuted by reading, also in the transposes, because kernels that write would add rows in any order.
+The worst load is many times the even load if devices share the experts. Products skip blocks without rows, but reading
+rows, gating them and summing them take time for all rows. So a device computes a first part with `ROOM` times the rows
+of an even load. Further rows are computed in further parts, one after the other, in a loop that an even load never
+enters. Each device decides separately how often its loop runs, and no operation inside the loop communicates. For the
+first part, `remat.policy` determines the activations that are saved for the backward pass. Further parts save nothing
+and are recomputed, so that memory does not depend on the load.
+
+Rows are permuted by gathers, also in the transposes, because scatters would add rows in any order.
 
 t: tokens of the devices that share the experts, k: experts per token, E: experts, e: experts on one device, m: rows per
 block, R: rows of a part, P: parts of the worst load, D: embed dim, F: expert dim.
@@ -28,9 +31,9 @@ from meshtrain.models.moe.grouped_matmul import Stack
 from meshtrain.models.remat import EXPERT_UP
 from meshtrain.sharding.trees import Arrays
 
-ROOM = 1.25  # rows of a part over rows of an even load
-LEAST_ROWS, MOST_ROWS = 16, 128  # of a block
-LEAST_ROWS_OF_TURN = 4096  # mean rows per expert; with fewer, planned steps were slower in two turns
+ROOM = 1.25  # rows of a part divided by the rows of an even load
+LEAST_ROWS, MOST_ROWS = 16, 128  # bounds of the rows in a block
+LEAST_ROWS_OF_TURN = 4096  # minimum mean rows per expert in a turn; planned steps with fewer were slower in two turns
 # Name scopes, see `Cost.shares`: the choices of all tokens that have a row on this device; the loop over further parts.
 CHOICES, FURTHER = "choices_with_rows", "further_parts"
 Sums = TypeVar("Sums")
@@ -39,12 +42,12 @@ Stacks = Mapping[str, Stack]
 
 
 class Parts(NamedTuple):
-    """How the rows of one device's experts are split into parts.
+    """The split of the rows of one device's experts into parts (blocks of rows that are computed together).
 
     Attributes:
-      block_rows: m.
-      num_blocks: of a part.
-      num_parts: P.
+      block_rows: number of rows in a block, m.
+      num_blocks: number of blocks in a part.
+      num_parts: number of parts that the worst load needs, P.
     """
 
     block_rows: int
@@ -53,10 +56,16 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, num_tokens: int, num_chosen: int, num_here: int, num_experts: int) -> "Parts":
-        """Returns the parts of t tokens with k choices each, on a device with e of E experts.
+        """Returns the split into parts, given the numbers of tokens and experts.
 
         >>> Parts.of(4096, 2, 1, 8), Parts.of(4096, 2, 8, 8)
         (Parts(block_rows=128, num_blocks=11, num_parts=3), Parts(block_rows=128, num_blocks=72, num_parts=1))
+
+        Args:
+          num_tokens: number of tokens of all devices that share the experts, t.
+          num_chosen: number of experts per token, k.
+          num_here: number of experts on one device, e.
+          num_experts: number of all experts, E.
         """
         even = num_tokens * num_chosen * num_here / num_experts
         rows = block_rows(round(even), num_here)
@@ -66,47 +75,55 @@ class Parts(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """R, the rows of a part."""
+        """The number of rows in a part, R."""
         return self.num_blocks * self.block_rows
 
 
 def block_rows(num_choices: int, num_experts: int) -> int:
-    """Returns m: about half of an expert's mean rows, so that padding stays below a half, within the kernels' bounds.
+    """Returns the number of rows in a block: a power of two, 16 to 128, of at most half of an expert's mean rows.
+
+    Thus padding is less than half of the rows on average, unless the minimum of 16 rows applies.
 
     >>> block_rows(64, 8), block_rows(1024, 8), block_rows(2**20, 64)
     (16, 64, 128)
+
+    Args:
+      num_choices: mean number of choices (tokens times experts per token) for all `num_experts` experts.
+      num_experts: number of experts that share these choices.
     """
     mean = max(1, num_choices // num_experts)
     return min(MOST_ROWS, max(LEAST_ROWS, 2 ** (mean.bit_length() - 2) if mean > 1 else 1))
 
 
 def num_turns(num_tokens: int, num_sharing: int, num_chosen: int, num_experts: int) -> int:
-    """Returns in how many turns a device's tokens are processed: 2 if devices share experts and there are enough rows.
+    """Returns the number of turns (equal groups of tokens, one after the other) in which a device processes its tokens.
 
-    The communication of one turn does not depend on the products of the other, so they overlap. Each turn pads separate
-    blocks.
+    There are 2 turns if devices share experts and each turn has enough rows, otherwise 1. The communication of one turn
+    does not depend on the products of the other turn, so communication and products overlap. Each turn pads its blocks,
+    so 2 turns have more padding.
 
     >>> num_turns(16384, 8, 8, 128), num_turns(16384, 1, 8, 128), num_turns(8192, 8, 8, 128), num_turns(4095, 8, 2, 8)
     (2, 1, 1, 1)
 
     Args:
-      num_tokens: of a device.
-      num_sharing: devices that share experts.
-      num_chosen: k.
-      num_experts: E.
+      num_tokens: number of tokens on a device.
+      num_sharing: number of devices that share the experts, each with different tokens.
+      num_chosen: number of experts per token, k.
+      num_experts: number of experts, E.
     """
     rows = num_tokens * num_sharing * num_chosen / num_experts
     return 2 if num_sharing > 1 and num_tokens % 2 == 0 and rows >= 2 * LEAST_ROWS_OF_TURN else 1
 
 
 class Index(NamedTuple):
-    """The assignment of tokens and choices to the rows of all P parts.
+    """The assignment of tokens and their choices (chosen experts) to the rows of all P parts.
 
     Attributes:
-      choices: int32 [P R], the choice in each row, t k for padding.
-      tokens: int32 [P R], its token, t for padding.
-      places: int32 [t, k], the row of each choice; P R: it has no row on this device.
-      owners: int32 [P R / m], the expert of each block, ascending; e: the block has no rows.
+      choices: int32 [P R], the choice in each row: k times its token plus its rank among the token's experts; t k for
+        padding.
+      tokens: int32 [P R], the token in each row; t for padding.
+      places: int32 [t, k], the row of each choice; P R if the choice has no row on this device.
+      owners: int32 [P R / m], the expert of each block, ascending; e for a block without rows.
     """
 
     choices: jax.Array
@@ -116,12 +133,13 @@ class Index(NamedTuple):
 
 
 def arrange_rows(cut: Parts, chosen: jax.Array, num_here: int) -> Index:
-    """Assigns rows to the choices of one device's experts.
+    """Returns the assignment of the tokens that chose one device's experts to rows, sorted by expert.
 
     Args:
-      cut: the split into parts.
-      chosen: int32 [t, k], distinct within each row, from 0 to e; e is an expert of another device.
-      num_here: e.
+      cut: the split of rows into parts.
+      chosen: int32 [t, k], the experts of each token, from 0 to e. A token's experts on this device are distinct; e
+        means an expert of another device.
+      num_here: number of experts on this device, e.
     """
     flat, num_choices = chosen.reshape(-1), chosen.size
     kept = jnp.arange(num_choices, dtype=jnp.int32)
@@ -139,17 +157,23 @@ def arrange_rows(cut: Parts, chosen: jax.Array, num_here: int) -> Index:
 
 
 def num_used(cut: Parts, index: Index, num_here: int) -> jax.Array:
-    """Returns the number of parts that have rows, an int32 scalar; blocks with rows come first."""
+    """Returns the number of parts whose first block has rows, an int32 scalar; later parts are empty.
+
+    Args:
+      cut: the split of rows into parts.
+      index: the assignment of tokens to rows; blocks without rows are the last blocks.
+      num_here: number of experts on this device, e.
+    """
     return jnp.sum(index.owners[:: cut.num_blocks] < num_here, dtype=jnp.int32)
 
 
 class How(NamedTuple):
-    """How rows are computed.
+    """The static settings of the experts' computation.
 
     Attributes:
-      cut: the split into parts.
-      activation: one of `layers.GATES`.
-      platform: of the devices, which determines the kernel of products.
+      cut: the split of rows into parts.
+      activation: name of a gated activation function in `layers.GATES`.
+      platform: platform of the devices as JAX names it, which determines the kernel for products.
     """
 
     cut: Parts
@@ -158,15 +182,15 @@ class How(NamedTuple):
 
 
 def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index, stacks: Stacks) -> jax.Array:
-    """Returns the sum of the results of this device's experts for each token, [t, D].
+    """Returns the gated sum of the results of this device's experts for each token, [t, D].
 
     Args:
-      how: rows are computed.
-      x: [t, D].
-      gates: float32 [t k], of each choice.
+      how: static settings: parts, activation function and platform.
+      x: activations of the tokens, [t, D].
+      gates: factor of each choice's result, float32 [t k].
       matrices: `up` and `gate` [e, D, F], `down` [e, F, D], factors of their adapters, and biases [e, F] and [e, D].
-      index: of the rows.
-      stacks: name -> stack of the matrices of all layers, for some of `up`, `gate` and `down`.
+      index: assignment of tokens to rows, from `arrange_rows`.
+      stacks: name of a matrix -> stack of this matrix of all layers, for some of `up`, `gate` and `down`.
     """
     return _results(how, x, gates, dict(matrices), index, dict(stacks))
 
@@ -205,7 +229,15 @@ _results.defvjp(_forward, _backward)
 def _with_further(
     how: How, index: Index, matrices: Matrices, of_part: Callable[[jax.Array], Sums], first: Sums
 ) -> Sums:
-    """Returns the sum over all parts that have rows, given the result of the first part."""
+    """Returns the sum of the results of all parts that have rows.
+
+    Args:
+      how: static settings, with the split into parts.
+      index: assignment of tokens to rows.
+      matrices: the experts' matrices; only the number of experts is read.
+      of_part: index of a part, int32 scalar -> result of the part, a pytree like `first`.
+      first: result of part 0.
+    """
     if how.cut.num_parts == 1:
         return first
     # A loop updates its sums in place; a conditional would copy them.
@@ -221,7 +253,10 @@ def _with_further(
 def _of_part(
     how: How, index: Index, stacks: Stacks, number: int | jax.Array, x: jax.Array, gates: jax.Array, matrices: Matrices
 ) -> jax.Array:
-    """Returns the sum of the results of one part's rows for each token, [t, D]."""
+    """Returns the gated sum of the results of one part's rows for each token, [t, D].
+
+    `number` is the index of the part; the other arguments are described in `results`.
+    """
     cut = how.cut
     start = number * cut.num_rows
     here = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=cut.num_rows)
@@ -252,18 +287,18 @@ def of_rows(
     product: Callable[..., jax.Array],
     of_owner: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Returns the result of each row's expert, times the row's gate, [R, D].
+    """Returns the result of each row's expert multiplied by the row's gate, [R, D].
 
     The gate multiplies the input of the last product. So the gate's cotangent does not need the result of this product,
     which the backward pass would otherwise recompute.
 
     Args:
-      activation: one of `layers.GATES`.
-      rows: [R, D].
-      gate: float32 [R].
-      matrices: see `results`.
-      product: (rows, the name of a matrix of each expert) -> their products, see `grouped_matmul.product`.
-      of_owner: a bias of each expert [e, F] -> the bias of each row [R, F].
+      activation: name of a gated activation function in `layers.GATES`.
+      rows: activations, [R, D].
+      gate: factor of each row's result, float32 [R].
+      matrices: matrices and biases of the experts by name, see `results`.
+      product: (rows, name of a matrix) -> products of the rows with this matrix of their experts.
+      of_owner: biases of experts, [e, F] or [e, D] -> bias of each row's expert, [R, F] or [R, D].
     """
 
     def times(rows: jax.Array, name: str) -> jax.Array:
@@ -283,24 +318,24 @@ def of_rows(
 # The next two functions are transposes of each other.
 @jax.custom_vjp
 def spread(x: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the activations of each row's token, [R, D], zeros for padding.
+    """Returns the activations of each row's token, [R, D]; zeros for padding.
 
     Args:
-      x: [t, D].
-      tokens: int32 [R], the token of each row, t for padding.
-      places: int32 [t, k], the row of each choice; R: it has none.
+      x: activations of the tokens, [t, D].
+      tokens: int32 [R], the token of each row; t for padding.
+      places: int32 [t, k], the row of each choice, R without a row; used by the backward pass.
     """
     return jnp.take(x, tokens, axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def sum_rows(rows: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the sum of each token's rows, [t, D], computed in float32.
+    """Returns the sum of each token's rows, [t, D], computed in float32 and rounded to the dtype of `rows`.
 
     Args:
       rows: [R, D].
-      tokens: as in `spread`.
-      places: as in `spread`.
+      tokens: int32 [R], the token of each row, t for padding; used by the backward pass.
+      places: int32 [t, k], the row of each choice; R for a choice without a row.
     """
     with jax.named_scope(CHOICES):
         of_choices = jnp.take(rows, places, axis=0, mode="fill", fill_value=0)

@@ -1,11 +1,11 @@
 """Products of rows with the weights of each row's expert; rows are grouped into blocks of one expert each.
 
-No row is dropped, and no shape depends on the routing: each expert's rows are padded to full blocks. Products are
-computed by kernels on GPUs (`grouped_matmul_gpu.py`) and TPUs (`grouped_matmul_tpu.py`), otherwise by a loop over
-blocks. Blocks without rows are skipped.
+A choice is an expert chosen by a token. A row contains the activations for one choice, or padding. The owner of a block
+is the expert whose weight multiplies the block's rows. No row is dropped, and no shape depends on the routing: each
+expert's rows are padded to full blocks. Products are computed by kernels on GPUs (`grouped_matmul_gpu.py`) and TPUs
+(`grouped_matmul_tpu.py`), otherwise by a loop over blocks. Blocks without rows are skipped.
 
-C: choices (an expert for a token), K: layers in a stack, E: experts, m: rows per block, R: rows of all blocks, D, F:
-dims of a weight.
+C: choices, K: layers in a stack, E: experts, m: rows per block, R: rows of all blocks, D, F: dims of a weight.
 """
 
 import functools
@@ -23,10 +23,10 @@ WITH_ROWS = "blocks_with_rows"  # the scope of all products, see `Cost.shares`
 
 
 class Blocks(NamedTuple):
-    """The assignment of choices to rows.
+    """The assignment of choices (an expert chosen by a token) to rows, and of blocks of rows to experts.
 
     Attributes:
-      rows: int32 [R], the choice in each row; C for padding.
+      rows: int32 [R], the index of the choice in each row; C for padding.
       owners: int32 [R / m], the expert of each block, ascending; E for a block without rows.
     """
 
@@ -35,14 +35,16 @@ class Blocks(NamedTuple):
 
 
 def arrange_blocks(chosen: jax.Array, num_experts: int, block_rows: int) -> Blocks:
-    """Sorts choices by expert (stable) into blocks, with full blocks for each expert.
+    """Sorts choices (an expert chosen by a token) by expert into blocks of rows; each block has one expert.
 
-    There are ceil(C / m) + E blocks, enough for any choices; blocks without rows come last.
+    The order of an expert's choices is kept, and its last block is padded. There are ceil(C / m) + E blocks, enough for
+    any choices; blocks without rows come last.
 
     Args:
-      chosen: int32 [C], from 0 to E; choices of E belong to other devices and get no row.
-      num_experts: E.
-      block_rows: m.
+      chosen: int32 [C], the expert of each choice, from 0 to E. E means an expert of another device; such a choice gets
+        no row.
+      num_experts: number of this device's experts, E.
+      block_rows: number of rows in a block, m.
     """
     (num_choices,) = chosen.shape
     num_blocks = -(-num_choices // block_rows) + num_experts
@@ -61,18 +63,25 @@ def arrange_blocks(chosen: jax.Array, num_experts: int, block_rows: int) -> Bloc
 
 
 def first_of(ordered: jax.Array, num: int) -> jax.Array:
-    """Returns int32 [num + 1]: for each number from 0 to `num`, how many elements are below it."""
+    """Returns the index of the first element that is at least n, for each n from 0 to `num`: int32 [num + 1].
+
+    The index equals the number of smaller elements.
+
+    Args:
+      ordered: one-dimensional array of integers in ascending order.
+      num: the largest number n.
+    """
     # Comparing all takes one pass; a binary search is a loop, which is more expensive on accelerators.
     wanted = jnp.arange(num + 1, dtype=ordered.dtype)
     return jnp.searchsorted(ordered, wanted, method="compare_all").astype(jnp.int32)
 
 
 class How(NamedTuple):
-    """The kernel that computes products.
+    """The selected kernel for products.
 
     Attributes:
-      kernel: `gpu`, `tpu` or `loop`.
-      interpret: whether a kernel runs as plain JAX, slowly, on a device of another kind.
+      kernel: `gpu` (Pallas through Triton), `tpu` (megablox) or `loop` (plain JAX).
+      interpret: whether a kernel runs as plain JAX, slowly, on a platform for which it is not made.
     """
 
     kernel: str
@@ -85,11 +94,11 @@ def kernel_for(
     """Returns the kernel that computes products on a platform: `gpu`, `tpu`, or `loop` (no kernel).
 
     Args:
-      platform: as JAX names it, such as `cpu`, `tpu`, `gpu` or `cuda`.
-      rows: (R, D).
-      weights: (E, D, F).
-      block_rows: m.
-      dtype: of both.
+      platform: platform of the devices as JAX names it, such as `cpu`, `tpu`, `gpu` or `cuda`.
+      rows: shape of the rows, (R, D).
+      weights: shape of the experts' weights, (E, D, F).
+      block_rows: number of rows in a block, m.
+      dtype: dtype of rows and weights.
     """
     if platform in GPU and grouped_matmul_gpu.takes(rows, weights, block_rows):
         return "gpu"
@@ -97,13 +106,14 @@ def kernel_for(
 
 
 class Stack(NamedTuple):
-    """The weights of all layers, from which a kernel reads one layer: a slice of the stack would be copied by XLA.
+    """A stack of the weights of all layers, from which a kernel reads the weights of one layer.
 
-    It has no gradient. The gradient belongs to the layer's own weights, which are not read otherwise.
+    XLA would copy a slice of the stack. The stack has no gradient. The gradient is computed for a separate array with
+    the layer's weights, which the kernel does not read.
 
     Attributes:
-      weights: [K, E, D, F].
-      layer: int32 scalar, the index among the K layers.
+      weights: experts' weights of all layers, [K, E, D, F].
+      layer: int32 scalar, the index of the layer that is read.
     """
 
     weights: jax.Array
@@ -113,16 +123,17 @@ class Stack(NamedTuple):
 def product(
     rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None = None, *, platform: str = "cpu"
 ) -> jax.Array:
-    """Returns [R, F], each block of rows times the weight of its owner, summed in float32; zeros without an owner.
+    """Returns the product of each block of rows with its expert's weight, [R, F], summed in float32.
 
-    CPUs have no kernel; a test that sets one runs it in interpret mode.
+    The result is zeros for blocks without an expert. CPUs have no kernel; if a test selects a kernel on a CPU, it runs
+    in interpret mode.
 
     Args:
-      rows: [R, D].
-      weights: [E, D, F], of the rows' dtype.
-      owners: int32 [R / m], ascending, see `Blocks`.
-      stack: contains the same weights in a stack of all layers; None: there is no stack. Only kernels on GPUs read it.
-      platform: of the device, as JAX names it.
+      rows: activations in blocks of m rows, [R, D].
+      weights: weights of the experts, [E, D, F], in the dtype of `rows`.
+      owners: int32 [R / m], the expert of each block, ascending; E for a block without rows.
+      stack: the same weights in a stack of all layers, which only kernels on GPUs read; None: no stack.
+      platform: platform of the device as JAX names it.
     """
     block_rows, shape = rows.shape[0] // owners.size, weights.shape
     kernel = kernel_for(platform, rows.shape, shape, block_rows, rows.dtype)
@@ -137,14 +148,20 @@ def product(
 def compute_blocks(
     how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None = None
 ) -> jax.Array:
-    """Returns [R, F]; see `product`. Only the kernel `gpu` reads a stack."""
+    """Returns the product of each block of rows with its expert's weight, [R, F], by the kernel in `how`.
+
+    The other arguments are described in `product`. Only the kernel `gpu` reads `stack`.
+    """
     return _times(how, rows, weights, owners, stack, transposed=False)
 
 
 def _times(
     how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None, *, transposed: bool
 ) -> jax.Array:
-    """Returns each block of rows times the weight of its owner, or times its transpose."""
+    """Returns the product of each block of rows with its expert's weight, or with the transposed weight.
+
+    The result is [R, F]; with `transposed`, rows are [R, F] and the result is [R, D].
+    """
     if how.kernel == "loop":
         return _times_in_loop(rows, weights.swapaxes(1, 2) if transposed else weights, owners)
     with jax.named_scope(WITH_ROWS):
@@ -163,7 +180,15 @@ def _times(
 
 
 def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the cotangent of the weights [E, D, F]; each block adds to its owner's cotangent."""
+    """Returns the cotangent of the weights, [E, D, F]: the sum of rows^T cotangent over each expert's blocks.
+
+    Args:
+      how: the kernel.
+      rows: [R, D].
+      cotangent: cotangent of the products, [R, F].
+      owners: int32 [R / m], the expert of each block, ascending.
+      num_experts: E.
+    """
     if how.kernel == "loop":
         return _of_weights_in_loop(rows, cotangent, owners, num_experts)
     block_rows = rows.shape[0] // owners.size
@@ -178,7 +203,7 @@ def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Arr
 
 
 def _sizes(rows: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the number of rows in blocks of each expert, int32 [E]."""
+    """Returns the number of rows in each expert's blocks, including padding, int32 [E]."""
     return jnp.diff(first_of(owners, num_experts)) * (rows.shape[0] // owners.size)
 
 

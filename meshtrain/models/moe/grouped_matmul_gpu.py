@@ -1,4 +1,4 @@
-"""Products of blocks of rows with their owners' weights on GPUs: Pallas kernels, compiled through Triton.
+"""Products of blocks of rows with their experts' weights on GPUs: Pallas kernels, compiled through Triton.
 
 A program of the kernels computes one tile of the result. Tiles that share rows are adjacent in the grid, so that rows
 are read from the L2 cache. A block without rows costs a tile of zeros.
@@ -14,7 +14,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-# Maximum rows and columns of a tile, and bytes of an operand's row that one step of its loop reads.
+# Maximum rows and columns of a tile, and bytes of an operand's row that one step of the kernel's loop reads.
 LARGEST_TILE, STEP_BYTES = 128, 128
 GRANULE = 16  # minimum dims of an operand of Triton's products
 # Triton computes offsets within an array in int32.
@@ -26,12 +26,12 @@ TIMES, OF_WEIGHTS = "times_of_blocks", "weights_of_blocks"
 
 
 def takes(rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int) -> bool:
-    """Returns whether the kernels support these shapes.
+    """Returns whether the kernels support these shapes and JAX has their compiler.
 
     Args:
-      rows: (R, D).
-      weights: (E, D, F).
-      block_rows: m.
+      rows: shape of the rows, (R, D).
+      weights: shape of the experts' weights, (E, D, F).
+      block_rows: number of rows in a block, m.
     """
     fits = all(size % GRANULE == 0 for size in (*weights[1:], block_rows))
     largest = max(math.prod(weights), rows[0] * max(weights[1:]))
@@ -41,18 +41,21 @@ def takes(rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int) -> b
 
 @functools.cache
 def is_there() -> bool:
-    """Returns whether this version of JAX has the compiler of the kernels; JAX 0.11 announces its removal."""
+    """Returns whether this version of JAX has Pallas's Triton compiler; JAX 0.11 announces its removal."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def times(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed: bool, interpret: bool) -> jax.Array:
-    """Returns [R, F], or [R, D]: each block of rows times the weight of its owner, see `grouped_matmul.product`.
+    """Returns the product of each block of rows with its expert's weight, [R, F], or [R, D] with `transposed`.
+
+    Products are summed in float32 and rounded to the dtype of `rows`; blocks without rows give zeros.
 
     Args:
-      rows: [R, D]; [R, F] with `transposed`.
-      weights: [K, E, D, F].
-      owners: int32 [R / m], ascending, from 0 to K E; K E: the block has no rows.
-      transposed: whether each weight is multiplied as [F, D].
+      rows: activations in blocks of m rows, [R, D]; [R, F] with `transposed`.
+      weights: experts' weights of all layers, [K, E, D, F].
+      owners: int32 [R / m], each block's expert among the experts of all layers, layer x E + expert, ascending; K E
+        for a block without rows.
+      transposed: whether rows are multiplied by the transposed weights, [F, D].
       interpret: whether to run the kernel as plain JAX, slowly, on a device that is no GPU.
     """
     pl, triton = _modules()
@@ -108,14 +111,14 @@ def _times(
 def of_weights(
     rows: jax.Array, cotangent: jax.Array, bounds: jax.Array, *, block_rows: int, interpret: bool
 ) -> jax.Array:
-    """Returns the cotangent of the weights [E, D, F], of the rows' dtype, summed in float32.
+    """Returns the cotangent of the weights, [E, D, F], in the dtype of `rows`, summed in float32.
 
     Args:
-      rows: [R, D].
-      cotangent: [R, F], of the products.
-      bounds: int32 [E + 1], the first block of each expert, and the end of the last expert's blocks.
-      block_rows: m.
-      interpret: see `times`.
+      rows: activations in blocks of m rows, [R, D].
+      cotangent: cotangent of the products, [R, F].
+      bounds: int32 [E + 1], the index of each expert's first block, and the end of the last expert's blocks.
+      block_rows: number of rows in a block, m.
+      interpret: whether to run the kernel as plain JAX, slowly, on a device that is no GPU.
     """
     pl, triton = _modules()
     (num_rows, height), width, num_experts = rows.shape, cotangent.shape[1], bounds.size - 1
@@ -160,18 +163,25 @@ def _of_weights(
 
 
 def _product(left: jax.Array, right: jax.Array, of_left: int, of_right: int) -> jax.Array:
-    """Returns the product over these dims, float32."""
+    """Returns the product of two matrices in float32, summed over dim `of_left` of `left` and `of_right` of `right`."""
     dims = (((of_left,), (of_right,)), ((), ()))
     return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
 
 
 def _tile(size: int) -> int:
-    """Returns the largest power of two that divides a dim of the result and is at most the size of a tile."""
+    """Returns the size of a tile along a dim of the result: the largest power of two up to 128 that divides `size`."""
     return math.gcd(size, LARGEST_TILE)
 
 
 def _step(size: int, array: jax.Array) -> int:
-    """Returns the largest power of two that divides a contracted dim and fits into shared memory."""
+    """Returns the elements of a contracted dim that one step of a kernel's loop reads, at most `STEP_BYTES` of a row.
+
+    It is the largest such power of two that divides the dim.
+
+    Args:
+      size: size of the contracted dim.
+      array: an operand, whose dtype determines the bytes of an element.
+    """
     return math.gcd(size, STEP_BYTES // array.dtype.itemsize)
 
 

@@ -1,6 +1,7 @@
-"""Products of blocks of rows with their owners' weights on TPUs, by JAX's Pallas kernels ("megablox").
+"""Products of blocks of rows with their experts' weights on TPUs, by JAX's Pallas kernels ("megablox").
 
-The kernels visit the blocks that have rows, and do not write blocks without an expert, which are set to zeros here.
+The kernels compute only the blocks of experts. They do not write the blocks without an expert, so this module sets
+these blocks to zeros.
 
 E: experts, m: rows per block, R: rows of all blocks, D, F: dims of a weight.
 """
@@ -15,19 +16,19 @@ from jax.typing import DTypeLike
 LANES = 128
 # Maximum columns and bytes of a tile of weights, which stays in a core's memory for all blocks of one expert.
 COLUMNS, WEIGHT_BYTES = 512, 2**22
-# Maximum bytes of a dim of a tile of the weights' cotangent, whose float32 sums stay there as well.
+# Maximum bytes of a dim of a tile of the weights' cotangent, whose float32 sums stay in a core's memory as well.
 SUMS_BYTES = 2048
 # Name scopes of the kernels, by which the planner recognizes them.
 TIMES, OF_WEIGHTS = "times_of_blocks", "weights_of_blocks"
 
 
 def takes(weights: tuple[int, ...], block_rows: int, dtype: DTypeLike) -> bool:
-    """Returns whether the kernels are used for these shapes, which are the kinds that the tests compile.
+    """Returns whether the kernels are used for these shapes and this dtype; the tests compile such cases.
 
     Args:
-      weights: (E, D, F).
-      block_rows: m.
-      dtype: of rows and weights.
+      weights: shape of the experts' weights, (E, D, F).
+      block_rows: number of rows in a block, m.
+      dtype: dtype of rows and weights.
     """
     is_known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
     return is_known and all(size % LANES == 0 for size in weights[1:]) and block_rows % 16 == 0
@@ -36,14 +37,16 @@ def takes(weights: tuple[int, ...], block_rows: int, dtype: DTypeLike) -> bool:
 def times(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, block_rows: int, transposed: bool, interpret: bool
 ) -> jax.Array:
-    """Returns [R, F], or [R, D]: each block of rows times the weight of its owner, see `grouped_matmul.product`.
+    """Returns the product of each row with its expert's weight, [R, F], or [R, D] with `transposed`.
+
+    The result has the dtype of `rows`; it is zeros for rows without an expert.
 
     Args:
-      rows: [R, D]; [R, F] with `transposed`. Rows are sorted by expert.
-      weights: [E, D, F].
-      sizes: int32 [E], rows of each expert, multiples of m; later rows have no expert.
-      block_rows: m.
-      transposed: whether weights are multiplied as [E, F, D].
+      rows: activations sorted by expert, [R, D]; [R, F] with `transposed`.
+      weights: weights of the experts, [E, D, F].
+      sizes: int32 [E], number of rows of each expert, multiples of m. The rows after these have no expert.
+      block_rows: number of rows in a block, m.
+      transposed: whether rows are multiplied by the transposed weights, [F, D].
       interpret: whether to run the kernel as plain JAX, slowly, on a device that is no TPU.
     """
     contracted, columns = rows.shape[1], min(COLUMNS, weights.shape[1 if transposed else 2])
@@ -60,14 +63,14 @@ def times(
 def of_weights(
     rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, *, block_rows: int, interpret: bool
 ) -> jax.Array:
-    """Returns the cotangent of the weights [E, D, F], of the rows' dtype, summed in float32.
+    """Returns the cotangent of the weights, [E, D, F], in the dtype of `rows`, summed in float32.
 
     Args:
-      rows: [R, D].
-      cotangent: [R, F], of the products.
-      sizes: see `times`.
-      block_rows: m.
-      interpret: see `times`.
+      rows: activations sorted by expert, [R, D].
+      cotangent: cotangent of the products, [R, F].
+      sizes: int32 [E], number of rows of each expert, multiples of m.
+      block_rows: number of rows in a block, m.
+      interpret: whether to run the kernel as plain JAX, slowly, on a device that is no TPU.
     """
     largest = SUMS_BYTES // rows.dtype.itemsize
     tiling = (block_rows, min(largest, rows.shape[1]), min(largest, cotangent.shape[1]))

@@ -2,8 +2,8 @@
 
 b: sequences in a microbatch, T: tokens per sequence, E: experts, k: experts per token.
 
-Everything is float32. Two scores closer than rounding could lead to different choices on two meshes, so logits are
-computed at the device's highest precision.
+Everything is float32. If two scores are closer than the rounding error, different meshes could choose different
+experts, so logits are computed at the device's highest precision.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from meshtrain.models.remat import CHOSEN
 
 
 class Tokens(NamedTuple):
-    """The properties of tokens that losses and counts of a router need.
+    """The properties of a batch's tokens that the router's losses and counts need.
 
     Attributes:
       weights: float32 [b, T], the weight of each target in the loss.
@@ -28,13 +28,13 @@ class Tokens(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The experts of tokens and their gates.
+    """The experts chosen for each token, their gates, and the scores of all experts.
 
     Attributes:
-      chosen: int32 [b, T, k], the experts of each token, best first.
-      gates: float32 [b, T, k], the factors of these experts' results.
-      shares: float32 [b, T, E], the scores of all experts divided by their sum.
-      log_normalizers: float32 [b, T], log sum exp of the logits.
+      chosen: int32 [b, T, k], the indices of each token's experts, best first.
+      gates: float32 [b, T, k], the factors by which the results of the chosen experts are multiplied.
+      shares: float32 [b, T, E], the scores of all experts, divided by their sum over experts.
+      log_normalizers: float32 [b, T], the logarithm of the sum of exp(logit) over experts.
     """
 
     chosen: jax.Array
@@ -47,8 +47,8 @@ def logits(x: jax.Array, router: jax.Array) -> jax.Array:
     """Returns the router's logits, float32 [b, T, E].
 
     Args:
-      x: [b, T, D], of any float dtype.
-      router: float32 [D, E].
+      x: activations [b, T, D], any float dtype.
+      router: weight of the router, float32 [D, E].
     """
     return jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
 
@@ -61,19 +61,21 @@ def route(
     scale: float = 1.0,
     groups: tuple[int, int] = (1, 1),
 ) -> Routing:
-    """Returns the routing of tokens.
+    """Chooses k experts for each token; returns the experts, their gates and the scores of all experts.
 
-    `softmax`: the k largest probabilities (Jiang et al. 2024, Mixtral; Qwen3-MoE with its `norm_topk_prob`). `sigmoid`:
-    the k largest of sigmoid(logit) + bias, with gates from the sigmoids only (DeepSeek-AI 2024, DeepSeek-V3, equations
-    12 to 16). The gates of a token are divided by their sum.
+    `softmax` chooses the experts with the k largest probabilities (Jiang et al. 2024, Mixtral; Qwen3-MoE with its
+    `norm_topk_prob`). `sigmoid` chooses the k largest of sigmoid(logit) + bias, and gates are the sigmoids without the
+    bias (DeepSeek-AI 2024, DeepSeek-V3, equations 12 to 16). The gates of a token are divided by their sum, then
+    multiplied by `scale`.
 
     Args:
-      logits: float32 [b, T, E].
-      bias: float32 [E], added to scores only to choose experts; None: none.
-      num_chosen: k.
-      kind: one of the choices of `model.router`.
+      logits: router logits, float32 [b, T, E].
+      bias: float32 [E], added to scores only to choose experts; None: no bias.
+      num_chosen: number of experts per token, k.
+      kind: how scores are computed from logits, `softmax` or `sigmoid`.
       scale: factor of the gates.
-      groups: (number of groups, number of groups from which a token's experts are chosen), see `in_best_groups`.
+      groups: (number of groups of experts, number of groups from which a token's experts are chosen), see
+        `in_best_groups`.
     """
     scores = jax.nn.softmax(logits) if kind == "softmax" else jax.nn.sigmoid(logits)
     ranked = in_best_groups(scores if bias is None else scores + bias, *groups)
@@ -91,6 +93,11 @@ def in_best_groups(ranked: jax.Array, num_groups: int, num_kept: int) -> jax.Arr
 
     The score of a group is the sum of its two best experts' scores (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, where
     groups are nodes).
+
+    Args:
+      ranked: scores of experts, float32 [b, T, E].
+      num_groups: number of groups, a divisor of E.
+      num_kept: number of best groups for each token, whose scores are unchanged.
     """
     if num_kept == num_groups:
         return ranked
@@ -107,29 +114,30 @@ def in_best_groups(ranked: jax.Array, num_groups: int, num_kept: int) -> jax.Arr
 
 
 def counts(chosen: jax.Array, tokens: Tokens, num_experts: int) -> jax.Array:
-    """Returns how many tokens of each sequence chose each expert, float32 [b, E]; padding does not count.
+    """Returns how many tokens of each sequence chose each expert, float32 [b, E]; padding is not counted.
 
     Args:
-      chosen: int32 [b, T, k].
-      tokens: marks padding.
-      num_experts: E.
+      chosen: indices of each token's experts, int32 [b, T, k].
+      tokens: states which tokens are padding.
+      num_experts: number of experts, E.
     """
     hot = jax.nn.one_hot(chosen, num_experts, dtype=jnp.float32)
     return jnp.sum(hot * tokens.are_real[..., None, None], axis=(1, 2))
 
 
 def balance(routing: Routing, counts: jax.Array, tokens: Tokens) -> jax.Array:
-    """Returns the balance loss summed over sequences, each weighted by its targets: a float32 scalar.
+    """Returns the load-balancing loss of the router, float32 scalar: a sum over sequences weighted by their targets.
 
-    For one sequence of T tokens it is sum_i f_i P_i, with f_i = E / (k T) times the number of tokens that chose expert
-    i, and P_i the mean share of expert i (DeepSeek-V3, equations 17 to 20). It is 1 if f and P are even. Times k it
-    equals `load_balancing_loss_func` of transformers for the logits of one layer and one sequence. With means over more
-    than one sequence, as this function uses for a batch, the product would depend on the split of the batch.
+    The loss of one sequence of T tokens is sum_i f_i P_i. f_i is E / (k T) times the number of tokens that chose expert
+    i, and P_i is the mean share of expert i (DeepSeek-V3, equations 17 to 20). The loss is 1 if f and P are even.
+    Multiplied by k, it equals `load_balancing_loss_func` of transformers for the logits of one layer and one sequence.
+    For a batch, `load_balancing_loss_func` takes means over all sequences, so its result depends on how a batch is
+    split into microbatches. This function takes means within each sequence.
 
     Args:
-      routing: of these tokens.
-      counts: float32 [b, E], see `counts`.
-      tokens: the weights, and which tokens are padding.
+      routing: routing of the tokens.
+      counts: float32 [b, E], how many tokens of each sequence chose each expert, from the function `counts`.
+      tokens: weights of targets, and which tokens are padding.
     """
     num_tokens = jnp.maximum(jnp.sum(tokens.are_real, axis=1), 1.0)[:, None]
     num_experts, num_chosen = routing.shares.shape[-1], routing.chosen.shape[-1]
@@ -140,27 +148,32 @@ def balance(routing: Routing, counts: jax.Array, tokens: Tokens) -> jax.Array:
 
 
 def z_loss(routing: Routing, tokens: Tokens) -> jax.Array:
-    """Returns the sum over targets of (log sum exp of the logits)^2, a float32 scalar (Zoph et al. 2022, ST-MoE)."""
+    """Returns the router z-loss, float32 scalar: the weighted sum over targets of (log sum exp of logits)^2.
+
+    Source: Zoph et al. 2022, ST-MoE.
+    """
     return jnp.sum(tokens.weights * jnp.square(routing.log_normalizers))
 
 
 def entropy(routing: Routing, tokens: Tokens) -> jax.Array:
-    """Returns the sum over targets of the entropy of the shares, in nats, a float32 scalar without a gradient."""
+    """Returns the entropy of each token's shares in nats, summed over weighted targets: float32 scalar, no gradient."""
     shares = jax.lax.stop_gradient(routing.shares)
     terms = -shares * jnp.log(jnp.maximum(shares, jnp.finfo(jnp.float32).tiny))
     return jnp.sum(tokens.weights * jnp.sum(terms, axis=-1))
 
 
 def direction(counts: jax.Array) -> jax.Array:
-    """Returns the direction of each bias update: -1 above the mean of the last dim, 1 below, 0 at it; float32.
+    """Returns the direction in which each router bias changes, float32 [..., E]: -1, 0 or 1.
 
+    It is -1 for an expert with more tokens than the mean over experts, 1 for an expert with fewer, and 0 at the mean.
     Counts are compared as integers, so the result has the same bits in any order of summation.
 
     >>> print(direction(jnp.float32([4, 1, 2, 2])))
     [-1.  1.  1.  1.]
 
     Args:
-      counts: float32 [..., E], integers below 2^24. Their sum over E must be below 2^31.
+      counts: number of tokens that chose each expert, float32 [..., E], integers below 2^24. Their sum over E must be
+        below 2^31.
     """
     counted = counts.astype(jnp.int32)
     total = jnp.sum(counted, axis=-1, keepdims=True)
