@@ -40,11 +40,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, int]:
-    """Returns the job that a command line describes, and the number of restarts.
+    """Returns the job that a command line describes, and the maximum number of restarts.
 
     Args:
-      argv: the arguments.
-      gpus: identifiers of the GPUs that may be used.
+      argv: the arguments of `launch`, then `--` and the arguments of `python`.
+      gpus: identifiers of the GPUs that may be used; empty: the processes simulate CPU devices.
 
     Raises:
       UserError: all problems of the arguments.
@@ -106,7 +106,11 @@ def _flag(name: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Starts the processes; returns the exit code of the first process that failed, or 0."""
+    """Starts the processes and waits for them; returns the exit code of the first process that failed, or 0.
+
+    Args:
+      argv: the arguments of `launch`, then `--` and the arguments of `python`.
+    """
     if set(argv[: argv.index("--")] if "--" in argv else argv) & {"-h", "--help"}:
         parser().print_help()
         return 0

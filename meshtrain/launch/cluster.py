@@ -21,18 +21,18 @@ PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 _OWN_PLUGINS = ("xla_cuda", "xla_rocm")  # prefixes of the entry points of JAX's own packages
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 FULL = "MESHTRAIN_FULL_PROCESSES"
-WITHOUT_JAX = ("deactivate", "slurm", "ompi")  # detection methods whose address is in the environment
+WITHOUT_JAX = ("deactivate", "slurm", "ompi")  # JAX's detection methods for which the environment has the address
 _BY_HAND = f"each process with its {', '.join(EXPLICIT)}"
 # JAX's default ports (jax/_src/clusters): one of the last 4096 ports, derived from the job's number.
 _NUM_PORTS = 4096
 _FIRST_PORT = 65535 - _NUM_PORTS + 1
 _KUBERNETES_PORT = 55527
 _RANGES = re.compile(r"|\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")  # the text inside brackets of Slurm's node lists
-_MOST = 2**32  # limit of the schedulers' numbers
+_MOST = 2**32  # exclusive limit of the numbers that schedulers set
 
 
 def platform_problems(environ: Mapping[str, str]) -> list[Problem]:
-    """Returns an error line for each unknown name in JAX_PLATFORMS; none if a package adds platforms to JAX.
+    """Returns an error line for each unknown name in JAX_PLATFORMS; [] if an installed package adds platforms to JAX.
 
     Args:
       environ: the environment of this process.
@@ -127,7 +127,7 @@ def full_size(environ: Mapping[str, str], num_processes: int) -> int:
       num_processes: the current number; the default if the environment does not state the complete number.
 
     Raises:
-      UserError: the variable is not a number, or is below `num_processes`.
+      UserError: MESHTRAIN_FULL_PROCESSES is not a number, or is below `num_processes`.
     """
     if not environ.get(FULL):
         return num_processes
@@ -142,15 +142,15 @@ def full_size(environ: Mapping[str, str], num_processes: int) -> int:
 def meeting(
     environ: Mapping[str, str], num_processes: int | None = None, full_name: Callable[[], str] = socket.getfqdn
 ) -> Meeting | None:
-    """Returns the coordinator address that JAX would use, and the processes' number; None for a single process.
+    """Returns the coordinator address that JAX would use, and the number of processes; None for a single process.
 
     Args:
       environ: the environment of this process.
-      num_processes: the number of processes if the environment does not state it; None if unknown.
-      full_name: returns this machine's name with its domain.
+      num_processes: the number of processes, used if the environment does not state it; None if unknown.
+      full_name: a function that returns this machine's name with its domain.
 
     Raises:
-      UserError: see `processes`; or only JAX can determine the address or the number of processes.
+      UserError: a variable is missing or wrong, or only JAX can determine the address or the number of processes.
     """
     how = processes(environ, environ.get("JAX_PLATFORMS") or "")
     if how is None:
@@ -174,7 +174,7 @@ def meeting(
 
 
 def hosts_of(text: str) -> list[str]:
-    """Parses a node list of Slurm.
+    """Returns the host names in a node list of Slurm.
 
     >>> hosts_of("node[1-2,007],login")
     ['node1', 'node2', 'node007', 'login']
@@ -241,7 +241,11 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def _numbers(environ: Mapping[str, str], **below: int) -> list[int]:
-    """Returns the values of variables that contain numbers below the given limits.
+    """Returns the values of environment variables that contain whole numbers.
+
+    Args:
+      environ: the environment of this process.
+      below: name of each variable -> exclusive limit of its value.
 
     Raises:
       UserError: one line for each variable that is missing, not a whole number, or not below its limit.

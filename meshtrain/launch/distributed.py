@@ -37,16 +37,17 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
     On CPU the required number of devices is simulated. On GPUs and TPUs the existing devices are used.
 
     Args:
-      num_devices_needed: the product of the mesh's axes over all processes; None for all devices (8 simulated on CPU).
-      is_open: whether an axis is -1. Then `num_devices_needed` devices are simulated on CPU; on accelerators all
+      num_devices_needed: the number of devices in the mesh, over all processes; None for all devices (8 simulated on
+        CPU).
+      is_open: whether a mesh axis is -1. Then `num_devices_needed` devices are simulated on CPU; on accelerators all
         devices are used.
 
     Returns:
       The devices of all processes, and lines about them for the user (often none).
 
     Raises:
-      UserError: too few devices; with several processes, any other number than required; processes that cannot connect,
-        or an incomplete description of them.
+      UserError: there are too few devices; with several processes, any other number than required; the processes cannot
+        connect; or an environment variable about them is missing or wrong.
     """
     _refuse_flags(os.environ.get("XLA_FLAGS") or "")
     refuse(cluster.platform_problems({"JAX_PLATFORMS": _setting("jax_platforms") or ""}))
@@ -114,9 +115,9 @@ def devices_each(num_devices_needed: int | None, num_processes: int, is_open: bo
     """Returns the number of CPU devices that each process simulates.
 
     Args:
-      num_devices_needed: over all processes; None for the default, 8.
-      num_processes: the number of processes that share them.
-      is_open: whether an axis is -1, so that a remainder of devices may remain unused.
+      num_devices_needed: the number of devices over all processes; None: 8 devices.
+      num_processes: the number of processes that share the devices.
+      is_open: whether a mesh axis is -1. Then the division may have a remainder, and the result is rounded down.
 
     Raises:
       UserError: the devices cannot be divided evenly among the processes.
@@ -140,15 +141,15 @@ def devices_each(num_devices_needed: int | None, num_processes: int, is_open: bo
 def choose(
     found: Sequence[jax.Device], num_devices_needed: int | None, num_processes: int
 ) -> tuple[list[jax.Device], list[str]]:
-    """Returns the devices for the mesh, and a line if some devices remain unused.
+    """Returns the devices for the mesh, and a line to print if some devices remain unused.
 
     Args:
-      found: `jax.devices()`.
-      num_devices_needed: the product of the mesh's axes; None for all devices.
-      num_processes: the number of processes that share them.
+      found: the devices of all processes, from `jax.devices()`.
+      num_devices_needed: the number of devices in the mesh; None for all devices.
+      num_processes: the number of processes.
 
     Raises:
-      UserError: there are too few devices; or, with several processes, another number.
+      UserError: there are too few devices; or, with several processes, not exactly the required number.
     """
     if num_devices_needed is None or num_devices_needed == len(found):
         return list(found), []
@@ -192,7 +193,7 @@ def _devices() -> list[jax.Device]:
 
 
 def _choose_platform() -> None:
-    """Chooses CPU if there is no accelerator, because a plugin without its driver prints tracebacks."""
+    """Makes JAX use the CPU if there is no GPU driver and no platform was chosen: a plugin would print tracebacks."""
     # Set by the user's JAX_PLATFORMS, or by JAX if it found TPU chips.
     if _setting("jax_platforms"):
         return
@@ -201,9 +202,10 @@ def _choose_platform() -> None:
 
 
 def take_memory(platforms: str, environ: MutableMapping[str, str], proc: Path = NVIDIA) -> None:
-    """Makes JAX allocate the fraction of GPU memory that plans assume, unless the user has set a fraction.
+    """Makes JAX allocate the fraction of GPU memory that `plan` assumes, unless the user has set a fraction.
 
-    Applies only to GPUs that plans know. Other GPUs may be small and also drive a display; there JAX's default stays.
+    It applies only to GPU models in the hardware table. Other GPUs may be small and also drive a display, so JAX's
+    default fraction stays.
 
     Args:
       platforms: JAX's platforms, separated by commas; empty if JAX chooses.
@@ -236,10 +238,10 @@ def nvidia_answers(environ: Mapping[str, str]) -> bool:
 
 @functools.cache
 def _refuse_flags(flags: str) -> None:
-    """Checks in a subprocess (0.2 s) whether XLA accepts XLA_FLAGS, since unknown flags abort the process.
+    """Checks in a subprocess (0.2 s) that XLA accepts the value of XLA_FLAGS, because unknown flags abort the process.
 
     Raises:
-      UserError: XLA rejects them.
+      UserError: XLA rejects a flag.
     """
     if not flags:
         return
@@ -252,10 +254,13 @@ def _refuse_flags(flags: str) -> None:
 
 
 def _meet(how: cluster.Arguments) -> None:
-    """Connects this process to the other processes, unless it is already connected.
+    """Connects this process to the other processes of the job, unless it is already connected.
+
+    Args:
+      how: the arguments for `jax.distributed.initialize`, from `cluster.processes`.
 
     Raises:
-      UserError: JAX cannot connect them, or is already in use.
+      UserError: JAX cannot connect the processes, or is already in use.
     """
     if jax.distributed.is_initialized():
         return
@@ -275,10 +280,10 @@ def _meet(how: cluster.Arguments) -> None:
 
 
 def _simulate(num_devices: int) -> None:
-    """Sets the number of CPU devices, unless it is already at least this number or JAX is in use.
+    """Sets the number of CPU devices that JAX simulates; no effect if it is already as large, or if JAX is in use.
 
     Raises:
-      UserError: more devices than JAX can simulate.
+      UserError: the number is above 8192, the largest number that JAX can simulate.
     """
     if _setting("jax_num_cpu_devices") >= num_devices:
         return

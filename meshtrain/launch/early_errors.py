@@ -16,15 +16,16 @@ from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.rendezvous import Said, Unreachable
 
 CODE, LINES = "code", "lines"  # keys of the message about the end of a process
-TELL_SECONDS = 20.0  # how long to wait for the others
+TELL_SECONDS = 20.0  # how long to wait for the other processes to register
 _TOLD = (errors.EXIT_USER_ERROR, errors.EXIT_TOO_FEW, errors.EXIT_BUG)  # codes that are reported
 _meetings: list[Meeting] = []  # where to report an error; empty for a single process, or after `meet` was called
 
 
 def tell_before_meeting(environ: Mapping[str, str]) -> None:
-    """Makes an error that ends this process reach the other processes of its job, until `meet` is called.
+    """Registers a function that reports an error of this process to the other processes of its job.
 
-    Does nothing for a single process, or for a job whose address only JAX can determine.
+    It is called if an error ends this process before `meet` is called. Nothing is registered for a single process, or
+    for a job whose address only JAX can determine.
 
     Args:
       environ: the environment of this process.
@@ -36,13 +37,22 @@ def tell_before_meeting(environ: Mapping[str, str]) -> None:
 
 
 def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
-    """Waits for the other processes like `rendezvous.meet`; later errors are not reported to the rendezvous."""
+    """Calls `rendezvous.meet`, which waits for the other processes; this process reports no errors to them any more.
+
+    Returns:
+      Process number -> None, or the exit code and lines of a process that has ended with an error.
+    """
     _meetings.clear()
     return rendezvous.meet(meeting, environ)
 
 
 def _tell(environ: Mapping[str, str], ending: JsonObject) -> None:
-    """Reports the end of this process to the others; waits for them at most 20 s. Its lines are already printed."""
+    """Reports the end of this process to the other processes; waits at most 20 s for them to register.
+
+    Args:
+      environ: the environment of this process.
+      ending: the exit code and the error lines of this process, which are already printed.
+    """
     if not _meetings or ending[CODE] not in _TOLD:
         return
     meeting = _meetings.pop()

@@ -20,9 +20,9 @@ from meshtrain.launch.early_errors import CODE, LINES
 from meshtrain.launch.rendezvous import Said
 
 POLL_SECONDS = 1.0
-_OWN_SECONDS = 0.5  # this process may raise the same error in the meantime
-_PRINTED_SECONDS = 10.0  # process 0 waits for the last lines of the others; a killed process prints none
-_KNOWN_SECONDS = 4.0  # other processes wait until all have noticed the end
+_OWN_SECONDS = 0.5  # delay before this process ends because of another: it may raise the same error in the meantime
+_PRINTED_SECONDS = 10.0  # how long process 0 waits for the last lines of other processes; a killed process prints none
+_KNOWN_SECONDS = 4.0  # how long a process other than 0 waits until all processes have noticed its end
 _WAIT_SECONDS = 0.1
 _LAST_SECONDS = 0.5  # between the last line of a process and its end, or between the ends of two processes
 _HAS_PRINTED = "has_printed"
@@ -39,7 +39,11 @@ _FOUND_BY_ALL = (errors.EXIT_FINISHED, errors.EXIT_STOPPED_ITSELF)
 
 
 def end_together() -> None:
-    """Makes this process end with the error of another process, and publish its own. Call it after they connect."""
+    """Starts a thread that ends this process, with the same exit code and lines, if another process ends with an error.
+
+    This process also publishes its own error before it ends. Call it after the processes have connected. It does
+    nothing for a single process.
+    """
     if peers.num_connected() == 1:
         return
     errors.before_leaving(_say_farewell)
@@ -57,7 +61,10 @@ def end_together() -> None:
 
 @contextlib.contextmanager
 def telling_errors() -> Iterator[None]:
-    """Publishes a UserError of the block at once, before enclosing blocks wait for other processes or threads."""
+    """Context manager: publishes a UserError of the block to the other processes immediately.
+
+    So they end even if an enclosing block of this process waits for other processes or threads.
+    """
     try:
         yield
     except UserError as error:
@@ -71,7 +78,7 @@ def end_if_told(said: Said, own_number: int) -> None:
     """Ends this process with the lines and exit code of another process that reported an error to the rendezvous.
 
     Args:
-      said: process -> None, or the message about its end.
+      said: process number -> None, or the exit code and lines of a process that has ended; from `early_errors.meet`.
       own_number: the number of this process.
     """
     if ending := ending_of_others({process: ending for process, ending in said.items() if ending}, own_number):
@@ -79,10 +86,10 @@ def end_if_told(said: Said, own_number: int) -> None:
 
 
 def ending_of_others(endings: dict[int, JsonObject], own_number: int) -> tuple[int, str] | None:
-    """Returns the exit code and the lines with which this process must end, or None to continue.
+    """Returns the exit code and the error lines with which this process must end, or None to continue.
 
     Args:
-      endings: process -> its published message.
+      endings: process number -> the exit code and error lines that this process has published.
       own_number: the number of this process.
     """
     for process, ending in sorted(endings.items()):
@@ -112,14 +119,22 @@ def _end_with(code: int, lines: str) -> None:
 
 
 def _end_later(code: int, lines: str) -> None:
-    """Waits, so that the process with the error ends first: a launcher may leave the first one out of a restart."""
+    """Waits half a second, so that the process with the error ends before this process.
+
+    A launcher may restart the job without the process that ended first. `leave_at_once` passes `code` and `lines`.
+    """
     time.sleep(_LAST_SECONDS)
 
 
 def _say_farewell(code: int, lines: str) -> None:
-    """Publishes the end of this process (its lines are already printed), and waits until the others have noticed.
+    """Publishes the end of this process; waits a few seconds, until all other processes have published their ends too.
 
-    The end of a process breaks the collectives of the others, and the end of process 0 aborts them.
+    Without the wait, the end of this process would break the collectives of the other processes, and the end of process
+    0 would abort them, before they print the lines.
+
+    Args:
+      code: the exit code of this process.
+      lines: the error lines of this process, which are already printed.
     """
     if not peers.is_connected():
         return
@@ -134,6 +149,11 @@ def _say_farewell(code: int, lines: str) -> None:
 
 
 def _all_have(endings: dict[int, JsonObject], *, needs_lines: bool) -> bool:
-    """Returns whether all processes have published their end, and, with `needs_lines`, printed their lines."""
+    """Returns whether all processes have published their end.
+
+    Args:
+      endings: process number -> published message.
+      needs_lines: whether each process must also have printed its error lines.
+    """
     have = [ending[_HAS_PRINTED] or not needs_lines for ending in endings.values()]
     return sum(have) == peers.num_connected()

@@ -13,7 +13,7 @@ _ULIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
 
 def memory(proc: Path = MEMORY, groups: Path = GROUPS, own: Path = OWN_GROUP) -> tuple[int, int]:
-    """Returns the available and the total bytes of main memory, within the limits of containers.
+    """Returns (available bytes, total bytes) of main memory, within the limits of this process's containers.
 
     Args:
       proc: the kernel's memory table, /proc/meminfo.
@@ -27,9 +27,9 @@ def memory(proc: Path = MEMORY, groups: Path = GROUPS, own: Path = OWN_GROUP) ->
 
 
 def most_bytes(proc: Path = MEMORY, groups: Path = GROUPS, own: Path = OWN_GROUP) -> int | None:
-    """Returns the bytes that this process can use at most: memory and swap, or a lower limit; None if unknown.
+    """Returns the maximum number of bytes that this process can use; None if the kernel's memory table has no total.
 
-    Limits are set by containers, `ulimit -v` and `ulimit -d`.
+    It is the size of main memory and swap, or a lower limit of a container, `ulimit -v` or `ulimit -d`.
 
     Args:
       proc: the kernel's memory table, /proc/meminfo.
@@ -46,7 +46,7 @@ def most_bytes(proc: Path = MEMORY, groups: Path = GROUPS, own: Path = OWN_GROUP
 
 
 def _sizes(proc: Path) -> dict[str, int]:
-    """Parses the kernel's memory table; returns name -> bytes."""
+    """Parses the kernel's memory table; returns name -> bytes, such as `MemTotal`."""
     return {key: int(size) * 1024 for key, size in re.findall(r"^(\w+):\s+(\d+) kB", _text(proc), re.MULTILINE)}
 
 

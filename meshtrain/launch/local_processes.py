@@ -1,8 +1,8 @@
 """Starts several processes on this machine, forwards signals to them, and ends all if one of them fails.
 
-Each process gets its index and the coordinator's address through the environment (see `distributed`). Its output lines
-are printed with its index as prefix. The exit code is the code of the first process that failed. An elastic job may
-continue with the remaining processes, and later with all processes again. Does not need JAX.
+Each process gets its index and the coordinator's address through the environment. Its output lines are printed with its
+index as prefix. The exit code is the code of the first process that failed. An elastic job may continue with the
+remaining processes, and later with all processes again. This module does not import JAX.
 """
 
 import collections
@@ -34,9 +34,9 @@ from meshtrain.launch.signals import STOPPING, drop_output, on_terminal, stop_si
 
 # EXIT_NOT_SAVED is retried: the disk may have space again when the run has repeated its last steps.
 NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
-MAX_PROCESSES = 256  # more than a machine has GPUs; each process takes a third of a GB and two pipes
+MAX_PROCESSES = 256  # above the number of GPUs of any machine; each process takes a third of a GB and two pipes
 MAX_SIMULATED = 8192  # devices of a process: JAX needs about four seconds and 1 GB for this number
-LOST_SECONDS = "15"  # between two heartbeats: less than on a cluster, since there is no network that delays them
+LOST_SECONDS = "15"  # longest time without a heartbeat: shorter than on a cluster, because no network delays heartbeats
 _GRACE_SECONDS = 5.0  # after one process has failed: time for the others to print their errors
 _SAVING_SECONDS = 60.0  # after one process has saved and ended: time for the others to do the same
 _POLL_SECONDS = 0.05
@@ -49,13 +49,14 @@ class Job:
     """The processes to start.
 
     Attributes:
-      command: the arguments of `python`.
-      num_processes: the number of processes.
-      num_devices: devices that each process simulates on CPU; 0: the program decides.
-      gpus: identifiers of the machine's GPUs, one for each process; empty on CPU.
-      min_processes: the minimum number of processes with which the job may continue after a failure; 0: all.
-      back_seconds: the time after which a failed process is started again with the others.
-      full: the number of processes including those left out; 0 if none is left out.
+      command: the arguments of `python`, with which each process is started.
+      num_processes: the number of processes to start.
+      num_devices: the number of CPU devices that each process simulates; 0: the program decides.
+      gpus: the identifier of each process's GPU; empty on CPU.
+      min_processes: the minimum number of processes with which the job may continue after a failure; 0: the job is not
+        elastic and needs all processes.
+      back_seconds: the time after which a failed process takes part in a start again.
+      full: the number of processes of the complete elastic job; 0 if the job is not elastic.
     """
 
     command: tuple[str, ...]
@@ -68,7 +69,12 @@ class Job:
 
 
 class Workers:
-    """The processes of one start of a job."""
+    """Starts all processes of a job, prints their output with prefixes, and waits for their ends.
+
+    Attributes:
+      processes: the started processes, by index.
+      last_words: the last output lines of each process, by index.
+    """
 
     def __init__(self, job: Job) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -94,8 +100,11 @@ class Workers:
     def wait(self, until: float | None = None) -> tuple[int, int]:
         """Waits until all processes have ended; returns (index, exit code) of the first failure, or (0, 0).
 
+        If a process fails, the others get some seconds to end by themselves, and are then killed.
+
         Args:
-          until: the time, by `time.monotonic`, at which SIGTERM asks them to save and end; None: never.
+          until: the time, by `time.monotonic`, at which all processes get SIGTERM, so that they save and end; None: no
+            such time.
         """
         first = None
         while first is None and any(process.poll() is None for process in self.processes):
@@ -121,7 +130,11 @@ class Workers:
         return min(failed, key=lambda pair: pair[1] == EXIT_LOST_PEER, default=None)
 
     def _end(self, patience_seconds: float) -> tuple[int, int] | None:
-        """Ends all processes after this patience; returns the first failure of processes that ended by themselves."""
+        """Waits up to `patience_seconds` for all processes to end, then kills the remaining processes.
+
+        Returns:
+          (index, exit code) of the first failure among the processes that ended by themselves; None without a failure.
+        """
         deadline = time.monotonic() + patience_seconds
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
             time.sleep(_POLL_SECONDS)
@@ -139,8 +152,8 @@ def run(job: Job, num_restarts: int = 0) -> int:
     Args:
       job: the processes to start.
       num_restarts: the maximum number of restarts after failures. There is no restart after a user error, a run that
-        stopped itself, or a signal to this process. A start with fewer processes because the run needs it, or with all
-        processes after a pause, does not count.
+        stopped itself, or a signal to this process. Two kinds of restarts are not counted: with fewer processes because
+        the run does not fit the number of the last start, and with all processes when they are available again.
     """
     workers: Workers | None = None
     arrived, descriptors = list[int](), on_terminal()
@@ -186,15 +199,16 @@ def run(job: Job, num_restarts: int = 0) -> int:
 
 
 class JobMembers:
-    """The processes to start: all, or the survivors of an elastic job.
+    """Chooses the processes for each start: all, or, in an elastic job, the processes that have not failed recently.
 
     Attributes:
-      until: when processes left out by the last start are available again, by `time.monotonic`; None if none was left
-        out.
+      job: the complete job.
+      until: the time, by `time.monotonic`, at which all processes left out of the last start are available again; None
+        if no process was left out because of a failure.
     """
 
     def __init__(self, job: Job) -> None:
-        """Starts with all processes."""
+        """Makes all processes available for the first start."""
         self.job = job
         self.until: float | None = None
         self._back = [0.0] * job.num_processes  # when each process is available again
@@ -202,10 +216,12 @@ class JobMembers:
         self._started = list(range(job.num_processes))
 
     def part(self, arrived: Sequence[int]) -> Job:
-        """Returns the job of the next start, and names processes left out; waits if too few are available.
+        """Returns the job with the processes of the next start; prints the processes that are left out.
+
+        If fewer than `min_processes` are available, it waits for them. A job that is not elastic is returned unchanged.
 
         Args:
-          arrived: signals to this process, which end the wait.
+          arrived: the signals that this process has received; a signal ends the wait.
         """
         job = self.job
         if not job.min_processes:
@@ -222,16 +238,24 @@ class JobMembers:
         return dataclasses.replace(job, num_processes=len(self._started), gpus=gpus, full=job.num_processes)
 
     def failed(self, index: int, code: int) -> None:
-        """Leaves a process out for a while: the process with this index in the last start, which ended first.
+        """Leaves the process that failed out of the next starts, for `back_seconds`.
 
-        It is not left out if its exit code means that another process or a signal was the cause.
+        It is not left out if its exit code shows that another process or a signal was the cause.
+
+        Args:
+          index: the process's index in the last start.
+          code: its exit code.
         """
         self._most = self.job.num_processes
         if self.job.min_processes and code not in (EXIT_START_AGAIN, EXIT_LOST_PEER):
             self._back[self._started[index]] = time.monotonic() + self.job.back_seconds
 
     def one_less(self) -> bool:
-        """Reduces the next start by one process, as this number does not fit the run; False below the minimum."""
+        """Makes the next start have one process fewer than the last start, whose number does not fit the run.
+
+        Returns:
+          Whether the job may continue with this number. If the number is below `min_processes`, an error is printed.
+        """
         tried = len(self._started)
         self._most = tried - 1
         may = self._most >= self.job.min_processes > 0
@@ -249,13 +273,13 @@ class JobMembers:
 
 
 def environment(job: Job, index: int, address: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a process of the job.
+    """Returns the environment variables with which a process of the job is started.
 
     Args:
       job: the processes to start.
-      index: the index of the process.
+      index: the index of the process, from 0.
       address: host:port of the coordinator.
-      inherited: the environment of this process.
+      inherited: the environment of the launcher.
     """
     own = {
         "JAX_COORDINATOR_ADDRESS": address,
@@ -275,7 +299,7 @@ def environment(job: Job, index: int, address: str, inherited: Mapping[str, str]
 
 
 def gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the identifiers of the GPUs that may be used; none if JAX_PLATFORMS names other devices.
+    """Returns the identifiers of the GPUs that this process may use; empty if JAX_PLATFORMS names no GPU platform.
 
     Args:
       environ: the environment of this process.
@@ -314,7 +338,14 @@ def _prepare_child() -> None:
 
 
 def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.deque[str]) -> None:
-    """Copies a process's lines, each in one write, so that lines of several processes do not mix."""
+    """Copies the output lines of a process with its index as prefix; one write per line, so that lines do not mix.
+
+    Args:
+      stream: the standard output or error of the process.
+      target: the standard output or error of the launcher.
+      index: the index of the process.
+      last_words: gets each line; it stores only the last lines.
+    """
     for line in stream:
         last_words.append(line.rstrip())
         try:

@@ -1,7 +1,7 @@
 """Exchanges small messages between the processes of a run, with the key-value store of JAX's coordination service.
 
-JAX has no public interface to that store: only this module uses the private one, and a test fails if it moves. With a
-single process every function returns the process's own message.
+JAX has no public interface to that store. Only this module uses the private interface, and a test fails if it changes.
+With a single process, `gather_values` and the functions that use it return the message of this process.
 """
 
 import collections
@@ -22,7 +22,7 @@ from meshtrain.errors import Interrupted, LostPeer, Problem, TrainingStopped, re
 from meshtrain.files import Json
 
 _PATIENCE_SECONDS = 600  # patience for the slowest process, which may be reading a large file
-_LAST_SECONDS = 5.0  # to publish the remaining reports at the end
+_LAST_SECONDS = 5.0  # how long the end of an `Exchange` waits until the remaining reports are published
 _ROOM = "meshtrain"
 SAME_START = "start them by the same command on the same installation"
 SAME_FILES = "the same files on every machine, as in one shared folder"
@@ -47,13 +47,14 @@ def is_main_process() -> bool:
 
 
 def make_stop(start_step: int) -> Callable[[int], bool] | None:
-    """Returns a function that takes a step and returns whether all processes stop after it; None for a single process.
+    """Returns a function step -> whether all processes stop after this step; None for a single process.
 
-    JAX makes all processes stop after the step that follows the last requested step, which is 0 at first. So JAX gets
-    the number of steps since the start: in a resumed run, step 1 would be in the past.
+    After a process has received SIGTERM, JAX chooses the step after which all processes stop: the step that follows the
+    largest step that any process has passed to JAX, or step 1 if there is none. So JAX gets the number of steps since
+    the start of the process: in a resumed run, step 1 of the run would be in the past.
 
     Args:
-      start_step: the last completed step; the function is then called for each following step.
+      start_step: the last completed step. Call the returned function for each following step.
     """
     if count() == 1:
         return None
@@ -66,14 +67,16 @@ def count() -> int:
 
 
 def gather_values(name: str, value: Json) -> list[Json]:
-    """Returns the values of all processes, by process index. All processes call it, with the same names in order.
+    """Returns the values of all processes, in the order of process indices.
+
+    All processes call it together, with the same sequence of names.
 
     Args:
       name: the name of the message.
       value: the value of this process; any JSON value.
 
     Raises:
-      LostPeer: a process does not answer.
+      LostPeer: a process does not answer within 10 minutes.
     """
     if count() == 1:
         return [value]
@@ -99,12 +102,12 @@ def num_machines() -> int:
 
 
 def refuse_differences(what: str, facts: Mapping[str, Json], fix: str = SAME_START) -> None:
-    """Checks that values are equal in all processes. All processes call it.
+    """Checks that values are equal in all processes. All processes call it together.
 
     Args:
-      what: what the values describe; it names the message and starts the error lines.
-      facts: name -> any JSON value.
-      fix: how the user makes them equal.
+      what: a word for the values, such as `versions`, which starts the error lines and names the message.
+      facts: name -> any JSON value, in this process.
+      fix: the suggested fix in the error lines.
 
     Raises:
       UserError: a process differs from process 0; every process raises the same lines.
@@ -113,12 +116,12 @@ def refuse_differences(what: str, facts: Mapping[str, Json], fix: str = SAME_STA
 
 
 def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_START) -> list[Problem]:
-    """Returns an error line for each fact in which a process differs from process 0.
+    """Returns an error line for each value in which a process differs from process 0.
 
     Args:
-      what: what the facts describe.
-      facts: the facts of each process.
-      fix: how the user makes them equal.
+      what: a word for the values, such as `versions`, which starts the error lines.
+      facts: name -> any JSON value, for each process by index.
+      fix: the suggested fix in the error lines.
     """
     problems = []
     for process, own in enumerate(facts):
@@ -137,43 +140,48 @@ def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_
 
 
 def share_problems(name: str, problems: Sequence[str]) -> list[Problem]:
-    """Returns the problems of all processes, without duplicates, so that all processes stop together.
+    """Returns the problems of all processes, without duplicates, so that all processes raise the same error.
+
+    All processes call it together.
 
     Args:
-      name: the name of the check.
+      name: the name of the check, the same in all processes.
       problems: the problems of this process.
     """
     return list(dict.fromkeys(line for lines in gather_values(name, list(problems)) for line in lines))
 
 
 def announce(what: str) -> None:
-    """Announces an event to the other processes, which query it with `is_announced`. Use each name only once."""
+    """Announces an event with the name `what` to all processes, which query it with `is_announced`.
+
+    An announcement is not withdrawn, so use each name for one event only.
+    """
     if count() > 1:
         _service().key_value_set(f"{_ROOM}/{what}/{index()}", "", allow_overwrite=True)
 
 
 def is_announced(what: str) -> bool:
-    """Returns whether a process has announced an event. It queries process 0, so do not call it too often."""
+    """Returns whether any process has announced the event `what`. It queries process 0, so do not call it too often."""
     return count() > 1 and bool(_service().key_value_dir_get(f"{_ROOM}/{what}/"))
 
 
 def beat(step: int) -> None:
-    """Publishes a heartbeat of this process: its last completed step. `say_finished` is the last heartbeat."""
+    """Publishes a heartbeat of this process, which contains its last completed step."""
     _service().key_value_set(f"{_ROOM}/beat/{index()}", f"{step} {next(_beats)}", allow_overwrite=True)
 
 
 def say_finished() -> None:
-    """Announces that this process ends normally, so that the others no longer expect heartbeats from it."""
+    """Publishes the last heartbeat of a process that ends normally; other processes expect no further heartbeats."""
     _service().key_value_set(f"{_ROOM}/beat/{index()}", FINISHED, allow_overwrite=True)
 
 
 def say_ending(message: Json) -> None:
-    """Publishes the reason why this process ends, a JSON value, before it ends."""
+    """Publishes the reason for which this process is about to end, any JSON value; `endings` returns it."""
     _service().key_value_set(f"{_ROOM}/ending/{own_number()}", json.dumps(message), allow_overwrite=True)
 
 
 def endings() -> dict[int, Json]:
-    """Returns {process: reason of its end} for the processes that have published it."""
+    """Returns {process number: message} for the processes that have published a message with `say_ending`."""
     entries = _service().key_value_dir_get(f"{_ROOM}/ending/")
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries}
 
@@ -189,16 +197,20 @@ def is_connected() -> bool:
 
 
 def signs_of_life() -> dict[int, str]:
-    """Returns {process: its last heartbeat, or FINISHED}. A process without a new heartbeat returns the same value."""
+    """Returns {process number: last heartbeat}, in which FINISHED marks processes that have ended normally.
+
+    Each heartbeat is a different text. If a process has the same text in two calls, it has sent no heartbeat between
+    the calls.
+    """
     beats = _service().key_value_dir_get(f"{_ROOM}/beat/")
     return {int(key.rpartition("/")[2]): value for key, value in beats}
 
 
 class Exchange:
-    """Publishes numbered reports from a thread while its `with` block is open; no process waits for another.
+    """Collects numbered reports of all processes in process 0, in a thread, while its `with` block is open.
 
-    Process 0 receives a report after every process has published it, so there may be a delay. All processes open the
-    same exchanges in the same order.
+    No process waits for another. Process 0 handles a report after every process has published it, so there may be a
+    delay. All processes open the same exchanges in the same order.
     """
 
     def __init__(self, name: str, complete: Callable[[int, dict[int, Json]], None]) -> None:
@@ -206,8 +218,8 @@ class Exchange:
 
         Args:
           name: the name of the reports.
-          complete: (number, {process: report}) -> None; called in the thread of process 0, in the order of the numbers,
-            after all processes have published the report with this number.
+          complete: (number, {process index: report}) -> None; handles the reports with one number. It is called only in
+            process 0, in the exchange's thread, in the order of numbers.
         """
         self._room = f"{_ROOM}/{name}/{next(_exchanges)}"
         self._complete = complete
@@ -226,15 +238,16 @@ class Exchange:
             self._thread.join(_LAST_SECONDS)
 
     def do(self, job: Callable[[], None]) -> None:
-        """Calls a function in the thread, after all functions passed before."""
+        """Queues a function, which the exchange's thread calls after the functions that were queued before; returns."""
         self._jobs.put(job)
 
     def publish(self, number: int, report: Callable[[], Json]) -> None:
-        """Publishes a report from the thread.
+        """Queues a report of this process, which the exchange's thread computes and sends to process 0; returns.
 
         Args:
-          number: larger than all previous numbers, and the same in all processes.
-          report: returns any JSON value; it may wait for a device.
+          number: the number of the report, such as a step: larger than all previous numbers of this exchange, and the
+            same in all processes.
+          report: () -> any JSON value; called in the thread, so it may wait for a device.
         """
         self.do(lambda: self._publish(number, report()))
 

@@ -1,9 +1,9 @@
 """Exchanges messages between the processes of a job before JAX connects them, over TCP, with time limits.
 
-If a process is missing, JAX ends the others without a message that names it. Here process 0 listens on the port that
-JAX will use. The other processes connect, and stay connected after it has stopped listening, so that process 0 can name
-missing or hanging processes in any state of JAX. A message is one line of JSON. `roll_call` is used by the doctor, by
-`meet` at the start of a run, and by `tell` for a process that cannot start.
+If a process is missing, JAX ends the others without a message that names the missing process. So here process 0 listens
+on the port that JAX will use. The other processes connect, and stay connected after process 0 has stopped listening, so
+that process 0 can name missing or hanging processes in any state of JAX. A message is one line of JSON. `roll_call` is
+used by the command `doctor`, by `meet` at the start of a run, and by `tell` for a process that cannot start.
 """
 
 import contextlib
@@ -19,28 +19,28 @@ from meshtrain.errors import LostPeer, Problem, UserError
 from meshtrain.files import Json, read_json
 from meshtrain.launch.cluster import Meeting
 
-LINE_SECONDS = 15.0  # between two lines about missing processes
-TRY_SECONDS = 10.0  # retries for a port that was just in use, and for name servers
-MEET_SECONDS = 300.0  # the same time limit as JAX's
+LINE_SECONDS = 15.0  # time between two printed lines about missing processes
+TRY_SECONDS = 10.0  # how long to retry if the port was just in use, or if a name server does not answer
+MEET_SECONDS = 300.0  # time limit for all processes to register; the same as JAX's limit
 _ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST")
 _NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
-_NAMED = 8  # processes that a line names
-_MOST_BYTES = 2**22  # of a message: larger messages come from another program
+_NAMED = 8  # maximum number of processes that a line names
+_MOST_BYTES = 2**22  # maximum size of a message; a larger message comes from another program
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
-_GRACE_SECONDS = 10.0  # process 0 first waits for the others, then answers
+_GRACE_SECONDS = 10.0  # additional wait for the answer of process 0, which first waits for all other processes
 _MEET, _AWAITED, _REFUSED = "meet", "awaited", "refused"
 _T = TypeVar("_T")
 _Message = Mapping[str, Json]
-Said = dict[int, Json]  # process -> its value
+Said = dict[int, Json]  # process number -> the value that this process has sent
 
 
 class Unreachable(Exception):
-    """Process 0 cannot be reached, or does not answer; the text states the observation."""
+    """Process 0 cannot be reached, or does not answer; the text describes the failure."""
 
 
 class Refused(Unreachable):
-    """Two processes have the same number, or different sizes of the job; the text names them."""
+    """Process 0 has rejected a process: two have the same number, or they differ in the number of processes."""
 
 
 class Occupied(Unreachable):
@@ -48,14 +48,18 @@ class Occupied(Unreachable):
 
 
 def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
-    """Waits at most five minutes until all processes of a job have registered; prints every 15 s who is missing.
+    """Waits at most five minutes until all processes of a job have registered; prints missing processes every 15 s.
+
+    Args:
+      meeting: the address of process 0, the number of processes, and the number of this process.
+      environ: the environment of this process.
 
     Returns:
-      Process -> None, or the value with which it called `tell`.
+      Process number -> None, or the value that a process has passed to `tell` instead of calling `meet`.
 
     Raises:
       UserError: the address does not resolve, process 0 cannot listen there, or two processes have the same number.
-      LostPeer: a process has not registered, or has ended meanwhile.
+      LostPeer: a process has not registered in time, or has ended while the others registered.
     """
     key, number = next(filter(environ.get, _ADDRESSES)), next(filter(environ.get, _NUMBERS))
     try:
@@ -79,17 +83,28 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
 
 
 def tell(meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float) -> None:
-    """Passes a value other than None to the processes that call `meet`: this process cannot take part in the job.
+    """Sends a value to the other processes, which call `meet`, because this process cannot take part in the job.
+
+    Args:
+      meeting: the address of process 0, the number of processes, and the number of this process.
+      environ: the environment of this process.
+      value: any JSON value except None; `meet` returns it in the other processes.
+      seconds: how long to wait for the other processes.
 
     Raises:
-      Unreachable: see `roll_call`.
-      UserError, OSError: see `Hub`.
+      Unreachable: process 0 cannot be reached, cannot listen, or rejects this process.
+      UserError, OSError: this is process 0, and the address to listen at is wrong, or cannot be used.
     """
     _answers(*roll_call(meeting, environ, value, seconds, needs_all=False))
 
 
 def _answers(call: "Hub | Member", said: Said) -> Said:
-    """Returns the answers of a roll call, and closes its connections."""
+    """Closes the connection of a roll call, and returns the values of the processes.
+
+    Args:
+      call: the connection; process 0 waits a few seconds until the other processes have closed their connections.
+      said: process number -> value, which is returned.
+    """
     with call:
         if isinstance(call, Hub):
             call.wait_for_the_end(_CONNECT_SECONDS)
@@ -99,17 +114,17 @@ def _answers(call: "Hub | Member", said: Said) -> Said:
 def roll_call(
     meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float, *, needs_all: bool
 ) -> "tuple[Hub | Member, Said]":
-    """Registers this process with all others; returns the open connection, and process -> value.
+    """Registers this process with all others; returns the open connection, and process number -> value.
 
     Prints every 15 s which processes are missing.
 
     Args:
-      meeting: the address and number of the processes.
+      meeting: the address of process 0, the number of processes, and the number of this process.
       environ: the environment of this process.
-      value: the JSON value of this process.
-      seconds: how long to wait for the others.
-      needs_all: whether a missing, rejected or ended process is an error; if not, the others continue. If a process has
-        sent a value other than None, it is returned instead of these errors.
+      value: any JSON value of this process; None if it has nothing to send.
+      seconds: how long to wait for the other processes.
+      needs_all: whether a missing, rejected or ended process is an error; otherwise it has no value in the result. If a
+        process has sent a value other than None, there is no error, so that all processes get this value.
 
     Raises:
       Unreachable: process 0 cannot be reached or cannot listen (`Occupied`), or this process has another process's
@@ -157,7 +172,12 @@ def roll_call(
 
 
 def _listening(meeting: Meeting, environ: Mapping[str, str]) -> "Hub":
-    """Returns process 0's side of a roll call. Raises Refused if another process 0 listens, otherwise Occupied."""
+    """Makes process 0 listen for the other processes, and returns its `Hub`; retries for 10 s if the port is in use.
+
+    Raises:
+      Refused: another process with the number 0 listens on the port.
+      Occupied: the port cannot be used for another reason.
+    """
     try:
         return retry(lambda: Hub(meeting, environ), TRY_SECONDS)
     except OSError as failure:
@@ -170,7 +190,11 @@ def _listening(meeting: Meeting, environ: Mapping[str, str]) -> "Hub":
 
 
 def retry(act: Callable[[], _T], seconds: float) -> _T:
-    """Returns the result of `act`, retried for this time; then raises OSError with the reason as its `strerror`."""
+    """Calls `act` until it raises no OSError or UnicodeError, and returns its result.
+
+    Raises:
+      OSError: `act` has failed for this number of seconds; `strerror` is the reason of the last failure.
+    """
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -183,14 +207,19 @@ def retry(act: Callable[[], _T], seconds: float) -> _T:
 
 
 class Hub:
-    """Process 0's side: listens until all processes have registered, and distributes their messages."""
+    """The connections of process 0 to all other processes: it accepts them, and distributes their messages.
+
+    Attributes:
+      refused: a line for each rejected process, with the reason.
+    """
 
     def __init__(self, meeting: Meeting, environ: Mapping[str, str]) -> None:
         """Listens on the port of the meeting.
 
         Args:
-          meeting: the address and number of the processes.
-          environ: the environment of this process; JAX_COORDINATOR_BIND_ADDRESS sets another address, as in JAX.
+          meeting: the address of process 0, and the number of processes.
+          environ: the environment of this process; JAX_COORDINATOR_BIND_ADDRESS sets another address to listen at, as
+            in JAX.
 
         Raises:
           OSError: another program uses the port, or the address does not belong to this machine.
@@ -208,7 +237,13 @@ class Hub:
         self._selector.register(self._server, selectors.EVENT_READ, self._server)
 
     def exchange(self, name: str, value: Json, seconds: float) -> Said:
-        """Returns process -> value for the processes that answered in time, and sends the same to them."""
+        """Collects a message of all processes; returns process number -> value, and sends the same to all of them.
+
+        Args:
+          name: the name of the message.
+          value: the value of process 0; any JSON value.
+          seconds: how long to wait; processes that send no value in this time are not in the result.
+        """
         self._pump(time.monotonic() + seconds, lambda: self._has_all(name))
         answers = {0: value, **{i: one.said[name] for i, one in sorted(self._own.items()) if name in one.said}}
         for one in self._own.values():
@@ -216,9 +251,14 @@ class Hub:
         return answers
 
     def wait_for_all(self, deadline: float, say: Callable[[Sequence[int]], None]) -> list[int]:
-        """Waits for all processes, and reports missing ones to those that wait; returns the missing processes.
+        """Waits until all processes have registered; returns the numbers of the missing processes, or [].
 
-        Ends when all have registered, when the time is over, or when a process was rejected or has ended.
+        The wait ends early at the deadline, or if a process was rejected or has ended. Every 15 s the numbers of the
+        missing processes are sent to the registered processes and passed to `say`.
+
+        Args:
+          deadline: the end of the wait, by `time.monotonic`.
+          say: prints a line about the missing processes.
         """
         while True:
             self._pump(min(deadline, time.monotonic() + LINE_SECONDS), lambda: self._has_all(_MEET))
@@ -246,24 +286,30 @@ class Hub:
         self._server.close()
 
     def wait_for_the_end(self, seconds: float) -> None:
-        """Waits until the others have ended, because JAX would abort them if this process ended first."""
+        """Waits until the other processes have closed their connections, at most this number of seconds.
+
+        JAX would abort them if process 0 ended first.
+        """
         self._pump(time.monotonic() + seconds, lambda: not any(one.is_open for one in self._own.values()))
 
     def ended(self) -> list[int]:
-        """Returns the processes whose connection is closed."""
+        """Returns the numbers of the registered processes whose connection is closed: they have ended."""
         return sorted(process for process, one in self._own.items() if not one.is_open)
 
     def has_value(self, name: str) -> bool:
-        """Returns whether another process has sent a value other than None."""
+        """Returns whether a process other than 0 has sent a value other than None in the message `name`."""
         return any(one.said.get(name) is not None for one in self._own.values())
 
     def _has_all(self, name: str) -> bool:
-        """Returns whether all processes that can still send this message have sent it."""
+        """Returns whether each process that is still connected has sent the message `name`.
+
+        While process 0 listens, all processes must also have registered.
+        """
         is_complete = len(self._own) == self._meeting.num_processes - 1 or not self._is_listening
         return is_complete and all(name in one.said or not one.is_open for one in self._own.values())
 
     def _pump(self, deadline: float, is_done: Callable[[], bool]) -> None:
-        """Reads incoming messages until `is_done`, or until the time is over."""
+        """Accepts connections and reads messages until `is_done` is true, or until the deadline (`time.monotonic`)."""
         while not is_done() and (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
                 if key.data is self._server:
@@ -297,17 +343,21 @@ class Hub:
 
 
 class Member:
-    """The side of every process except process 0."""
+    """The connection of a process other than 0 to process 0.
+
+    Attributes:
+      has_answer: whether process 0 has answered, so that the connection is not to another program.
+    """
 
     def __init__(self, meeting: Meeting, seconds: float) -> None:
-        """Connects to process 0, which may not listen yet.
+        """Connects to process 0; retries, because process 0 may not listen yet.
 
         Args:
-          meeting: the address and number of the processes.
-          seconds: how long it retries.
+          meeting: the address of process 0, the number of processes, and the number of this process.
+          seconds: how long to retry.
 
         Raises:
-          Unreachable: it cannot connect; the text is the reason of the last attempt.
+          Unreachable: process 0 cannot be reached; the text is the reason of the last attempt.
         """
         self._unread: list[_Message] = []
         self.has_answer = False
@@ -337,13 +387,13 @@ class Member:
     def exchange(
         self, name: str, value: Json, seconds: float, say: Callable[[Sequence[int]], None] = lambda _: None
     ) -> Said:
-        """Sends a value; returns the same result as `Hub.exchange` in process 0.
+        """Sends a message of this process; returns process number -> value, the result of `Hub.exchange` in process 0.
 
         Args:
           name: the name of the message.
-          value: the value of this process.
+          value: the value of this process; any JSON value.
           seconds: how long to wait after each answer of process 0.
-          say: called with the missing processes.
+          say: a function that prints a line; called with the numbers of missing processes when process 0 sends them.
 
         Raises:
           Unreachable: process 0 has ended, does not answer in time, or rejects this process.
@@ -377,11 +427,13 @@ class Member:
 
 
 class _Connection:
-    """One side of a connection.
+    """A TCP connection to another process, which sends and receives messages.
 
     Attributes:
-      address: the address of the other side.
-      said: the newest message of each name.
+      socket: the connected socket.
+      address: the address of the other process.
+      said: message name -> the value of the newest received message with this name; set by `Hub`.
+      is_open: whether the other process can still send messages.
       strange: a received line that is not a message; empty if none was received.
     """
 
@@ -406,7 +458,7 @@ class _Connection:
                 self.is_open = False
 
     def read(self) -> list[_Message]:
-        """Returns the complete messages received; a line that is not a message ends the connection."""
+        """Reads once from the socket and returns the complete messages; a line of another form ends the connection."""
         try:
             piece = self.socket.recv(2**16)
         except OSError:

@@ -19,20 +19,23 @@ from meshtrain.cli import first_signals
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AFTER = "meshtrain: interrupted: after the last step, whose state is saved; the same command completes the run"
-_undo: list[Callable[[], None]] = []
+_undo: list[Callable[[], None]] = []  # the cleanup functions of open `undone` blocks
 _former: dict[int, Any] = {}  # signal -> the handler that this module has replaced
 _forking = threading.local()
 _end: list[Callable[[], None]] = []  # ends the thread of `stops_at_signals`; at most one entry
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Returns the signals that stop a run: all except those that the parent process ignores (nohup: SIGHUP)."""
+    """Returns SIGINT, SIGTERM and SIGHUP, which stop a run, without ignored signals (`nohup` ignores SIGHUP)."""
     return [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def stops_at_signals() -> Iterator[None]:
-    """Makes SIGINT, SIGTERM and SIGHUP end the process with code 75; between steps `interruptions` handles them."""
+    """Context manager: SIGINT, SIGTERM and SIGHUP end the process immediately, with exit code 75.
+
+    While a run trains inside the block, `interruptions` replaces this behavior: a signal takes effect after a step.
+    """
     _start_thread(first_signals.SAID)
     try:
         yield
@@ -41,11 +44,10 @@ def stops_at_signals() -> Iterator[None]:
 
 
 def over(taken: Collection[int] = ()) -> None:
-    """Restores the handlers before `stops_at_signals` and ends its thread. It may be called again.
+    """Restores the signal handlers from before `stops_at_signals`, and ends its thread. It may be called again.
 
     Args:
-      taken: signals for which C code has installed a handler meanwhile; Python does not know it, and does not replace
-        it.
+      taken: signals whose handler is not restored: C code (JAX) has installed a handler that Python does not know.
     """
     _end_thread()
     for number in _former.keys() - set(taken):
@@ -60,7 +62,10 @@ def _handle(numbers: Collection[int], handler: Callable[[int, FrameType | None],
 
 
 def _start_thread(line: str) -> None:
-    """Starts a thread that ends the process at a signal and prints this line. Works only in the main thread."""
+    """Starts a thread that prints `line` and ends the process when a signal arrives.
+
+    Python allows this only in the main thread; in other threads it does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     reading, writing = os.pipe()
@@ -82,7 +87,7 @@ def _start_thread(line: str) -> None:
 
 
 def _end_thread() -> bool:
-    """Ends the thread of `_start_thread`; returns whether it ran."""
+    """Ends the thread of `_start_thread`; returns whether the thread was running."""
     had_thread = bool(_end)
     while _end:
         _end.pop()()
@@ -91,9 +96,9 @@ def _end_thread() -> bool:
 
 @contextlib.contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Registers the cleanup function `undo` for the block.
+    """Context manager: calls the cleanup function `undo` if the block raises or if the process ends inside it.
 
-    It runs if the block raises, or if a signal ends the program in the block before the first training step.
+    The process may end because of a signal, except during the training loop, or because of another process's error.
     """
     _undo.append(undo)
     try:
@@ -106,7 +111,7 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def undo() -> None:
-    """Runs the cleanup functions of all open `undone` blocks, the last first, before the process ends at once."""
+    """Runs the cleanup functions of all open `undone` blocks, the last first; call it before `leave_at_once`."""
     for step_back in reversed(_undo):
         with contextlib.suppress(OSError):
             step_back()
@@ -121,13 +126,13 @@ def _wait(reading: int, heeded: frozenset[int], said: str) -> None:
 
 @contextlib.contextmanager
 def interruptions(agreed: Callable[[int], bool] | None = None) -> Iterator[Callable[[int], bool]]:
-    """Yields a function that returns whether to save and stop. Call it once after each step, with the step's number.
+    """Yields a function step -> whether to save and stop after this step. Call it once after each step.
 
-    So signals take effect only between steps. A second SIGINT ends the program at once. After SIGHUP the terminal is
-    closed: its output is discarded, because a failed write would end the run before its save.
+    So signals take effect only between steps. A second SIGINT ends the program immediately. After SIGHUP the terminal
+    is closed: its output is discarded, because a failed write would end the run before its save.
 
     Args:
-      agreed: step -> whether all processes stop after it; None for a single process.
+      agreed: step -> whether all processes stop after this step, from `peers.make_stop`; None for a single process.
     """
     arrived: list[int] = []
     descriptors, is_program = on_terminal(), bool(_end)
@@ -181,7 +186,10 @@ os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_for
 
 
 def on_terminal() -> list[int]:
-    """Returns the file descriptors of standard output and error that are terminals. Call it before SIGHUP."""
+    """Returns the file descriptors 1 and 2 (standard output and error) as far as they are terminals.
+
+    Call it before SIGHUP arrives, because the terminal is closed afterwards.
+    """
     return [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
 

@@ -29,7 +29,7 @@ _LEAST_SECONDS = 60.0
 _MEDIANS = 10
 _PATIENT_SECONDS = 1800.0
 _POLL_SECONDS = 1.0
-_LAST_SECONDS = 5.0  # to send the last heartbeat
+_LAST_SECONDS = 5.0  # how long the end of the block waits until the last heartbeat is sent
 _ADVICE = "start it again to resume from its last checkpoint"
 _ABSENT_SECONDS = 10.0  # between two checks: a longer time means that this process was stopped (SIGSTOP, suspend)
 _NUM_STEPS_REMEMBERED = 64
@@ -37,7 +37,7 @@ _NO_SIGN = "0 none"  # placeholder before the first heartbeat; it starts with th
 
 
 class Watchdog:
-    """Checks the run once a second while its `with` block is open.
+    """Ends the process if a step takes too long or another process is lost; checks once a second in its `with` block.
 
     Call `completed` after each step, and enclose evaluations and saves in `patient`.
     """
@@ -53,10 +53,10 @@ class Watchdog:
         """Creates a watchdog; its threads start with the `with` block.
 
         Args:
-          limit_seconds: the longest time between two steps; 0: ten times the median step, at least 60.
-          now: returns a monotonic time in seconds.
-          lost_seconds: longest time without a heartbeat of a process, in seconds; None: MESHTRAIN_LOST_SECONDS, or 60.
-          num_processes: the number of processes; None asks JAX.
+          limit_seconds: the longest time between two steps; 0: ten times the median step, at least 60 s.
+          now: () -> a monotonic time in seconds.
+          lost_seconds: the longest time without a heartbeat of a process; None: MESHTRAIN_LOST_SECONDS, or 60 s.
+          num_processes: the number of processes; None: the number that JAX reports.
 
         Raises:
           UserError: MESHTRAIN_LOST_SECONDS is not a number of seconds.
@@ -97,11 +97,11 @@ class Watchdog:
             self._heartbeats.join(_LAST_SECONDS)
 
     def completed(self, step: int, seconds: float | None) -> None:
-        """Records that a step has completed.
+        """Records that a step has completed, which restarts the time limit for the next step.
 
         Args:
-          step: its number.
-          seconds: its duration; None for a step that is not typical (the first step may compile).
+          step: the number of the step.
+          seconds: the duration of the step; None for a step that is not typical, such as the first, which may compile.
         """
         self._step, self._last_seconds, self._is_starting = step, self._now(), False
         if seconds is not None:
@@ -109,7 +109,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """Allows half an hour for its block: an evaluation or a save, including compilation."""
+        """Context manager: raises the time limit to half an hour for an evaluation or a save, including compilation."""
         before, self._is_patient = self._is_patient, True
         try:
             yield
@@ -117,7 +117,7 @@ class Watchdog:
             self._last_seconds, self._is_patient = self._now(), before
 
     def limit_seconds(self) -> float:
-        """Returns the currently allowed time without a step, in seconds."""
+        """Returns the current time limit for a step, in seconds; infinite until the first step has completed."""
         if self._is_starting:
             return math.inf
         if self._is_patient:
@@ -127,7 +127,11 @@ class Watchdog:
         return max(_LEAST_SECONDS, _MEDIANS * statistics.median(self._durations or [0.0]))
 
     def lost(self) -> dict[int, float]:
-        """Returns {process: seconds without a heartbeat} for the processes above `lost_seconds`."""
+        """Returns {process number: seconds since its last heartbeat} for the processes that count as lost.
+
+        These are the processes without a heartbeat for longer than `lost_seconds`. If process 0 does not answer, it is
+        the only entry, because it stores all heartbeats.
+        """
         now = self._now()
         if self._num_processes == 1:
             return {}
@@ -137,14 +141,14 @@ class Watchdog:
         return {process: seconds for process, seconds in silent.items() if seconds > self._lost_seconds}
 
     def note(self, signs: Mapping[int, str]) -> None:
-        """Records the newest heartbeats, {process: heartbeat}, and when each of them changed."""
+        """Records the newest heartbeats, {process number: heartbeat}, and the time of each that has changed."""
         self._answered_seconds = self._now()
         for process, sign in signs.items():
             if process not in self._signs or self._signs[process][0] != sign:
                 self._signs[process] = (sign, self._answered_seconds)
 
     def look(self) -> str:
-        """Returns the reason why the process must end, or an empty string."""
+        """Returns the reason why this process must end (a lost process, or no completed step), or an empty string."""
         self._discount_own_absence()
         if lost := self.lost():
             process, seconds = min(lost.items())
