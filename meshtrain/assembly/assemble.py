@@ -1,4 +1,6 @@
-"""Turns a configuration and devices into shapes, shardings and functions that are ready to compile. No arrays.
+"""Turns a configuration and devices into shapes, shardings and functions that are ready to compile.
+
+No array is allocated. The order is:
 
 config -> mesh -> task on the mesh -> gradients of a batch -> weight update -> training state -> jitted programs
 """
@@ -49,7 +51,7 @@ class Assembly:
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The devices as a grid with named axes, in mesh order."""
+        """The mesh: the devices as a grid with named axes, in mesh order."""
         return self.placed.mesh
 
     @property
@@ -59,17 +61,17 @@ class Assembly:
 
     @property
     def state(self) -> TrainState:
-        """The abstract state: each leaf a `jax.ShapeDtypeStruct` with its sharding."""
+        """The abstract training state: each leaf is a `jax.ShapeDtypeStruct` with its sharding."""
         return self.states.state
 
     @property
     def batch(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """The abstract global batch, each entry with its sharding."""
+        """The abstract global batch: each entry is a `jax.ShapeDtypeStruct` with its sharding."""
         return self.states.batch
 
     @property
     def cost(self) -> Cost:
-        """The cost of a microbatch for each device, by the task's formulas."""
+        """The bytes of activations that one microbatch sends and stores on one device, by the task's formulas."""
         shape = dict(self.mesh.shape)
         units = units_on_device(self.config, self.task, self.placed.rules, shape)
         return self.task.cost(shape, units / num_microbatches(self.config, shape))
@@ -86,16 +88,16 @@ def assemble(
     """Returns the mesh, the shardings and the jitted functions of a run. It allocates no array and compiles nothing.
 
     Args:
-      config: from `resolve`.
+      config: the configuration, from `resolve`.
       shape: mesh axis -> size; -1 is already replaced by a size.
-      devices: at least the number of devices in the mesh; they may be simulated devices of an absent cluster.
-      make_task: a task function; None: the function that `config.task` names.
-      rules: logical axis -> mesh axes; None: the built-in table.
-      also: earlier problems, to be reported together with the problems of this function.
+      devices: the devices, at least as many as the mesh has; they may be ahead-of-time devices of an absent cluster.
+      make_task: a function that returns the task; None: the function that `config.task` names.
+      rules: the table of rules: logical axis -> mesh axes; None: the built-in table.
+      also: error lines of earlier checks, to be reported together with the problems of this function.
 
     Raises:
-      UserError: `also`, arrays that cannot be sharded as configured, a batch or loss that breaks the contract of
-        `Task`, or a pipeline with a task without stages.
+      UserError: `also` is not empty, arrays cannot be sharded as configured, a batch or loss breaks the contract of
+        `Task`, or the mesh has a pipeline and the task has no stages.
     """
     refuse([*check_filled(config, shape, make_task, rules), *also, *_offload_problems(config, devices)])
 

@@ -39,7 +39,7 @@ class Compiling:
 
 
 def compiling(config: Config, placed: Placed, extension: Extension) -> Compiling:
-    """Returns the compiler's options for a step."""
+    """Returns the compiler options of a step, for the kind of device of the mesh."""
     program, placement = placed.program, placed.placement
     size = 0 if program else layer_bytes(placed.params, placed.axes, placed.replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
@@ -59,12 +59,12 @@ def compiling(config: Config, placed: Placed, extension: Extension) -> Compiling
 
 
 def reduced_early(config: Config, placed: Placed) -> Placed:
-    """Returns `placed` with a pipeline that reduces each chunk's gradients when they are complete, if this is faster.
+    """Decides whether a pipeline reduces the gradients of each chunk of layers early, as soon as they are complete.
 
-    Without a pipeline it returns `placed` unchanged. The estimate depends only on the configuration, the mesh and the
-    kind of device, so `plan` and a run choose the same program. It assumes matrix products at the speed of large
-    products, the schedule's idle ticks, and replicas on different hosts. A device without known rates, such as a CPU,
-    is estimated as REFERENCE.
+    Returns `placed` with the faster choice in `program.reduces_chunks`; unchanged without a pipeline. The estimate
+    depends only on the configuration, the mesh and the kind of device, so `plan` and a run choose the same program. It
+    assumes matrix products at the speed of large products, the idle clock ticks of the schedule, and replicas on
+    different hosts. A device without known rates, such as a CPU, is estimated as REFERENCE.
     """
     program, task, mesh = placed.program, placed.task, placed.mesh
     if program is None:
@@ -89,9 +89,13 @@ def device_kind(mesh: Mesh) -> str:
 
 
 def compile_program(name: str, traced: jax.stages.Traced) -> jax.stages.Compiled:
-    """Returns a compiled program, after a check that all processes traced the same program.
+    """Compiles a traced program, after a check that all processes traced the same program.
 
-    May be called in a thread. A name must not be used for two programs.
+    This function may be called in a thread.
+
+    Args:
+      name: the name of the program for the check and its error; different programs need different names.
+      traced: the program.
 
     Raises:
       UserError: other processes traced a different program.

@@ -1,4 +1,4 @@
-"""The functions of a batch: gradients, sums for an evaluation, and logits, with and without a pipeline."""
+"""Makes the functions that compute gradients, evaluation sums and logits of a batch, with and without a pipeline."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,12 +18,13 @@ from meshtrain.step.step import with_sequence_index
 
 @dataclasses.dataclass(frozen=True)
 class Computations:
-    """Functions of weights and a batch.
+    """The functions of weights and a batch.
 
     Attributes:
-      gradients: (params, batch, rng, seed) -> sums over the batch, with the gradients times the seed.
-      evaluate: (params, batch, rng) -> sums over the batch.
-      logits: (params, batch) -> float32 [B, T, vocabulary]; None if the task has no logits.
+      gradients: a function (params, batch, rng, seed) -> sums of loss, weight, metrics and gradients over the batch;
+        the gradients are multiplied by the seed.
+      evaluate: a function (params, batch, rng) -> sums of loss, weight and metrics over the batch.
+      logits: a function (params, batch) -> float32 [B, T, vocabulary]; None if the task has no logits.
     """
 
     gradients: Gradients
@@ -32,7 +33,9 @@ class Computations:
 
 
 def computations(config: Config, placed: Placed) -> Computations:
-    """Returns the functions of a task on a mesh; each splits its batch into microbatches.
+    """Returns the functions that compute with a task's weights and a batch on a mesh.
+
+    `gradients` and `evaluate` split the batch into microbatches.
 
     Raises:
       UserError: the mesh has a pipeline axis, but the task has no stages.
@@ -41,7 +44,7 @@ def computations(config: Config, placed: Placed) -> Computations:
 
 
 def _whole(config: Config, placed: Placed) -> Computations:
-    """Returns the functions without a pipeline: every device computes all layers, on its part of the batch."""
+    """Returns the functions for a mesh without a pipeline: each device computes all layers on its part of the batch."""
     task, axes, parts = placed.task, batch_axes(placed.batch), num_microbatches(config, placed.mesh.shape)
     of_task = task.logits
     return Computations(
@@ -52,7 +55,7 @@ def _whole(config: Config, placed: Placed) -> Computations:
 
 
 def _staged(config: Config, placed: Placed) -> Computations:
-    """Returns the functions with a pipeline: each stage computes some of the layers, for all microbatches."""
+    """Returns the functions for a mesh with a pipeline: each stage computes some layers, for all microbatches."""
     task, program, mesh = placed.task, placed.program, placed.mesh
     parts, axes, stages, specs = (
         num_microbatches(config, mesh.shape),

@@ -1,4 +1,4 @@
-"""Makes the extension of a step that a configuration selects: another gradient reduction, or local steps."""
+"""Makes the extension of a step that a configuration selects: a custom gradient reduction, or local steps."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ EXTRA = "extra/"  # prefix of the paths of an extension's arrays
 
 
 def extension(config: Config, placed: Placed) -> Extension:
-    """Returns the extension that a configuration selects; `PLAIN` if each step sums gradients over the data axis."""
+    """Returns the extension of a step that a configuration selects; `PLAIN` for the built-in sum of gradients."""
     reduction, make = extensions.of(config), extensions.make_extension(config)
     if make is not None:
         made: Extension = make(config, placed, reduction)
@@ -62,8 +62,8 @@ def first_extra(reduction: Reduction, replicas: GradientSync, trained: Arrays) -
     """Returns the initial state of a reduction: float32 zeros [replicas, ...] for each gradient, or () without state.
 
     Args:
-      reduction: its `init` states whether it has a state.
-      replicas: the reduction of gradients over the data axis of the mesh.
+      reduction: the reduction; its `init` returns () if it has no state.
+      replicas: the mesh, whose data axis has the replicas.
       trained: the trained parameters, with global shapes.
 
     Raises:
@@ -86,7 +86,14 @@ def first_extra(reduction: Reduction, replicas: GradientSync, trained: Arrays) -
 def reduced_over_data(
     reduction: Reduction, replicas: GradientSync
 ) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
-    """Returns a function (gradients [replicas, ...] of the mean loss, state) -> (reduced gradients, next state)."""
+    """Returns a function (gradients, state) -> (reduced gradients, next state) that applies a custom reduction.
+
+    The gradients are of the mean loss, [replicas, ...]. The reduced gradients have the shardings of the moments.
+
+    Args:
+      reduction: the custom reduction.
+      replicas: the mesh, and the shardings of the parameters.
+    """
     dims = jax.tree.map(lambda weight: weight.scattered_dim, replicas.trained_stored)
 
     def on_device(gradients: Arrays, extra: Arrays) -> tuple[Arrays, Arrays]:
@@ -106,9 +113,17 @@ def reduced_over_data(
 def checked_update(
     reduction: Reduction, replicas: GradientSync, gradients: Arrays, extra: Arrays, dims: Dims
 ) -> tuple[Arrays, Arrays]:
-    """Returns the result of `Reduction.update` on one device, after a check of its pytrees, shapes and dtypes.
+    """Calls `Reduction.update` on one device, and checks the pytrees, shapes and dtypes that it returns.
 
-    It is called in a region in which all mesh axes are manual: code there sees only the local part of each array.
+    Call this function in a region in which all mesh axes are manual: arrays there are the local shards.
+
+    Args:
+      reduction: the custom reduction.
+      replicas: the mesh.
+      gradients: a pytree of this device's float32 gradients of the mean loss.
+      extra: this device's state of the reduction; () without state.
+      dims: for each gradient the dim along which a replica gets its shard of the sum, counted from the end; 0: the
+        full sum.
 
     Raises:
       UserError: `update` returns a pytree, shape or dtype that differs from its contract.
@@ -136,11 +151,13 @@ def checked_update(
 def restoring(
     reshard: Callable[[Arrays, int], Arrays], place: str = EXTRA
 ) -> Callable[[Read, Shapes, TrainState], TrainState]:
-    """Returns an `Extension.restore` that converts arrays [replicas, ...] of `extra` to another number of replicas.
+    """Returns a function for `Extension.restore` that adapts `TrainState.extra` to the current number of replicas.
+
+    The function reads a checkpoint and converts arrays [saved replicas, ...] of `extra` to [replicas, ...].
 
     Args:
-      reshard: (arrays, number of replicas) -> arrays; see `Reduction`.
-      place: the prefix of the paths of these arrays.
+      reshard: a function (pytree of arrays [saved replicas, ...], number of replicas) -> arrays [replicas, ...].
+      place: the prefix of the paths of the arrays to convert.
     """
 
     def restore(read: Read, shapes: Shapes, like: TrainState) -> TrainState:
@@ -163,9 +180,9 @@ def restoring(
 
 
 def _of_replicas(num_replicas: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns an abstract array [replicas, ...] with another number of replicas.
+    """Returns the abstract array [num_replicas, ...] in place of `leaf`, which has another number of replicas.
 
-    The first dim is sharded over the data axis if its size is divisible by the axis.
+    The first dim is sharded over the data axis if the axis size divides it.
     """
     mesh = leaf.sharding.mesh
     replicas = DATA if num_replicas % mesh.shape[DATA] == 0 else None

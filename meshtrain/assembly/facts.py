@@ -1,4 +1,4 @@
-"""Reports facts about an assembly: a row per array, parameter counts and throughput; also reorders layers."""
+"""Reports facts about an assembly (arrays, parameter counts, throughput), and converts parameters to layer order."""
 
 import jax
 
@@ -13,7 +13,7 @@ from meshtrain.step.shardings import reshaper
 
 
 def array_rows(assembly: Assembly) -> list[Row]:
-    """Returns a row for each array of the state, for `layout.txt` and `explain`; shapes are those in device memory."""
+    """Returns a table row for each array of the state, for `layout.txt` and `explain`, with shapes in device memory."""
     trained = leaves_with_paths(assembly.placed.replicas.trained)
     frozen = {f"params/{path}" for path, is_trained in trained if not is_trained}
     return rows(assembly.state, assembly.states.names, frozen)
@@ -26,7 +26,10 @@ def num_trained(assembly: Assembly) -> tuple[int, int]:
 
 
 def parameters_text(assembly: Assembly) -> str:
-    """Returns text with the number of parameters, and if they apply: trained parameters, and storage in bfloat16."""
+    """Returns the number of parameters as text; if some are frozen, with the number of trained parameters.
+
+    The text also states if weights are stored in bfloat16 only.
+    """
     trained, frozen = num_trained(assembly)
     beside = f", {trained:,} of them trained" if frozen else ""
     if assembly.config.precision.param_dtype == "bfloat16":
@@ -45,7 +48,7 @@ def kept_params(assembly: Assembly, params: Params) -> Params:
 
 
 def throughput_of(assembly: Assembly) -> Throughput:
-    """Returns the constants of throughput: units per step, model FLOPs per unit, and a device's peak FLOP/s."""
+    """Returns the constants that convert seconds per step to throughput and utilization (MFU)."""
     task, device = assembly.task, assembly.mesh.devices.flat[0]
     return Throughput(
         unit=task.unit,

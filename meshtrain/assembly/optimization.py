@@ -1,4 +1,4 @@
-"""Makes the learning rate, the optimizer, the state before the first step, and the update of a step."""
+"""Makes the learning rate, the optimizer, the initial training state, and the weight update of a step."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ class Optimization:
     """The learning rate, optimizer and loss scaling of a run.
 
     Attributes:
-      rates: number of updates done -> learning rate.
+      rates: the learning rate as a function of the number of updates done.
       transformation: the optimizer; it gets the gradients of the mean loss.
       scaling: the loss scaling of the backward pass; None: the loss is not scaled.
     """
@@ -53,7 +53,10 @@ def optimization(config: Config, placed: Placed) -> Optimization:
 def initializer(
     config: Config, placed: Placed, optimization: Optimization, extension: Extension
 ) -> Callable[[jax.Array], TrainState]:
-    """Returns a function that makes the state before the first step: uint32 key data -> state."""
+    """Returns a function that makes the training state before the first step.
+
+    The argument of this function is the uint32 data of a PRNG key.
+    """
     task, trained = placed.task, placed.replicas.trained
 
     def init(key_data: jax.Array) -> TrainState:
@@ -69,7 +72,15 @@ def initializer(
 def weight_update(
     config: Config, placed: Placed, optimization: Optimization, extension: Extension, of_state: Shardings
 ) -> Update:
-    """Returns the second half of a step, from gradients to the next state; `of_state`: shardings of the state."""
+    """Returns the second half of a step, which computes the next state from the gradients.
+
+    Args:
+      config: the configuration.
+      placed: the task on its mesh.
+      optimization: the learning rate, the optimizer and the loss scaling.
+      extension: the changes that an optional algorithm makes to the update.
+      of_state: the sharding of each array of the training state.
+    """
     after_update, layers = after_update_of(placed.task, placed.stack), None
     if config.observe.layers != "off":
         layers = health.Layers(dict(leaves_with_paths(placed.axes, is_leaf=is_names)), placed.stack)
@@ -95,7 +106,7 @@ def learning_rates(config: Config, task: Task) -> Schedule:
     """Returns the learning rate as a function of the number of updates done so far.
 
     Raises:
-      UserError: `noam`, which depends on the model's width, with a task that states no width.
+      UserError: the name is `noam`, which depends on the model's width, and the task states no width.
     """
     options = config.learning_rate
     if options.name == "noam" and not task.width:

@@ -35,19 +35,19 @@ from meshtrain.step.shardings import abstract_params
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A task on a mesh.
+    """A task on a mesh, with the shardings of its weights.
 
     Attributes:
       mesh: the devices as a grid with named axes, in mesh order.
-      rules: logical axis -> mesh axes, with the storage axes of the ZeRO level.
+      rules: the table of rules (logical axis -> mesh axes), with the storage axes of the ZeRO level.
       placement: applies the same rules to arrays inside the step.
       task: the model, its loss and its batch.
-      batch: name -> shape, dtype and logical axes of each entry of the global batch.
-      params: abstract parameters, in the shapes of the step.
-      axes: the logical axes of each parameter.
+      batch: entry name -> shape, dtype and logical axes of the global array.
+      params: abstract parameters in their shapes on the devices, with a pipeline's layers arranged in stages.
+      axes: a pytree with the logical axes of each parameter.
       stack: the arrangement of layers in a pipeline; None without a pipeline.
       program: the pipeline's schedule as tables for the executor; None if the pipeline axis has size 1.
-      replicas: the sum of gradients over microbatches and over data-parallel replicas.
+      replicas: sums gradients over microbatches and over data-parallel replicas.
     """
 
     mesh: Mesh
@@ -63,7 +63,13 @@ class Placed:
 
 
 def place(config: Config, mesh: Mesh, make_task: MakeTask | None, rules: Rules | None) -> Placed:
-    """Makes the task of a configuration and plans its shardings on a mesh. Allocates no arrays.
+    """Makes the task of a configuration and computes its shardings on a mesh. Allocates no arrays.
+
+    Args:
+      config: the configuration.
+      mesh: the mesh.
+      make_task: a function that returns the task; None: the function that `config.task` names.
+      rules: the table of rules: logical axis -> mesh axes; None: the built-in table.
 
     Raises:
       UserError: an array cannot be sharded as configured, or the task breaks the contract of `Task`.
@@ -82,7 +88,11 @@ def place(config: Config, mesh: Mesh, make_task: MakeTask | None, rules: Rules |
 
 
 def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None:
-    """Returns the pipeline's schedule, checked and compiled to tables for the executor; None for pipeline size 1.
+    """Returns the pipeline's schedule, checked and converted to tables for the executor; None for pipeline size 1.
+
+    Args:
+      config: the configuration.
+      shape: mesh axis -> size.
 
     Raises:
       UserError: the schedule does not support these numbers of stages and microbatches, or its table is wrong.
@@ -94,14 +104,14 @@ def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None
 
 
 def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules: Rules, mesh: Mesh) -> GradientSync:
-    """Returns the sum of gradients over microbatches and replicas, with the shardings of parameters.
+    """Returns the object that sums gradients over microbatches and replicas, with the shardings of parameters.
 
-    ZeRO level 2 and custom reductions reduce gradients in a region in which the data axis is manual: code there sees
-    only its replica's part of the batch.
+    ZeRO level 2 and custom reductions need a region in which the data axis is manual: code there sees only its
+    replica's part of the batch.
 
     Raises:
-      UserError: a weight cannot be stored as configured, or the task cannot be traced in the region that the
-        configuration needs.
+      UserError: a weight cannot be stored as configured, or the configuration needs a manual data axis and the task or
+        the rules do not allow it.
     """
     level = config.zero.effective_level
     others = "with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights split over data"

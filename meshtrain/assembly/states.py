@@ -23,9 +23,9 @@ class States:
     """The abstract arrays of a run; each leaf is a `jax.ShapeDtypeStruct` with its sharding.
 
     Attributes:
-      state: the training state in the shapes of the step.
+      state: the training state in its shapes on the devices, with a pipeline's layers arranged in stages.
       kept: the same state with layers in layer order; checkpoints use these shapes.
-      names: logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
+      names: the logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
       batch: the global batch.
       sums: the float32 sums of gradients that a step allocates.
     """
@@ -40,10 +40,17 @@ class States:
 def states(
     config: Config, placed: Placed, moves: Optimization, extension: Extension, init: Callable[[jax.Array], TrainState]
 ) -> States:
-    """Returns the abstract batch, and the abstract state that `init` would make.
+    """Returns the abstract training state, batch and gradient sums of a run, with shardings.
+
+    Args:
+      config: the configuration.
+      placed: the task on its mesh.
+      moves: the optimizer.
+      extension: the changes that an optional algorithm makes to the state and the gradient sums.
+      init: the function that makes the training state from uint32 key data; it is only traced.
 
     Raises:
-      UserError: one line for each array that cannot be sharded by the rules.
+      UserError: an array cannot be sharded according to the rules.
     """
     replicas = placed.replicas
     abstract = jax.eval_shape(lambda: init(jax.random.key_data(jax.random.key(0))))
@@ -59,7 +66,12 @@ def states(
 
 
 def abstract_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the abstract global batch, each entry with its sharding by the activation rules.
+    """Returns the abstract global batch: entry name -> shape, dtype and sharding according to the activation rules.
+
+    Args:
+      batch: entry name -> shape, dtype and logical axes.
+      rules: the table of rules: logical axis -> mesh axes.
+      mesh: the mesh.
 
     Raises:
       UserError: one line for each dim without a rule, or whose size is not divisible by its mesh axes.

@@ -18,7 +18,7 @@ from meshtrain.step.shardings import reshaper, shardings
 from meshtrain.step.state import TrainState
 from meshtrain.step.step import TrainStep, eval_step
 
-# (number of the step, state, batch) -> (state, metrics).
+# (number of the step, from 1; state; batch) -> (state, metrics).
 StepFunction = Callable[[int, TrainState, Batch], tuple[TrainState, Mapping[str, jax.Array]]]
 
 
@@ -27,14 +27,16 @@ class Steps:
     """The jitted functions of a run.
 
     Attributes:
-      init: uint32 key data -> state; each device creates only its part of each array.
-      train: (state, batch) -> (state, metrics); donates the state.
-      join: state -> state, to call every `Periodic.every` steps; donates the state. None for most runs.
-      evaluate: (params, batch) -> sums over the batch.
-      logits: (params, batch) -> float32 [B, T, vocabulary]; None if the task has no logits.
-      to_kept: converts a state from the step's shapes to layer order, for checkpoints; the identity if the shapes are
-        the same.
-      from_kept: the inverse of `to_kept`.
+      init: a function of uint32 key data that returns the initial state; each device creates only its part of each
+        array.
+      train: the step, a function (state, batch) -> (state, metrics); it donates the state.
+      join: the extension's periodic program, a function of the state to call every `Periodic.every` steps; it donates
+        the state. None: the run has no periodic program.
+      evaluate: a function (params, batch) -> sums over the batch.
+      logits: a function (params, batch) -> float32 [B, T, vocabulary]; None if the task has no logits.
+      to_kept: a function that converts a state from its shapes on the devices to layer order, for checkpoints; the
+        identity if the shapes are the same.
+      from_kept: the inverse function of `to_kept`.
       compiling: the compiler options.
     """
 
@@ -50,13 +52,13 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Functions:
-    """The functions of a run before `jax.jit`: they take and return arrays, and state no shardings for them.
+    """The functions of a run before `jax.jit` and without shardings of their results.
 
     Attributes:
-      init: uint32 key data -> state.
-      step: (state, batch) -> (state, metrics).
-      join: a program that runs once every few steps; None for most runs.
-      compute: the functions of weights and a batch.
+      init: a function of uint32 key data that returns the initial state.
+      step: a function (state, batch) -> (state, metrics).
+      join: a program that runs once every few steps; None: the run has no periodic program.
+      compute: the functions that compute gradients, evaluation sums and logits of a batch.
     """
 
     init: Callable[[jax.Array], TrainState]
@@ -66,10 +68,16 @@ class Functions:
 
 
 def jitted(functions: Functions, abstract: States, placed: Placed, options: Compiling) -> Steps:
-    """Returns the functions under `jax.jit`; XLA compiles them when they are lowered or first called.
+    """Applies `jax.jit` to the functions of a run, with shardings of the results and compiler options.
 
-    Each function states the shardings of its results. The step donates its input state: the new weights reuse the
-    memory of the old weights.
+    XLA compiles a function when it is lowered or first called. The step donates its input state: the new weights reuse
+    the memory of the old weights.
+
+    Args:
+      functions: the functions of the run.
+      abstract: the abstract training state, whose shardings the results get.
+      placed: the task on its mesh.
+      options: the compiler options of the step.
     """
     compute = functions.compute
     of_state, everywhere = shardings(abstract.state), NamedSharding(placed.mesh, PartitionSpec())
@@ -88,10 +96,10 @@ def jitted(functions: Functions, abstract: States, placed: Placed, options: Comp
 
 
 def trace_steps(steps: Steps, states: States) -> dict[str, jax.stages.Traced]:
-    """Returns program name -> traced program: the step, and `join` if the run has it.
+    """Traces the programs of training: returns "step" -> the traced step, and if there is one, "join" -> `steps.join`.
 
     No other thread may trace a Linen module during this call. `nn.scan` and `nn.remat` make subclasses of modules when
-    they are traced. Flax temporarily removes fields from the base classes, and a thread that reads them then fails.
+    they are traced. Meanwhile, Flax removes fields from the base classes, and a thread that reads these fields fails.
     """
     state = states.state
     traced = {"step": steps.train.trace(state, states.batch)}
@@ -101,11 +109,13 @@ def trace_steps(steps: Steps, states: States) -> dict[str, jax.stages.Traced]:
 def compiled_step(
     traced: Mapping[str, jax.stages.Traced], join: Periodic | None
 ) -> tuple[jax.stages.Compiled, StepFunction]:
-    """Returns the compiled step, and a function (number, state, batch) -> (state, metrics) for the loop.
+    """Returns the compiled step, and a function (step number, state, batch) -> (state, metrics) for the loop.
+
+    After every `join.every` steps, this function also runs the periodic program `join`.
 
     Args:
       traced: the result of `trace_steps`.
-      join: the extension's program that runs once every few steps; None if it has no such program.
+      join: the extension's program that runs once every few steps; None if there is no periodic program.
 
     Raises:
       UserError: other processes traced a different program.

@@ -7,9 +7,9 @@ The reduction is written here because no library has an all-reduce of blocks wit
 the same array as its elements, so that each half of the reduction is a single collective.
 
 Error feedback: Seide et al. 2014; Karimireddy et al. 2019. The input of a sum is gradient + residual. The next residual
-is the input minus its sent part. Each device owns one row of every sum. The owner's residual also gets the rounding
-error of the second packing of its row. So, up to float32 rounding, the residuals of all devices add up to the sum of
-the inputs minus the result. Later steps send the missing part.
+is the input minus the part of it that was sent. Each device sums and packs one row of every array (its own row). Its
+residual also gets the rounding error of packing the summed row. So, up to float32 rounding, the residuals of all
+devices add up to the sum of the inputs minus the result. Later steps send the missing part.
 
 n: devices along the axis, S: elements in a block, K: elements of a block that are sent, R: elements in a row,
 N: elements of the gradients on one device.
@@ -45,7 +45,7 @@ MAX_BLOCK = 2**16  # an index in a block fits 16 bits
 # once for packing; the packed bytes are written and read; sum and residual are written. This is an estimate: kernels
 # with less fusion move more.
 MOVED_BYTES = {True: 24, False: 16}
-SEVERAL = {"mesh.data": Except(1)}  # one replica sends nothing
+SEVERAL = {"mesh.data": Except(1)}  # a single replica sends no gradients, so options of the reduction are unused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +70,22 @@ class CompressionOptions(ReductionOptions):
 
 
 def int8(options: CompressionOptions, dtype: DTypeLike) -> Reduction:
-    """Returns the reduction in int8 blocks with one scale per block; `dtype` is not used."""
+    """Returns the gradient reduction that sends int8 blocks with one scale per block.
+
+    Args:
+      options: the options of the compressed reductions.
+      dtype: not used; a part of the interface of `reduction.name`.
+    """
     return _reduction(options, functools.partial(_int8_bytes, options.block))
 
 
 def topk(options: CompressionOptions, dtype: DTypeLike) -> Reduction:
-    """Returns the reduction that sends the largest elements of each block; `dtype` is not used."""
+    """Returns the gradient reduction that sends the largest elements of each block.
+
+    Args:
+      options: the options of the compressed reductions.
+      dtype: not used; a part of the interface of `reduction.name`.
+    """
 
     def sent_bytes(elements: float, replicas: int, is_scattered: bool) -> float:
         return elements * (replicas - 1) * PAIR_BYTES * options.kept / options.block
@@ -91,7 +101,7 @@ def topk(options: CompressionOptions, dtype: DTypeLike) -> Reduction:
 
 
 def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns one problem if top-k sends more elements than a block has."""
+    """Returns an error line if top-k would send more elements than a block has, else []."""
     options: Options = config.reduction
     if options.kept <= options.block:
         return []
@@ -128,7 +138,16 @@ def _int8_bytes(block: int, elements: float, replicas: int, is_scattered: bool) 
 def reduce(
     options: CompressionOptions, gradients: Arrays, residual: Arrays, over: str, scattered: Dims
 ) -> tuple[Arrays, Arrays]:
-    """Returns the gradient sums over an axis, and the next residual; see `Reduction.reduce`."""
+    """Returns the gradient sums over an axis, and the next residual; the contract is `Reduction.update`.
+
+    Args:
+      options: the options of the compressed reductions.
+      gradients: a pytree of this device's float32 gradients.
+      residual: a pytree of float32 arrays, the unsent parts of earlier sums; () without error feedback.
+      over: the name of a manual axis.
+      scattered: a pytree of int: the dim along which each device gets its shard of the sum, counted from the end; 0:
+        each device gets the complete sum.
+    """
     leaves, structure = jax.tree.flatten(gradients)
     waiting = jax.tree.leaves(residual)
     # A single device sends nothing and loses nothing. It adds the residual that a larger mesh has left.
@@ -162,18 +181,18 @@ def unpack(data: jax.Array) -> jax.Array:
 def compressed_sum(
     x: jax.Array, residual: jax.Array | None, options: CompressionOptions, axis: str, dim: int = 0
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Sums an array over a manual axis.
+    """Sums an array over a manual axis with compression.
 
     Args:
       x: this device's input, float32 of any shape.
       residual: the unsent part of earlier sums, with the shape of `x`; None without error feedback.
-      options: int8 or topk.
+      options: the options; `name` is int8 or topk.
       axis: a manual axis of the mesh, or an axis name of `jax.vmap`.
-      dim: 0: every device gets the complete sum, bitwise equal. A negative dim (-1 is the last) is a reduce-scatter:
-        each device gets its shard along the dim, and n divides the size of the dim.
+      dim: the dim to scatter, counted from the end (-1 is the last): each device gets its shard of the sum along this
+        dim, whose size n must divide. 0: every device gets the complete sum, bitwise equal.
 
     Returns:
-      The sum, float32, and the residual of the next sum; the latter is None if `residual` is None.
+      The sum, float32, and the residual for the next sum. The residual is None if `residual` is None.
     """
     num_devices = jax.lax.axis_size(axis)
     total = x if residual is None else x + residual
@@ -203,10 +222,20 @@ def compressed_sums(
     options: CompressionOptions,
     axis: str,
 ) -> tuple[list[jax.Array], list[jax.Array | None]]:
-    """Sums several arrays over a manual axis, small arrays together; for the arguments see `compressed_sum`.
+    """Sums several arrays over a manual axis with compression; small arrays are sent together.
 
-    Either all residuals are arrays or all are None. Small arrays with dim 0 are concatenated. Each is padded to a
-    multiple of the block size, so that no two arrays share a scale.
+    Arrays below `SMALL_BYTES` with dim 0 are concatenated. Each is padded to a multiple of the block size, so that no
+    two arrays share a scale.
+
+    Args:
+      leaves: this device's inputs, float32 of any shapes.
+      residuals: the unsent parts of earlier sums, in the shapes of `leaves`; all None without error feedback.
+      dims: for each array the dim to scatter, counted from the end; 0: every device gets the complete sum.
+      options: the options; `name` is int8 or topk.
+      axis: a manual axis of the mesh, or an axis name of `jax.vmap`.
+
+    Returns:
+      The sums, float32, and the residuals for the next sums (None if the residual is None).
     """
     together = [i for i, leaf in enumerate(leaves) if dims[i] == 0 and leaf.nbytes < SMALL_BYTES]
     sums, left = list(leaves), list(residuals)
@@ -233,7 +262,10 @@ def _join(leaves: Sequence[jax.Array], block: int) -> jax.Array:
 
 
 def _rows(x: jax.Array, n: int, dim: int) -> jax.Array:
-    """Returns the shards of an array along a dim as rows [n, R]; for dim 0 its elements in order, padded with zeros."""
+    """Splits an array into rows [n, R]: its n shards along `dim`; or if `dim` is 0, n equal parts of the flat array.
+
+    The flat array is padded with zeros to a multiple of n. A negative `dim` is counted from the end.
+    """
     if dim == 0:
         flat = x.reshape(-1)
         return jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
@@ -243,7 +275,7 @@ def _rows(x: jax.Array, n: int, dim: int) -> jax.Array:
 
 
 def _from_rows(rows: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
-    """Returns the array with this shape from its rows; the inverse of `_rows`."""
+    """Returns the array of shape `shape` from its rows [n, R]; the inverse of `_rows`."""
     if dim == 0:
         return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
     n, at = rows.shape[0], len(shape) + dim
@@ -252,9 +284,12 @@ def _from_rows(rows: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
 
 
 def _by_int8(blocks: jax.Array, axis: str, *, is_scattered: bool) -> tuple[jax.Array, jax.Array]:
-    """Sums blocks [n, blocks, S] in int8; also returns the values that this device sent, [n, blocks, S].
+    """Sums blocks over an axis in int8; returns the sum and the values that this device sent, both [n, blocks, S].
 
-    If `is_scattered`, the sum is this device's row, [blocks, S].
+    Args:
+      blocks: this device's input, float32 [n, blocks, S]: n rows of blocks.
+      axis: the name of a manual axis.
+      is_scattered: whether to return only this device's row of the sum, [blocks, S].
     """
     packed = pack(blocks)
     row = jnp.sum(unpack(jax.lax.all_to_all(packed, axis, 0, 0, tiled=True)), axis=0)
@@ -262,13 +297,22 @@ def _by_int8(blocks: jax.Array, axis: str, *, is_scattered: bool) -> tuple[jax.A
     if is_scattered:
         return row, sent
     reduced = pack(row)
-    # The rounding error of the second packing counts as unsent, so that it goes into this device's residual.
+    # The rounding error of packing the summed row is treated as unsent, so that it goes into this device's residual.
     sent = sent.at[jax.lax.axis_index(axis)].add(unpack(reduced) - row)
     return unpack(jax.lax.all_gather(reduced, axis)), sent
 
 
 def _by_largest(blocks: jax.Array, num_kept: int, axis: str, *, is_scattered: bool) -> tuple[jax.Array, jax.Array]:
-    """Sums blocks as `_by_int8` does; a device sends K bfloat16 values and their uint16 indices for each block."""
+    """Sums blocks over an axis, of which each device sends K bfloat16 values and their uint16 indices per block.
+
+    Returns the sum and the values that this device sent, both float32 [n, blocks, S].
+
+    Args:
+      blocks: this device's input, float32 [n, blocks, S]: n rows of blocks.
+      num_kept: K, the number of elements per block that are sent: the elements with the largest magnitudes.
+      axis: the name of a manual axis.
+      is_scattered: whether to return only this device's row of the sum, [blocks, S].
+    """
     each = blocks.reshape(-1, blocks.shape[-1])
     _, places = jax.lax.top_k(jnp.abs(each), num_kept)
     values = jnp.take_along_axis(each, places, axis=-1).astype(jnp.bfloat16)

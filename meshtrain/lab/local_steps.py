@@ -1,18 +1,19 @@
-"""Local steps (local SGD, DiLoCo): groups train on their shares of the batch; an outer optimizer synchronizes them.
+"""Local steps (local SGD, DiLoCo): groups train separately for some steps; an outer optimizer synchronizes them.
 
 DiLoCo (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models") applies Nesterov SGD
 to the mean weight change of the groups. With an outer learning rate of 1 and no momentum the groups' weights are
 averaged: local SGD (Stich 2019), or federated averaging (McMahan et al. 2017).
 
-A group is a replica of the model. The data axis splits the groups, and gradients are not sent between groups. The
-number of groups is independent of the mesh: a device along data computes one group, or several groups in sequence, with
-the same results. The axes fsdp, tensor and pipeline split the work inside a group.
+A group is a replica of the model that trains on its share of each batch. The data axis splits the groups, and gradients
+are not sent between groups. The number of groups is independent of the mesh: a device along data computes one group, or
+several groups in sequence, with the same results. The axes fsdp, tensor and pipeline split the work inside a group.
 
 The inner step is `step.WeightUpdate` for each group, with the gradients of the group's share of the batch. Each group
-has a separate clipping norm, guard, loss scale and moments. The outer step moves the anchor, `TrainState.params`,
-towards the mean of the groups' weights. Then all groups restart from it. Evaluations and exports use the anchor.
+has a separate gradient norm for clipping, guard, loss scale and moments. The outer step moves the anchor, the weights
+in `TrainState.params`, towards the mean of the groups' weights. Then all groups restart from the anchor. Evaluations
+and exports use the anchor.
 
-Inner and outer step are separate programs: the inner step sends only scalars between groups.
+The inner and the outer step are separate programs. The inner step sends only scalars between groups.
 
 G: groups, n: groups on one device along data.
 """
@@ -50,11 +51,12 @@ from meshtrain.step.state import COPY, OptState, TrainState, step_key
 from meshtrain.step.step import Reduce, TrainStep, Update, with_sequence_index
 
 FLOAT32_BYTES = 4
-_AXES: Callable[..., TrainState] = TrainState  # its fields are axes for `jax.vmap` instead of arrays
+# The type of `TrainState` with axes for `jax.vmap` in its fields instead of arrays.
+_AXES: Callable[..., TrainState] = TrainState
 
 
 def outer_optimizer(options: LocalStepsOptions) -> optax.GradientTransformation:
-    """Returns the outer optimizer, which updates the anchor from which all groups restart."""
+    """Returns the outer optimizer: SGD, with Nesterov momentum unless it is 0, which updates the anchor."""
     momentum = options.outer_momentum or None
     return optax.sgd(
         options.outer_learning_rate, momentum, nesterov=momentum is not None, accumulator_dtype=jnp.float32
@@ -100,7 +102,7 @@ def local_steps(config: Config, placed: Placed, reduction: Reduction | None) -> 
 
 
 def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns one problem for each reason why local steps cannot run on a mesh with these axis sizes."""
+    """Returns an error line for each reason why local steps cannot run with a configuration and mesh axis sizes."""
     options, data, problems = config.local_steps, mesh_shape[DATA], list[Problem]()
     num_groups, given = options.groups, f"local_steps.period = {options.period}"
     if num_groups == 0 or num_groups % data:
@@ -156,7 +158,12 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
 
 
 def estimate(config: Config, mesh_shape: Mapping[str, int]) -> Estimate:
-    """Estimates memory and traffic: a device stores weights, gradients and moments for each of its groups."""
+    """Estimates memory and traffic: a device stores weights, gradients and moments for each of its groups.
+
+    Args:
+      config: a configuration with `local_steps.period` above 0.
+      mesh_shape: the size of each mesh axis.
+    """
     options = config.local_steps
     num_here = options.groups // mesh_shape[DATA]
     sent = 2 * FLOAT32_BYTES / options.period
@@ -174,7 +181,7 @@ class Groups:
 
     Attributes:
       placed: the task on its mesh.
-      num_groups: G, a multiple of the data axis' size.
+      num_groups: the number of groups G, a multiple of the size of the data axis.
       reduction: the reduction that averages over the data axis; None: an all-reduce.
     """
 
@@ -184,15 +191,18 @@ class Groups:
 
     @property
     def num_here(self) -> int:
-        """Returns n, the number of groups that a device along data computes."""
+        """The number of groups n that a device along data computes."""
         return self.num_groups // self.placed.mesh.shape[DATA]
 
     def gradients(self, of_group: Gradients) -> Gradients:
         """Returns the gradient function of all groups; each group has separate weights and a share of the batch.
 
-        The function takes trained parameters [G, ...], frozen parameters without dim G, the batch [B, ...], a key, and
-        seeds [G]. It returns sums [G] and gradients [G, ...]. It opens a `jax.shard_map` region that is manual over
-        data; the manual regions of other axes nest inside.
+        The arguments of this function are parameters, of which the trained ones are [G, ...] and the frozen ones have
+        no dim G; the batch [B, ...]; a PRNG key; and seeds [G]. It returns sums [G] and gradients [G, ...]. It opens a
+        `jax.shard_map` region that is manual over data; the manual regions of other axes nest inside.
+
+        Args:
+          of_group: the gradient function of one model, which is called for each group.
         """
         replicas, axes_of_batch = self.placed.replicas, batch_axes(self.placed.batch)
         axes_of_batch = {**axes_of_batch, SEQUENCE_INDEX: ("batch",)}
@@ -223,7 +233,11 @@ class Groups:
         return run
 
     def accumulators(self, sums: Arrays) -> Arrays:
-        """Returns the abstract float32 gradients [G, ...] with shardings, from the abstract gradients of one model."""
+        """Returns the abstract gradient sums of all groups, float32 [G, ...], with shardings.
+
+        Args:
+          sums: the abstract gradient sums of one model, with shardings.
+        """
 
         def stacked(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(self.placed.mesh, PartitionSpec(DATA, *leaf.sharding.spec))
@@ -232,17 +246,22 @@ class Groups:
         return jax.tree.map(stacked, sums)
 
     def first_extra(self, trained: Arrays) -> Arrays:
-        """Returns the initial residual of the reduction: float32 [devices along data, ...], or ()."""
+        """Returns the initial residual of the reduction: float32 [devices along data, ...]; () without residuals.
+
+        Args:
+          trained: the trained parameters of one model, with global shapes.
+        """
         return () if self.reduction is None else first_extra(self.reduction, self.placed.replicas, trained)
 
     def mean(self, tree: Arrays, residual: Arrays = ()) -> tuple[Arrays, Arrays]:
-        """Returns the mean over groups of a pytree, and the residual of the next mean.
+        """Returns the mean over groups of a pytree, and the residual for the next mean.
 
-        Without a `reduction` the mean is a float32 all-reduce over data.
+        The `reduction` sums over data; without a reduction a float32 all-reduce does.
 
         Args:
           tree: a pytree with the structure of the trained parameters, float32 [G, ...].
-          residual: a pytree of the unsent parts of earlier means, float32 [devices along data, ...]; or ().
+          residual: a pytree of the unsent parts of earlier means, float32 [devices along data, ...]; () without
+            residuals.
         """
         replicas, mesh = self.placed.replicas, self.placed.mesh
         whole = replicas.trained_specs
@@ -264,15 +283,24 @@ class Groups:
         return on_shards(mesh, on_device, (stacked, of_residual), (whole, of_residual), axes=axes)(tree, residual)
 
     def sent_bytes(self, elements: float, replicas: int) -> float:
-        """Returns the minimum bytes that a device sends over data to average this number of elements."""
+        """Returns the minimum bytes that a device sends over data to average arrays over the groups.
+
+        Args:
+          elements: the number of elements of the arrays on a device.
+          replicas: the size of the data axis.
+        """
         if self.reduction is not None:
             return self.reduction.sent_bytes(elements, replicas, False)
         return wire_share("all-reduce", replicas) * elements * FLOAT32_BYTES
 
     def _shares(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-        """Splits a device's part of the batch, [n B / G, ...], into shares [n, B / G, ...] of consecutive examples.
+        """Splits a device's part of the batch into the shares of its groups: [n B / G, ...] -> [n, B / G, ...].
 
-        A share is sharded over the mesh axes that split the batch inside a group, by `axes`, its dims' logical axes.
+        A share has consecutive examples. It is sharded over the mesh axes that split the batch inside a group.
+
+        Args:
+          x: one entry of the batch, local along data.
+          axes: the logical axis of each dim.
         """
         shares = x.reshape(self.num_here, x.shape[0] // self.num_here, *x.shape[1:])
         return self.placed.placement.activation(shares, (None, *axes)) if self.num_here > 1 else shares
@@ -284,7 +312,7 @@ class Local:
     """The groups' weights and the outer optimizer's state; stored in `TrainState.extra`.
 
     Attributes:
-      params: each group's trained parameters, [G, ...], in the dtype of the anchor.
+      params: the trained parameters of all groups, [G, ...], in the dtype of the anchor.
       outer_state: the optax state of the outer optimizer, float32.
       residual: the unsent parts of earlier means; () without a reduction.
     """
@@ -303,7 +331,14 @@ def in_groups(
     mask: Masks = None,
     extra: Callable[[Arrays], Arrays] = lambda trained: (),
 ) -> TrainState:
-    """Returns the initial state of all groups, from the initial state of one model."""
+    """Returns the initial state of all groups; every group starts with the same weights and moments.
+
+    Args:
+      state: the initial state of one model.
+      options: the options of local steps.
+      mask: a bool pytree, true for trained parameters; None: all parameters are trained.
+      extra: a function of the trained parameters that returns the initial residual.
+    """
 
     def stacked(tree: Arrays) -> Arrays:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (options.groups, *leaf.shape)), tree)
@@ -319,14 +354,14 @@ def in_groups(
 
 
 def restarted(state: TrainState, mask: Masks = None) -> TrainState:
-    """Resets the weights of every group to the anchor."""
+    """Returns the state with the trained weights of every group reset to the anchor."""
     trained, _ = select(state.params, mask)
     params = jax.tree.map(lambda anchor, leaf: jnp.broadcast_to(anchor, leaf.shape), trained, state.extra.params)
     return dataclasses.replace(state, extra=dataclasses.replace(state.extra, params=params))
 
 
 def from_weights(state: TrainState, params: Params, mask: Masks = None) -> TrainState:
-    """Replaces the weights of the anchor and of every group."""
+    """Returns the state with the weights `params` as the anchor and as the weights of every group; donates `state`."""
     begun = functools.partial(restarted, mask=mask)
     state = dataclasses.replace(state, params=params)
     return jax.jit(begun, donate_argnums=0, out_shardings=shardings(state))(state)
@@ -340,12 +375,12 @@ def axes_in_groups(
     options: LocalStepsOptions,
     mask: Masks,
 ) -> dict[str, list[Names]]:
-    """Returns field -> logical axes of its arrays, for the state of groups; see `shardings.axes_of_fields`.
+    """Returns field -> logical axes of its arrays, for the state of all groups.
 
     Args:
-      of_fields: field -> logical axes for the state of one model.
-      abstract: the abstract state of groups.
-      params: abstract parameters.
+      of_fields: field -> logical axes of its arrays for the state of one model, from `shardings.axes_of_fields`.
+      abstract: the abstract state of all groups.
+      params: the abstract parameters of one model.
       axes: a pytree with the structure of the parameters; each leaf is a tuple of logical axes.
       options: the options of local steps.
       mask: a bool pytree, true for trained parameters; None: all parameters are trained.
@@ -372,7 +407,8 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
     """Returns the step of all groups: (state, batch) -> (state, metrics). Group g trains on share g of the batch.
 
     Args:
-      gradients: (params [G, ...], batch, rng, seeds [G]) -> sums [G] and gradients [G, ...]; see `Groups`.
+      gradients: a function (params [G, ...], batch, rng, seeds [G]) -> sums [G] and gradients [G, ...], from
+        `Groups.gradients`.
       update: a `step.WeightUpdate`, applied to each group.
       scaling: the loss scaling for the backward pass; None: no scaling.
       mask: a bool pytree, true for trained parameters; None: all parameters are trained.
@@ -387,7 +423,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
         params = merge(state.extra.params, frozen)
         seeds = jax.vmap(lambda scale: loss_scale.seed(scaling, scale))(state.loss_scale)
         sums = gradients(params, with_sequence_index(batch), step_key(state), seeds)
-        of_params = jax.tree.map(lambda _: 0, state.extra.params)  # None for frozen ones, which groups share
+        of_params = jax.tree.map(lambda _: 0, state.extra.params)  # None for frozen parameters, which groups share
         in_axes = _AXES(step=None, params=of_params, opt_state=0, rng=None, skipped=0, loss_scale=0)
         of_groups = dataclasses.replace(state, params=params, extra=())
         new, metrics = jax.vmap(update, in_axes=(in_axes, 0, 0), out_axes=(in_axes, 0))(of_groups, sums, seeds)
@@ -399,7 +435,12 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
 
 def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
-    """Combines the groups' metrics of `step.WeightUpdate` and their sums, all [G], into a step's scalar metrics."""
+    """Combines the metrics of all groups into the metrics of a step, which have no dim G.
+
+    Args:
+      metrics: the metrics of `step.WeightUpdate`, each [G, ...].
+      sums: the sums of the groups' losses, weights and task metrics, each [G, ...].
+    """
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums._replace(gradients=None))
     joined = all_logged({**total.metrics, "loss": total.loss}, total.weight)
     joined |= {
@@ -421,13 +462,15 @@ def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
 def outer_step(
     transformation: optax.GradientTransformation, mean_of_groups: Reduce, mask: Masks = None
 ) -> Callable[[TrainState], TrainState]:
-    """Returns the outer step, state -> state, which synchronizes the groups; moments and step number stay unchanged.
+    """Returns the outer step, a function of the state that synchronizes the groups and returns the next state.
 
-    With the anchor a and the groups' weights w, the outer optimizer gets a - mean(w) as the gradient of a.
+    With the anchor a and the groups' weights w, the outer optimizer gets a - mean(w) as the gradient of a. Moments and
+    step number stay unchanged.
 
     Args:
       transformation: the outer optimizer.
-      mean_of_groups: (pytree of [G, ...], residual) -> (mean over groups, next residual); see `Groups.mean`.
+      mean_of_groups: a function (pytree of [G, ...], residual) -> (mean over groups, next residual), such as
+        `Groups.mean`.
       mask: a bool pytree, true for trained parameters; None: all parameters are trained.
     """
 

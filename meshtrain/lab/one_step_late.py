@@ -1,8 +1,8 @@
 """Delayed gradients: a step reduces and applies the previous step's gradients while it computes new gradients.
 
 Only the update at the end of the step uses the reduced gradients, so the reduction can overlap with the forward and
-backward pass. The weights have changed by one update since the gradient was computed. This is asynchronous SGD with a
-staleness of exactly one step, and deterministic (Lian et al. 2015; Narayanan et al. 2019).
+backward pass. The weights have changed by one update since the applied gradients were computed. This is asynchronous
+SGD with a staleness of exactly one step, and deterministic (Lian et al. 2015; Narayanan et al. 2019).
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from meshtrain.step.step import Reduce, Update
 
 
 def one_step_late(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
-    """Returns the reduction of the previous step's gradients; this step's gradients become the residual.
+    """Returns a reduction that sums the previous step's gradients, and saves this step's gradients as its state.
 
     Args:
       options: not used; the reduction has no custom options.
@@ -50,7 +50,7 @@ def one_step_late(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
 
 
 def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns one problem for each option that is incompatible with delayed gradients."""
+    """Returns an error line for each option that is incompatible with delayed gradients."""
     lines = []
     if config.local_steps.period:
         lines.append(
@@ -86,8 +86,12 @@ one_step_late.check = check  # type: ignore[attr-defined]
 def late(reduction: Reduction, placed: Placed) -> Extension:
     """Returns the extension for a step that applies gradients one step late.
 
-    `TrainState.extra` is a pair: the previous step's gradients, and their metric sums for `Task.after_update`. The
-    metric sums are () if the task has no `after_update`.
+    `TrainState.extra` is a pair: the previous step's gradients, and the previous step's metric sums for
+    `Task.after_update`. The metric sums are () if the task has no `after_update`.
+
+    Args:
+      reduction: the result of `one_step_late`.
+      placed: the task on its mesh.
     """
     plain, reduce = reducing(reduction, placed), reduced_over_data(reduction, placed.replicas)
     task = placed.task
@@ -115,12 +119,14 @@ def late_update(reduce: Reduce, update: Callable[..., Update], after_update: Aft
     """Returns the update for a step that applies gradients one step late.
 
     Weights and moments stay unchanged while there is no gradient to apply: in the first step, and after the first step
-    if its gradient was not finite. An update with zeros would still decay weights and change moments.
+    if its gradient was not finite. An update with zero gradients would still decay weights and change moments.
 
     Args:
-      reduce: from `reduced_over_data`.
-      update: `WeightUpdate` without its arguments `reduce` and `after_update`.
-      after_update: see `WeightUpdate`; it gets the metrics of the previous step, whose gradients are applied.
+      reduce: a function (gradients, state of the reduction) -> (reduced gradients, next state), from
+        `reduced_over_data`.
+      update: `WeightUpdate` with all arguments except `reduce` and `after_update`.
+      after_update: the function that changes weights after the optimizer; None: no change. It gets the metrics of the
+        previous step, whose gradients are applied.
     """
 
     def late(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
@@ -130,7 +136,7 @@ def late_update(reduce: Reduce, update: Callable[..., Update], after_update: Aft
         gradients, waiting = jax.lax.optimization_barrier((sums.gradients, waiting))
         moved = after_update and (lambda params, _: after_update(params, metrics_before))
         apply = update(lambda gradients, _: (waiting, gradients), moved)
-        # The schedule counts updates; there is one update fewer than there are steps.
+        # The learning rate depends on the number of updates, which is one less than the number of steps.
         last = dataclasses.replace(state, step=jnp.maximum(state.step - 1, 0), extra=before)
         new, metrics = apply(last, sums._replace(gradients=gradients), seed)
         norm: Arrays = metrics["grad_norm"]

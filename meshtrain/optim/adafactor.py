@@ -28,15 +28,15 @@ Moment: TypeAlias = jax.Array | optax.MaskedNode
 
 
 class FactoredState(NamedTuple):
-    """The second moments: `row` and `column` for a factored matrix, `full` for any other weight.
+    """The second moments: `row` and `column` of each factored matrix, `full` of each other weight.
 
-    For a weight, each unused field has a `MaskedNode`.
+    A field that a weight does not use has `MaskedNode` for this weight.
 
     Attributes:
-      num_updates: int32 scalar, updates done.
-      row: float32, the mean over the output dims, which have size 1.
-      column: float32, the mean over the reduction dims, which have size 1.
-      full: float32, in the weight's shape.
+      num_updates: int32 scalar, the number of updates done.
+      row: a pytree of float32 moments, each a mean over the matrix's output dims, which have size 1.
+      column: a pytree of float32 moments, each a mean over the matrix's reduction dims, which have size 1.
+      full: a pytree of float32 moments in the shapes of the weights.
     """
 
     num_updates: jax.Array
@@ -53,10 +53,13 @@ class _Moments(NamedTuple):
 
 
 def scale_by_adafactor(logical_axes: NamesTree) -> optax.GradientTransformation:
-    """Returns Adafactor's direction, scaled by the root mean square of each weight, without momentum.
+    """Returns an optimizer that computes Adafactor's direction, without momentum, from float32 gradients and weights.
+
+    The direction of each weight is multiplied by the root mean square of the weight. Learning rate and sign are not
+    applied.
 
     Args:
-      logical_axes: a pytree with the structure of the parameters and a tuple of logical axes for each.
+      logical_axes: a pytree with the structure of the parameters: a tuple of logical axes for each parameter.
     """
 
     def init(params: Arrays) -> FactoredState:

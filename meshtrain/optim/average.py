@@ -5,8 +5,8 @@ even if it is stored in another dtype (averaging: Polyak and Juditsky 1992; expo
 2017). Averages start at the initial weights, so there is no bias to correct. There is no warm-up: after n updates the
 initial weights have a share of decay^n.
 
-In the state an average has the path of its weight, so it is sharded, offloaded, counted and saved like moments. It
-stays float32 even if moments are stored in fewer bytes. Training never reads it.
+In the optimizer's state an average has the path of its weight, so averages are sharded, offloaded, counted and saved
+like moments. They are float32 even if moments are stored in fewer bytes. Training never reads them.
 """
 
 from typing import NamedTuple
@@ -21,8 +21,8 @@ class Averaged(NamedTuple):
     """The state of an optimizer, with averages of the weights.
 
     Attributes:
-      inner: the optimizer's own state.
-      averaged_weights: float32, for each parameter that it updates; frozen parameters have none.
+      inner: the state of the optimizer without averages.
+      averaged_weights: a pytree with the float32 average of each trained parameter.
     """
 
     inner: Arrays
@@ -30,12 +30,12 @@ class Averaged(NamedTuple):
 
 
 def with_averages(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns an optimizer whose state has averages; its `update` does not change them, `update_average` does.
+    """Returns an optimizer whose state also contains weight averages, which only `update_average` changes.
 
-    The averages follow the weights after `Task.after_update`, which runs after `update` and may change weights.
+    The optimizer's `update` does not change them, because `Task.after_update` may change the weights after `update`.
 
     Args:
-      inner: from float32 parameters and gradients to updates.
+      inner: the optimizer without averages, which computes updates from float32 gradients and parameters.
     """
 
     def init(params: Arrays) -> Averaged:
@@ -49,14 +49,14 @@ def with_averages(inner: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def update_average(state: Averaged, weights: Arrays, decay: float) -> Averaged:
-    """Returns the state with its averages moved towards the updated weights.
+    """Returns the optimizer's state with its averages moved towards the updated weights.
 
     >>> update_average(Averaged((), {"bias": 1.0}), {"bias": 2.0}, 0.75).averaged_weights
     {'bias': 1.25}
 
     Args:
-      state: with the averages before the update.
-      weights: after the update, float32, only trained weights.
+      state: the state with the averages before the update.
+      weights: the trained weights after the update, float32.
       decay: the weight of the old average, above 0 and below 1.
     """
     # Equals decay * average + (1 - decay) * w, but rounded relative to the distance instead of the weight.

@@ -10,7 +10,7 @@ to 127. For nonnegative numbers, square roots are encoded, with top = 7 and uint
 
 A block is a tile: it has an extent along each dim of one weight, and extent 1 along dims that stack layers. Extents are
 chosen such that the numbers of blocks along all dims have about the same power of two, because a mesh splits dims by
-powers of two. A dim of heads' widths is never split by a mesh, and is used up first.
+powers of two. A mesh never splits the dim `head_dim`, so blocks extend along this dim first.
 """
 
 import math
@@ -39,8 +39,8 @@ def extents(shape: Sequence[int], axes: Names, block: int) -> tuple[int, ...] | 
     (1, 2, 1, 128)
 
     Args:
-      shape: of the weight.
-      axes: its logical axes.
+      shape: the weight's shape.
+      axes: the weight's logical axes.
       block: the number of elements of a block, a power of two; blocks are smaller if the dims have fewer factors of
         two.
     """
@@ -62,7 +62,7 @@ def extents(shape: Sequence[int], axes: Names, block: int) -> tuple[int, ...] | 
 
 
 def num_blocks(shape: Sequence[int], extent: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of blocks along each dim: the shape of the scales."""
+    """Returns the number of blocks of a weight along each dim, which is the shape of its scales."""
     return tuple(size // part for size, part in zip(shape, extent, strict=True))
 
 
@@ -71,17 +71,18 @@ def encode(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of an array, int8 or uint8 in its shape, and the scales of its blocks, float32.
 
-    For an unsigned array, square roots are encoded: updates divide by them, and their levels are closer. A number above
-    zero is encoded at least as the lowest level above zero.
+    For an unsigned array, square roots are encoded: updates divide by square roots, and the levels of square roots are
+    closer to each other. A number above zero is encoded at least as the lowest level above zero.
 
     With random bits rounding is stochastic: a root between two levels is rounded up with the probability that makes the
     mean exact. With rounding to nearest, a second moment would keep its level forever if the gradient is zero, because
-    each step changes it by at most a share 1 - beta2. A first moment changes by more than the distance of two levels.
+    each step changes it by at most a share 1 - beta2. A first moment needs no random bits: it changes by more than the
+    distance of two levels.
 
     Args:
-      x: float32; nonnegative unless `is_signed`.
-      random: uint16 of the same shape, random bits; None: round to the nearest level.
-      extent: of a block, a divisor of the size for each dim.
+      x: a float32 array; nonnegative unless `is_signed`.
+      random: random bits, uint16 in the shape of `x`; None: round to the nearest level.
+      extent: the size of a block along each dim, a divisor of the dim's size.
       is_signed: whether elements may be negative.
     """
     top = 6 if is_signed else 7
@@ -97,7 +98,10 @@ def encode(
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Decodes the result of `encode` to float32."""
+    """Decodes the codes and scales that `encode` returned; returns float32 in the shape of the codes.
+
+    Codes of dtype int8 are decoded as signed numbers, uint8 as square roots of nonnegative numbers.
+    """
     extent = num_blocks(codes.shape, scales.shape)
     top = 6 if codes.dtype == jnp.int8 else 7
     blocks = _in_blocks(codes, extent)
@@ -108,7 +112,10 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def _level(y: jax.Array, top: int) -> jax.Array:
-    """Returns the real-valued code of numbers from 0 to 1, by linear interpolation between the levels."""
+    """Returns the real-valued code of each number `y` from 0 to 1, by linear interpolation between the levels.
+
+    `top` is 6 for signed and 7 for unsigned arrays, as in the module's formula.
+    """
     # Below the lowest level, the interpolation ends at zero.
     result = y * 10.0**top
     for i in range(1, top + 1):
@@ -118,7 +125,7 @@ def _level(y: jax.Array, top: int) -> jax.Array:
 
 
 def _share(code: jax.Array, top: int) -> jax.Array:
-    """Returns the number from 0 to 1 that a code represents."""
+    """Returns the number from 0 to 1 that each nonnegative int code represents; `top` as in `_level`."""
     result = code.astype(jnp.float32) * 10.0**-top
     for i in range(1, top + 1):
         in_decade = 10.0 ** (i - top) * (0.1 + 0.9 * (code - (2**i - 1)).astype(jnp.float32) / 2.0**i)
@@ -127,5 +134,5 @@ def _share(code: jax.Array, top: int) -> jax.Array:
 
 
 def _in_blocks(x: jax.Array, extent: Sequence[int]) -> jax.Array:
-    """Reshapes [.., size, ..] to [.., size / part, part, ..], for every dim."""
+    """Splits every dim into blocks: [.., size, ..] -> [.., size / part, part, ..] with the parts in `extent`."""
     return x.reshape([n for size, part in zip(x.shape, extent, strict=True) for n in (size // part, part)])

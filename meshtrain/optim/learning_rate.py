@@ -62,7 +62,10 @@ class LearningRateOptions:
 
 
 def check(options: LearningRateOptions) -> list[Problem]:
-    """Returns an error line for each problem that `options.problems` does not check, such as upper limits."""
+    """Returns an error line for a share above 1, a decay shorter than the warm-up, or a missing base batch size.
+
+    Minima and choices are checked before (`options.problems`).
+    """
     lines = [
         Problem(f"learning_rate.{name}", got=getattr(options, name), allowed="0 to 1, a share", nearest="1.0")
         for name in ("final_fraction", "stable_fraction")
@@ -121,12 +124,12 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
 
     Args:
       options: the options of the learning rate.
-      num_steps: updates in the run.
-      embed_dim: width of the model (noam).
-      batch_size: sequences in the global batch.
+      num_steps: number of updates in the run.
+      embed_dim: width of the model, for noam.
+      batch_size: number of sequences in the global batch.
 
     Returns:
-      A function of an int32 scalar (or any shape), usable under jit, to float32 of that shape.
+      A function of an int32 scalar or array, usable under jit, to float32 of the same shape.
 
     Raises:
       UserError: options are out of bounds, one line each; or a user's function is invalid, one line.
@@ -158,11 +161,13 @@ def _noam(factor: float, embed_dim: int, warmup_steps: int) -> Schedule:
 
 
 def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
-    """Returns (first count, share of the peak) of each part of the schedule after the warm-up.
+    """Returns (first count, function) of each part of the schedule after the warm-up.
+
+    The function maps the number of updates since the first count to the rate as a share of the peak.
 
     Args:
-      options: with any name except noam.
-      end: the count at which the decay ends, T above.
+      options: the options of the learning rate, with any name except noam.
+      end: the number of updates after which the decay ends: T in `learning_rate`.
     """
     first, final = options.warmup_steps, options.final_fraction
     start_of_decay = first + math.floor(options.stable_fraction * max(end - first, 0))
@@ -197,9 +202,12 @@ def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
 
 
 def _user_schedule(options: LearningRateOptions) -> Share:
-    """Returns the schedule of a user's function, as a share of the peak.
+    """Returns the schedule of a user's function: number of updates since the warm-up -> rate as a share of the peak.
 
-    Raises UserError if the function is invalid.
+    The user's function gets the number of updates since the start of the run.
+
+    Raises:
+      UserError: the function is invalid, or its result is not a scalar.
     """
     wanted = "a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
     share = call_user_function(KEY, options.name, NAMES, [options], takes="options", gives=wanted, fix="fix it there")

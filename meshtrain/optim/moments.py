@@ -1,9 +1,10 @@
 """Stores moments of any optimizer in fewer bytes, as bfloat16 or 8-bit codes.
 
 Moments are decoded before an update and encoded after it. Numbers in bfloat16 (also weights) and second moments in 8
-bits are rounded stochastically. A moment with beta2 = 0.999 changes by a thousandth in a step without gradient, a
-quarter of the distance between two bfloat16 numbers. Rounded to nearest, it would never decrease after the largest
-gradient of the run. The random bits depend on the number of updates, the array and the element, not on the mesh.
+bits are rounded stochastically. A moment with beta2 = 0.999 changes by a thousandth in a step without gradient, which
+is a quarter of the distance between two bfloat16 numbers. With rounding to nearest, this moment would never decrease
+after the largest gradient of the run. The random bits depend on the number of updates, the array and the element, not
+on the mesh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +31,11 @@ class StoredMoments(NamedTuple):
     """The state of an optimizer whose moments are stored in fewer bytes.
 
     Attributes:
-      num_updates: int32 scalar, updates done; random bits depend on it.
-      inner: the optimizer's own state. Its moments are bfloat16, or int8 and uint8 codes; other arrays are unchanged.
-      scales: like `inner`, with the float32 scales of the blocks in place of each array of codes, and a `MaskedNode` in
-        place of other arrays.
+      num_updates: int32 scalar, the number of updates done; random bits depend on it.
+      inner: the state of the wrapped optimizer, in which moments are bfloat16, or int8 and uint8 codes; other arrays
+        are unchanged.
+      scales: a pytree with the structure of `inner`: the float32 scales of the blocks in place of each array of codes,
+        and a `MaskedNode` in place of each other array.
     """
 
     num_updates: jax.Array
@@ -42,7 +44,7 @@ class StoredMoments(NamedTuple):
 
 
 def check_block(block: int) -> list[Problem]:
-    """Returns an error line if the number of elements of a block is invalid: no power of two, or out of bounds."""
+    """Returns an error line if the number of elements of a block is out of bounds or not a power of two, else []."""
     if SMALLEST_BLOCK <= block <= LARGEST_BLOCK and block & (block - 1) == 0:
         return []
     fix = min(max(1 << max(block.bit_length() - 1, 0), SMALLEST_BLOCK), LARGEST_BLOCK)
@@ -60,10 +62,10 @@ def problems(
     """Returns an error line for each logical axis along which the mesh would split a weight within a block.
 
     Args:
-      block: elements of a block.
-      params: abstract trained parameters.
-      logical_axes: a pytree with the structure of the parameters and a tuple of logical axes for each.
-      column: logical axis -> mesh axes of stored weights.
+      block: the number of elements of a block.
+      params: the abstract trained parameters.
+      logical_axes: a pytree with the structure of the parameters: a tuple of logical axes for each parameter.
+      column: logical axis -> mesh axes that split it in stored weights.
       mesh_shape: the size of each mesh axis.
     """
     axes, problems = dict(leaves_with_paths(logical_axes, is_leaf=is_names)), dict[str, Problem]()
@@ -89,7 +91,16 @@ def problems(
 
 
 def _between(shape: Sequence[int], names: Names, block: int, parts: Sequence[int]) -> list[int]:
-    """Returns the dims that the mesh splits evenly, but within blocks. Uneven dims are reported elsewhere."""
+    """Returns the dims of a weight that the mesh splits evenly, but at positions within blocks.
+
+    Dims that the mesh does not split evenly are reported by other checks.
+
+    Args:
+      shape: the weight's shape.
+      names: the weight's logical axes.
+      block: the number of elements of a block.
+      parts: the number of shards along each dim.
+    """
     extent = extents(shape, names, block)
     counts = num_blocks(shape, extent) if extent else ()
     dims = enumerate(zip(shape, counts, parts, strict=False))
@@ -101,14 +112,14 @@ def store_moments(
 ) -> optax.GradientTransformation:
     """Wraps an optimizer so that it stores its moments in fewer bytes.
 
-    A moment is an array of a weight's shape in the optimizer's state. With "8bit", moments of vectors and of matrices
-    without a block stay float32; see `eight_bits.extents`.
+    A moment is an array of a weight's shape in the optimizer's state. With "8bit", moments of vectors, and of matrices
+    whose dims have too few factors of two for a block (`eight_bits.extents`), are stored in float32.
 
     Args:
       inner: an optimizer whose moments are float32 and initially zero.
       kind: "bfloat16" or "8bit"; with "float32" `inner` itself is returned.
-      block: elements of a block of 8-bit codes.
-      logical_axes: a pytree with the structure of the parameters and a tuple of logical axes for each.
+      block: the number of elements of a block of 8-bit codes.
+      logical_axes: a pytree with the structure of the parameters: a tuple of logical axes for each parameter.
     """
     if kind == FLOAT32:
         return inner
@@ -151,7 +162,7 @@ def store_moments(
 
 
 def _unpack(state: StoredMoments) -> Arrays:
-    """Returns the optimizer's own state, with float32 moments."""
+    """Returns the state of the wrapped optimizer, with all moments decoded to float32."""
     scales = dict(jax.tree_util.tree_leaves_with_path(state.scales))
 
     def one(path: KeyPath, leaf: jax.Array) -> jax.Array:
@@ -165,12 +176,12 @@ def _unpack(state: StoredMoments) -> Arrays:
 def round_weights(weights: Arrays, stored: Arrays, num_updates: jax.Array, seed: int = WEIGHTS_SEED) -> Arrays:
     """Returns updated weights in the dtypes of the stored weights; rounding to bfloat16 is stochastic.
 
-    Rounded to nearest, a weight of 1 would ignore each update below 2^-9, half the distance to the next number.
+    With rounding to nearest, a weight of 1 would ignore each update below 2^-9, half the distance to the next number.
 
     Args:
-      weights: float32, after the update.
-      stored: before the update.
-      num_updates: int32 scalar; random bits depend on it.
+      weights: a pytree of float32 arrays, the weights after the update.
+      stored: the weights before the update, in the dtypes in which they are stored.
+      num_updates: int32 scalar, the number of updates done; random bits depend on it.
       seed: distinguishes the random bits of different programs.
     """
     key = _key(seed, num_updates)
@@ -188,7 +199,7 @@ def _key(seed: int, num_updates: jax.Array) -> jax.Array:
 
 
 def _random(key: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns 16 random bits per element, a function only of the key and its row-major index."""
+    """Returns 16 random bits for each element of `like`, a function of the key and the element's row-major index."""
     return jax.random.bits(key, like.shape, jnp.uint16)
 
 
@@ -196,8 +207,8 @@ def to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
     """Rounds float32 numbers to bfloat16, up or down at random so that the mean is exact.
 
     Args:
-      x: float32.
-      random: uint16 of the same shape, random bits.
+      x: a float32 array.
+      random: random bits, uint16 in the shape of `x`.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     # bfloat16 lacks the lower half of a float32: adding a random half carries with the right probability.

@@ -64,11 +64,17 @@ def _muon(
 def _of_matrices(momentum: float, bias_correction: bool, logical_axes: NamesTree) -> optax.GradientTransformation:
     """Returns Muon (Jordan et al. 2024) for the hidden matrices of a pytree; other weights must be `MaskedNode`s.
 
-    With gradient g and momentum b <- g + momentum * b, the update is g + momentum * b, made orthogonal. The variant of
-    optax divides b and g by 1 - momentum^t, as Adam does, before it adds them (`bias_correction`).
+    With gradient g and momentum b <- g + momentum * b, the update is g + momentum * b, made orthogonal and scaled to a
+    root mean square of about `MUON_RMS`.
 
     The dims of each matrix are passed explicitly. By default optax treats exactly the weights of two dims as matrices,
     so stacked layers would use Adam and stacked norms Muon.
+
+    Args:
+      momentum: the decay of the momentum b.
+      bias_correction: whether b and g are divided by 1 - momentum^t, as in Adam, before they are added (the variant of
+        optax).
+      logical_axes: a pytree with a tuple of logical axes for each weight.
     """
 
     def dimension_numbers(axes: Names) -> MuonDimensionNumbers | optax.MaskedNode:
@@ -118,7 +124,7 @@ def _read(name: str) -> list[str]:
 
 
 def _readers(option: str) -> dict[str, tuple[str, ...]]:
-    """Returns the condition of an option: the names of the optimizers that read it."""
+    """Returns the value of `only_for` for an option: the option `name` must be an optimizer that reads the option."""
     return {"name": tuple(name for name in NAMES if option in _read(name))}
 
 
@@ -193,7 +199,10 @@ class OptimizerOptions:
 
 
 def check(options: OptimizerOptions) -> list[Problem]:
-    """Returns an error line for each problem that `options.problems` does not check: upper limits and the pattern."""
+    """Returns an error line for each value that is too large, an invalid block size, and an invalid `trainable`.
+
+    Minima and choices are checked before (`options.problems`).
+    """
     above = [
         Problem(f"optimizer.{name}", got=getattr(options, name), allowed="at least 0 and below 1", nearest="0.999")
         for name in ("beta1", "beta2", "momentum", "average")
@@ -203,12 +212,12 @@ def check(options: OptimizerOptions) -> list[Problem]:
 
 
 def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: NamesTree) -> optax.GradientTransformation:
-    """Returns the optimizer: from float32 parameters and gradients to float32 updates to add to the parameters.
+    """Returns the optimizer, which computes from float32 gradients and parameters the updates to add to the parameters.
 
-    With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w). The second term applies
-    to weights for which `masks.decays` is true, and never with "adam". A user's optimizer computes its complete update.
-    The step applies `clip_norm` and `trainable`. The biases of routers get no update and have no moments, because
-    `Task.after_update` changes them.
+    With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w), in float32. The second
+    term applies to weights for which `param_kinds.decays` is true, and never with "adam". A user's optimizer computes
+    its complete update. The step, not the optimizer, applies `clip_norm` and `trainable`. The biases of routers get no
+    update and have no moments, because `Task.after_update` changes them.
 
     >>> axes = {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
     >>> adamw = optimizer(OptimizerOptions(weight_decay=0.5), lambda count: jnp.float32(0.01), axes)
@@ -218,18 +227,18 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Names
     -0.005 False
 
     Args:
-      options: name and hyperparameters.
+      options: the optimizer's name and hyperparameters.
       schedule: the learning rate, a function of the number of updates done so far.
-      logical_axes: a pytree with the structure of the parameters and a tuple of logical axes for each weight.
+      logical_axes: a pytree with the structure of the parameters: a tuple of logical axes for each parameter.
 
     Returns:
-      A transformation whose `update` requires the parameters. `options.moments` determines how its moments are stored;
-      moments of adafactor are float32. With `options.average` its state is `average.Averaged`, and the step updates the
-      averages.
+      A transformation whose `update` requires the parameters. `options.moments` determines how moments are stored;
+      moments of adafactor are float32. With `options.average` the optimizer's state is `average.Averaged`, and the step
+      updates the averages.
 
     Raises:
-      UserError: options are out of bounds, one line each; or a user's function is invalid, one line, which may also be
-        raised by the result's `init`.
+      UserError: options are out of bounds, one line each; or a user's function is invalid, one line. The `init` of a
+        user's optimizer may also raise it.
     """
     refuse(problems(options, "optimizer") + check(options))
     labels = map_axes(lambda axes: "biases" if is_router_bias(axes) else "others", logical_axes)
@@ -254,9 +263,17 @@ def _build_direction(options: OptimizerOptions, rates: Schedule, axes: NamesTree
 
 
 def _user_optimizer(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.GradientTransformation:
-    """Returns the optimizer of a user's function.
+    """Returns the optimizer that a user's function returns, with PRNG keys in its state replaced by their data.
 
-    Its `init` traces an update and raises UserError if the update is invalid.
+    The optimizer's `init` traces an update and raises UserError if the update is invalid.
+
+    Args:
+      options: the optimizer's options; the name is the user's function.
+      rates: the learning rate, a function of the number of updates done so far.
+      axes: a pytree with the structure of the parameters: a tuple of logical axes for each parameter.
+
+    Raises:
+      UserError: the function fails, or does not return an optax transformation.
     """
     takes, wanted = "options, learning rates and logical axes", "an optax.GradientTransformation"
     fix = "fix it there"
@@ -304,14 +321,14 @@ def _user_optimizer(options: OptimizerOptions, rates: Schedule, axes: NamesTree)
 
 
 def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[int, ...]) -> list[Problem]:
-    """Returns an error line if layers are not stored as [L, ...] and a user's optimizer is not known to be elementwise.
+    """Returns an error line if layers are not stored as [L, ...] and a user's optimizer is not marked as elementwise.
 
-    Another shape would then change its updates.
+    The updates of an optimizer that is not elementwise would depend on this shape.
 
     Args:
-      options: of the optimizer.
-      num_layers: L.
-      shape: the leading dims of the stack in memory, see `pipeline.stages.Stack`.
+      options: the optimizer's options.
+      num_layers: the number of layers L.
+      shape: the leading dims of stacked layers in memory (`pipeline.stages.Stack.shape`).
     """
     if options.name in NAMES or shape == (num_layers,):
         return []

@@ -9,21 +9,21 @@ from jax.tree_util import KeyPath
 from meshtrain.sharding.param_sharding import Names, is_names
 from meshtrain.sharding.trees import Arrays, NamesTree
 
-# The field of `moments.StoredMoments` whose arrays count blocks.
+# The field of `moments.StoredMoments` whose arrays have an element per block, not per element of a weight.
 SCALES = jax.tree_util.GetAttrKey("scales")
 
 
 def owners(state: Arrays, params: Arrays) -> list[KeyPath | None]:
     """Returns for each array of an optimizer's state the path of the weight that it belongs to, or None.
 
-    It is the weight whose path is a suffix of the array's own path.
+    An array belongs to the weight whose path is a suffix of the array's path.
 
     Args:
-      state: of an optimizer.
-      params: the weights that it updates.
+      state: the state of an optimizer.
+      params: the weights that the optimizer updates.
 
     Returns:
-      A tuple of keys or None for each array, in the order of `jax.tree.leaves(state)`.
+      A path (a tuple of keys) or None for each array, in the order of `jax.tree.leaves(state)`.
     """
     paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
     result = []
@@ -38,20 +38,20 @@ def state_axes(
 ) -> list[Names]:
     """Returns the logical axes of each array in an optimizer's state.
 
-    An array may belong to a parameter, see `owners`. A dim of the parameter's size has the parameter's logical axis
-    (moments), and so does a dim of scales (`moments.StoredMoments`), which counts blocks of equal size along it. Any
-    other dim has None (factored moments have dims of size 1). If an array belongs to no parameter (counts, constants),
-    or has another rank, all its dims have None.
+    If an array belongs to a parameter (`owners`), each of its dims with the size of the parameter's dim has the
+    parameter's logical axis (moments). A dim of scales (`moments.StoredMoments`) also has the parameter's logical axis,
+    because it has an element per block along the parameter's dim. Any other dim has None (factored moments have dims of
+    size 1). If an array belongs to no parameter (counts, constants), or has another rank, all its dims have None.
 
     Args:
       transformation: any optax optimizer.
-      abstract_params: the parameters that it updates, or their `jax.ShapeDtypeStruct`s.
-      logical_axes: a pytree with the structure of the parameters and a tuple of logical axes for each.
+      abstract_params: the parameters that the optimizer updates, or their `jax.ShapeDtypeStruct`s.
+      logical_axes: a pytree with the structure of the parameters: a tuple of logical axes for each parameter.
 
     Returns:
-      A tuple as long as the array's rank for each array, in the order of
-      `jax.tree.leaves(jax.eval_shape(transformation.init, abstract_params))`. The result is a list because logical axes
-      are tuples, and so are the containers of an optimizer's state.
+      For each array a tuple with a logical axis or None per dim, in the order of
+      `jax.tree.leaves(jax.eval_shape(transformation.init, abstract_params))`. The result is a list, not a pytree,
+      because the containers of an optimizer's state are tuples like logical axes.
     """
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
     axes = dict(jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names))
@@ -70,5 +70,5 @@ def state_axes(
 
 
 def _counts(size: int, full: int) -> bool:
-    """Returns whether a dim of this size equals a parameter's dim or may count blocks along it."""
+    """Returns whether a dim of `size` matches a parameter's dim of size `full`, or may have an element per block."""
     return size == full or (size > 1 and full % size == 0)

@@ -2,8 +2,8 @@
 
 The stacked gradients of all layers are complete only after the backward loop over layers. An all-reduce at that point
 cannot overlap with the backward pass. So the loop itself reduces each layer's gradients, and XLA overlaps the
-collective with the matrix products of the next layer. Only the last microbatch does this (`by_layer`), after the sums
-of the earlier microbatches are added. So a step sends its gradients only once.
+collective with the matrix products of the next layer. Only the backward loop of the last microbatch reduces gradients
+(`by_layer`), after the sums of the earlier microbatches are added. So a step sends its gradients only once.
 
 B: sequences in the global batch, M: microbatches, b: sequences in a microbatch, B / M.
 """
@@ -36,10 +36,10 @@ def split_microbatches(batch: Batch, num_microbatches: int, placement: Placement
     send the batch over the network.
 
     Args:
-      batch: name -> array of any rank.
+      batch: entry name -> array [B, ...].
       num_microbatches: M, a divisor of B.
       placement: constrains the sharding of the result, by the activation rules.
-      axes: the logical axes of each entry.
+      axes: entry name -> the logical axis of each dim.
     """
 
     def cut_one(name: str, x: jax.Array) -> jax.Array:
@@ -51,7 +51,10 @@ def split_microbatches(batch: Batch, num_microbatches: int, placement: Placement
 
 
 def stack_microbatches(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
-    """Returns the batch with each entry [B, ...] as [M, b, ...] for `jax.lax.scan`; see `split_microbatches`."""
+    """Returns the batch with each entry [B, ...] as [M, b, ...], for `jax.lax.scan` over the microbatches.
+
+    Arguments, and the examples of each microbatch, are the same as in `split_microbatches`.
+    """
     microbatches = split_microbatches(batch, num_microbatches, placement, axes)
     return {name: placement.activation(x.swapaxes(0, 1), (None, *axes[name])) for name, x in microbatches.items()}
 
@@ -65,11 +68,11 @@ def accumulate_gradients(
     (`replicas.trained`).
 
     Args:
-      loss: the task's loss.
-      num_microbatches: M.
-      placement: the sharding of the microbatches.
+      loss: the task's loss function.
+      num_microbatches: the number of microbatches M.
+      placement: constrains the sharding of the microbatches.
       replicas: reduces the gradients over the data axis.
-      axes: the logical axes of each entry of the batch.
+      axes: entry of the batch -> the logical axis of each dim.
     """
 
     def one(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
@@ -128,9 +131,17 @@ def by_layer(
 ) -> Callable[[Sums | None], Sums] | None:
     """Returns a function that computes the last microbatch of a step, or None if the loss has no loop over layers.
 
-    The function takes the sums of the earlier microbatches, or None if there are none, and returns the sums of all
-    microbatches. Gradients of layers in the loop are reduced across data-parallel replicas inside the backward loop,
-    and are `Reduced`. Other gradients are local sums.
+    The function takes the sums of the earlier microbatches (None if the step has one microbatch) and returns the sums
+    of all microbatches. Gradients of layers in the loop are reduced across data-parallel replicas inside the backward
+    loop, and are returned as `Reduced`. All other gradients are local sums.
+
+    Args:
+      loss: the task's loss function.
+      replicas: reduces the gradients over the data axis.
+      params: the parameters, trained and frozen.
+      batch: the last microbatch.
+      rng: the PRNG key for the loss.
+      seed: the factor of the loss in the backward pass, a float32 scalar.
     """
     trained, frozen = select(params, replicas.trained)
     leaves, structure = jax.tree.flatten(trained)
@@ -172,16 +183,20 @@ def by_layer(
 
 
 def _plus(part: jax.Array, before: jax.Array | None) -> jax.Array:
-    """Returns a gradient in float32, added to the sum of the earlier microbatches if there is one."""
+    """Returns a microbatch's gradient in float32, plus the sum of the earlier microbatches unless it is None."""
     return part.astype(jnp.float32) if before is None else before + part.astype(jnp.float32)
 
 
 def accumulate_loss(
     loss: LossFunction, num_microbatches: int, placement: Placement, axes: Axes
 ) -> Callable[[Params, Batch, jax.Array], Loss]:
-    """Returns a function that computes the sums of a batch without gradients, one microbatch after the other.
+    """Returns a function that computes the loss sums of a batch without gradients, one microbatch after the other.
 
-    For the arguments see `accumulate_gradients`.
+    Args:
+      loss: the task's loss function.
+      num_microbatches: the number of microbatches M.
+      placement: constrains the sharding of the microbatches.
+      axes: entry of the batch -> the logical axis of each dim.
     """
 
     def one(params: Params, batch: Batch, rng: jax.Array) -> Loss:

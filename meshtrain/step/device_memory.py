@@ -1,4 +1,4 @@
-"""Bytes on one device: the training state, from abstract arrays, and a program, from its compiler's memory analysis.
+"""Computes the bytes on one device: of the training state from shapes, of a program from the compiler's analysis.
 
 The bytes of the training state do not include activations. The planner, `explain` and README's table of memory use
 these functions, and a run records both numbers.
@@ -36,7 +36,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes in device memory."""
+        """All bytes of the training state in device memory, without `on_host`."""
         return self.parameters + self.gradients + self.moments + self.extra
 
 
@@ -44,8 +44,8 @@ def training_state_bytes(state: TrainState, sums: Arrays) -> StateBytes:
     """Returns the bytes of a training state on one device.
 
     Args:
-      state: the abstract state; each leaf has its sharding.
-      sums: abstract sums of gradients, see `GradientSync.accumulators`.
+      state: the abstract state, in which each leaf has a sharding.
+      sums: the abstract float32 sums of gradients, from `GradientSync.accumulators`.
     """
     moments = jax.tree.leaves(state.opt_state)
     return StateBytes(
@@ -64,7 +64,16 @@ def bytes_of_device(tree: Arrays) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Bytes of a program on one device, as the compiler's memory analysis reports them."""
+    """Bytes of a program on one device, as the compiler's memory analysis reports them.
+
+    Attributes:
+      arguments_bytes: the arguments, in device memory.
+      temporary_bytes: the temporary buffers, in device memory.
+      output_bytes: the results, in device memory, including results that reuse the memory of an argument.
+      alias_bytes: the results that reuse the memory of an argument (donated buffers).
+      peak_bytes: the largest device memory in use at any time.
+      host_bytes: arguments, temporary buffers and results in host memory; aliased bytes are counted once.
+    """
 
     arguments_bytes: int
     temporary_bytes: int

@@ -23,7 +23,7 @@ class EarlyStopOptions:
 
 
 def check(options: EarlyStopOptions, eval_every: int) -> list[Problem]:
-    """Returns a problem if early stopping is on but the run makes no evaluations before its last step."""
+    """Returns an error line if early stopping is on but the run makes no evaluations before its last step, else []."""
     if not options.patience or eval_every:
         return []
     return [
@@ -40,11 +40,11 @@ def check(options: EarlyStopOptions, eval_every: int) -> list[Problem]:
 def reason(
     options: EarlyStopOptions, found: dict[int, float], step: int, values: Mapping[str, float], *, higher: bool
 ) -> str:
-    """Returns why a run stops after an evaluation; an empty text if it continues.
+    """Returns the message with which a run stops early after an evaluation; empty if the run continues.
 
     Args:
-      options: patience and metric.
-      found: step -> value of the metric in each earlier evaluation; the value of this evaluation is added.
+      options: the patience and the metric.
+      found: step -> value of the metric in each earlier evaluation; this function adds the value of this evaluation.
       step: the step of the evaluation.
       values: the metrics of the evaluation, the same in all processes. A non-finite value is never the best.
       higher: whether a higher value is better.

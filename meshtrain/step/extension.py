@@ -25,9 +25,10 @@ class Periodic:
 
     Attributes:
       name: the program's name, for reports.
-      every: the number of steps between two runs.
-      run: state -> state.
-      sent_bytes: (elements of the trained weights on a device, replicas) -> bytes that a device sends over data.
+      every: the number of steps between two runs of the program.
+      run: the program, a function of the training state that returns the changed state.
+      sent_bytes: a function (elements of the trained weights on a device, number of replicas) -> bytes that a device
+        sends over the data axis in one run of the program.
     """
 
     name: str
@@ -41,12 +42,13 @@ class Costs:
     """The memory and communication of an extension, for the planner and the choice of compiler options.
 
     Attributes:
-      label: the contents of `TrainState.extra`, for tables.
-      reduction: the reduction of gradients, or of the weights of a `Periodic`, between replicas; None: the built-in
-        sum.
+      label: a name for the contents of `TrainState.extra`, for tables.
+      reduction: the reduction between replicas of the gradients, or of the weights that a `Periodic` program sends;
+        None: the built-in sum.
       sends_gradients: whether a step sends gradients between replicas.
       hides_transfers: whether the computation of a complete step can overlap with the communication of a step.
-      accumulators: abstract sums of gradients -> the sums that a step allocates.
+      accumulators: a function of the abstract gradient sums of plain training; it returns the abstract sums that a step
+        with the extension allocates.
     """
 
     label: str = ""
@@ -60,10 +62,11 @@ class Estimate(NamedTuple):
     """The memory and communication of an extension, estimated from a configuration only, for a search of many plans.
 
     Attributes:
-      copies: the number of gradient sums and of moments that a device has for each trained weight.
-      weights: the number of additional arrays of the shape and dtype of each trained weight.
-      float32: the number of additional float32 arrays of the shape of each trained weight.
-      sent_bytes: bytes per parameter that a device sends to other replicas in a step; None: as the built-in sum.
+      copies: the number of gradient sums, and of sets of moments, that a device has for each trained weight.
+      weights: the number of additional arrays with the shape and dtype of each trained weight.
+      float32: the number of additional float32 arrays with the shape of each trained weight.
+      sent_bytes: bytes per parameter that a device sends to other replicas in a step; None: the bytes that the built-in
+        sum sends.
     """
 
     copies: int = 1
@@ -73,33 +76,47 @@ class Estimate(NamedTuple):
 
 
 def plain_update(update: Callable[..., Update], after_update: AfterUpdate | None) -> Update:
-    """Returns the update of plain training, which applies the summed gradients."""
+    """Returns the update of plain training, which applies the summed gradients.
+
+    Args:
+      update: `WeightUpdate` with all arguments except `reduce` and `after_update`.
+      after_update: the function that changes weights after the optimizer; None: no change.
+    """
     return update(after_update=after_update)
 
 
 def plain_restore(read: Read, shapes: Shapes, like: TrainState) -> TrainState:
-    """Reads a checkpoint as the abstract state `like`; it must have the same shapes."""
+    """Reads a checkpoint whose arrays have the shapes of this run's state.
+
+    Args:
+      read: a function that reads a state from the checkpoint.
+      shapes: path -> shape of each array in the checkpoint; not used.
+      like: the abstract state of this run.
+    """
     return read(like)
 
 
 def with_weights(state: TrainState, params: Params) -> TrainState:
-    """Returns a state with its weights replaced by `params`."""
+    """Returns the state with the weights `params` in place of its own weights."""
     return dataclasses.replace(state, params=params)
 
 
 @dataclasses.dataclass(frozen=True)
 class Extension:
-    """The functions that an optional algorithm changes.
+    """The functions of a training step that an optional algorithm replaces.
 
     Attributes:
-      begin: adds the extension's arrays to `extra` of the state before the first step.
-      names: (logical axes of the arrays of each field, abstract state) -> logical axes with the extension's arrays.
-      update: (`WeightUpdate` without `reduce` and `after_update`, `after_update`) -> the update of a step.
-      step: (gradients, update, scaling) -> the step; see `train_step`.
-      join: a program that runs once every few steps; None: no such program.
-      with_weights: (state, weights) -> the state of a run that starts from these weights.
-      restore: (function that reads a state, shapes in the checkpoint, abstract state of this mesh) -> the saved state
-        on this mesh.
+      begin: a function of the state before the first step; it returns the state with the extension's arrays in `extra`.
+      names: a function (field -> logical axes of its arrays, abstract state) -> the same mapping with the logical axes
+        of the extension's arrays.
+      update: a function that returns the update of a step. Its arguments are `WeightUpdate` without `reduce` and
+        `after_update`, and `after_update`.
+      step: a function (gradients, update, scaling) that returns the training step; its arguments are described at
+        `train_step`.
+      join: a program that runs once every few steps; None: there is no periodic program.
+      with_weights: a function (state, weights) -> the state of a run that starts from these weights.
+      restore: a function (function that reads a state, shapes in the checkpoint, abstract state of this mesh) -> the
+        saved state on this mesh.
       costs: the memory and communication of the extension.
     """
 

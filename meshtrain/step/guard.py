@@ -16,14 +16,14 @@ from meshtrain.sharding.trees import Arrays, leaves_with_paths
 
 NUM_NORMS = 64  # number of gradient norms in the median of the spike rule
 
-_UPDATE = -2  # instead of an index: the updated weights are not finite
+_UPDATE = -2  # result of `first_not_finite` if only the updated weights are not finite
 # Metrics of a step that the loop reads but does not log.
 IN_A_ROW, FIRST_NOT_FINITE, ITS_LAYER = "skipped_in_a_row", "first_not_finite", "first_not_finite_layer"
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardOptions:
-    """When a step is skipped, and how many may be skipped in a row."""
+    """When a step is skipped, and how many steps in a row may be skipped."""
 
     max_skipped_in_a_row: int = option(
         5,
@@ -55,15 +55,16 @@ class GuardState:
 
 
 def none_skipped() -> GuardState:
-    """Returns the guard's state before the first step."""
+    """Returns the guard's state before the first step: no skipped steps and no gradient norms."""
     return GuardState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros(NUM_NORMS, jnp.float32))
 
 
 def is_good(options: GuardOptions, skipped: GuardState, loss: jax.Array, norm: jax.Array) -> jax.Array:
     """Returns whether a step may change the weights, a bool scalar.
 
-    The spike rule applies after NUM_NORMS finite norms. The median includes the norms of skipped steps. So if gradients
-    stay large, either the median rises or `max_skipped_in_a_row` ends the run.
+    The loss and the gradient norm must be finite. The spike rule (`spike_factor`) applies after NUM_NORMS finite norms.
+    Its median includes the norms of skipped steps. So if gradients stay large, either the median rises or
+    `max_skipped_in_a_row` ends the run.
 
     Args:
       options: the options of the guard.
@@ -84,9 +85,9 @@ def after(skipped: GuardState, good: jax.Array, excused: jax.Array, norm: jax.Ar
     Args:
       skipped: the guard's state before the step.
       good: bool scalar, from `is_good`.
-      excused: bool scalar, whether the loss scale may have caused the overflow and can still shrink; see
-        `loss_scale.after`. `total` counts an excused step, `in_a_row` does not.
-      norm: float32 scalar.
+      excused: bool scalar from `loss_scale.after`, whether the loss scale may have caused the overflow and can still
+        shrink. `total` counts an excused step, `in_a_row` does not.
+      norm: float32 scalar, the step's global norm of the gradients.
     """
     in_a_row = jnp.where(good, 0, skipped.in_a_row + jnp.where(excused, 0, 1))
     later = jnp.concatenate([skipped.norms[1:], norm[None]])
@@ -104,10 +105,10 @@ def first_not_finite(loss: jax.Array, square_sums: jax.Array, can_move: jax.Arra
     """Returns the index of the first non-finite value of a step, an int32 scalar; -1 if all are finite.
 
     Args:
-      loss: float32 scalar, with the index 0.
+      loss: float32 scalar; its index is 0.
       square_sums: float32 [leaves], the sum of squares of each parameter's gradient; leaf n has the index n + 1.
-      can_move: bool scalar, false if the updated weights are not finite. Then the result is `_UPDATE` if the loss and
-        the gradients are finite.
+      can_move: bool scalar, false if the updated weights are not finite. If it is false, and the loss and the gradients
+        are finite, the result is `_UPDATE` (-2).
     """
     wrong = ~jnp.isfinite(jnp.concatenate([loss[None], square_sums]))
     otherwise = jnp.where(can_move, -1, _UPDATE)
@@ -115,12 +116,12 @@ def first_not_finite(loss: jax.Array, square_sums: jax.Array, can_move: jax.Arra
 
 
 def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
-    """Returns the name of the loss or the gradient for which a step was skipped.
+    """Returns as text what made the guard skip a step: the loss, a gradient, the update, or a jump of the norm.
 
     Args:
       paths: the path of each parameter.
       number: the result of `first_not_finite`.
-      layer: the layer of the gradient, see `health.last_not_finite`; -1: unknown, or no layer.
+      layer: the layer of the gradient, from `health.last_not_finite`; -1: unknown, or no layer.
     """
     if number == _UPDATE:
         return "the learning rate, an update of the optimizer, or what Task.after_update returns"
@@ -138,7 +139,8 @@ def name_of_first(params: Arrays, number: int, layer: int = -1) -> str:
 
     Args:
       params: the parameters, on any mesh; all processes have to call this function together.
-      number, layer: see `name_of_gradient`.
+      number: the result of `first_not_finite`.
+      layer: the layer of the gradient, from `health.last_not_finite`; -1: unknown, or no layer.
     """
     paths = [path for path, _ in leaves_with_paths(params)]
     are_finite = jax.jit(lambda leaves: [jnp.all(jnp.isfinite(leaf)) for leaf in leaves])(jax.tree.leaves(params))

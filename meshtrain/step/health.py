@@ -1,4 +1,4 @@
-"""The norms of each layer's gradients, weights and updates, and of the other parameters by their first key.
+"""Norms of gradients, weights and updates: for each layer, and for each first key of the parameters without layers.
 
 A weight that stacks layers has one sum of squares per layer. The step computes these sums when it reads the same arrays
 for other purposes, and devices exchange only one number per sum. A pipeline stores layers in chunks with padding layers
@@ -21,7 +21,7 @@ Squares = Mapping[str, jax.Array]  # path -> sums of squares, float32 [L], or []
 
 
 class Layers(NamedTuple):
-    """The position of layers in the parameters.
+    """Describes which dims of the parameters stack layers, and in which order.
 
     Attributes:
       names: path of a parameter -> its logical axes.
@@ -33,11 +33,12 @@ class Layers(NamedTuple):
 
 
 def squares(layers: Layers, tree: Arrays) -> Squares:
-    """Returns path -> sums of squares: float32 [L] in layer order for an array that stacks layers, else [].
+    """Returns path -> sum of squares of each array: float32 [L] in layer order if the array stacks layers, else [].
 
     Args:
-      layers: the position of layers in the parameters.
-      tree: float32 arrays with the structure of the parameters; a frozen parameter may be a scalar.
+      layers: which dims of the parameters stack layers.
+      tree: a pytree of float32 arrays with the structure of the parameters; the leaf of a frozen parameter may be a
+        scalar.
     """
     (names, stack), result = layers, {}
     for path, leaf in leaves_with_paths(tree):
@@ -49,14 +50,20 @@ def squares(layers: Layers, tree: Arrays) -> Squares:
 
 
 def totals(found: Squares) -> jax.Array:
-    """Returns the sum of squares of each array, float32 [leaves]."""
+    """Returns the sum of squares of each complete array, float32 [leaves], from the result of `squares`."""
     return jnp.stack([jnp.sum(one) for one in found.values()])
 
 
 def metrics(layers: Layers, of_gradients: Squares, weights: Arrays, moved: Arrays) -> Metrics:
-    """Returns `norms` of the gradients, the weights before the step, and the change of the weights, all float32.
+    """Returns norms of the gradients, of the weights before the step, and of their change, float32, named by `norms`.
 
     The change is measured on the stored weights: after rounding, and zero in a step that the guard skips.
+
+    Args:
+      layers: which dims of the parameters stack layers.
+      of_gradients: the sums of squares of the gradients, from `squares`.
+      weights: the trained weights before the step, float32.
+      moved: the trained weights after the step, float32.
     """
     # The norm is computed from a difference of weights. For norms of the optimizer's updates XLA would store the
     # updates and read memory once more.
@@ -66,10 +73,17 @@ def metrics(layers: Layers, of_gradients: Squares, weights: Arrays, moved: Array
 
 
 def norms(what: str, found: Squares, names: Mapping[str, Names]) -> Metrics:
-    """Returns `WHAT_norm_of/layers` -> norms float32 [L], in layer order, and `WHAT_norm_of/KEY` -> [] for other keys.
+    """Returns metric name -> norm, float32: [L] in layer order for stacked layers, [] for each other first key.
 
-    Layers under another key, such as an encoder's layers, are named `WHAT_norm_of/KEY/layers`. If a key has stacks of
-    several lengths, each length has its own group, `WHAT_norm_of/KEY/layers of L`.
+    With `what` = "grad", the names are: "grad_norm_of/layers" for stacked layers under the key `layers`;
+    "grad_norm_of/KEY" for arrays without layers under another first key; "grad_norm_of/KEY/layers" for stacked layers
+    under another first key, such as an encoder. If a key has stacks of several lengths L, each length has a separate
+    norm, with " of L" after the name.
+
+    Args:
+      what: the first part of the metric names: "weight", "update" or "grad".
+      found: path -> sum of squares, from `squares`.
+      names: path -> the logical axes of a parameter.
     """
     lengths = collections.defaultdict[str, set[int]](set)
     for path, one in found.items():
@@ -85,14 +99,14 @@ def norms(what: str, found: Squares, names: Mapping[str, Names]) -> Metrics:
 
 
 def last_not_finite(found: Squares, number: jax.Array) -> jax.Array:
-    """Returns the last layer of a gradient whose sum is not finite, an int32 scalar; -1 without such a layer.
+    """Returns the last layer with a non-finite gradient in one array, int32 scalar; -1 if all layers are finite.
 
     The backward pass computes the last layer first, so its values became non-finite first. The result is also -1 for
     the loss, and for an array that stacks no layers.
 
     Args:
-      found: sums of squares of the gradients.
-      number: the index of the array, see `guard.first_not_finite`.
+      found: path -> sum of squares of a gradient, from `squares`.
+      number: the index of the array, the result of `guard.first_not_finite`.
     """
 
     def last(one: jax.Array) -> jax.Array:

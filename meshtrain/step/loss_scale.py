@@ -1,9 +1,9 @@
 """Loss scaling: keeps small gradients in float16 from underflowing to 0.
 
-The loss is multiplied by the scale before the backward pass, and the float32 gradient sums are divided by it after
-(Micikevicius et al. 2018, section 3.2). Scales are powers of two, which change only exponents. So results are bitwise
-the same if nothing underflows or overflows. The dynamic rule follows Apex and Megatron-LM: the scale doubles after a
-number of good steps, and halves after an overflow.
+The loss is multiplied by the scale before the backward pass, and the float32 gradient sums are divided by the scale
+after it (Micikevicius et al. 2018, section 3.2). Scales are powers of two, which change only exponents. So results are
+bitwise the same if nothing underflows or overflows. The dynamic rule follows Apex and Megatron-LM: the scale doubles
+after a number of good steps, and halves after an overflow.
 """
 
 import dataclasses
@@ -72,7 +72,14 @@ class LossScale:
 
 
 def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[Problem]:
-    """Returns the problems that `options.problems` does not check: upper limits, and conflicts between options."""
+    """Returns an error line for an invalid initial scale, and for float16 activations without loss scaling.
+
+    Minima and choices are checked before (`options.problems`).
+
+    Args:
+      options: the options of loss scaling.
+      computes_in_float16: whether activations are float16.
+    """
     lines = []
     if (options.initial >= MINIMUM and math.frexp(options.initial)[0] != 0.5) or options.initial > MAXIMUM:
         fix = min(MAXIMUM, 2.0 ** round(math.log2(options.initial)))
@@ -101,9 +108,10 @@ def scaling(options: LossScaleOptions, num_targets: int, *, computes_in_float16:
     """Returns the loss scaling of a run; None if the loss is not scaled.
 
     Args:
-      options: options without problems.
-      num_targets: targets in the global batch.
-      computes_in_float16: whether "auto" means dynamic, and gradients have the range of float16.
+      options: options for which `check` returns no problems.
+      num_targets: number of targets in the global batch.
+      computes_in_float16: whether activations are float16. Then mode "auto" means dynamic, and gradients have the range
+        of float16.
     """
     is_on = computes_in_float16 if options.mode == "auto" else options.mode == "dynamic"
     largest = float(jnp.finfo(jnp.float16).max) if computes_in_float16 else math.inf
@@ -111,7 +119,7 @@ def scaling(options: LossScaleOptions, num_targets: int, *, computes_in_float16:
 
 
 def first_scale(scaling: Scaling | None) -> LossScale:
-    """Returns the loss scale before the first step."""
+    """Returns the loss scale before the first step: the initial scale, or 1 if `scaling` is None."""
     zero = jnp.zeros((), jnp.int32)
     if scaling is None:
         return LossScale(jnp.ones((), jnp.float32), zero, zero)
@@ -124,15 +132,25 @@ def seed(scaling: Scaling | None, state: LossScale) -> jax.Array:
 
     Without scaling the result is `state.scale`, an array with the value 1. The compiler does not know this value, so
     the program and its rounding are the same with and without scaling.
+
+    Args:
+      scaling: the loss scaling; None: the loss is not scaled.
+      state: the loss scale before the step.
     """
     return state.scale if scaling is None else state.scale * 2.0 ** -math.floor(math.log2(scaling.num_targets))
 
 
 def mark_overflows(scaling: Scaling | None, squares: jax.Array, gradients: Arrays, factor: jax.Array) -> jax.Array:
-    """Returns the sums of squares of gradients, float32 [leaves]; infinity for each gradient beyond float16's range.
+    """Returns `squares` with infinity for each gradient that was beyond the range of float16 in the backward pass.
 
     A device sums gradients in float16 within a microbatch, and in float32 across microbatches. With this rule the same
-    steps overflow for any number of microbatches. Gradients were divided by `factor`, the weight times the seed.
+    steps overflow for any number of microbatches.
+
+    Args:
+      scaling: the loss scaling; None: `squares` is returned unchanged.
+      squares: float32 [leaves], the sum of squares of each gradient.
+      gradients: a pytree of float32 arrays, the gradients of the mean loss.
+      factor: float32 scalar by which the gradients of the backward pass were divided: the weight times the seed.
     """
     if scaling is None or scaling.largest == math.inf:
         return squares
@@ -146,9 +164,9 @@ def after(scaling: Scaling | None, state: LossScale, loss: jax.Array, norm: jax.
     If the loss itself is not finite, the scale does not change, because it has no effect on the forward pass.
 
     Args:
-      scaling: the rule; None: the state does not change.
+      scaling: the loss scaling; None: the scale does not change.
       state: the loss scale before the step.
-      loss: float32 scalar.
+      loss: float32 scalar, the mean loss of the step.
       norm: float32 scalar, the global norm of the gradients.
     """
     if scaling is None:

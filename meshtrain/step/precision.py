@@ -12,7 +12,8 @@ from meshtrain.sharding.param_sharding import Names
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-# This policy uses 8-bit operands in the layers' products with weights. Everything else has the dtypes of `_BESIDE_FP8`.
+# The policy fp8 uses 8-bit operands in the layers' products with weights. All other arrays have the dtypes of the
+# policy `_BESIDE_FP8`.
 FP8, _BESIDE_FP8 = "fp8", "bfloat16"
 
 
@@ -63,16 +64,16 @@ def param_dtype(options: PrecisionOptions) -> DTypeLike:
 
 
 def as_stored(params: Arrays, logical_axes: NamesTree, trained: Masks, options: PrecisionOptions) -> Arrays:
-    """Returns parameters in the dtypes in which they are stored.
+    """Returns parameters cast to the dtypes in which they are stored.
 
     A router's bias is float32, because its updates are small. `frozen_dtype` applies only to frozen matrices and
     tables. Norms compute in float32, so rounding their scales would change the model's output.
 
     Args:
-      params: a pytree of arrays.
+      params: a pytree of arrays, the parameters in any float dtype.
       logical_axes: a pytree with the structure of the parameters: the logical axes of each parameter.
-      trained: a pytree with the structure of the parameters: true for each trained parameter.
-      options: the dtypes.
+      trained: a pytree of bool with the structure of the parameters: true for each trained parameter.
+      options: the options that select the dtypes.
     """
     of_frozen = param_dtype(options) if options.frozen_dtype == "auto" else _DTYPES[options.frozen_dtype]
 
@@ -95,7 +96,7 @@ def _of_policy(options: PrecisionOptions) -> str:
 
 
 def product_name(options: PrecisionOptions) -> str:
-    """Returns the name of the dtype of most matrix products; utilization (MFU) is relative to its peak FLOP/s."""
+    """Returns the dtype name of most matrix products' operands; utilization (MFU) is relative to its peak FLOP/s."""
     return FP8 if in_fp8(options) else compute_name(options)
 
 

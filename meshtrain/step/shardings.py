@@ -1,7 +1,7 @@
 """The abstract training state: its shapes, the logical axes and the sharding of each leaf. No array is allocated.
 
-A pipeline may store layers in chunks, with padding layers after them. Checkpoints store them in layer order
-(`pipeline.stages`).
+"The shapes of the step" are the shapes of arrays on the devices. In them a pipeline may arrange layers in stages and
+chunks, with padding layers after them. Checkpoints store layers in layer order, [L, ...] (`pipeline.stages`).
 """
 
 import dataclasses
@@ -52,7 +52,16 @@ from meshtrain.step.step import with_sequence_index
 
 
 def abstract_params(task: Task, stack: Stack | None, num_devices: int) -> tuple[Params, NamesTree]:
-    """Returns abstract parameters in the shapes of the step, and their logical axes; see `params_with_axes`."""
+    """Returns abstract parameters in the shapes of the step, and their logical axes.
+
+    Args:
+      task: the task, which defines the parameters.
+      stack: the pipeline's arrangement of layers; None: no pipeline.
+      num_devices: number of devices. With one device, a parameter without logical axes has None for each dim.
+
+    Raises:
+      UserError: a parameter has invalid logical axes (`params_with_axes`).
+    """
     params, axes = params_with_axes(task.init, on_one_device=num_devices == 1)
     if stack is not None:
         of_layers = jax.tree.map(lambda names: (*stack.names[:-1], *names), axes["layers"], is_leaf=is_names)
@@ -61,7 +70,12 @@ def abstract_params(task: Task, stack: Stack | None, num_devices: int) -> tuple[
 
 
 def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
-    """Returns the abstract sums of the metrics of a global batch in training."""
+    """Returns the abstract metrics (name -> sum over a global batch) that the task's loss returns in training.
+
+    Args:
+      task: the task.
+      batch: entry name -> shape and dtype of the global array.
+    """
 
     def metrics(params: Params, batch: Batch) -> Metrics:
         return task.loss(params, with_sequence_index(batch), jax.random.key(0), True)[2]
@@ -71,7 +85,7 @@ def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
 
 
 def stack_layers(params: Params, stack: Stack | None) -> Params:
-    """Converts parameters from layer order to the shapes of the step."""
+    """Converts parameters from layer order to the shapes of the step: a pipeline's layers are arranged in stages."""
     return params if stack is None else {**params, "layers": stack.of_layers(params["layers"])}
 
 
@@ -97,15 +111,15 @@ def after_update_of(task: Task, stack: Stack | None) -> AfterUpdate | None:
 
 
 def layer_bytes(params: Params, axes: NamesTree, replicas: GradientSync, num_together: int) -> int:
-    """Returns the bytes of gradients that a device reduces over data in an iteration of the backward loop.
+    """Returns the bytes of gradients that a device reduces over data in one iteration of the backward loop over layers.
 
     The result is 0 if the backward loop reduces no gradients.
 
     Args:
       params: abstract parameters with global shapes.
-      axes: the logical axes of each parameter.
+      axes: a pytree with the structure of the parameters: the logical axes of each parameter.
       replicas: the reduction of gradients over data.
-      num_together: the number of layers in an iteration.
+      num_together: the number of layers in one iteration.
     """
     if not replicas.reduces_in_loops:
         return 0
@@ -123,12 +137,12 @@ def layer_bytes(params: Params, axes: NamesTree, replicas: GradientSync, num_tog
 def axes_of_fields(
     abstract: TrainState, transformation: optax.GradientTransformation, params: Params, axes: NamesTree, mask: Masks
 ) -> dict[str, list[Names]]:
-    """Returns the logical axes of the arrays of each field, in the order of `jax.tree.leaves` of that field.
+    """Returns field of `TrainState` -> the logical axes of its arrays, in the order of `jax.tree.leaves` of the field.
 
-    A new field of `TrainState` gets its entry here, or in `REPLICATED_FIELDS`.
+    A new field of `TrainState` gets its entry here, or in `REPLICATED_FIELDS`. An extension adds the field `extra`.
 
     Args:
-      abstract: the state.
+      abstract: the abstract state.
       transformation: the optimizer.
       params: abstract parameters.
       axes: a pytree with the structure of the parameters: the logical axes of each parameter.
@@ -150,7 +164,7 @@ def axes_of_leaves(state: Arrays, of_fields: Mapping[str, Sequence[Names]]) -> l
 
     Args:
       state: a dataclass that is a pytree, such as an abstract `TrainState`.
-      of_fields: field name -> logical axes of each of the field's arrays, see `axes_of_fields`.
+      of_fields: field name -> logical axes of each of the field's arrays, for example from `axes_of_fields`.
     """
     result = list[Names]()
     for field in dataclasses.fields(state):
@@ -166,12 +180,19 @@ def axes_of_leaves(state: Arrays, of_fields: Mapping[str, Sequence[Names]]) -> l
 def splits_masters(
     task: Task, precision: PrecisionOptions, level: int, mesh_shape: Mapping[str, int], trained: Masks
 ) -> bool:
-    """Returns whether each replica stores only a shard of each weight at ZeRO levels 1 and 2, as it does for moments.
+    """Returns whether stored weights are sharded over data at ZeRO levels 1 and 2, in the same way as their moments.
 
     A pipeline casts its layers to the compute dtype once a step, into an unsharded copy. If the stored dtype is wider
     than the compute dtype, the shards are cast first and gathered before the first clock tick. This sends fewer bytes
     than gathering the new weights after the update, and avoids a second unsharded copy. Frozen weights do not change,
-    so gathering them in each step would be wasted. `trained` is a pytree of bool, true for each trained weight.
+    so gathering them in each step would be wasted; if any weight is frozen, the result is false.
+
+    Args:
+      task: the task, whose stages define the cast.
+      precision: the options that select the stored dtype and the compute dtype.
+      level: the ZeRO level.
+      mesh_shape: the size of each mesh axis.
+      trained: a pytree of bool, true for each trained weight.
     """
     casts = task.stages is not None and task.stages.cast is not None and mesh_shape[PIPELINE] > 1
     is_wider = jnp.dtype(param_dtype(precision)).itemsize > jnp.dtype(compute_dtype(precision)).itemsize
@@ -190,17 +211,17 @@ def sharded_states(
 ) -> tuple[TrainState, TrainState]:
     """Returns the abstract state with a sharding on each leaf, in the shapes of the step and in layer order.
 
-    If the number of layers is not divisible by the pipeline, the state in layer order is sharded along another dim,
-    provided that its size is divisible.
+    If the number of layers is not divisible by the number of stages, the pipeline axis shards another dim of the state
+    in layer order, provided that its size is divisible.
 
     Args:
-      abstract: the state without shardings.
-      names: logical axes of each leaf, in the order of `jax.tree.leaves`.
-      rules: logical axis -> mesh axes.
+      abstract: the abstract state without shardings, in the shapes of the step.
+      names: the logical axes of each leaf, in the order of `jax.tree.leaves`.
+      rules: the table of rules: logical axis -> mesh axes.
       replicas: the mesh, the ZeRO level, and the shardings of parameters.
       stack: the pipeline's arrangement of layers; None: no pipeline.
       moments_on_host: whether the optimizer's arrays are in host memory; scalars stay on the device.
-      masters_are_split: whether parameters have the sharding of their moments, see `splits_masters`.
+      masters_are_split: whether parameters have the sharding of their moments (the result of `splits_masters`).
 
     Raises:
       UserError: a leaf cannot be sharded by the rules.
@@ -240,19 +261,19 @@ def sharded_states(
 
 
 def shardings(abstract: Arrays) -> Shardings:
-    """Returns the sharding of each leaf of an abstract tree."""
+    """Returns a pytree with the sharding of each leaf of an abstract pytree."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def reshaper(before: Arrays, after: Arrays, stack: Stack | None) -> ArrayFunction:
-    """Returns a function that reshapes layers from the shapes of `before` to the shapes of `after`.
+    """Returns a jitted function that converts a state between layer order and the shapes of the step.
 
-    The function is the identity if the shapes are the same.
+    The function is the identity if the shapes of `before` and `after` are the same.
 
     Args:
       before: the abstract argument of the function, with shardings.
       after: the abstract result of the function, with shardings.
-      stack: the pipeline's arrangement of layers in one of the two; None: no pipeline.
+      stack: the pipeline's arrangement of layers in `before` or in `after`; None: no pipeline.
     """
     if jax.tree.map(lambda x: x.shape, before) == jax.tree.map(lambda x: x.shape, after):
         return lambda state: state

@@ -30,10 +30,10 @@ class TrainState:
       params: nested dict of arrays, trained and frozen; float32 unless `precision.param_dtype` or
         `precision.frozen_dtype` selects another dtype.
       opt_state: the optax state of the trained parameters, initialized from them in float32.
-      rng: uint32 key data; step n draws from this key with n folded in.
+      rng: uint32 data of a PRNG key; the key of step n is this key with n folded in.
       skipped: the guard's counts of skipped steps and the last gradient norms.
-      loss_scale: the scale of the loss in the backward pass, and the counts by which it changes.
-      extra: the arrays of an extension, any pytree; see `extension.py`. It is () in most runs.
+      loss_scale: the scale of the loss in the backward pass, and the counts of steps that determine its changes.
+      extra: the arrays of an extension (`extension.py`), any pytree; () without an extension.
     """
 
     step: jax.Array
@@ -56,9 +56,9 @@ def init_state(
     """Returns the state before the first step.
 
     Args:
-      params: initial parameters.
+      params: the initial parameters.
       transformation: the optimizer.
-      rng: a typed key.
+      rng: a typed PRNG key, from which the keys of all steps are derived.
       scaling: the loss scaling; None: the loss is not scaled.
       mask: a pytree with the structure of the parameters: true for each trained parameter; None: all are trained.
       extra: the arrays of an extension.
@@ -70,10 +70,10 @@ def init_state(
 
 
 def step_key(state: TrainState) -> jax.Array:
-    """Returns the typed key of the step that follows this state."""
+    """Returns the typed PRNG key of the step that follows this state."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
 
 
 def num_updates(state: TrainState) -> jax.Array:
-    """Returns the number of steps that were not skipped, an int32 scalar; learning rates are a function of it."""
+    """Returns the number of steps that were not skipped, an int32 scalar: the argument of the learning rate."""
     return state.step - state.skipped.total

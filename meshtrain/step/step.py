@@ -1,6 +1,6 @@
 """One step: sums and gradients of the batch, the guard's checks, clipping, the optimizer, the new state.
 
-Clipping by the global norm of the gradients (Pascanu et al. 2013).
+Gradients are clipped by their global norm (Pascanu et al. 2013).
 """
 
 import dataclasses
@@ -40,7 +40,8 @@ def train_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
     """Returns the training step: (state, batch) -> (state, metrics).
 
     Args:
-      gradients: (params, batch, rng, seed) -> sums over the batch, with the gradients of trained weights times `seed`.
+      gradients: a function (params, batch, rng, seed) -> sums over the batch, with the gradients of the trained weights
+        times `seed`.
       update: the second half of the step, for example a `WeightUpdate`.
       scaling: the loss scaling of the backward pass; None: the loss is not scaled.
     """
@@ -62,19 +63,19 @@ class WeightUpdate:
 
     Attributes:
       transformation: the optimizer. It gets the gradients of the mean loss.
-      learning_rate: number of updates -> learning rate, for the metrics only.
+      learning_rate: the learning rate as a function of the number of updates, for the metrics only.
       clip_norm: the largest global norm of the gradients; 0: no clipping.
-      guard_options: which steps are skipped.
+      guard_options: the options that determine which steps are skipped.
       scaling: the loss scaling of the backward pass; None: the loss is not scaled.
-      fetch: (optimizer's state, gradient norm) -> optimizer's state in device memory. The norm is an argument so that
-        the copy starts only after the backward pass.
+      fetch: a function (optimizer's state, gradient norm) -> optimizer's state in device memory. The norm is an
+        argument so that the copy starts only after the backward pass.
       mask: a pytree with the structure of the parameters: true for each trained parameter; None: all are trained.
         Frozen parameters do not change.
-      reduce: (gradients of the mean loss, `TrainState.extra`) -> (gradients reduced over data, next `extra`); None if
-        the sums already have reduced gradients.
-      after_update: changes weights after the optimizer, see `Task.after_update`; None: no change.
-      average_decay: the decay of the weight averages, see `average.update_average`; 0: no averages.
-      layers: the position of layers in the parameters, for `health.metrics`; None: no metrics by layer.
+      reduce: a function (gradients of the mean loss, `TrainState.extra`) -> (gradients reduced over data, next
+        `extra`); None if the gradients in the sums are already reduced.
+      after_update: the function `Task.after_update`, which changes weights after the optimizer; None: no change.
+      average_decay: the decay of the weight averages (`average.update_average`); 0: no averages.
+      layers: which dims of the parameters stack layers, for `health.metrics`; None: no metrics by layer.
       is_own: whether the optimizer, the learning rate or `after_update` is a user's function, so that the updated
         weights may not be finite.
     """
@@ -165,7 +166,10 @@ class WeightUpdate:
 
 
 def eval_step(loss: Callable[[Params, Batch, jax.Array], Loss]) -> EvalStep:
-    """Returns the evaluation step: (params, batch) -> the sums `loss` and `weight`, and the sums of the task."""
+    """Returns the evaluation step: a function (params, batch) -> metrics, which are sums over the batch.
+
+    The metrics are `loss`, `weight` (number of targets), and the metrics that the task's loss returns.
+    """
 
     def step(params: Params, batch: Batch) -> Metrics:
         value, weight, metrics = loss(params, with_sequence_index(batch), jax.random.key(0))

@@ -1,9 +1,9 @@
 """Accesses a bucket, `gs://bucket/prefix`, that contains checkpoints or text.
 
 A bucket differs from a disk: a prefix cannot be renamed, so a save is complete once its last objects exist, and a
-deletion removes these objects first. The listing contains the size and the CRC32C of each object, so no data is read
-back to verify it. Orbax writes arrays through TensorStore, and small objects through etils.epath and gcsfs; this module
-uses the latter two.
+deletion removes these objects first. The listing contains the size and the CRC32C of each object, so objects are
+verified without reading their data. Orbax writes arrays through TensorStore, and small objects through etils.epath and
+gcsfs; this module uses etils.epath and gcsfs.
 """
 
 import contextlib
@@ -25,8 +25,9 @@ from meshtrain.files import expand_user, is_url, write_whole
 from meshtrain.options import import_modules
 
 Place: TypeAlias = Path | epath.Path  # a folder on a disk, or a prefix in a bucket
-_ROUNDS, _MOST_MINUTES, _SILENCE_SECONDS = 4, 3, 60.0  # gcsfs makes six tries in a round of 34 s
-COMMITTED = "commit_success.txt"  # Orbax writes it last, instead of the rename on a disk
+# Additional rounds of tries by gcsfs (six tries in 34 s), their total minutes, and the seconds between two warnings.
+_ROUNDS, _MOST_MINUTES, _SILENCE_SECONDS = 4, 3, 60.0
+COMMITTED = "commit_success.txt"  # Orbax writes this object last; on a disk it renames the folder instead
 
 # Words in an error of the store -> the problem and its fix. Any other error is attributed to the network.
 _REASONS = (
@@ -37,18 +38,21 @@ _REASONS = (
 
 
 class Unreached(UserError):
-    """A bucket does not answer, does not exist, or denies this user access; the text is one line."""
+    """Raised if a bucket does not answer, does not exist, or denies this user access; the message is one line."""
 
 
 def place(directory: str | os.PathLike[str], key: str = "") -> Place:
-    """Returns a folder with its absolute path, or a prefix of an existing bucket.
+    """Converts a path or a bucket's URL to an object for file access; checks that the bucket exists.
+
+    Returns an absolute `pathlib.Path` for a folder on a disk, and an `epath.Path` for a `gs://` URL.
 
     Args:
       directory: the path or URL that the user wrote.
-      key: see `wrap_bucket_errors`.
+      key: the option that contains the path if it is only read from; error lines begin with this key. Empty: the
+        program also writes there.
 
     Raises:
-      UserError: the bucket cannot be listed, or the package gcsfs is not installed.
+      UserError: the bucket does not exist or cannot be listed, or the package gcsfs is not installed.
     """
     if not is_url(str(directory)):
         return expand_user(directory).absolute()
@@ -74,11 +78,14 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
 
 @contextlib.contextmanager
 def wrap_bucket_errors(place: Place, key: str = "") -> Iterator[None]:
-    """Converts errors of a bucket's client in the block to Unreached, except for missing objects and errors of a disk.
+    """Returns a context in which errors of a bucket's client are raised as `Unreached`.
+
+    Errors of missing or existing objects, errors of a disk, and UserErrors are raised unchanged.
 
     Args:
-      place: in a bucket, or on a disk.
-      key: the option that names the place if it is only read; error lines begin with this key.
+      place: the folder on a disk or the prefix in a bucket that the block accesses.
+      key: the option that contains the place if it is only read from; error lines begin with this key. Empty: the
+        program also writes there.
     """
     try:
         yield
@@ -99,9 +106,9 @@ def _of(key: str, problem: Problem) -> Problem:
 
 @functools.cache
 def _wait_longer() -> None:
-    """Makes gcsfs retry for minutes; by default it gives up after half a minute.
+    """Makes gcsfs retry requests for about three minutes; by default it gives up after half a minute.
 
-    If a save of several processes fails in one process, it blocks the others and stops the run.
+    If one of several processes fails to save, the other processes wait for it, and the run stops.
     """
     gcsfs, retry = import_modules("gcsfs", "gcsfs.retry")
     tries, said_seconds = gcsfs.GCSFileSystem._request, [-math.inf]
@@ -127,21 +134,24 @@ def _client() -> Any:
 
 
 def list_objects(place: epath.Path) -> dict[str, tuple[int, str]]:
-    """Returns name -> (bytes, CRC32C in base64) of each object below a prefix, with one listing request."""
+    """Returns name -> (bytes, CRC32C in base64) of each object below a prefix, with one listing request.
+
+    Names are relative to the prefix.
+    """
     found = _client().find(str(place), detail=True)
     above = f"{str(place).partition('://')[2]}/"
     return {name.removeprefix(above): (int(one["size"]), one["crc32c"]) for name, one in found.items()}
 
 
 def objects(pattern: str, key: str) -> dict[epath.Path, int]:
-    """Returns object -> bytes for the objects that match a URL or a glob, sorted by name, with one listing request.
+    """Returns the size in bytes of each object that matches a URL or a glob, sorted by name, with one listing request.
 
     Args:
-      pattern: `gs://bucket/...`, where `**` matches any depth.
-      key: the option that names it.
+      pattern: a URL `gs://bucket/...`, in which `**` matches any depth.
+      key: the option that contains the pattern; error lines begin with this key.
 
     Raises:
-      UserError: as in `place`.
+      UserError: the bucket does not exist or cannot be listed, or the package gcsfs is not installed.
     """
     with wrap_bucket_errors(place(pattern, key), key):
         found = _client().glob(pattern, detail=True)
@@ -153,11 +163,11 @@ def version(path: Place, key: str) -> str:
     """Returns a text that changes with a file's content: its modification time in ns on a disk, its CRC32C in a bucket.
 
     Args:
-      path: the file or object.
-      key: the option that names it.
+      path: the file on a disk or the object in a bucket.
+      key: the option that contains the path; error lines begin with this key.
 
     Raises:
-      UserError: as in `place`.
+      UserError: the bucket does not answer or denies access.
     """
     if isinstance(path, Path):
         return str(path.stat().st_mtime_ns)
@@ -166,7 +176,7 @@ def version(path: Place, key: str) -> str:
 
 
 def make(directory: Place) -> None:
-    """Creates a folder and its parents; does nothing for a bucket, whose prefixes need not be created.
+    """Creates a folder and its parents; has no effect for a bucket, in which prefixes need not be created.
 
     Raises:
       UserError: the folder cannot be created.
@@ -186,7 +196,13 @@ def make(directory: Place) -> None:
 
 
 def write(path: Place, text: str, *, is_new: bool = False) -> None:
-    """Replaces a file or an object atomically; with `is_new`, raises FileExistsError if it already exists."""
+    """Writes text to a file or an object, and replaces an existing one atomically.
+
+    Args:
+      path: the file on a disk or the object in a bucket.
+      text: the new content.
+      is_new: whether to raise FileExistsError if the file or object already exists.
+    """
     if not isinstance(path, Path):
         _client().pipe_file(str(path), text.encode(), mode="create" if is_new else "overwrite")
     elif is_new and path.exists():
@@ -198,7 +214,7 @@ def write(path: Place, text: str, *, is_new: bool = False) -> None:
 def read(path: Place) -> str:
     """Returns the text of a file or object; safe if another process replaces the object at the same time.
 
-    `epath.read_text` asks for the size first, and would truncate a newer, longer version.
+    `epath.read_text` requests the size first, so it would truncate a longer text that is written in between.
     """
     if isinstance(path, Path):
         return path.read_text(encoding="utf-8")
@@ -206,12 +222,19 @@ def read(path: Place) -> str:
 
 
 def delete(place: epath.Path, first: str) -> None:
-    """Deletes a checkpoint; first the objects that mark it complete, so that a killed deletion leaves no valid one."""
+    """Deletes a checkpoint from a bucket.
+
+    The objects that mark it as complete are deleted first, so that an interrupted deletion leaves no valid checkpoint.
+
+    Args:
+      place: the prefix of the checkpoint.
+      first: the name of an object to delete before all other objects, such as the manifest.
+    """
     for name in (first, COMMITTED):
         (place / name).unlink(missing_ok=True)
     _client().rm(str(place), recursive=True)
 
 
 def move(place: epath.Path, to: epath.Path) -> None:
-    """Moves a checkpoint: the store copies the objects, and the old objects are deleted."""
+    """Moves a checkpoint to the prefix `to`: the store copies the objects, and the old objects are deleted."""
     _client().mv(str(place), str(to), recursive=True)
