@@ -29,7 +29,10 @@ from meshtrain.sharding.rules import AXES
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plans a step, or searches meshes, or reports scaling; prints the report and returns 0.
+    """Runs `meshtrain plan`: prints the plan of a step, the ranking of a search, or scaling tables; returns 0.
+
+    Args:
+      argv: the command-line arguments, without the program's name.
 
     Raises:
       UserError: the arguments or the configuration are invalid, or do not fit the cluster.
@@ -72,7 +75,16 @@ def run_scaling(
     assumptions: Assumptions,
     elsewhere: scheduled_hlo.Work | None,
 ) -> int:
-    """Plans the configuration on several numbers of devices, and prints the tables; `elsewhere`: see `run_search`."""
+    """Plans the configuration on the numbers of devices in `--scaling`, prints the tables, writes the files; returns 0.
+
+    Args:
+      config: the configuration to scale; its mesh fits `cluster`.
+      cluster: the cluster that the user named; clusters of other sizes have the same kind of devices and hosts.
+      given: the parsed arguments of `plan`.
+      assumptions: the assumptions of the time model.
+      elsewhere: function that runs work in a copy of this process, from `scheduled_hlo.server`; None: programs are
+        compiled completely, in this process.
+    """
     command = flag_module("--scaling")
     programs = int(given.programs or (arguments.MOST_PROGRAMS if elsewhere else arguments.MOST_WHOLE))
     found = command.print_scaling(config, cluster, given.scaling, assumptions, programs=programs, elsewhere=elsewhere)
@@ -90,14 +102,15 @@ def run_search(
     assumptions: Assumptions,
     elsewhere: scheduled_hlo.Work | None,
 ) -> int:
-    """Ranks configurations for a cluster; prints the table and the arguments of the best configuration.
+    """Ranks configurations for a cluster; prints the table and the arguments of the best configuration; returns 0.
 
     Args:
-      config: its mesh is ignored.
-      cluster: the target.
-      given: the arguments of `plan`.
-      assumptions: of the model of time.
-      elsewhere: see `scheduled_hlo.compile_elsewhere`.
+      config: the configuration to vary; its mesh is ignored.
+      cluster: the target cluster.
+      given: the parsed arguments of `plan`.
+      assumptions: the assumptions of the time model.
+      elsewhere: function that runs work in a copy of this process, from `scheduled_hlo.server`; None: programs are
+        compiled completely, in this process.
     """
     ranked = ranking.search(
         config,
@@ -113,7 +126,16 @@ def run_search(
 
 
 def write(given: argparse.Namespace, content: object, make_page: Callable[[], str]) -> None:
-    """Writes the files of `--json` and `--html`; each file appears complete or not at all."""
+    """Writes the files that `--json` and `--html` name; each file appears complete or not at all.
+
+    Args:
+      given: the parsed arguments of `plan`; a flag without a value writes no file.
+      content: the content of the JSON file.
+      make_page: function that returns the HTML page; called only if `--html` is given.
+
+    Raises:
+      UserError: a file cannot be written.
+    """
     if given.json:
         flags.write("--json", given.json, json.dumps(content, indent=2) + "\n")
         print(f"written      {given.json}")

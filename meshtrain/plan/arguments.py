@@ -1,4 +1,4 @@
-"""The arguments that only `plan` has, and the errors in them that are visible without a compiler."""
+"""Defines the command-line arguments that only `plan` accepts, and finds errors in them before the compiler starts."""
 
 import argparse
 
@@ -14,12 +14,12 @@ from meshtrain.sharding.rules import AXES
 
 ENDINGS = {"json": (), "html": (".html", ".htm"), "chart": (".png", ".svg")}
 SCALING_EXAMPLE = "--scaling=8,16,...,4096"
-MOST_PROGRAMS = 64  # of --scaling
-MOST_WHOLE = 40  # default if each is compiled completely, which takes twice as long
+MOST_PROGRAMS = 64  # maximum and default of --programs
+MOST_WHOLE = 40  # default of --programs if programs are compiled completely, which takes twice as long
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the arguments that only `plan` has."""
+    """Returns a parser of the arguments that only `plan` accepts; each value is a string, empty if not given."""
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain plan",
         description="Compiles the train step for a cluster that need not exist; reports memory, traffic and time.",
@@ -45,7 +45,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def problems(given: argparse.Namespace) -> list[Problem]:
-    """Returns an error line for each problem of plan's own arguments that is visible without a compiler."""
+    """Returns an error for each invalid argument of `plan` that can be detected without a compiler.
+
+    Args:
+      given: the parsed arguments of `plan`.
+    """
     if given.cluster:
         problems = refusals(clusters.parse, given.cluster)
     else:
@@ -78,9 +82,17 @@ def problems(given: argparse.Namespace) -> list[Problem]:
 
 
 def wrong_size(given: argparse.Namespace) -> list[Problem]:
-    """Returns the error line for a mesh that does not fit the cluster, and replaces this mesh by a single device.
+    """Returns an error if the mesh does not fit the cluster, and then overrides the mesh by a single device.
 
-    Otherwise the check of the configuration would report sizes that do not divide over a mesh that is wrong anyway.
+    Without the override, the later check of the configuration would also report each size that the wrong mesh does not
+    divide.
+
+    Args:
+      given: the parsed arguments of `plan`; its `overrides` are changed if the mesh does not fit.
+
+    Returns:
+      The errors; [] if the mesh fits, if `--scaling` replaces the mesh, or if an argument cannot be parsed, which other
+      checks report.
     """
     if given.scaling:  # which replaces the mesh
         return []
@@ -89,7 +101,7 @@ def wrong_size(given: argparse.Namespace) -> list[Problem]:
         slice_size = named.num_devices // named.num_slices if named.num_slices > 1 else 0
         wanted = build(file_content(given.config), given.overrides)[0].mesh
     except UserError:
-        return []  # reported with the others
+        return []  # `problems` reports it
     problems = refusals(lambda: mesh_shape(wanted, named.num_devices, simulated=False, slice_size=slice_size))
     if problems:
         given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
@@ -97,7 +109,11 @@ def wrong_size(given: argparse.Namespace) -> list[Problem]:
 
 
 def scaling_problems(given: argparse.Namespace) -> list[Problem]:
-    """Returns an error line for each problem of `--scaling` and of the arguments that belong to it."""
+    """Returns an error for each invalid value of `--scaling` and its flags, and for each flag that excludes it.
+
+    Args:
+      given: the parsed arguments of `plan`.
+    """
     if not given.scaling:
         return [
             Problem(f"--{name}", got=f"'{value}' without --scaling", allowed="both", nearest=SCALING_EXAMPLE)
@@ -116,7 +132,11 @@ def scaling_problems(given: argparse.Namespace) -> list[Problem]:
 
 
 def search_problems(given: argparse.Namespace) -> list[Problem]:
-    """Returns an error line if `--search-compiles` is invalid."""
+    """Returns an error if `--search-compiles` is not a valid count or is given without `--search`; otherwise [].
+
+    Args:
+      given: the parsed arguments of `plan`.
+    """
     if given.search_compiles and not given.search:
         return [
             Problem(
@@ -130,7 +150,13 @@ def search_problems(given: argparse.Namespace) -> list[Problem]:
 
 
 def count_problems(name: str, text: str, most: int) -> list[Problem]:
-    """Returns an error line if a text is neither empty nor a number from 1 to `most`."""
+    """Returns an error if the value of a flag is neither empty nor an integer from 1 to `most`.
+
+    Args:
+      name: the flag, such as `--programs`.
+      text: the value as the user wrote it.
+      most: the maximum.
+    """
     # The length is checked first: Python does not convert numbers with thousands of digits.
     if not text or (text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
         return []

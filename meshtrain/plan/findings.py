@@ -1,4 +1,4 @@
-"""Advice on a plan: relevant compiler warnings, and numbers that are far from their optimum."""
+"""Derives advice from a plan: relevant compiler warnings, and costs that are far from their optimum."""
 
 import dataclasses
 import re
@@ -28,10 +28,10 @@ from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE
 
 FAR_ABOVE_MINIMUM = 1.2
 MATTERS_BYTES = 100e6  # traffic below this costs no noticeable time
-MATTERS_SHARE = 0.1  # of all that is sent
-LITTLE_OVERLAP = 0.5
-ADDED = 0.02
-MUCH_IDLE = 0.15
+MATTERS_SHARE = 0.1  # of the bytes that a device sends along all axes
+LITTLE_OVERLAP = 0.5  # share of the bytes sent
+ADDED = 0.02  # share of the traced FLOPs
+MUCH_IDLE = 0.15  # share of a pipeline's clock ticks
 BACKWARD_SHARE = 2 / 3  # share of a microbatch's time
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 APART = "model.within_documents=false, if neighbouring documents may see each other"
@@ -39,18 +39,23 @@ SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length 
 
 
 class Finding(NamedTuple):
-    """An observation about a plan, and a change that would help."""
+    """An observation about a plan, and a change that would help.
+
+    Attributes:
+      what: the observation as text.
+      change: the change as text, such as `accumulation_steps=2`.
+    """
 
     what: str
     change: str
 
     def line(self) -> str:
-        """Returns the finding as one line."""
+        """Returns the observation and the change as one line of text."""
         return f"{self.what}; {self.change}"
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """Returns the findings of a plan, memory first."""
+    """Returns all findings about a plan; findings about memory come first."""
     compiled, assembly = plan.compiled, plan.compiled.assembly
     results = [*_memory(plan), *_messages(compiled.messages, assembly.config.remat.policy)]
     for axis, least in plan.minimum.items():
@@ -95,7 +100,7 @@ def _memory(plan: Plan) -> list[Finding]:
 
 
 def layers_in_loop(assembly: Assembly, cluster: Cluster) -> list[Finding]:
-    """Returns a finding if `remat.unroll` would avoid copies of activations into arrays of all layers."""
+    """Returns a finding if `remat.unroll=true` would avoid copying activations into arrays of all layers; else []."""
     config, shape = assembly.config, dict(assembly.mesh.shape)
     unrolled = dataclasses.replace(config, remat=dataclasses.replace(config.remat, unroll=True))
     spares = config.task in tasks.names() and "remat.unroll" not in unused_options.without_effect(unrolled, shape)
@@ -135,12 +140,12 @@ def _messages(messages: Sequence[str], remat: str) -> list[Finding]:
 
 
 def _traffic(axis: str, bound: float, rows: Sequence[Traffic]) -> list[Finding]:
-    """Returns findings about the traffic along an axis.
+    """Returns findings about traffic far above its bound, and about transfers that overlap little computation.
 
     Args:
-      axis: an entry of `Plan.minimum`.
-      bound: the minimum bytes of the axis.
-      rows: the traffic of all axes.
+      axis: a key of `Plan.minimum`: a mesh axis, or axes joined by `+`.
+      bound: lower bound of the bytes that a device sends along the axis in a step.
+      rows: the collectives of the step along all axes.
     """
     mine, results = along(rows, axis), []
     sent = sum(row.wire_bytes for row in mine)
@@ -161,7 +166,12 @@ def _traffic(axis: str, bound: float, rows: Sequence[Traffic]) -> list[Finding]:
 
 
 def _kernel(plan: Plan, part: str) -> Kernel | None:
-    """Returns the kernel that computes a part of the model; None on CPUs or if there is no choice of kernels."""
+    """Returns the kernel that computes a part of the model; None on CPUs or if the part has no choice of kernels.
+
+    Args:
+      plan: the plan of the step.
+      part: `ATTENTION` or `EXPERTS`.
+    """
     kernels = plan.compiled.assembly.cost.kernels if plan.cluster.platform != "cpu" else ()
     return next((kernel for kernel in kernels if kernel.part == part and kernel.by), None)
 
@@ -175,7 +185,10 @@ def _experts(plan: Plan) -> list[Finding]:
 
 
 def microbatch_reason(plan: Plan) -> list[Finding]:
-    """Returns the reason for several microbatches if weights of experts are gathered for each of them; otherwise []."""
+    """Returns a finding that explains the number of microbatches, if expert weights are gathered for each of them.
+
+    Returns [] for other models, for one microbatch, for pipelines, and if the activations or the capacity are unknown.
+    """
     config, shape, memory = plan.compiled.assembly.config, plan.compiled.assembly.mesh.shape, plan.memory
     parts, activations = num_microbatches(config, shape), memory.activations_bytes
     is_gathered = _kernel(plan, EXPERTS) is not None and shape[FSDP] > 1 and shape[PIPELINE] == 1
@@ -186,12 +199,12 @@ def microbatch_reason(plan: Plan) -> list[Finding]:
 
 
 def fewer_microbatches(parts: int, activations_bytes: int, free_bytes: int) -> Finding:
-    """Returns a finding: either fewer microbatches would fit, or activations force this number of microbatches.
+    """Returns a finding: either fewer microbatches would fit, or memory requires this number of microbatches.
 
     Args:
       parts: number of microbatches, at least 2.
-      activations_bytes: of a device.
-      free_bytes: of a device, available for activations.
+      activations_bytes: bytes of activations on one device.
+      free_bytes: bytes of one device that are available for activations.
     """
     fewer = divisors(parts)[-2]
     needed = activations_bytes * parts // fewer
@@ -229,13 +242,15 @@ def _attention(plan: Plan) -> list[Finding]:
 def compression_advice(
     assembly: Assembly, cluster: Cluster, assumptions: Assumptions, compute_seconds: float
 ) -> list[Finding]:
-    """Returns each reason to prefer another reduction of gradients, comparing modelled seconds saved and spent.
+    """Returns a finding for each reason to use another gradient reduction than the configured custom reduction.
+
+    The built-in sum is preferred if compression takes more modelled seconds than it saves on the wire.
 
     Args:
-      assembly: of the step.
-      cluster: the target; if its speeds are unknown, the result is only the reduction's own advice.
-      assumptions: the shares of the speeds that are reached.
-      compute_seconds: of a step, without transfers.
+      assembly: the assembled step.
+      cluster: the target cluster; if its speeds are unknown, the result is only the reduction's own advice.
+      assumptions: the assumptions of the time model.
+      compute_seconds: modelled seconds of a step's computation, without transfers.
     """
     replicas, costs = assembly.placed.replicas, assembly.extension.costs
     if costs.reduction is None or not replicas.has_copies:

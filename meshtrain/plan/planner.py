@@ -1,4 +1,4 @@
-"""Plans one step: compiles a configuration for a cluster and collects memory, traffic, work, time and findings."""
+"""Plans one training step: compiles it for a cluster, and collects its memory, traffic, FLOPs and modelled time."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -33,14 +33,14 @@ from meshtrain.step.precision import product_name
 
 @dataclasses.dataclass(frozen=True)
 class OtherProgram:
-    """The costs of a program that runs after every few steps.
+    """The costs of a program that runs once every few steps, such as the synchronization of local-SGD replicas.
 
     Attributes:
-      name: of the program.
+      name: the name of the program.
       every: number of steps between two runs.
-      traffic: a row for each axis and kind of collective.
-      minimum_bytes: the minimum bytes on the wire of the data axis.
-      timing: modelled seconds; None for CPUs.
+      traffic: the collectives of one run, one row for each combination of mesh axes and kind of collective.
+      minimum_bytes: lower bound of the bytes that a device sends over the data axis in one run.
+      timing: modelled seconds of one run; None for CPUs.
     """
 
     name: str
@@ -55,21 +55,23 @@ class Plan:
     """The costs of one training step; all numbers are for one device.
 
     Attributes:
-      cluster: the target.
+      cluster: the target cluster.
       compiled: the compiled step.
-      memory: of a device.
-      traffic: a row for each axis and kind of collective.
-      others: the programs that run after every few steps; none in plain training.
-      minimum: axis, or axes joined by `+` -> minimum bytes on the wire.
-      idle_bytes: axis -> bytes that a pipeline sends in idle clock ticks; only axes along which it sends any.
-      executor_bytes: bytes that the pipeline executor sends according to its formula; None without a pipeline or if
-        unknown.
-      layer_gradients: of stacked layers over data; None if they are not reduced once a step (one replica, ZeRO levels 2
-        and 3, compression), or there is no program.
+      memory: the memory that the step needs, and whether it fits.
+      traffic: the collectives of the step, one row for each combination of mesh axes and kind of collective.
+      others: the programs that run once every few steps; empty in plain training.
+      minimum: mesh axis, or axes joined by `+` -> lower bound of the bytes that a device sends along them.
+      idle_bytes: mesh axis, or axes joined by `+` -> bytes that a device sends in a pipeline's idle clock ticks;
+        contains only axes along which layers send in each tick.
+      executor_bytes: bytes that a device sends over the pipeline axis according to the executor's formula; None without
+        a pipeline, or if the task does not state its width.
+      layer_gradients: the traffic of the gradients of stacked layers over data; None if they are not reduced once a
+        step (one replica, ZeRO levels 2 and 3, compression), or there is no program.
       work: FLOPs of the compiled program; None if there is no program.
-      model_flops: (causal, full), None if the task does not state its FLOPs.
-      timing: modelled seconds; None for CPUs and if there is no program.
-      assumptions: of the model of time.
+      model_flops: FLOPs of the model, (with causal attention, with full attention); None if the task does not state
+        them.
+      timing: modelled seconds of the step; None for CPUs and if there is no program.
+      assumptions: the assumptions of the time model.
     """
 
     cluster: Cluster
@@ -90,7 +92,8 @@ class Plan:
     def mfu(self) -> tuple[float, float, float] | None:
         """Modelled model FLOPs utilization (low, middle, high), with attention FLOPs in full as in PaLM.
 
-        The peak is for the dtype of most matrix products, as in the training log; None if no peak is published.
+        The peak is for the dtype of most matrix products, as in the training log. None if the time, the model's FLOPs
+        or the peak is unknown.
         """
         accelerator = self.cluster.accelerator
         if self.timing is None or self.model_flops is None or accelerator is None:
@@ -104,9 +107,9 @@ class Plan:
 
     @property
     def recomputed_share(self) -> float | None:
-        """Share of the compiled FLOPs beyond the model FLOPs.
+        """Share of the compiled FLOPs beyond the model's FLOPs, both with full attention; None if either is unknown.
 
-        It is recomputation, or work in a pipeline's idle clock ticks.
+        The additional FLOPs are recomputation, or work in a pipeline's idle clock ticks.
         """
         if self.work is None or self.model_flops is None or not self.work.full:
             return None
@@ -114,14 +117,14 @@ class Plan:
 
     @property
     def added_share(self) -> float | None:
-        """FLOPs that the compiler added to the traced FLOPs, as a share of the traced FLOPs."""
+        """FLOPs that the compiler added to the traced FLOPs, as a share of the traced FLOPs; None without a program."""
         if self.work is None or not self.compiled.traced_flops:
             return None
         return self.work.full / self.compiled.traced_flops - 1
 
 
 def shape_on(config: Config, cluster: Cluster) -> dict[str, int]:
-    """Returns the size of each axis on a cluster.
+    """Returns mesh axis -> size for the configured mesh on a cluster; a configured size of -1 is replaced.
 
     Raises:
       UserError: the mesh does not fit the cluster.
@@ -138,15 +141,15 @@ def plan(
     measured_seconds: float | None = None,
     compiled_by: Callable[[Config, Mapping[str, int], Cluster], Compiled] | None = None,
 ) -> Plan:
-    """Compiles a step and returns its plan.
+    """Compiles a step for a cluster and returns its plan.
 
     Args:
-      config: from `resolve`.
-      shape: the size of each mesh axis.
-      cluster: at least as many devices.
-      assumptions: of the model of time.
-      measured_seconds: measured step time of the same run, which calibrates the model; None if not measured.
-      compiled_by: compiles the step; None: `compile_step`.
+      config: the resolved configuration.
+      shape: mesh axis -> size.
+      cluster: the target cluster; it has at least as many devices as the mesh.
+      assumptions: the assumptions of the time model.
+      measured_seconds: measured step time of the same run, which calibrates the time model; None if not measured.
+      compiled_by: function that compiles the step; None: `compile_step`.
 
     Raises:
       UserError: `assemble` rejects the configuration.

@@ -1,7 +1,7 @@
 """Plans a GPU's step from the program that XLA dumps after scheduling, because a plan needs no compiled kernels.
 
-XLA has no option to stop there. So another process compiles, and ends as soon as the dump, an `HloProto`, is complete.
-The field numbers below are those in xla/service/hlo.proto.
+XLA has no option to stop after scheduling. So another process compiles, and ends as soon as the dump, an `HloProto`, is
+complete. The field numbers below are defined in xla/service/hlo.proto.
 """
 
 import collections
@@ -35,7 +35,7 @@ from meshtrain.plan.cluster.clusters import GPUS, Cluster, open_cluster, parse
 from meshtrain.plan.cluster.compile import Compiled, Compiler, compile_step
 from meshtrain.plan.planner import shape_on
 
-COMPARED = ("0.10.2", "0.12.0.1")  # `scripts/bench plan_ratio` confirms the plans of complete compilations
+COMPARED = ("0.10.2", "0.12.0.1")  # jax versions whose plans from dumps `scripts/bench plan_ratio` has confirmed
 POLL_SECONDS = 0.05
 OF_THREAD, PARAMETER, OUTPUT, MEMORY, CONSTANT = 3, 5, 7, 8, 12  # field numbers of a BufferAllocationProto
 Pickled: TypeAlias = Any  # a value sent between processes
@@ -45,10 +45,14 @@ FREE, SHARE = 1, 2  # kinds of a HeapSimulatorTrace.Event; 0 allocates
 
 
 def start_compiling(config: Config, name: str) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
-    """Starts to compile a step for a cluster in another process; returns a function to call instead of `compile_step`.
+    """Starts to compile a step in another process; returns a function to call instead of `compile_step`.
 
-    The returned function waits for the result. If this jax version was not compared, or the process fails, it compiles
-    the step completely in this process, so that its error appears here.
+    The returned function waits for the result. It compiles the step completely in this process if the other process
+    fails, so that the error appears here, or if `ends_early` is false.
+
+    Args:
+      config: the configuration of the step.
+      name: the cluster's name, such as `h100:8x8`.
     """
     if not ends_early(config, name):
         return compile_step
@@ -57,10 +61,11 @@ def start_compiling(config: Config, name: str) -> Callable[[Config, Mapping[str,
 
 
 def compile_elsewhere(elsewhere: Work | None) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
-    """Returns a function to call instead of `compile_step`, which compiles steps in copies of this process.
+    """Returns a function to call instead of `compile_step`; it compiles steps in copies of this process.
 
     Args:
-      elsewhere: from `server`; None compiles steps completely, in this process.
+      elsewhere: function that runs work in a copy of this process, from `server`; None: steps are compiled completely,
+        in this process.
     """
     if elsewhere is None:
         return compile_step
@@ -72,15 +77,13 @@ def compile_elsewhere(elsewhere: Work | None) -> Callable[[Config, Mapping[str, 
 def _with_assembly(
     found: dict[str, Pickled] | None, config: Config, shape: Mapping[str, int], cluster: Cluster
 ) -> Compiled:
-    """Returns a compiled step with an assembly of this process.
-
-    Compiles the step completely if the other process failed.
+    """Returns a compiled step with an assembly of this process; compiles the step here if the other process failed.
 
     Args:
-      found: from `_compile_fields`, or None.
-      config: of the step.
-      shape: the size of each mesh axis.
-      cluster: the target.
+      found: the fields of the compiled step, from `_compile_fields`; None if the other process failed.
+      config: the configuration of the step.
+      shape: mesh axis -> size.
+      cluster: the target cluster.
     """
     if not found:
         return compile_step(config, shape, cluster)
@@ -89,18 +92,27 @@ def _with_assembly(
 
 
 def ends_early(config: Config, name: str) -> bool:
-    """Returns whether steps for the cluster of this name can be planned from dumps in copies of this process."""
+    """Returns whether steps can be compiled up to XLA's dump, in copies of this process, instead of completely.
+
+    This requires a GPU cluster, a jax version of `COMPARED`, a step without an extension, and that JAX is not started.
+
+    Args:
+      config: the configuration of the steps.
+      name: the cluster's name, such as `h100:8x8`.
+    """
     compared = jax.__version__ in COMPARED and parse(name).device in GPUS and extensions.make_extension(config) is None
     return compared and not xla_bridge.backends_are_initialized()  # a forked process would lack JAX's threads
 
 
 def server(config: Config, name: str) -> Work | None:
-    """Starts a process that runs work in copies of itself.
-
-    Returns a function (work, *arguments) -> result, see `start_copy`.
+    """Starts a process that runs work in copies of itself; returns a function (work, *arguments) -> result.
 
     The process keeps the present state, before JAX is started, and forks for each call. So the function works after
-    this process has started JAX. Returns None if steps have to be compiled completely.
+    this process has started JAX. For the work and its result see `start_copy`. Returns None if `ends_early` is false.
+
+    Args:
+      config: the configuration of the steps to compile.
+      name: the cluster's name, such as `h100:8x8`.
     """
     if not ends_early(config, name):
         return None
@@ -125,7 +137,11 @@ def server(config: Config, name: str) -> Work | None:
 def start_copy(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
     """Starts `work(by, *arguments)` in a copy of this process; returns a function that waits for its result.
 
-    `by` is the compiler to pass to `compile_step`. The result is pickled. It is None if the process fails.
+    The result is pickled on its way to this process. It is None if the copy fails.
+
+    Args:
+      work: function; its argument `by` is the compiler to pass to `compile_step`.
+      arguments: the other arguments of `work`.
     """
     folder = tempfile.TemporaryDirectory(prefix="meshtrain-plan-", ignore_cleanup_errors=True)
     fork = multiprocessing.get_context("fork")
@@ -146,7 +162,14 @@ def start_copy(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
 
 
 def _send(writing: Connection, folder: Path, work: Work, *arguments: Pickled) -> None:
-    """Sends the result of `work` through a pipe, and ends the process."""
+    """Runs `work`, sends its result through a pipe, and ends the process.
+
+    Args:
+      writing: the end of the pipe to write to.
+      folder: folder for XLA's dump and temporary files.
+      work: see `start_copy`.
+      arguments: see `start_copy`.
+    """
     os.environ["TMPDIR"] = str(folder)  # XLA leaves temporary files here if the process ends early
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache is not dumped
     try:
@@ -158,14 +181,30 @@ def _send(writing: Connection, folder: Path, work: Work, *arguments: Pickled) ->
 
 
 def _compile_fields(by: Compiler, config: Config, name: str) -> dict[str, Pickled]:
-    """Returns the fields of a `Compiled` without its assembly, whose devices belong to this process."""
+    """Compiles a step; returns the fields of its `Compiled` without the assembly, whose devices are of this process.
+
+    Args:
+      by: function that compiles the lowered step.
+      config: the configuration of the step.
+      name: the cluster's name, such as `h100:8x8`.
+    """
     cluster = open_cluster(name)
     made = compile_step(config, shape_on(config, cluster), cluster, by)
     return {key: value for key, value in vars(made).items() if key != "assembly"}
 
 
 def _schedule(folder: Path, lowered: jax.stages.Lowered) -> tuple[SimpleNamespace, CompilerOptions]:
-    """Returns a stand-in for `jax.stages.Compiled`, and no added options; a thread continues to compile."""
+    """Compiles a lowered step up to XLA's dump; returns (stand-in for `jax.stages.Compiled`, no added options).
+
+    A thread continues to compile after the return.
+
+    Args:
+      folder: folder for the dump.
+      lowered: the lowered step.
+
+    Raises:
+      TimeoutError: the compiler ended without a complete dump.
+    """
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
     compiling = threading.Thread(target=lowered.compile, kwargs={"compiler_options": options}, daemon=True)
     compiling.start()
@@ -178,7 +217,10 @@ def _schedule(folder: Path, lowered: jax.stages.Lowered) -> tuple[SimpleNamespac
 
 
 def compiled_stand_in(dump: bytes) -> SimpleNamespace:
-    """Returns a stand-in for `jax.stages.Compiled`, read from a serialized `HloProto`.
+    """Returns a stand-in for `jax.stages.Compiled`, with its program's text and memory statistics.
+
+    Args:
+      dump: a serialized `HloProto`.
 
     Raises:
       DecodeError, KeyError: the dump is incomplete.
@@ -191,7 +233,14 @@ def compiled_stand_in(dump: bytes) -> SimpleNamespace:
 
 
 def _account(fields: Mapping[int, list[bytes]]) -> SimpleNamespace:
-    """Returns the result of `memory_analysis`, computed from a `BufferAssignmentProto`."""
+    """Returns memory statistics with the attributes of `jax.stages.Compiled.memory_analysis()`, in bytes.
+
+    Args:
+      fields: the fields of a `BufferAssignmentProto`, by number.
+
+    Raises:
+      ValueError: the program has several heaps, or uses host memory.
+    """
     held = [one for one in map(_numbers, fields[3]) if not one[OF_THREAD]]
     if any(one[MEMORY] for one in held):
         raise ValueError("memory of the host")
@@ -212,7 +261,12 @@ def _account(fields: Mapping[int, list[bytes]]) -> SimpleNamespace:
 
 
 def _peak(trace: bytes, size: Mapping[int, int]) -> int:
-    """Returns the peak bytes of the heap; values that share a buffer count once."""
+    """Returns the peak bytes of the heap; values that share a buffer count once.
+
+    Args:
+      trace: a serialized `HeapSimulatorTrace`.
+      size: id of a value -> its bytes.
+    """
     owner, num_users, used, peak = dict[int, int](), collections.Counter[int](), 0, 0
     for event in map(_numbers, _fields(trace)[1]):
         kind, value = event[1], event[2]
@@ -227,9 +281,10 @@ def _peak(trace: bytes, size: Mapping[int, int]) -> int:
 
 
 def _fields(message: bytes) -> dict[int, list[Datum]]:
-    """Returns number -> values of each field of a serialized message.
+    """Returns field number -> values of a serialized message.
 
-    Raises DecodeError if the message is incomplete.
+    Raises:
+      DecodeError: the message is incomplete.
     """
     result: dict[int, list[Datum]] = {}
     for one in UnknownFieldSet(Empty.FromString(message)):
@@ -238,5 +293,5 @@ def _fields(message: bytes) -> dict[int, list[Datum]]:
 
 
 def _numbers(message: bytes) -> collections.Counter[int]:
-    """Returns number -> first value of each field; 0 for missing fields."""
+    """Returns field number -> first value of a serialized message; 0 for fields that it lacks."""
     return collections.Counter({number: value for number, (value, *_) in _fields(message).items()})

@@ -20,13 +20,13 @@ UNKNOWN = "not known"
 
 
 def text(plan: Plan) -> str:
-    """Returns the complete report as text."""
+    """Returns the complete report of a plan as text."""
     parts = (_title, _memory, _communication, _others, _compute, _time, _options, _findings)
     return "\n\n".join(shown for part in parts if (shown := part(plan)))
 
 
 def verdict(plan: Plan) -> str:
-    """Returns a text that states whether the step fits its device, with the margin."""
+    """Returns a line of text that states whether the step fits its device, with the margin."""
     memory = plan.memory
     if memory.capacity_bytes is None:
         return "whether it fits is not known: this device's memory is not known"
@@ -154,7 +154,7 @@ def _collectives(traffic: Sequence[collectives.Traffic], timing: Timing | None, 
 
 
 def _others(plan: Plan) -> str:
-    """Returns the traffic and time of each program that runs after every few steps."""
+    """Returns the traffic and time of each program that runs once every few steps, as text; '' without programs."""
     return "\n\n".join(_other(program) for program in plan.others)
 
 
@@ -174,18 +174,27 @@ def _other(program: OtherProgram) -> str:
 
 
 def interval(numbers: tuple[float, float, float], form: str, unit: str = "") -> str:
-    """Returns (low, middle, high) as text; `form` is the format of each number, `unit` follows each number."""
+    """Returns an interval as text, such as `1.2 to 1.5 s, middle 1.3 s`.
+
+    Args:
+      numbers: (low, middle, high).
+      form: the format of each number, such as `.3g`.
+      unit: the text after each number.
+    """
     low, middle, high = (f"{number:{form}}" for number in numbers)
     return f"{low} to {high}{unit}, middle {middle}{unit}"
 
 
 def step_interval(timing: Timing) -> str:
-    """Returns the modelled seconds of a step as text."""
+    """Returns the low, middle and high modelled seconds of a step as text."""
     return interval((timing.low_seconds, timing.step_seconds, timing.high_seconds), ".3g", " s")
 
 
 def working_ratios(plan: Plan) -> dict[str, float]:
-    """Returns axis -> (bytes sent in a pipeline's working clock ticks) / minimum; only axes that send in idle ticks."""
+    """Returns axis -> (bytes that a device sends in a pipeline's working clock ticks) / minimum, for a plan.
+
+    Only axes along which a pipeline sends in idle clock ticks have an entry.
+    """
     return {
         axis: (sent_along(plan, axis) - idle) / plan.minimum[axis]
         for axis, idle in plan.idle_bytes.items()
@@ -194,7 +203,7 @@ def working_ratios(plan: Plan) -> dict[str, float]:
 
 
 def sent_along(plan: Plan, axis: str) -> float:
-    """Returns the bytes on the wire along `axis`, an entry of `Plan.minimum`."""
+    """Returns the bytes that a device sends in a step along `axis`, a key of `Plan.minimum`."""
     return collectives.sent_along(plan.traffic, axis)
 
 
@@ -259,7 +268,7 @@ def _findings(plan: Plan) -> str:
 
 
 def to_json(plan: Plan) -> JsonObject:
-    """Returns the plan for programs: numbers in bytes, seconds and FLOPs; null means unknown."""
+    """Returns a plan as a JSON object; numbers are in bytes, seconds and FLOPs, and null means unknown."""
     memory, stats, timing = plan.memory, plan.memory.compiler, plan.timing
     assembly = plan.compiled.assembly
     return {

@@ -1,8 +1,8 @@
-"""Traces attention as on the target: with JAX's kernel on TPUs, with cuDNN's kernel on GPUs.
+"""Traces attention as on the target cluster: with JAX's kernel on TPUs, with cuDNN's kernel on GPUs.
 
-JAX has no public way to trace cuDNN's kernel without a GPU: it queries the version of the installed library and the
-compute capability of the first device. While a step is traced, those private functions are replaced by functions that
-return the target's values. Only this module does so; a test fails if JAX moves them.
+JAX has no public way to trace cuDNN's kernel without a GPU. Its tracing code queries the version of the installed
+library and the compute capability of the first device. While a step is traced, those private functions are replaced by
+functions that return the target's values. Only this module does so; a test fails if JAX moves them.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ CUDNN_VERSION = 91000  # 9.10, as in the files in targets/
 
 @contextlib.contextmanager
 def as_on_target(cluster: Cluster) -> Iterator[None]:
-    """Context manager that makes cuDNN's kernel traceable without the target's GPU; no effect for other devices.
+    """Context manager that makes cuDNN's kernel traceable without the target's GPU; no effect for TPUs and CPUs.
 
     Args:
-      cluster: the target.
+      cluster: the target cluster.
     """
     if cluster.compute_capability is None:
         yield
@@ -46,6 +46,10 @@ def as_on_target(cluster: Cluster) -> Iterator[None]:
 @contextlib.contextmanager
 def replace_functions(module: ModuleType, **functions: Callable[..., int | bool]) -> Iterator[None]:
     """Context manager that replaces functions of a module and restores them afterwards.
+
+    Args:
+      module: the module.
+      functions: name -> replacement.
 
     Raises:
       AttributeError: the module lacks a function; nothing is replaced.

@@ -1,6 +1,6 @@
-"""Creates the devices of a cluster such as `h100:8x8`, `v5e:16x16`, `2xv5e:16x16` or `cpu:8`; none has to exist.
+"""Creates the devices of a cluster such as `h100:8x8`, `v5e:16x16`, `2xv5e:16x16` or `cpu:8`, which need not exist.
 
-Each GPU is described to the compiler by a file in `targets/`; TPUs are known to libtpu by name; CPUs are simulated.
+A file in `targets/` describes each kind of GPU to the compiler. TPUs are known to libtpu by name. CPUs are simulated.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from meshtrain.launch import distributed
 GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 TARGETS = Path(__file__).parents[1] / "targets"
 GPUS = ("a100", "h100", "h200", "b200")
-TPUS = {"v4": "2x2x2", "v5e": "4x4", "v5p": "2x2x2", "v6e": "4x4"}  # with an example of a torus
-SIZES = dict.fromkeys(GPUS, "8x8") | TPUS | {"cpu": "8"}  # an example size of each
+TPUS = {"v4": "2x2x2", "v5e": "4x4", "v5p": "2x2x2", "v6e": "4x4"}  # device -> an example of a torus
+SIZES = dict.fromkeys(GPUS, "8x8") | TPUS | {"cpu": "8"}  # device -> an example of its size
 CLUSTER = re.compile(r"(?:(?P<slices>[1-9]\d{0,3})x)?(?P<name>[a-z]\w*):(?P<sizes>\d{1,9}(?:x\d{1,9})*)$")
 ALLOWED = f"HOSTSxGPUS of {', '.join(GPUS)}; the torus of {', '.join(TPUS)}, SLICESx before it for several; cpu:N"
 
@@ -36,9 +36,9 @@ class Name(NamedTuple):
     """A parsed cluster name.
 
     Attributes:
-      device: the kind of device.
-      sizes: (hosts, GPUs per host), or the torus of a slice.
-      num_slices: slices of TPUs.
+      device: the kind of device, such as `h100`.
+      sizes: (hosts, GPUs per host) for GPUs; the torus of one slice for TPUs; (number of devices,) for CPUs.
+      num_slices: number of TPU slices; 1 for other devices.
     """
 
     device: str
@@ -47,7 +47,7 @@ class Name(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of the cluster."""
+        """Number of devices in the cluster."""
         return self.num_slices * math.prod(self.sizes)
 
 
@@ -56,13 +56,13 @@ class Cluster:
     """Devices to compile for.
 
     Attributes:
-      text: as the user wrote it.
+      text: the cluster's name as the user wrote it.
       platform: `cuda`, `tpu` or `cpu`, as `jax.jit(...).lower` accepts it.
-      devices: in the order of the topology.
+      devices: the devices, in the order of the compiler's topology.
       num_hosts: number of hosts.
-      accelerator: the peaks of a device, None for CPUs.
-      compute_capability: of a GPU, such as (9, 0).
-      num_slices: slices of TPUs.
+      accelerator: the published peaks of one device; None for CPUs.
+      compute_capability: the compute capability of a GPU, such as (9, 0); None for other devices.
+      num_slices: number of TPU slices; 1 for other devices.
     """
 
     text: str
@@ -75,7 +75,7 @@ class Cluster:
 
     @property
     def devices_each(self) -> int:
-        """Devices connected by fast links: of a slice if there are several slices, otherwise of a host."""
+        """Number of devices that fast links connect: in a slice if there are several slices, otherwise in a host."""
         return len(self.devices) // (self.num_slices if self.num_slices > 1 else self.num_hosts)
 
 
@@ -83,7 +83,7 @@ def parse(text: str) -> Name:
     """Parses a cluster name such as `h100:8x8`.
 
     Raises:
-      UserError: the name has another form or an unknown device, or slices of other devices than TPUs.
+      UserError: the name is malformed, its device is unknown, or it has several slices of a device other than a TPU.
     """
     match = CLUSTER.match(text.strip().lower())
     name = match["name"] if match else text.partition(":")[0]
@@ -103,10 +103,13 @@ def parse(text: str) -> Name:
 
 
 def open_cluster(text: str) -> Cluster:
-    """Returns the devices of a cluster; sets JAX's platform to CPU.
+    """Returns the cluster with this name, including its devices; sets JAX's platform to CPU.
+
+    Args:
+      text: the name, such as `h100:8x8`.
 
     Raises:
-      UserError: the name is unknown, a compiler is not installed, or no TPU has this torus.
+      UserError: the name is invalid, a compiler is not installed, or no TPU has this torus.
     """
     name, sizes, num_slices = parse(text)
     # Planning needs no accelerator; a run may be using the accelerator of this machine.
@@ -118,7 +121,7 @@ def open_cluster(text: str) -> Cluster:
         return Cluster(text, "cpu", devices, 1, None)
     if name in GPUS:
         _require_gpu_compiler(text)
-        # Slices x hosts x GPUs per host.
+        # A GPU topology is written as slices x hosts x GPUs per host.
         target = (TARGETS / f"{name}.txtpb").read_text()
         topology = f"1x{sizes[0]}x{sizes[1]}"
         gpus = _describe(text, partial(get_topology_desc, platform="cuda", target_config=target, topology=topology))
@@ -156,10 +159,11 @@ def _describe(text: str, describe: Callable[[], TopologyDescription]) -> Sequenc
 
 
 def _start_gpu_plugins() -> None:
-    """Initializes the GPU compilers again, with JAX on the CPU.
+    """Initializes JAX's GPU plugins again, after `jax_platforms` was set to `cpu`.
 
-    If this process has used JAX on another platform, JAX has already initialized them for a GPU of this machine, which
-    failed: without `jax_platforms=cpu` they check the versions of CUDA libraries, which compiling does not need.
+    If this process has used JAX on another platform, JAX has already tried to initialize the plugins for a GPU of this
+    machine, and failed. Unless `jax_platforms` is `cpu`, the plugins check the versions of CUDA libraries, which
+    compilation does not need.
     """
     for name in GPU_PLUGINS:
         if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(name):

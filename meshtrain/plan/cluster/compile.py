@@ -25,27 +25,30 @@ from meshtrain.step.device_memory import Statistics, statistics
 NO_TILES = "Couldn't find output tile sizes"
 WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 Executable: TypeAlias = jax.stages.Compiled | SimpleNamespace  # the latter is a stand-in, see `plan.scheduled_hlo`
-# Lowered step -> (compiled step, options that a second compilation added).
+# Function: lowered step -> (compiled step, options that a second compilation added).
 Compiler = Callable[[jax.stages.Lowered], tuple[Executable, CompilerOptions]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled step.
+    """A train step compiled for a cluster.
 
     Attributes:
       assembly: the assembly whose step was compiled.
-      text: the scheduled program; None if the compiler gave up for lack of memory.
-      programs: (name, number of steps between two runs, text) of each program that does not run in every step; empty
-        if there is no `text`.
-      statistics: the compiler's memory statistics; None if it gave up. The peak is the maximum of all programs.
-      options: all compiler options of the compilation, including `added_options`.
-      added_options: options of a second compilation, after the first found no tiles; empty if the first succeeded.
+      text: the scheduled HLO text of the step; None if the compiler gave up for lack of memory.
+      programs: (name, number of steps between two runs, HLO text) of each program that does not run in every step;
+        empty if `text` is None.
+      statistics: the compiler's memory statistics of the step, with the largest peak of all programs; None if the
+        compiler gave up.
+      options: name -> value of all compiler options of the compilation, including `added_options`.
+      added_options: name -> value of the options of a second compilation, after the first found no tiles; empty if the
+        first succeeded.
       attention: the attention kernel in the traced step, a choice of `model.attention`.
-      traced_flops: FLOPs of matrix products on one device before any compiler, attention kernels in full.
+      traced_flops: FLOPs of matrix products on one device in the traced step, before compilation; attention kernels
+        count masked blocks too.
       messages: lines that the compiler wrote to standard error.
-      refusal: the compiler's message if there is no program; otherwise an empty text.
-      seconds: time to trace, lower and compile.
+      refusal: the compiler's out-of-memory error; empty if there is a program.
+      seconds: time to assemble, trace, lower and compile.
     """
 
     assembly: Assembly
@@ -67,16 +70,17 @@ def compile_step(
     cluster: Cluster,
     by: Compiler | None = None,
 ) -> Compiled:
-    """Compiles the step of a configuration: assembled, traced, lowered and compiled as `train` does it.
+    """Compiles the step of a configuration for a cluster: assembled, traced, lowered and compiled as `train` does it.
 
     Args:
-      config: from `resolve`.
-      shape: the size of each mesh axis.
-      cluster: the target, with at least as many devices.
-      by: compiles the lowered step; None: `with_tiles`.
+      config: the resolved configuration.
+      shape: mesh axis -> size.
+      cluster: the target cluster; it has at least as many devices as the mesh.
+      by: function that compiles the lowered step; None: `with_tiles`.
 
     Raises:
       UserError: `assemble` rejects the configuration.
+      JaxRuntimeError: the compilation fails, and not for lack of memory.
     """
     start = time.perf_counter()
     with as_on_target(cluster):
@@ -114,16 +118,18 @@ def compile_step(
 
 
 def with_tiles(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, CompilerOptions]:
-    """Compiles a lowered step; compiles again without Triton's products if XLA has no tiles for them.
+    """Compiles a lowered step; if XLA has no tiles for some Triton products, compiles again without Triton.
 
-    Returns (the compiled program, options of the second compilation or {}). Training does not need the second
-    compilation, because on a GPU the compiler tunes its tiles.
+    Training does not need the second compilation, because the compiler tunes its tiles on the GPU.
 
     Args:
-      lowered: a `jax.stages.Lowered`.
+      lowered: the lowered step.
+
+    Returns:
+      (the compiled program, the options of the second compilation or {}).
 
     Raises:
-      JaxRuntimeError: the compilation fails for another reason, or the second one fails.
+      JaxRuntimeError: the compilation fails for another reason, or the second compilation fails.
     """
     try:
         return lowered.compile(), {}
@@ -134,24 +140,36 @@ def with_tiles(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, Compil
 
 
 def _of_all(step: Executable, others: Sequence[jax.stages.Compiled]) -> Statistics:
-    """Returns the compiler's memory statistics of a step, with the largest peak of all programs."""
+    """Returns the compiler's memory statistics of a step, with the largest peak of all programs.
+
+    Args:
+      step: the compiled step.
+      others: the compiled programs that do not run in every step.
+    """
     found = statistics(step.memory_analysis())
     peaks = [statistics(program.memory_analysis()).peak_bytes for program in others]
     return dataclasses.replace(found, peak_bytes=max([found.peak_bytes, *peaks]))
 
 
 def program_of(compiled: Compiled) -> Program | None:
-    """Returns the parsed program; None if the compiler gave up."""
+    """Returns the step's HLO text, parsed; None if the compiler gave up."""
     return read(compiled.text, _places_for_others, compiled.assembly.cost.shares) if compiled.text else None
 
 
 def other_programs_of(compiled: Compiled) -> list[tuple[str, int, Program]]:
-    """Returns (name, number of steps between two runs, parsed program) of each of `Compiled.programs`."""
+    """Returns (name, number of steps between two runs, parsed program) for each of `Compiled.programs`."""
     return [(name, every, read(text, _places_for_others)) for name, every, text in compiled.programs]
 
 
 def _places_for_others(file: str, function: str) -> bool:
-    """Returns whether a function is a helper (constraints, loops, products), so that its caller is the source line."""
+    """Returns whether a function is a helper whose caller is reported as the source line of its operations.
+
+    Helpers add sharding constraints, run loops, multiply in float8, or gather weights and sequences.
+
+    Args:
+      file: path of the function's file.
+      function: the qualified name of the function.
+    """
     of_layers = (layers.weight.__qualname__, layers.gather_sequence.__qualname__)
     return file in (placement.__file__, jaxprs.__file__, fp8.__file__) or (
         file == layers.__file__ and function in of_layers

@@ -1,4 +1,4 @@
-"""Compiles in a thread: meanwhile the terminal shows the elapsed seconds, and Ctrl-C ends the program immediately."""
+"""Compiles in a thread, while the terminal shows the elapsed seconds and Ctrl-C ends the program immediately."""
 
 import concurrent.futures
 import os
@@ -17,8 +17,12 @@ TICK_SECONDS = 0.5
 def waiting_for(what: str, work: Callable[[], Result]) -> Result:
     """Returns the result of `work`, or raises its exception; shows the elapsed seconds if stderr is a terminal.
 
-    The work runs in a thread because the compiler does not react to signals. An interrupt ends the program without
-    waiting for the thread. No output is lost, because the main thread writes all files afterwards.
+    The work runs in a thread because the compiler does not react to signals. Ctrl-C ends the program without waiting
+    for the thread. No output is lost, because the main thread writes all files afterwards.
+
+    Args:
+      what: the text before the elapsed seconds, such as `compiling for h100:8x8`.
+      work: function without arguments that compiles.
     """
     # A copy of stderr: while the compiler works, stderr itself is captured.
     terminal = os.dup(2) if sys.stderr.isatty() else None
@@ -40,7 +44,11 @@ def waiting_for(what: str, work: Callable[[], Result]) -> Result:
 
 
 def leave(terminal: int | None) -> NoReturn:
-    """Ends the process immediately, with the exit code of an interrupt."""
+    """Ends the process immediately, with the exit code of an interrupt.
+
+    Args:
+      terminal: file descriptor of the terminal, which gets a newline; None if stderr is not a terminal.
+    """
     if terminal is not None:
         os.write(terminal, b"\n")
     sys.stdout.flush()

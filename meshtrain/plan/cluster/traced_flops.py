@@ -1,4 +1,4 @@
-"""Counts the FLOPs of matrix products in the traced step, to compare them with the compiled program.
+"""Counts the FLOPs of matrix products in the traced step, for comparison with the compiled program.
 
 FLOPs are for one device. Traced shapes are global along the axes left to the partitioner, so FLOPs are divided by the
 sizes of these axes. Inside `jax.shard_map`, shapes are already local to a device along the manual axes.
@@ -26,14 +26,14 @@ CUDNN = {
 
 
 def traced_flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], shares: Mapping[str, float] | None = None) -> float:
-    """Returns the FLOPs of one device, assuming that the partitioner splits all work evenly.
+    """Returns the FLOPs of matrix products on one device, assuming that the partitioner splits all work evenly.
 
-    Attention kernels count in full, without skipping masked blocks.
+    Attention kernels count masked blocks too, although the kernels skip these blocks.
 
     Args:
-      jaxpr: of the step.
-      mesh_shape: the size of each axis.
-      shares: see `hlo.read`.
+      jaxpr: the traced step.
+      mesh_shape: mesh axis -> size.
+      shares: name scope -> share of runs or rows, or iterations of a loop, see `Cost.shares`; None: all unknown.
     """
     return _flops(jaxpr, mesh_shape, frozenset(mesh_shape), shares or {})
 
@@ -47,7 +47,12 @@ def _flops(
 ) -> float:
     """Returns the FLOPs of one device in a traced function.
 
-    `above` is the path of name scopes of the enclosing calls.
+    Args:
+      jaxpr: the traced function.
+      mesh_shape: mesh axis -> size.
+      automatic: the axes left to the partitioner; traced shapes are global along them.
+      shares: see `traced_flops`; empty: all unknown.
+      above: the path of name scopes of the enclosing calls, outermost first.
     """
     total = 0.0
     share = math.prod(mesh_shape[axis] for axis in automatic)
@@ -84,12 +89,23 @@ def _kernel(equation: core.JaxprEqn) -> str:
 
 
 def _scopes(equation: core.JaxprEqn, above: str) -> str:
-    """Returns the name scopes of an operation, outermost first, followed by the name of a kernel."""
+    """Returns the path of an operation's name scopes, outermost first; it ends with the name of a Pallas kernel or `/`.
+
+    Args:
+      equation: the operation.
+      above: the path of name scopes of the enclosing calls.
+    """
     return f"{above}/{equation.source_info.name_stack}/{_kernel(equation)}"
 
 
 def _of_blocks(part: str, equation: Equation, used_share: float) -> float:
-    """Returns the FLOPs of a kernel in `models/moe/grouped_matmul.py`; only blocks with rows count."""
+    """Returns the FLOPs of an expert kernel in `models/moe/grouped_matmul.py`; blocks without rows do not count.
+
+    Args:
+      part: `times` (products) or `weights` (gradients of the weights).
+      equation: the operation that calls the kernel.
+      used_share: share of the blocks that have rows.
+    """
     arrays = [variable.aval for variable in equation.invars]
     first, second = (array.shape for array in arrays if array.ndim >= 2)
     result = equation.outvars[0].aval.shape
@@ -98,7 +114,7 @@ def _of_blocks(part: str, equation: Equation, used_share: float) -> float:
 
 
 def _attention(equation: core.JaxprEqn) -> Attention | None:
-    """Returns the attention kernel that an operation calls; None for anything else."""
+    """Returns the attention kernel that an operation calls; None for any other operation."""
     if equation.primitive.name in CUDNN:
         return CUDNN[equation.primitive.name]
     if match := SPLASH.match(_kernel(equation)):
@@ -123,9 +139,9 @@ def attention_kernel(jaxpr: core.Jaxpr) -> str:
 
 
 def _turns(equation: core.JaxprEqn, shares: Mapping[str, float]) -> float:
-    """Returns the iterations of a loop that counts from 0 to a constant, or whose name scope is known.
+    """Returns the number of iterations of a while loop; 1 if it is unknown.
 
-    Returns 1 for other loops.
+    It is the constant to which the loop counts from 0, or the entry of `shares` for the loop's name scope.
     """
     closed = equation.params["cond_jaxpr"]
     tests, bound = closed.jaxpr.eqns, None
@@ -142,7 +158,10 @@ def _product(equation: Equation) -> float:
 
 
 def _convolution(equation: Equation) -> float:
-    """Returns 2 x result x input features x the window's positions on data, as for a compiled convolution."""
+    """Returns the FLOPs of a convolution, 2 x result x input features x the window's positions on data, not on padding.
+
+    A compiled convolution is counted in the same way.
+    """
     given, numbers = equation.params, equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars)
     result = equation.outvars[0].aval.shape
@@ -160,6 +179,6 @@ def _convolution(equation: Equation) -> float:
 
 
 def _query_and_key(equation: Equation) -> list[tuple[int, ...]]:
-    """Returns the dims of query and key: the kernel's first arrays that are neither mask nor segment ids."""
+    """Returns the shapes of query and key: the kernel's first two floating-point operands with at least 3 dims."""
     arrays = [variable.aval for variable in equation.invars]
     return [array.shape for array in arrays if array.ndim >= 3 and jnp.issubdtype(array.dtype, jnp.floating)][:2]

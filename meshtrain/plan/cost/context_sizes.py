@@ -1,6 +1,6 @@
-"""Decides when to split sequences over devices: sizes for a search, and the change that saves memory.
+"""Decides when to split sequences over devices: sizes of the context axis for a search, and a change that saves memory.
 
-T: tokens per sequence, n: devices along context.
+T: tokens per sequence.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ from meshtrain.errors import divisors
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.sharding.rules import CONTEXT, EXPERT, PIPELINE, batch_axes
 
-LONG_TOKENS = 32_768  # shorter sequences fit a device, or half of the batch fits
-FEWEST_TOKENS, MOST_TOKENS = 8_192, 131_072  # tokens of a sequence per device: fewer underuse kernels, more do not fit
-DOMINATES = 0.5  # the share of the capacity above which activations dominate
+LONG_TOKENS = 32_768  # shorter sequences fit a device, at least with a smaller microbatch
+FEWEST_TOKENS, MOST_TOKENS = 8_192, 131_072  # of a sequence on a device: fewer underuse kernels, more do not fit
+DOMINATES = 0.5  # share of the usable memory above which activations dominate
 
 
 def sizes_to_try(config: Config, num_devices: int) -> list[int]:
     """Returns the sizes of the context axis to consider: 1, and for long sequences powers of 2.
 
     Args:
-      config: to run.
-      num_devices: of the cluster.
+      config: the configuration.
+      num_devices: number of devices in the cluster.
     """
     tokens = config.sequence_length
     if tokens < LONG_TOKENS:
@@ -30,14 +30,15 @@ def sizes_to_try(config: Config, num_devices: int) -> list[int]:
 
 
 def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, int]:
-    """Returns the change that halves the tokens of a microbatch on a device; {} if there is none.
+    """Returns the change that halves the tokens of a microbatch on a device, as dotted key -> value.
 
-    It splits sequences into twice as many parts, and halves an axis that splits the batch. A device then has twice as
-    many sequences, in twice as many microbatches.
+    The change doubles the context axis and halves an axis that splits the batch. A device then has twice as many
+    sequences, so the number of microbatches is doubled as well. Returns {} for short sequences, or if no axis that
+    splits the batch has an even size.
 
     Args:
-      config: of the step.
-      shape: its mesh.
+      config: the configuration of the step.
+      shape: mesh axis -> size.
     """
     halved = next((axis for axis in reversed(batch_axes()) if axis != EXPERT and shape[axis] % 2 == 0), None)
     if config.sequence_length < LONG_TOKENS or halved is None:
@@ -49,20 +50,23 @@ def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, int]:
 
 
 def activations_dominate(held: Memory) -> bool:
-    """Returns whether activations take most of a device's memory; true if the compiler gave up."""
+    """Returns whether activations take most of a device's usable memory.
+
+    Returns True if the compiler gave up, and False if the usable memory is unknown.
+    """
     if held.capacity_bytes is None:
         return False
     return held.activations_bytes is None or held.activations_bytes > DOMINATES * held.capacity_bytes
 
 
 def longest(config: Config, held: Memory) -> int | None:
-    """Returns a lower bound of the longest sequence, in tokens, that fits the mesh of a step; None if unknown.
+    """Returns a lower bound of the longest sequence, in tokens, with which a step would fit its mesh; None if unknown.
 
-    It assumes that all temporaries grow with T, including those that do not, such as the head's gradient.
+    The bound assumes that all temporaries grow with T, although some do not, such as the head's gradient.
 
     Args:
-      config: of the step; None is returned for short sequences.
-      held: its memory; None is returned if the peak or the capacity is unknown.
+      config: the configuration of the step; the result is None for short sequences.
+      held: the memory of the step; the result is None if its peak or the capacity is unknown.
     """
     if config.sequence_length < LONG_TOKENS or held.compiler is None or held.capacity_bytes is None:
         return None

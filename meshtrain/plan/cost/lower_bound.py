@@ -1,22 +1,24 @@
-"""Lower bounds of the bytes that a device sends in a step, by axis, and the pipeline executor's own formula.
+"""Computes lower bounds of the bytes that a device sends in a step, by mesh axis, and the pipeline executor's bytes.
 
-n: devices along an axis, M: microbatches, L: layers, A: bytes of the activations of one microbatch on one device.
+n: devices along an axis, M: microbatches, A: bytes of the activations of one microbatch on one device.
 
-    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; or the bytes stated by the
-              reduction `reduction.name`. For weights that ZeRO splits:
+    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; or the bytes that a custom
+              reduction (`reduction.name`) states. For weights that ZeRO splits:
               level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
               level 3 is like fsdp
     fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers, and one scatter of the gradients.
               Weights outside the stack of layers need one gather: the loss applies the head's weight forward and
               backward at once, and the backward pass of a look-up reads no table.
-              If data stores weights as well (level 3), there is one entry `data+fsdp`: n is the product.
-              If the partitioner reduces gradients over data, it reduces over both together: one entry, the sum
+              If data stores weights as well (level 3), there is one entry `data+fsdp`, and n is the product.
+              If the partitioner reduces gradients over data, it reduces them over data and fsdp together: there
+              is one entry, the sum of both bounds
     tensor    bytes sent by layers, look-up and head, from the task's `Cost`
     context   weights as over fsdp: if both are larger than 1, weights have the entry `fsdp+context`, and `context`
               contains only the exchange of attention, from `Cost`
     expert    as for context: weights have the entry `fsdp+expert`, except for weights of experts, which stay split by
               expert and have the entry `fsdp`; `expert` contains the exchange of tokens, from `Cost`
-    pipeline  A each way for each chunk of a stage, M times; with sequence parallelism, the tensor axis' share of it
+    pipeline  A forward and A backward for each chunk of a stage, M times; sequence parallelism divides A by the size
+              of the tensor axis
 
 The bound of the pipeline requires a task that states its width. The bounds of tensor and context require a `Cost`.
 """
@@ -47,9 +49,9 @@ SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each m
 
 
 def _activation_bytes(assembly: Assembly) -> float:
-    """Returns A, the activation bytes of one microbatch on one device, in the compute dtype; 0: unknown.
+    """Returns A, the activation bytes of one microbatch on one device; 0 if the task states no width.
 
-    The sequence is not split over tensor.
+    Activations have the compute dtype. The sequence is counted as if it were not split over the tensor axis.
     """
     config, shape, task = assembly.config, dict(assembly.mesh.shape), assembly.task
     units = units_on_device(config, task, assembly.placed.rules, shape) / num_microbatches(config, shape)
@@ -57,7 +59,10 @@ def _activation_bytes(assembly: Assembly) -> float:
 
 
 def _residual_bytes(assembly: Assembly) -> float:
-    """Returns R, the activation bytes between layers; sequence parallelism splits them over tensor."""
+    """Returns R, the bytes of one microbatch's activations between layers on one device; 0 if the task states no width.
+
+    Sequence parallelism splits these activations over the tensor axis.
+    """
     is_split = assembly.config.layout.sequence_parallel
     return _activation_bytes(assembly) / (assembly.mesh.shape[TENSOR] if is_split else 1)
 
@@ -67,8 +72,8 @@ class _Weight(NamedTuple):
 
     Attributes:
       elements: number of elements on a device.
-      axes: its logical axes.
-      stored: its sharding.
+      axes: the logical axes of its dims.
+      stored: the shardings of the weight, its gradient and its moments.
       is_trained: whether it has a gradient.
     """
 
@@ -79,12 +84,12 @@ class _Weight(NamedTuple):
 
     @property
     def of_layer(self) -> bool:
-        """Whether it belongs to the stack of layers."""
+        """Whether the weight belongs to the stacked layers."""
         return bool(set(self.axes) & set(STACKED))
 
 
 def _weights(assembly: Assembly) -> list[_Weight]:
-    """Returns all weights."""
+    """Returns an entry for each parameter of the assembly's state."""
     params, replicas, shape = assembly.state.params, assembly.placed.replicas, assembly.mesh.shape
     trained = replicas.trained or jax.tree.map(lambda _: True, params)
     # The indices of parameters among all leaves of the state, because the axes of the state are a list.
@@ -101,7 +106,12 @@ def _weights(assembly: Assembly) -> list[_Weight]:
 def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> tuple[int, int]:
     """Returns the number of gradient elements on one device: (all-reduced over data, reduce-scattered over data).
 
-    With `only_stacked`, only weights of stacked layers count.
+    At ZeRO level 3, gradients of weights that data splits are in neither number. Both are 0 if an extension, such as
+    local SGD, sends no gradients between replicas.
+
+    Args:
+      assembly: the assembled step.
+      only_stacked: whether only weights of stacked layers count.
     """
     level, reduced, scattered = assembly.placed.replicas.level, 0, 0
     if not assembly.extension.costs.sends_gradients:
@@ -117,10 +127,11 @@ def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> 
 
 
 def _bytes_over_data(assembly: Assembly) -> float:
-    """Returns the bytes that a replica sends for gradients and new weights; weights stored over data are not included.
+    """Returns the bytes that a device sends over data in a step, for gradients and for new weights that ZeRO gathers.
 
     Gradients are sent in `precision.reduce_dtype`, or as a custom reduction sends them. Gradients that ZeRO splits are
     reduce-scattered once (level 1) or for each microbatch (level 2), and the parameters are gathered after the update.
+    Weights that data splits at level 3 are not included.
     """
     n, replicas = assembly.mesh.shape[DATA], assembly.placed.replicas
     reduced, scattered = reduced_and_scattered(assembly)
@@ -137,7 +148,7 @@ def _bytes_over_data(assembly: Assembly) -> float:
 def _gathered_bytes(assembly: Assembly) -> int:
     """Returns the bytes of new weights on one device that are gathered over data once a step; 0 at ZeRO level 3.
 
-    If the weights are stored in shards, the weights of layers are cast before.
+    If ZeRO also splits the stored weights, weights of layers are cast to their compute dtype before the gather.
     """
     params, replicas, task = assembly.state.params, assembly.placed.replicas, assembly.task
     is_split = splits_masters(task, assembly.config.precision, replicas.level, assembly.mesh.shape, replicas.trained)
@@ -152,11 +163,11 @@ def _gathered_bytes(assembly: Assembly) -> int:
 
 
 def layer_gradient_bytes(assembly: Assembly) -> float:
-    """Returns the bytes that a device sends to reduce the gradients of stacked layers over data, once a step.
+    """Returns the bytes that a device sends over data in a step to reduce the gradients of stacked layers.
 
     Returns 0 if these gradients are not reduced once a step in `precision.reduce_dtype`: with one replica, ZeRO levels
-    2 and 3, another reduction, or if data is left to the partitioner. Also returns 0 if no loop over layers
-    distinguishes them from other gradients.
+    2 and 3, another reduction, or if data is left to the partitioner. Also returns 0 if layers are unrolled, because
+    then no loop distinguishes their gradients from other gradients.
     """
     replicas, num_replicas = assembly.placed.replicas, assembly.mesh.shape[DATA]
     if not replicas.reduces_in_loops or assembly.config.remat.unrolls:
@@ -169,7 +180,7 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
 def _storing(assembly: Assembly) -> list[str]:
     """Returns the axes larger than 1 that store weights, in mesh order.
 
-    It includes data if the partitioner reduces gradients over data and these axes at once.
+    Data is included if the partitioner reduces gradients over data and these axes together.
     """
     shape, stored = assembly.mesh.shape, set(assembly.placed.rules.storage_axes)
     if not assembly.placed.replicas.has_copies and shape[FSDP] > 1 and shape[EXPERT] == 1:
@@ -178,10 +189,14 @@ def _storing(assembly: Assembly) -> list[str]:
 
 
 def _by_axes(assembly: Assembly, *, only_stacked: bool = False) -> collections.Counter[str]:
-    """Returns (joined) axes -> bytes sent per microbatch; the first entry is for weights without experts.
+    """Returns axes joined by `+` -> bytes that a device sends per microbatch to gather weights and scatter gradients.
 
-    Each weight is gathered in the compute dtype as often as it is used, and its gradient is scattered. With
-    `only_stacked`, only weights of stacked layers count.
+    Each weight is gathered in the compute dtype once for each use, and its gradient is scattered. The first key joins
+    all axes that store weights; weights of experts are gathered over fewer axes.
+
+    Args:
+      assembly: the assembled step.
+      only_stacked: whether only weights of stacked layers count.
     """
     shape, storing, gathered = assembly.mesh.shape, _storing(assembly), assembly.placed.rules.gathered
     result = collections.Counter({"+".join(storing): 0} if storing else {})
@@ -200,11 +215,12 @@ def _by_axes(assembly: Assembly, *, only_stacked: bool = False) -> collections.C
 
 
 def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
-    """Returns the minimum bytes on the wire for each axis larger than 1, in mesh order; unknown axes are left out.
+    """Returns axis, or axes joined by `+` -> minimum bytes that a device sends along them in a step, in mesh order.
 
-    Axes that store weights have one entry, joined by `+`: the partitioner gathers over all of them at once, and reduces
-    gradients over data together with them if data is left to it. Weights of experts are gathered over fewer axes, and
-    then have a separate entry.
+    Axes of size 1, and axes whose minimum is unknown, have no entry. Axes that store weights have one entry, joined by
+    `+`: the partitioner gathers weights over all of them together. If data is left to the partitioner, it also reduces
+    gradients over data together with them. Weights of experts are gathered over fewer axes, and then have a separate
+    entry.
     """
     shape, storing = dict(assembly.mesh.shape), _storing(assembly)
     parts, known = num_microbatches(assembly.config, shape), (assembly.cost.layer_bytes, assembly.cost.other_bytes)
@@ -230,15 +246,15 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
 
 
 def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float]:
-    """Returns (joined) axis -> bytes that a pipeline sends in idle clock ticks; {} without a pipeline.
+    """Returns axis, or axes joined by `+` -> bytes that a device sends in a pipeline's idle clock ticks.
 
-    In an idle tick the layers of a stage send the same bytes as in any other tick. Other traffic, such as look-up, head
-    and reduced gradients, is sent as often as in `wire_bytes_minimum`. So only axes along which layers send in each
-    tick have an entry.
+    Returns {} without a pipeline. In an idle tick the layers of a stage send the same bytes as in any other tick. Other
+    traffic, such as look-up, head and reduced gradients, is sent as often as in `wire_bytes_minimum`. So only axes
+    along which layers send in each tick have an entry.
 
     Args:
-      assembly: the assembly.
-      sent: bytes on the wire for each entry of `wire_bytes_minimum`.
+      assembly: the assembled step.
+      sent: key of `wire_bytes_minimum` -> bytes that a device of the compiled program sends along these axes.
     """
     if assembly.placed.program is None:
         return {}
@@ -260,7 +276,7 @@ def trained_elements(assembly: Assembly) -> int:
 def idle_share(assembly: Assembly) -> float:
     """Returns the share of a pipeline's clock ticks in which a stage idles, averaged over stages; 0 without a pipeline.
 
-    In a chunk with padding layers, the stage idles for the padding's part of the tick.
+    In a tick with padding layers, the stage idles for the padding's part of the tick.
     """
     program, stages = assembly.placed.program, assembly.task.stages
     if program is None or stages is None:
@@ -270,12 +286,12 @@ def idle_share(assembly: Assembly) -> float:
 
 
 def executor_bytes(assembly: Assembly) -> float | None:
-    """Returns the bytes that the pipeline's executor sends over its axis, by its own formula.
+    """Returns the bytes that a device sends over the pipeline axis in a step, by a formula for the pipeline's executor.
 
-    R: activations between layers. Each clock tick permutes R once. In ticks with embedding, its backward pass or the
-    head's input, R is summed over the stages, in its dtype if the width is even, else in float32. The head sums its
-    cotangent in float32, and the loss sums three numbers per token. One embedding precedes the first tick, and one
-    backward pass of it follows the last.
+    R: bytes of the activations between layers. Each clock tick permutes R once. In ticks with embedding, the backward
+    pass of the embedding, or the head, R is summed over the stages, in the compute dtype if the width is even, else in
+    float32. The head also sums the cotangent of its input in float32, and the loss sums three numbers per token. One
+    embedding precedes the first tick, and the backward pass of one embedding follows the last.
 
     Returns:
       Bytes; None without a pipeline, or if the task does not state its width.
@@ -301,9 +317,10 @@ def executor_bytes(assembly: Assembly) -> float | None:
 
 
 def model_flops(assembly: Assembly) -> tuple[float, float] | None:
-    """Returns (6 N + causal attention, 6 N + full attention) of one step, in FLOPs per device; None if not stated.
+    """Returns the model's FLOPs of a step per device, (with causal attention, with full attention); None if not stated.
 
-    Causal attention is half of full attention (PaLM, Chowdhery et al. 2022, appendix B, counts full).
+    For a transformer with N parameters, both numbers are 6 N per token plus the FLOPs of attention. Causal attention is
+    half of full attention (PaLM, Chowdhery et al. 2022, appendix B, counts full).
     """
     task = assembly.task
     if not task.flops_per_token:

@@ -1,4 +1,4 @@
-"""The memory of one device: from shardings, from the compiler's statistics, and whether it fits."""
+"""Computes the memory of one device from shardings and the compiler's statistics, and decides whether the step fits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,14 @@ NUM_BUFFERS_SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A large array in the program: its instruction, its shape as written, its bytes, and its source line."""
+    """A large array in the compiled program.
+
+    Attributes:
+      name: the instruction that creates the array.
+      shape: its dtype and dims, as in `f32[4,8]`.
+      num_bytes: its bytes.
+      source: `file:line` of the Python code that created the instruction; empty if unknown.
+    """
 
     name: str
     shape: str
@@ -32,20 +39,20 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device; None means unknown.
+    """The memory that a step needs on one device, in bytes; None means unknown.
 
     Attributes:
-      state: of the training state, computed from shardings.
-      batch_bytes: of the step's batch, computed from shardings.
-      compiler: the compiler's statistics; gradients are part of its temporaries. None if the compiler gave up.
-      arguments_expected_bytes: the arguments according to shardings, without arguments that the program does not read.
-      activations_bytes: temporaries without gradients.
+      state: bytes of the training state, computed from shardings.
+      batch_bytes: bytes of the step's batch, computed from shardings.
+      compiler: the compiler's statistics, whose temporaries include the gradients; None if the compiler gave up.
+      arguments_expected_bytes: bytes of the arguments that the program reads, computed from shardings.
+      activations_bytes: the compiler's temporaries minus gradients.
       device_bytes: the device's memory.
       capacity_bytes: usable memory of the device.
-      uncertainty_bytes: the possible error of the peak.
-      unread: names of arguments that the program does not read.
-      buffers: the largest arrays.
-      fits: true, false, or None if the peak is too close to the capacity, or the device is unknown.
+      uncertainty_bytes: the possible error of the compiler's peak, in either direction.
+      unread: names of the batch's entries that the program does not read.
+      buffers: the largest arrays of the program, largest first.
+      fits: whether the step fits; None if the peak is too close to the capacity, or the device is unknown.
     """
 
     state: StateBytes
@@ -62,19 +69,19 @@ class Memory:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Capacity minus peak; negative if the step does not fit."""
+        """Capacity minus peak; negative if the step does not fit, None if either is unknown."""
         if self.compiler is None or self.capacity_bytes is None:
             return None
         return self.capacity_bytes - self.compiler.peak_bytes
 
 
 def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Memory:
-    """Returns the memory of one device.
+    """Returns the memory that a compiled step needs on one device.
 
     Args:
-      compiled: the step.
-      cluster: the target.
-      program: its parsed text; None if the compiler gave up.
+      compiled: the compiled step.
+      cluster: the target cluster.
+      program: the parsed HLO text of the step; None if the compiler gave up.
     """
     assembly, stats = compiled.assembly, compiled.statistics
     state, batch = training_state_bytes(assembly.state, assembly.states.sums), bytes_of_device(assembly.batch)
@@ -98,9 +105,13 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
 
 
 def fits(peak_bytes: int | None, capacity_bytes: int | None, uncertainty_bytes: int, *, refused: bool) -> bool | None:
-    """Returns whether a peak fits a capacity.
+    """Returns whether a step fits its device; None if the peak is too close to the capacity, or if either is unknown.
 
-    Returns None if their distance is below the uncertainty, or if either is unknown.
+    Args:
+      peak_bytes: the step's peak; None: unknown.
+      capacity_bytes: the usable memory; None: unknown.
+      uncertainty_bytes: the possible error of the peak, in either direction.
+      refused: whether the compiler gave up for lack of memory; the result is then False.
     """
     if refused:
         return False
@@ -112,7 +123,12 @@ def fits(peak_bytes: int | None, capacity_bytes: int | None, uncertainty_bytes: 
 
 
 def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[str, int]]:
-    """Returns (name, bytes on a device) of each batch entry that the compiled program does not read."""
+    """Returns (name, bytes on a device) of each entry of the batch that the compiled program does not read.
+
+    Args:
+      assembly: the assembled step.
+      program: the parsed HLO text of the step; None if the compiler gave up, and the result is then empty.
+    """
     if program is None:
         return []
     named = (line.rest for line, _, _ in program.instructions("parameter") if "op_name=" in line.rest)
@@ -121,7 +137,11 @@ def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[
 
 
 def amax(program: Program) -> tuple[Buffer, ...]:
-    """Returns the largest arrays that the program allocates outside of fusions, one for each source line and shape."""
+    """Returns the largest arrays that a program allocates outside of fusions, largest first.
+
+    There are at most `NUM_BUFFERS_SHOWN` arrays. Arrays with the same source line and shape are listed once. Arrays in
+    host memory are left out.
+    """
     fused = {name for line, _, _ in program.instructions(*FUSIONS) for name in (line.attribute("calls"),)}
     found: dict[tuple[str, str], Buffer] = {}
     for computation, body in program.computations.items():

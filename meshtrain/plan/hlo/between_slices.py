@@ -1,13 +1,13 @@
 """Reads transfers between TPU slices: the compiler writes them as pairs of `send` and `recv` for the host's runtime.
 
-Uses no JAX. A collective over several slices becomes collectives within each slice, and pairs like this between them:
+Uses no JAX. A collective over several slices becomes collectives within each slice, and pairs like this between slices:
 
     %send = (f32[4,8]{1,0}, u32[], token[]) send(%x, %token), frontend_attributes={
       _xla_host_transfer_handler_name="xla_megascale_runtime", _xla_host_transfer_rendezvous="psum.1_0",
       _xla_megascale_target="{1,2}x{0:7}", _xla_megascale_transfer_type="ALL_REDUCE"}
 
-The target is `{slices}x{chips of each}`, or groups of chips, `{{100000,200000},{100001,200001}}`, or pairs of them,
-`{{100000->200000},{200000->100000}}`. Slices count from 1; chip 7 of slice 2 is 200007.
+The target is `{slices}x{chips of each slice}`, or groups of chips, `{{100000,200000},{100001,200001}}`, or pairs of
+chips, `{{100000->200000},{200000->100000}}`. Slices count from 1; chip 7 of slice 2 is 200007.
 """
 
 import re
@@ -29,13 +29,13 @@ CHIPS = 100_000  # chip numbers reserved for each slice
 
 
 class Sent(NamedTuple):
-    """A collective before its wire bytes are computed.
+    """A collective as read from an instruction, before its wire bytes are computed.
 
     Attributes:
-      kind: of `collectives.KINDS`, followed by `BETWEEN` if it connects slices.
+      kind: one of `collectives.KINDS`, followed by `BETWEEN` if the collective connects slices.
       axes: the mesh axes along which it runs, joined by `+`, or `irregular`.
-      group_size: the devices, or the slices, of one group.
-      whole_bytes: size of the full array.
+      group_size: number of devices in one group; number of slices if the collective connects slices.
+      whole_bytes: bytes of the full array.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Sent(NamedTuple):
 
 
 def is_send(line: Instruction) -> bool:
-    """Returns whether an instruction starts a transfer to other slices."""
+    """Returns whether an instruction starts a transfer to another slice."""
     return line.opcode == "send" and TARGET.search(line.rest) is not None
 
 
@@ -53,9 +53,9 @@ def sent_collective(line: Instruction, body: Sequence[Instruction], over: Mappin
     """Returns the collective that a `send` starts; the full array is the larger of the sent and the received array.
 
     Args:
-      line: the `send`.
-      body: its computation, which also contains the matching `recv`.
-      over: the slices along each axis, in mesh order; slices are numbered in row-major order.
+      line: the `send` instruction.
+      body: the instructions of its computation, including the matching `recv`.
+      over: mesh axis -> number of slices along it, in mesh order; slices are numbered in row-major order.
     """
     target, name = TARGET.search(line.rest), RENDEZVOUS.search(line.rest)
     assert target, line.rest

@@ -1,11 +1,11 @@
 """Lists the collectives of a compiled program: bytes, mesh axes, and overlap with matrix products. Uses no JAX.
 
 Wire bytes are the bytes that one device sends in a ring of n: (n - 1) / n of the full array for a gather, a scatter or
-an all-to-all, twice this for an all-reduce (Patarasuk and Yuan 2009), all of it for a permute.
+an all-to-all, twice this for an all-reduce (Patarasuk and Yuan 2009), the full array for a permute.
 
-A collective is counted once, in any notation. A start and its done are one collective, and so are the pieces of a TPU
-chain, which splits a gather over several fusions. A TPU's all-reduce counts as a reduce-scatter if each device keeps
-only a slice. Traffic between TPU slices is a separate collective, see `between_slices`.
+A collective is counted once, in any notation. A start operation and its done operation are one collective, and so are
+the pieces of a TPU chain, which splits a gather over several fusions. A TPU's all-reduce counts as a reduce-scatter if
+each device keeps only a slice. Traffic between TPU slices is a separate collective, see `between_slices`.
 """
 
 import collections
@@ -31,19 +31,19 @@ SCATTER = re.compile(r"^all-reduce-scatter")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program.
+    """One collective of a compiled program.
 
     Attributes:
-      name: of the instruction.
+      name: the name of its instruction.
       kind: one of `KINDS`, followed by `BETWEEN` if it connects slices.
       axes: the mesh axes along which it runs, joined by `+`, or `irregular`.
-      group_size: devices, or slices, in one group.
-      count: runs in a step.
-      logical_bytes: size of the full array, per run.
+      group_size: number of devices in one group; number of slices if it connects slices.
+      count: number of runs in a step.
+      logical_bytes: bytes of the full array, per run.
       wire_bytes: bytes that one device sends, per run.
       is_asynchronous: whether other work may run between its start and its end.
       is_overlapped: whether matrix products run between its start and its end.
-      source: `file:line`.
+      source: `file:line` of the Python code that created it; empty if unknown.
     """
 
     name: str
@@ -60,7 +60,18 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """All collectives of one kind along the same axes, in one step on one device."""
+    """The sum of all collectives of one kind along the same axes, in one step on one device.
+
+    Attributes:
+      axis: the mesh axes, joined by `+`, or `irregular`.
+      kind: one of `KINDS`, followed by `BETWEEN` if the collectives connect slices.
+      count: number of runs in a step.
+      logical_bytes: bytes of the full arrays.
+      wire_bytes: bytes that one device sends.
+      asynchronous_fraction: share of the wire bytes that asynchronous collectives send.
+      overlapped_fraction: share of the wire bytes sent by collectives that overlap matrix products.
+      sources: up to three `file:line` of the Python code, most wire bytes first.
+    """
 
     axis: str
     kind: str
@@ -78,12 +89,12 @@ def collectives(
     """Returns the collectives of a program that involve more than one device.
 
     Args:
-      program: scheduled.
-      mesh_shape: the size of each axis in mesh order; device i of the program is position i of the flattened mesh.
-      over: the number of TPU slices along each axis, see `mesh.over_slices`; None: there is one slice.
+      program: the parsed program, scheduled by the compiler.
+      mesh_shape: mesh axis -> size, in mesh order; device i of the program is position i of the flattened mesh.
+      over: mesh axis -> number of TPU slices along it, see `mesh.over_slices`; None: there is one slice.
 
     Raises:
-      ValueError: replica groups in an unknown syntax.
+      ValueError: replica groups have an unknown syntax.
     """
     products, slices = _with_products(program), over or dict.fromkeys(mesh_shape, 1)
     called_by_start = _asynchronous_bodies(program, products)
@@ -119,7 +130,16 @@ def collectives(
 def _inside(
     line: Instruction, body: Sequence[Instruction], mesh_shape: Mapping[str, int], over: Mapping[str, int]
 ) -> Sent:
-    """Returns the collective of an instruction; a collective within slices names only devices of the first slice."""
+    """Returns the collective of an instruction other than `send`.
+
+    A collective within slices lists only devices of the first slice, so its axes follow from the mesh of one slice.
+
+    Args:
+      line: the instruction.
+      body: the instructions of its computation.
+      mesh_shape: mesh axis -> size, in mesh order.
+      over: mesh axis -> number of TPU slices along it.
+    """
     kind = line.opcode.removesuffix("-start")
     of_slice = {axis: size // over[axis] for axis, size in mesh_shape.items()}
     groups = replica_groups(line.attributes, math.prod(of_slice.values()))
@@ -163,7 +183,15 @@ def _full_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> floa
 
 
 def _overlaps(body: Sequence[Instruction], start: int, products: set[str]) -> bool:
-    """Returns whether matrix products run between a start and its done, which may be in another computation."""
+    """Returns whether matrix products run between an asynchronous start and its done operation.
+
+    If the done operation is in another computation, the rest of this computation is searched.
+
+    Args:
+      body: the instructions of the computation, in order.
+      start: index of the start operation in `body`.
+      products: names of the computations that contain matrix products.
+    """
     for line in body[start + 1 :]:
         if line.opcode.endswith("-done") and body[start].name in line.operands:
             return False
@@ -173,7 +201,12 @@ def _overlaps(body: Sequence[Instruction], start: int, products: set[str]) -> bo
 
 
 def _asynchronous_bodies(program: Program, products: set[str]) -> dict[str, bool]:
-    """Returns, for each computation that an `async-start` runs, whether matrix products overlap it."""
+    """Returns name of each computation that an `async-start` runs -> whether matrix products overlap it.
+
+    Args:
+      program: the parsed program.
+      products: names of the computations that contain matrix products.
+    """
     return {
         called: _overlaps(body, at, products)
         for body in program.computations.values()
@@ -184,9 +217,9 @@ def _asynchronous_bodies(program: Program, products: set[str]) -> dict[str, bool
 
 
 def _with_products(program: Program) -> set[str]:
-    """Returns the computations that contain matrix products, directly or in computations that they call."""
+    """Returns the names of computations that contain matrix products, directly or in computations that they call."""
     result: set[str] = set()
-    # A computation is written before its callers.
+    # The program's text lists a computation before its callers.
     for name, body in program.computations.items():
         if any(_multiplies(line, result) for line in body):
             result.add(name)
@@ -200,11 +233,11 @@ def _multiplies(line: Instruction, products: set[str]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class LayerGradients:
-    """The gradients of stacked layers on the wire of the data axis, in one step on one device.
+    """The reduction of the gradients of stacked layers over the data axis, in one step on one device.
 
     Attributes:
-      wire_bytes: total bytes.
-      overlapped_fraction: the share reduced in a backward loop while matrix products run.
+      wire_bytes: bytes that the device sends.
+      overlapped_fraction: share of these bytes that is sent while matrix products run.
     """
 
     wire_bytes: float
@@ -214,16 +247,18 @@ class LayerGradients:
 def layer_gradients(
     found: Iterable[Collective], axis: str, wire_bytes: float, least_count: int = 2
 ) -> LayerGradients | None:
-    """Returns how much of the gradient traffic of stacked layers is overlapped, or None if there is none.
+    """Returns the gradient traffic of stacked layers, with its overlapped share; None if `wire_bytes` is 0.
 
     XLA merges collectives and drops the names of their operands. So gradients of layers are identified as the
-    all-reduces and reduce-scatters along the axis that run several times a step: the loop over layers has no others.
+    all-reduces and reduce-scatters along the data axis that run several times a step. The loop over layers contains no
+    other such collectives.
 
     Args:
       found: all collectives of a program.
-      axis: the data axis.
-      wire_bytes: of the gradients of all stacked layers, from their shapes.
-      least_count: minimum runs in a step of a collective of layers; 1 if gradients are reduced by pipeline chunk.
+      axis: the name of the data axis.
+      wire_bytes: bytes that a device sends for the gradients of all stacked layers, computed from their shapes.
+      least_count: minimum number of runs in a step by which a collective of layers is recognized; 1 if gradients are
+        reduced by pipeline chunk.
     """
     if not wire_bytes:
         return None
@@ -234,12 +269,16 @@ def layer_gradients(
 
 
 def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
-    """Returns the traffic that belongs to an axis, or to axes joined by `+`: along these axes together or each of them.
+    """Returns the rows of traffic that belong to an axis, or to axes joined by `+`: along all or some of these axes.
 
-    A collective along only `context` or only `expert` exchanges activations, and belongs only to that axis; weights are
-    gathered over all axes that store them at once. Weights of experts are not gathered over `expert`. A collective
-    along `tensor` and another axis moves a gradient or weight of the other axis, because activations of `tensor` cross
-    only `tensor`.
+    A collective along only `context` or only `expert` exchanges activations, so it belongs only to that axis. Weights
+    are gathered over all axes that store them together, but weights of experts are not gathered over `expert`. A
+    collective along `tensor` and another axis moves a gradient or weight of the other axis, because activations that
+    the tensor axis splits are sent only along `tensor`.
+
+    Args:
+      rows: the traffic along all axes.
+      axes: a mesh axis, or axes joined by `+`.
     """
     joined = set(axes.split("+"))
 
@@ -252,12 +291,12 @@ def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
 
 
 def sent_along(rows: Iterable[Traffic], axes: str) -> float:
-    """Returns the total wire bytes of the rows that `along` returns."""
+    """Returns the bytes that a device sends along an axis, or axes joined by `+`: the sum over the rows of `along`."""
     return sum(row.wire_bytes for row in along(rows, axes))
 
 
 def traffic(found: Iterable[Collective]) -> list[Traffic]:
-    """Sums collectives by axes and kind; rows with most wire bytes come first."""
+    """Returns the sums of collectives with the same axes and kind, most wire bytes first."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for one in found:
         groups.setdefault((one.axes, one.kind), []).append(one)

@@ -28,17 +28,24 @@ PROBABILITIES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s
 
 
 class Attention(NamedTuple):
-    """An attention kernel (`cudnn`, `splash` for TPUs or `triton` for GPUs) and its pass."""
+    """An attention kernel and one of its passes.
+
+    Attributes:
+      by: `cudnn`, `splash` (TPUs) or `triton` (GPUs).
+      part: the pass: `forward` or `backward`; `fwd`, `dq` or `dkv` for splash.
+    """
 
     by: str
     part: str
 
     def flops(self, query: Sequence[int], key: Sequence[int]) -> float:
-        """Returns 2 x products x batch x heads x queries x width x keys, without skipping masked blocks.
+        """Returns the FLOPs of the kernel, including the masked blocks, which it may skip.
+
+        The number is 2 x products x batch x heads x queries x width x keys.
 
         Args:
-          query: dims; for splash [.., heads, T, H], for others [batch, T, heads, H].
-          key: dims, in the same order.
+          query: shape of the query: [.., heads, T, H] for splash, [batch, T, heads, H] for other kernels.
+          key: shape of the key, in the same order of dims.
         """
         return 2.0 * PRODUCTS[self] * math.prod(query) * key[-2 if self.by == "splash" else 1]
 
@@ -62,9 +69,9 @@ class Work:
     """FLOPs of matrix products of one step on one device.
 
     Attributes:
-      products: outside of attention kernels.
-      attention: inside attention kernels, without the part that a causal or sliding-window kernel skips.
-      attention_full: inside attention kernels, with nothing skipped; comparable with products outside of kernels.
+      products: FLOPs outside of attention kernels.
+      attention: FLOPs of attention kernels, without the blocks that a causal or sliding-window kernel skips.
+      attention_full: FLOPs of attention kernels with skipped blocks, comparable with attention outside of kernels.
     """
 
     products: float
@@ -73,20 +80,20 @@ class Work:
 
     @property
     def total(self) -> float:
-        """FLOPs of products and attention, without skipped parts of attention."""
+        """FLOPs of products and attention, without the blocks that attention kernels skip."""
         return self.products + self.attention
 
     @property
     def full(self) -> float:
-        """FLOPs of products and attention, with nothing of attention skipped."""
+        """FLOPs of products and attention, with the blocks that attention kernels skip."""
         return self.products + self.attention_full
 
 
 def matmul_flops(program: Program) -> Work:
-    """Returns the work of a step.
+    """Returns the FLOPs of a program's matrix products in one step; each iteration of a loop is counted.
 
     Raises:
-      ValueError: a library call or an attention kernel does not state its dims, so its work would not be counted.
+      ValueError: a library call or an attention kernel does not state its dims, so its FLOPs cannot be counted.
     """
     works = [(program.num_runs[name], _work(body, program.shares)) for name, body in program.computations.items()]
     return Work(*(sum(runs * work[i] for runs, work in works) for i in range(3)))
@@ -105,7 +112,7 @@ def _work(body: list[Instruction], shares: Mapping[str, float]) -> tuple[float, 
 
 
 def attention_kernel(line: Instruction) -> Attention | None:
-    """Returns the attention kernel that an instruction calls; None for anything else."""
+    """Returns the attention kernel that an instruction calls; None for any other instruction."""
     if line.opcode != "custom-call":
         return None
     target, operation = first_group(TARGET, line), first_group(OPERATION, line)
@@ -119,11 +126,11 @@ def attention_kernel(line: Instruction) -> Attention | None:
 
 
 def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
-    """Returns the FLOPs of an attention kernel: (without skipped parts, in full).
+    """Returns the FLOPs of an attention kernel: (without skipped blocks, with skipped blocks).
 
     Args:
-      line: a call of an attention kernel.
-      shapes: of the operands.
+      line: the instruction that calls the kernel.
+      shapes: name of each operand -> its shape.
 
     Raises:
       ValueError: the call does not state the kernel's dims.
@@ -137,10 +144,11 @@ def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float
 
 
 def _splash_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attention) -> tuple[float, float] | None:
-    """Returns `attention_flops` of splash: queries [.., heads, T, H], keys [.., kv heads, T, H]; masks are integers.
+    """Returns the (FLOPs without, FLOPs with skipped blocks) of a splash kernel; None if its dims are unknown.
 
-    A mask has the dims [1, blocks of queries, maximum number of key blocks that a query block reads], or the last two
-    in reverse. With a sliding window, this maximum is below the number of key blocks.
+    The operands are queries [.., heads, T, H], keys [.., kv heads, T, H], and integer masks. A mask has the dims [1,
+    blocks of queries, maximum number of key blocks that a query block reads], or the last two in reverse. With a
+    sliding window, this maximum is below the number of key blocks.
     """
     arrays = line.operand_shapes(shapes)
     heads = [dims(shape) for shape in arrays if dtypes(shape)[0] in ("bf16", "f32") and len(dims(shape)) >= 3]
@@ -158,7 +166,7 @@ def _splash_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attentio
 
 
 def _triton_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attention) -> tuple[float, float] | None:
-    """Returns `attention_flops` of JAX's kernel for GPUs.
+    """Returns the (FLOPs without, FLOPs with skipped blocks) of JAX's GPU kernel; None if its dims are unknown.
 
     A causal kernel computes blocks on the diagonal completely.
     """
@@ -170,7 +178,10 @@ def _triton_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attentio
 
 
 def _cudnn_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attention) -> tuple[float, float] | None:
-    """Returns `attention_flops` of cuDNN's kernel; its call states the dims [batch, heads, queries, keys]."""
+    """Returns the (FLOPs without, FLOPs with skipped blocks) of cuDNN's kernel; None if its dims are unknown.
+
+    The call states the dims [batch, heads, queries, keys].
+    """
     probabilities = first_group(PROBABILITIES, line)
     if not probabilities:
         return None

@@ -7,23 +7,22 @@ from meshtrain.plan.hlo.products import grouped_kernel, used_share
 from meshtrain.plan.hlo.shapes import dims, num_bytes
 
 SLICES = ("dynamic-slice", "slice", "gather")
-STACK = ("layers", "experts", "rows", "columns")  # dims of weights of all layers, see `models/moe/grouped_matmul.py`
+STACK = ("layers", "experts", "rows", "columns")  # dims of stacked expert weights, see `models/moe/grouped_matmul.py`
 
 
 def bytes_moved(
     line: Instruction, body: list[Instruction], shapes: Mapping[str, str], shares: Mapping[str, float] | None = None
 ) -> float:
-    """Returns the bytes that an operation reads and writes.
+    """Returns the bytes that an operation reads and writes in device memory.
 
-    If it slices an array or updates it in place, only the slice counts.
-
-    A gather reads only a share of distinct rows; the other rows repeat one row that stays in the cache.
+    If it slices an array or updates the array in place, only the slice counts. A gather counts only its distinct rows;
+    the other rows repeat one row that stays in the cache.
 
     Args:
       line: the operation.
-      body: the instructions of the fusion, or the operation itself.
-      shapes: of the operands.
-      shares: see `Program.shares`; None: not known.
+      body: the instructions of the fusion that the operation calls; for other operations, only the operation.
+      shapes: name of each operand -> its shape.
+      shares: name scope -> share of a gather's rows that differ, see `parse.read`; None: all unknown.
     """
     share = lambda one: used_share(one.rest, shares or {}) if one.opcode == "gather" else 1.0  # noqa: E731
     inside = {one.name: one for one in body}
@@ -41,7 +40,7 @@ def bytes_moved(
     for one in body:
         if one.opcode == "parameter" and one.name in users:
             found = list(_users(one, users))
-            # Only the sliced array counts, not the index of a slice, which has a few bytes.
+            # The parameter must be the sliced array. If it is the index of a slice, its few bytes are read completely.
             slices = [user for value, user in found if user.opcode in SLICES and user.operands[0] == value.name]
             narrow = len(slices) + sum(_updates(user, value) for value, user in found) == len(found)
             sliced = sum(num_bytes(user.shape) * share(user) for user in slices)
@@ -51,16 +50,25 @@ def bytes_moved(
 
 
 def _read(line: Instruction, shape: str) -> float:
-    """Returns the bytes that an operation reads of an operand.
+    """Returns the bytes that an operation reads from one operand.
 
-    A kernel of experts reads one layer of a stacked weight.
+    An expert kernel reads only one layer of a weight that is stacked over layers.
+
+    Args:
+      line: the operation.
+      shape: the operand's shape.
     """
     sizes = dims(shape) if grouped_kernel(line) else ()
     return num_bytes(shape) / (sizes[0] if len(sizes) == len(STACK) else 1)
 
 
 def _users(line: Instruction, users: Mapping[str, list[Instruction]]) -> Iterator[tuple[Instruction, Instruction]]:
-    """Yields (value, its user) for all users of an array and of its bitcasts, which move no bytes."""
+    """Yields (value, instruction that reads it) for an array and its bitcasts, which move no bytes.
+
+    Args:
+      line: the instruction that creates the array.
+      users: name of an instruction -> the instructions that read its result.
+    """
     for user in users[line.name]:
         if user.opcode == "bitcast" and user.name in users:
             yield from _users(user, users)

@@ -38,11 +38,11 @@ class Instruction:
     """One instruction of a computation.
 
     Attributes:
-      name: without the percent sign.
-      shape: as written, with its layout; a tuple's in parentheses.
-      opcode: such as `dot`.
-      rest: operands and attributes, as written after the opening parenthesis.
-      is_root: whether it computes the computation's result.
+      name: the instruction's name, without the percent sign.
+      shape: the result's shape as written, with its layout; the shape of a tuple is in parentheses.
+      opcode: the operation, such as `dot`.
+      rest: the text after the opening parenthesis: operands, then attributes.
+      is_root: whether the instruction computes the result of its computation.
     """
 
     name: str
@@ -53,11 +53,15 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
-        """Names of the operands."""
+        """Names of the instructions whose results are the operands."""
         return NAME.findall(self.rest[: _closing(self.rest)])
 
     def operand_shapes(self, shapes: Mapping[str, str]) -> list[str]:
-        """Returns the shapes of the operands that `shapes` contains."""
+        """Returns the shapes of the operands; operands that `shapes` does not contain are left out.
+
+        Args:
+          shapes: name of an instruction -> shape of its result.
+        """
         return [shapes[name] for name in self.operands if name in shapes]
 
     @property
@@ -83,13 +87,13 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A parsed program: its computations by name, and how often each runs in one step.
+    """A parsed program: its computations, and how often each of them runs in one step.
 
     Attributes:
-      computations: the instructions of each, in execution order.
-      num_runs: runs of each in one step, through calls, fusions, and loops of known length.
+      computations: name of a computation -> its instructions, in execution order.
+      num_runs: name of a computation -> its runs in one step, through calls, fusions, and loops of known length.
       sources: id of a stack frame -> `file:line` of the program, the innermost line outside of other packages.
-      shares: name scope of operations -> the share of their runs or rows, see `read`.
+      shares: name scope of operations -> share of their runs or rows, or iterations of a loop, see `read`.
     """
 
     computations: Mapping[str, list[Instruction]]
@@ -98,7 +102,7 @@ class Program:
     shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def instructions(self, *opcodes: str) -> Iterator[tuple[Instruction, str, int]]:
-        """Yields (instruction, name of its computation, number of runs in one step)."""
+        """Yields (instruction, name of its computation, runs in one step) for all instructions with these opcodes."""
         for name, body in self.computations.items():
             yield from ((line, name, self.num_runs[name]) for line in body if line.opcode in opcodes)
 
@@ -116,12 +120,14 @@ def read(
 
     Args:
       text: the scheduled program.
-      is_helper: (file, qualified name of a function) -> whether `Program.source` names the function's caller instead.
+      is_helper: function (file, qualified name of a function) -> whether `Program.source` names the function's caller
+        instead.
       shares: name scope of operations -> a share: of a conditional's runs that take the second branch, of a kernel's
-        blocks that have rows, or of a gather's rows that differ; for a loop, the number of iterations. None: not known.
+        blocks that have rows, or of a gather's rows that differ; for a loop, the number of iterations. None: all
+        unknown.
 
     Raises:
-      ValueError: there is no entry computation, or a loop has an unknown length, so its work could not be counted.
+      ValueError: there is no entry computation, or a loop has an unknown length, so its operations cannot be counted.
     """
     computations: dict[str, list[Instruction]] = {}
     sections: dict[str, list[str]] = {name: [] for name in SECTIONS}
@@ -148,12 +154,22 @@ def read(
 
 
 def share_in(text: str, shares: Mapping[str, float]) -> float | None:
-    """Returns the share of the name scope that an operation's name contains; None if it contains no known scope."""
+    """Returns the share of the first known name scope that occurs in an operation's text; None if none occurs.
+
+    Args:
+      text: the operation's attributes or name scopes.
+      shares: name scope -> share.
+    """
     return next((share for scope, share in shares.items() if re.search(rf"\b{scope}\b", text)), None)
 
 
 def turns_in(text: str, known: Mapping[str, float]) -> float | None:
-    """Returns the number of iterations of a loop according to the name scope directly around it; None if unknown."""
+    """Returns the number of iterations of a loop according to the name scope directly around it; None if unknown.
+
+    Args:
+      text: the loop's attributes or name scopes, in which `/while` follows the scope.
+      known: name scope -> number of iterations.
+    """
     return next((turns for scope, turns in known.items() if re.search(rf"\b{scope}\)*/while\b", text)), None)
 
 
@@ -162,13 +178,13 @@ def runs_of_called(
 ) -> dict[str, float]:
     """Returns computation -> how often one run of an instruction runs it: a loop's iterations, a branch's share, or 1.
 
-    The branches of a conditional outside all scopes of `known` each count as run.
+    If the share of a conditional's branches is unknown, each branch counts as run once.
 
     Args:
-      computations: of the program.
-      caller: the computation of the instruction.
-      line: the instruction; if it calls nothing, the result is empty.
-      known: `Program.shares`.
+      computations: name of each computation of the program -> its instructions.
+      caller: name of the computation that contains the instruction.
+      line: the instruction; if it calls no computation, the result is empty.
+      known: name scope -> share or number of iterations, as in `Program.shares`.
 
     Raises:
       ValueError: the loop has neither known_trip_count nor a counter with a constant start, bound and step, and its
@@ -190,7 +206,7 @@ def _branch_shares(line: Instruction, known: Mapping[str, float]) -> dict[str, f
 
 def _num_runs(computations: dict[str, list[Instruction]], entry: str, known: Mapping[str, float]) -> Mapping[str, int]:
     num_runs: collections.Counter[str] = collections.Counter({entry: 1})
-    # A computation is written before its callers.
+    # The program's text lists a computation before its callers.
     for name in reversed(computations):
         if not num_runs[name]:
             continue
@@ -220,7 +236,15 @@ def _trip_count(
 def _loop_count(
     computations: Mapping[str, list[Instruction]], caller: str, loop: Instruction, condition: str, body: str
 ) -> int | None:
-    """Returns ceil((bound - start) / step) of `for (i = start; i < bound; i += step)`; None for any other loop."""
+    """Returns ceil((bound - start) / step) of `for (i = start; i < bound; i += step)`; None for any other loop.
+
+    Args:
+      computations: name of each computation of the program -> its instructions.
+      caller: name of the computation that contains the loop.
+      loop: the `while` instruction.
+      condition: name of the computation that tests the counter.
+      body: name of the computation that is repeated.
+    """
     lines, test = _lines_and_root(computations[condition])
     inner, arguments = lines, list[str]()
     if test.opcode == "fusion":
@@ -248,7 +272,13 @@ def _lines_and_root(body: list[Instruction]) -> tuple[dict[str, Instruction], In
 
 
 def _outside(line: Instruction, lines: Mapping[str, Instruction], arguments: list[str]) -> Instruction:
-    """Returns the instruction that provides a fusion's parameter, or the instruction itself."""
+    """Returns the instruction that provides a fusion's parameter; for any other instruction, the instruction itself.
+
+    Args:
+      line: an instruction, inside or outside of a fusion.
+      lines: name -> instruction of the computation that contains the fusion.
+      arguments: names of the fusion's operands; empty if the instruction is not in a fusion.
+    """
     if line.opcode == "parameter" and arguments:
         return lines[arguments[int(line.rest.partition(")")[0])]]
     return line
@@ -271,7 +301,13 @@ def _constant(line: Instruction, lines: Mapping[str, Instruction]) -> int | None
 
 
 def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int) -> int | None:
-    """Returns the constant that a loop body adds to the loop's counter, or None."""
+    """Returns the constant that a loop body adds to the loop's counter; None if it is not such a loop.
+
+    Args:
+      computations: name of each computation of the program -> its instructions.
+      body: name of the computation that is repeated.
+      counter: index of the counter in the tuple that the loop carries.
+    """
     lines, root = _lines_and_root(computations[body])
     if root.opcode != "tuple":
         return None
@@ -285,7 +321,7 @@ def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int
 
 
 def _closing(text: str) -> int:
-    """Returns the index of the parenthesis that closes a parenthesis opened before the text."""
+    """Returns the index of the parenthesis that closes a parenthesis opened before the text, else the text's length."""
     depth = 1
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1
@@ -295,7 +331,12 @@ def _closing(text: str) -> int:
 
 
 def _sources(sections: Mapping[str, list[str]], is_helper: IsHelper) -> dict[int, str]:
-    """Returns stack frame -> `file:line` of its innermost caller, ignoring installed packages and helpers."""
+    """Returns id of a stack frame -> `file:line` of the innermost caller outside of installed packages and helpers.
+
+    Args:
+      sections: name of a section of the program's header -> its lines.
+      is_helper: function (file, qualified name of a function) -> whether to skip the function's frames.
+    """
     files, functions = (
         {number: text.strip('"') for number, text in map(_instruction_number, sections[section])}
         for section in ("FileNames", "FunctionNames")

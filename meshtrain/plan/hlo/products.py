@@ -31,7 +31,10 @@ BATCH_GROUPS = re.compile(r"batch_group_count=(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The dims of `batch` matrix products [rows, contracted] x [contracted, columns]; means for products of blocks."""
+    """The dims of `batch` matrix products [rows, contracted] x [contracted, columns].
+
+    For the gradients of experts' weights, whose products have different sizes, `contracted` is the mean over experts.
+    """
 
     batch: float
     rows: float
@@ -40,7 +43,7 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """The FLOPs, 2 x result x contracted."""
+        """FLOPs of the products, 2 x result x contracted."""
         return 2.0 * math.prod(dataclasses.astuple(self))
 
 
@@ -51,12 +54,21 @@ def first_group(pattern: re.Pattern[str], line: Instruction) -> str:
 
 
 def is_product(line: Instruction) -> bool:
-    """Returns whether an instruction is a matrix product; attention kernels are not."""
+    """Returns whether an instruction is a matrix product; the products in attention kernels do not count."""
     return line.opcode in ("dot", "convolution") or _is_library(line) or grouped_kernel(line) is not None
 
 
 def product_flops(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> float:
-    """Returns the FLOPs of a matrix product; 0 for other operations. For arguments and errors see `product_of`."""
+    """Returns the FLOPs of a matrix product; 0 for other operations.
+
+    Args:
+      line: the operation.
+      shapes: name of each operand -> its shape.
+      shares: name scope -> share of an expert kernel's blocks that have rows, see `Program.shares`.
+
+    Raises:
+      ValueError: a library call or expert kernel does not state its dims, so its FLOPs cannot be counted.
+    """
     if line.opcode == "convolution":
         return _convolution_flops(line, shapes)
     product = product_of(line, shapes, shares)
@@ -64,15 +76,15 @@ def product_flops(line: Instruction, shapes: Mapping[str, str], shares: Mapping[
 
 
 def product_of(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> Product | None:
-    """Returns the dims of a product; None for other operations, and for convolutions, which TPUs use for products.
+    """Returns the dims of a matrix product; None for other operations, and for convolutions, with which TPUs multiply.
 
     Args:
       line: the operation.
-      shapes: of the operands.
-      shares: see `Program.shares`.
+      shapes: name of each operand -> its shape.
+      shares: name scope -> share of an expert kernel's blocks that have rows, see `Program.shares`.
 
     Raises:
-      ValueError: a library call does not state its dims, so its work would not be counted.
+      ValueError: a library call or expert kernel does not state its dims, so its FLOPs cannot be counted.
     """
     if line.opcode == "dot":
         contracted, batch = (line.attribute(f"lhs_{name}_dims") or "" for name in ("contracting", "batch"))
@@ -95,7 +107,7 @@ def _is_library(line: Instruction) -> bool:
 
 
 def grouped_kernel(line: Instruction) -> str | None:
-    """Returns which kernel of experts an instruction calls: `times` (products), `weights` (gradients) or None."""
+    """Returns the expert kernel that an instruction calls: `times` (products) or `weights` (gradients); else None."""
     if line.opcode != "custom-call" or first_group(TARGET, line) not in GROUPED_TARGETS:
         return None
     match = GROUPED.search(first_group(OPERATION, line))
@@ -115,16 +127,21 @@ def _grouped_products(part: str, line: Instruction, shapes: Mapping[str, str], s
 
 
 def used_share(text: str, shares: Mapping[str, float]) -> float:
-    """Returns the share of blocks that have rows, by the name scope of an operation; 1 if unknown."""
+    """Returns the share of a kernel's blocks that have rows, or of a gather's rows that differ; 1 if unknown.
+
+    Args:
+      text: the operation's attributes or name scopes.
+      shares: name scope -> share.
+    """
     share = share_in(text, shares)
     return 1.0 if share is None else share
 
 
 def _convolution_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
-    """Returns 2 x result x input features x the window's positions on data.
+    """Returns the FLOPs of a convolution: 2 x result x input features x the window's positions on data.
 
-    A TPU writes a matrix product over several dims as a convolution with padding; positions on padding, or between
-    dilated elements, do not count.
+    A TPU writes a matrix product over several dims as a convolution with padding. Window positions on padding, or
+    between dilated elements, do not count.
     """
     labels = DIM_LABELS.search(line.rest)
     assert labels, line.rest
@@ -141,7 +158,15 @@ def _convolution_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One dim of a convolution's window: its size, stride, padding before the left operand, and both dilations."""
+    """One dim of a convolution's window.
+
+    Attributes:
+      size: number of elements of the window.
+      stride: distance between the windows of neighboring outputs.
+      low: number of padding elements before the left operand.
+      left_dilation: distance between neighboring elements of the left operand.
+      right_dilation: distance between neighboring elements of the window.
+    """
 
     size: int
     stride: int
@@ -159,7 +184,13 @@ def _window(fields: Mapping[str, str], dim: int) -> Window:
 
 
 def places_on_data(size: int, num_outputs: int, window: Window) -> int:
-    """Returns the number of pairs (output, window position) of one dim that cover an element of the left operand."""
+    """Returns the number of pairs (output, window position) along one dim that cover an element of the left operand.
+
+    Args:
+      size: size of the left operand along the dim.
+      num_outputs: size of the result along the dim.
+      window: the window along the dim.
+    """
     end, result = (size - 1) * window.left_dilation + 1, 0
     first = np.arange(num_outputs) * window.stride - window.low
     for place in range(window.size):

@@ -1,10 +1,10 @@
 """Parses replica groups in their four syntaxes, and maps them to mesh axes. Uses no JAX.
 
-    {{0,1},{2,3}}                            written out; {} is all devices together
-    [4,2]<=[8]                               numbers in order, four groups of two
-    [4,2]<=[2,2,2]T(1,0,2)                   the same of a transposed array
+    {{0,1},{2,3}}                            lists of device numbers; {} is one group of all devices
+    [4,2]<=[8]                               four groups of two devices, with the numbers 0 to 7 in order
+    [4,2]<=[2,2,2]T(1,0,2)                   the numbers 0 to 7 in the order of a transposed array [2,2,2]
     mesh['a'=2,'b'=4] {'b'}                  along named axes of a mesh; 'b':(1)2 is a part of an axis,
-                                             `, device_ids=([2,4]T(1,0))` gives the order of its devices
+                                             `, device_ids=([2,4]T(1,0))` gives the order of the mesh's devices
 G: groups, n: devices in a group.
 """
 
@@ -24,11 +24,11 @@ IRREGULAR = "irregular"
 
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Returns the groups of a collective, int [G, n]; for a permute, the pairs of source and target, [G, 2].
+    """Returns the groups of a collective, int [G, n]; for a permute, the (source, target) pairs, int [G, 2].
 
     Args:
-      attributes: the instruction's attributes, as text.
-      num_devices: devices of the program, for `{}`.
+      attributes: the text of the instruction's attributes.
+      num_devices: number of devices of the program, which `{}` lists.
 
     Raises:
       ValueError: the text has none of the four syntaxes.
@@ -52,13 +52,27 @@ def _numbers(text: str) -> list[int]:
 
 
 def _device_numbers(dims: str, order: str | None) -> np.ndarray:
-    """Returns the device numbers as an array, int [*dims], transposed if `order` is given."""
+    """Returns the device numbers 0, 1, ... as an array, int [*dims], transposed if `order` is given.
+
+    Args:
+      dims: sizes separated by commas.
+      order: the new order of the dims, separated by commas; None: not transposed.
+    """
     sizes = _numbers(dims)
     return np.arange(math.prod(sizes)).reshape(sizes).transpose(_numbers(order) if order else range(len(sizes)))
 
 
 def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
-    """Returns the groups along some axes of a mesh; its devices are in order unless `device_ids` is given."""
+    """Returns the groups along some axes of a mesh, int [G, n].
+
+    Args:
+      mesh: the axes and their sizes, such as `'a'=2,'b'=4`.
+      device_ids: the order of the mesh's devices, such as `[2,4]T(1,0)`; None: 0, 1, ...
+      axes: the axes along which groups run, such as `'b'` or `'b':(1)2`.
+
+    Raises:
+      ValueError: `device_ids` has an unknown syntax.
+    """
     sizes = {name: int(size) for name, size in AXIS.findall(mesh)}
     order = np.arange(math.prod(sizes.values()))
     if device_ids:
@@ -66,7 +80,7 @@ def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
         if not match:
             raise ValueError(f"unknown order of devices: {device_ids}")
         order = _device_numbers(match[1], match[2])
-    # An axis may be given in part: it is split into (before, part, after), and groups run along the part only.
+    # If a part of an axis is given, the axis is split into (before, part, after), and groups run only along the part.
     shape, chosen = list[int](), list[int]()
     wanted = {name: (before, size) for name, before, size in PART.findall(axes)}
     for name, size in sizes.items():
@@ -85,9 +99,9 @@ def axes_of(groups: np.ndarray, mesh_shape: Mapping[str, int], *, are_pairs: boo
     """Returns the mesh axes along which groups run, joined by `+` in mesh order.
 
     Args:
-      groups: [G, n], positions in the flattened mesh.
-      mesh_shape: the size of each axis, in mesh order.
-      are_pairs: whether they are the pairs of a permute, [G, 2], source and target, which need not cover the axis.
+      groups: int [G, n], positions in the flattened mesh.
+      mesh_shape: mesh axis -> size, in mesh order.
+      are_pairs: whether the groups are the (source, target) pairs of a permute, which need not cover the axis.
 
     Returns:
       The axes; '' if each group is a single device, `irregular` if groups are not complete lines, planes, ... of the

@@ -8,7 +8,7 @@ BITS_IN_NAME = re.compile(r"^[a-z]+(\d+)")
 
 
 def dims(shape: str) -> tuple[int, ...]:
-    """Returns the dims of an array; for a tuple, the dims of its first array."""
+    """Returns the sizes of an array's dims; for a tuple, the sizes of its first array."""
     match = ARRAY.search(shape)
     assert match, shape
     return _dims(match[2])
@@ -19,7 +19,7 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def bits(dtype: str) -> int:
-    """Returns the bits of one element: `bf16` has 16, `f8e4m3fn` 8, `s4` 4, `pred` 8; `token` has none."""
+    """Returns the bits of one element: 16 for `bf16`, 8 for `f8e4m3fn` and `pred`, 4 for `s4`, 0 for `token`."""
     if dtype == "pred":
         return 8
     match = BITS_IN_NAME.search(dtype)
@@ -27,7 +27,7 @@ def bits(dtype: str) -> int:
 
 
 def num_bytes(shape: str) -> float:
-    """Returns the bytes of an array, or of all arrays of a tuple, without the padding of tilings."""
+    """Returns the bytes of an array, or of all arrays of a tuple, without the padding of tiled layouts."""
     return sum(bits(dtype) * math.prod(_dims(sizes)) / 8 for dtype, sizes in ARRAY.findall(shape))
 
 
@@ -37,7 +37,7 @@ def dtypes(shape: str) -> tuple[str, ...]:
 
 
 def parts(shape: str) -> list[str]:
-    """Returns the elements of a tuple as text; for an array, a list with the array itself."""
+    """Returns the shape of each element of a tuple, as text; for an array, a list with only its shape."""
     if not shape.startswith("("):
         return [shape]
     found, depth, start = list[str](), 0, 1

@@ -17,20 +17,20 @@ from meshtrain.plan.search.estimate import Weights, estimate_bytes, estimate_sec
 from meshtrain.sharding.param_sharding import MAX_LEVEL, num_parts
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, default_rules, model_axes, partitioned_axes
 
-MODEST = 1.15  # an estimate may be too high by this factor: it is dropped only above this multiple of the capacity
+MODEST = 1.15  # estimates may be too high by this factor: above this multiple of the capacity, candidates are dropped
 MICROBATCHES_A_STAGE = (2, 4, 8)
-LESS_KEPT = ("selective", "full")  # remat policies, the fastest first
+LESS_KEPT = ("selective", "full")  # remat policies that save fewer activations, the fastest first
 # With experts, `selective` saves mostly the rows of experts.
 LESS_KEPT_OF_EXPERTS = ("selective", "save_attention", "full")
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A change of the configuration for a cluster, with estimates of its memory and time.
+    """A change of the configuration, with estimates of its memory and time on the target cluster.
 
     Attributes:
       change: dotted key -> value, to be changed in the configuration.
-      shape: its mesh.
+      shape: mesh axis -> size.
       guessed_bytes: estimated bytes of one device.
       guessed_seconds: estimated seconds of a step.
     """
@@ -42,11 +42,11 @@ class Candidate:
 
 
 def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Candidate]:
-    """Returns the legal candidates that may fit, fastest estimate first.
+    """Returns the legal candidates that may fit the cluster, fastest estimate first.
 
     Args:
-      config: to run.
-      cluster: the target.
+      config: the configuration to vary.
+      cluster: the target cluster.
       only_mesh: whether only the mesh varies, and microbatches, schedules, remat policies and the ZeRO level stay as
         configured.
     """
@@ -71,14 +71,14 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
 
 
 def expert_sizes(weights: Weights, num_devices: int, devices_each: int) -> list[int]:
-    """Returns the sizes of the expert axis to consider: 1, and powers of 2 that divide the experts.
+    """Returns the sizes of the expert axis to consider: 1, and powers of 2 that divide the number of experts.
 
-    Each layer sends tokens to all devices of the axis, so it stays within a host.
+    Each layer sends tokens to all devices of the axis, so only fast links may connect them.
 
     Args:
-      weights: of the task.
-      num_devices: of the cluster.
-      devices_each: of a host.
+      weights: the abstract training state of the task.
+      num_devices: number of devices in the cluster.
+      devices_each: number of devices that fast links connect, see `Cluster.devices_each`.
     """
     most = math.gcd(weights.num_experts, num_devices) if weights.num_experts else 1
     return [size for size in divisors(most) if size <= devices_each and not size & (size - 1)]
@@ -90,28 +90,30 @@ def _inside_layers() -> tuple[str, ...]:
 
 
 def _first_that_fits(guesses: list[Candidate], capacity: float) -> Candidate | None:
-    """Returns the first estimate within the capacity, else the first slightly above it; None if all are too large.
+    """Returns the first candidate within the capacity, else the first slightly above it; None if all are too large.
 
-    Later estimates have higher ZeRO levels, which send more.
+    Args:
+      guesses: candidates that differ in their ZeRO level, lowest level first, because higher levels send more.
+      capacity: usable bytes of a device.
     """
     limits = (capacity, MODEST * capacity)
     return next((one for limit in limits for one in guesses if one.guessed_bytes <= limit), None)
 
 
 def _candidate(config: Config, change: Change, shape: dict[str, int], weights: Weights, cluster: Cluster) -> Candidate:
-    """Returns a change with its estimates."""
+    """Returns the candidate for a change: with the estimated bytes and seconds of the changed configuration."""
     changed = with_change(config, change)
     seconds = estimate_seconds(changed, shape, weights, cluster.accelerator, cluster.devices_each)
     return Candidate(change, shape, estimate_bytes(changed, shape, weights), seconds)
 
 
 def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] = (1,)) -> Iterator[dict[str, int]]:
-    """Yields every way to write a number of devices as a product of axis sizes.
+    """Yields axis -> size for every mesh with this number of devices.
 
     Args:
-      num_devices: the product.
-      parts: allowed sizes of the axis that splits sequences.
-      shares: allowed sizes of the axis that splits experts.
+      num_devices: the product of the sizes.
+      parts: allowed sizes of the context axis, which splits sequences.
+      shares: allowed sizes of the expert axis.
     """
     outer, *others = AXES
     choices = dict.fromkeys(others, divisors(num_devices)) | {CONTEXT: parts, EXPERT: shares}
@@ -122,10 +124,16 @@ def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] 
 
 
 def ways(config: Config, shape: dict[str, int], *, only_mesh: bool, has_experts: bool = False) -> Iterator[Change]:
-    """Yields the changes to try on one mesh: each sets the mesh and, unless `only_mesh`, microbatches and more.
+    """Yields the changes to try on one mesh: each sets the mesh, microbatches, remat policy and pipeline schedule.
 
     With experts, a single microbatch with all sequences is tried too: weights of experts are large compared to the work
     of a token, and are gathered for each microbatch.
+
+    Args:
+      config: the configuration to vary.
+      shape: mesh axis -> size.
+      only_mesh: whether to set only the mesh.
+      has_experts: whether the model has experts.
     """
     mesh = to_mesh(shape)
     if only_mesh:
@@ -157,7 +165,13 @@ def ways(config: Config, shape: dict[str, int], *, only_mesh: bool, has_experts:
 
 
 def _levels(config: Config, shape: dict[str, int], weights: Weights) -> list[Change]:
-    """Returns the ZeRO levels to try on one mesh: the configured level, then higher levels."""
+    """Returns the changes of the ZeRO level to try on one mesh: {} (the configured level), then each higher level.
+
+    Args:
+      config: the configuration, changed to this mesh.
+      shape: mesh axis -> size.
+      weights: the abstract training state of the task.
+    """
     if shape[DATA] == 1:
         return [{}]
     higher = range(config.zero.effective_level + 1, MAX_LEVEL + 1)

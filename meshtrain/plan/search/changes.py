@@ -1,4 +1,4 @@
-"""Searches the cheapest changes that would make a step fit. Each change is compiled before it is suggested."""
+"""Searches the cheapest changes that make a step fit its device; each change is compiled before it is suggested."""
 
 import itertools
 from collections.abc import Iterator
@@ -31,9 +31,9 @@ def candidates(config: Config, shape: dict[str, int], held: Memory) -> Iterator[
     """Yields changes that save memory, cheapest in time first; some may be illegal, which the caller has to check.
 
     Args:
-      config: of the step that does not fit.
-      shape: its mesh.
-      held: its memory.
+      config: the configuration of the step that does not fit.
+      shape: mesh axis -> size of this step.
+      held: the memory of this step.
     """
     # Splitting sequences does not help if weights take most of the memory.
     parts = in_more_parts(config, shape) if activations_dominate(held) else {}
@@ -45,7 +45,13 @@ def candidates(config: Config, shape: dict[str, int], held: Memory) -> Iterator[
 
 
 def changes_to_try(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Change]:
-    """Yields each single change that may suffice, then the combination of all changes that keep the mesh."""
+    """Yields each single change that may make the step fit, then the combination of all changes that keep the mesh.
+
+    Args:
+      config: the configuration of the step that does not fit.
+      shape: mesh axis -> size of this step.
+      held: the memory of this step.
+    """
     together: Change = {}
     for change in candidates(config, shape, held):
         if change != {FROZEN_DTYPE: FROZEN} or held.state.parameters // 2 > -(held.margin_bytes or 0):
@@ -57,10 +63,10 @@ def changes_to_try(config: Config, shape: dict[str, int], held: Memory) -> Itera
 
 
 def cheapest(plan: Plan) -> list[tuple[Change, int]]:
-    """Returns up to three changes that make a step fit, each with the bytes of free memory it leaves.
+    """Returns up to three changes that make a step fit, each with the free memory that remains, in bytes.
 
     Args:
-      plan: of a step that does not fit.
+      plan: the plan of a step that does not fit.
     """
     config, cluster, result = plan.compiled.assembly.config, plan.cluster, list[tuple[Change, int]]()
     changes = changes_to_try(config, dict(plan.compiled.assembly.mesh.shape), plan.memory)
@@ -82,7 +88,13 @@ def _compiler_refuses(config: Config, cluster: Cluster) -> bool:
 
 
 def _spare(config: Config, cluster: Cluster, what: str) -> int | None:
-    """Returns free memory in bytes, or None if the configuration does not fit."""
+    """Compiles a configuration and returns its free memory in bytes, or None if it does not fit.
+
+    Args:
+      config: the changed configuration.
+      cluster: the target cluster.
+      what: the change as text, shown while the compiler works.
+    """
 
     def compiled() -> int | None:
         try:
@@ -96,7 +108,11 @@ def _spare(config: Config, cluster: Cluster, what: str) -> int | None:
 
 
 def text(plan: Plan) -> str:
-    """Returns a text with a line for each change that would make a step fit."""
+    """Returns a line of text for each change that would make a step fit, or one line if no such change is known.
+
+    Args:
+      plan: the plan of a step that does not fit.
+    """
     found = cheapest(plan)
     if not found:
         return "no single change makes it fit: more devices, or another mesh (--search)"

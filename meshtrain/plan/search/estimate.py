@@ -44,10 +44,10 @@ class Weights:
     """The abstract training state of a task, in layer order and without shardings.
 
     Attributes:
-      task: without a mesh; only its sizes are used.
-      params: abstract parameters.
-      axes: their logical axes.
-      trained: path -> whether a weight has gradients.
+      task: the task without a mesh; only its sizes are used.
+      params: a pytree of abstract parameters.
+      axes: a pytree with the logical axes of each parameter.
+      trained: path of each parameter -> whether it has a gradient.
       moments: (array, logical axes) for each array of the optimizer's state.
     """
 
@@ -75,14 +75,14 @@ class Weights:
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the parameters that belongs to experts, which the expert axis splits and never gathers."""
+        """The share of the parameters that belongs to experts. The expert axis splits them and does not gather them."""
         return sum(math.prod(leaf.shape) for _, leaf, axes in self.leaves if EXPERTS in axes) / self.num_parameters
 
     @property
     def num_experts(self) -> int:
-        """The greatest common divisor of the numbers of experts, which the expert axis must divide.
+        """The greatest common divisor of the numbers of experts of all expert weights; 0 without experts.
 
-        It is 0 without experts.
+        The size of the expert axis must divide it.
         """
         return math.gcd(*(leaf.shape[axes.index(EXPERTS)] for _, leaf, axes in self.leaves if EXPERTS in axes))
 
@@ -91,7 +91,7 @@ def weights_of(config: Config) -> Weights:
     """Returns the abstract training state of a configuration's task; touches no device.
 
     Raises:
-      UserError: see `tasks.find`; or `optimizer.trainable` matches nothing.
+      UserError: the task is unknown, its options are invalid, or `optimizer.trainable` matches no parameter.
     """
     task = abstract_task(config)
     params, axes = abstract_params(task, None, 2)
@@ -106,7 +106,13 @@ def weights_of(config: Config) -> Weights:
 
 
 def placement_problems(config: Config, shape: Mapping[str, int], weights: Weights) -> list[Problem]:
-    """Returns an error line for each weight that the rules cannot place on a mesh."""
+    """Returns an error for each weight that the sharding rules cannot place on a mesh.
+
+    Args:
+      config: the configuration, with the layout and the pipeline.
+      shape: mesh axis -> size.
+      weights: the abstract training state of the task.
+    """
     params, stack = weights.params, _stack(config, shape, weights.task)
     if stack is not None:
         params = {**params, "layers": stack.places(params["layers"])}
@@ -118,7 +124,7 @@ def _stack(config: Config, shape: Mapping[str, int], task: Task) -> Stack | None
 
 
 def _places_a_layer(config: Config, shape: Mapping[str, int], task: Task) -> float:
-    """Returns the number of places for layers that a pipeline computes per layer; above 1 if it has padding layers."""
+    """Returns (layers + padding layers) / layers, which multiplies work and memory; 1 without a pipeline."""
     stack = _stack(config, shape, task)
     return stack.num_places / stack.num_layers if stack else 1.0
 
@@ -126,12 +132,12 @@ def _places_a_layer(config: Config, shape: Mapping[str, int], task: Task) -> flo
 def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> int:
     """Returns the bytes of a device's training state, equal to `StateBytes.total` but without assembling the step.
 
-    It consists of parameters, gradient sums, moments and the arrays of an extension.
+    The state consists of parameters, gradient sums, moments and the arrays of an extension.
 
     Args:
-      config: its layout, ZeRO level and offload of moments are used.
-      shape: the size of each mesh axis.
-      weights: of the task, see `weights_of`; they can be placed on this mesh.
+      config: the configuration; its layout, ZeRO level, pipeline, precision, extension and offload of moments are used.
+      shape: mesh axis -> size.
+      weights: the abstract training state of the task, see `weights_of`; it can be placed on this mesh.
     """
     level = config.zero.effective_level
     rules = rules_of_level(default_rules(config.layout), level)
@@ -157,7 +163,13 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
 
 
 def estimate_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> float:
-    """Returns the estimated bytes of one device: state, saved activations, logits."""
+    """Returns the estimated bytes of one device: training state, saved activations, temporaries of a layer or the head.
+
+    Args:
+      config: the configuration.
+      shape: mesh axis -> size.
+      weights: the abstract training state of the task.
+    """
     cost = _cost(config, shape)
     kept = _microbatches_kept(config, shape) * cost.kept_bytes * _places_a_layer(config, shape, weights.task)
     kept += cost.working_bytes
@@ -165,7 +177,7 @@ def estimate_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -
 
 
 def _cost(config: Config, shape: Mapping[str, int]) -> Cost:
-    """Returns the cost of a microbatch of a changed configuration, with its task rebuilt."""
+    """Returns the activation costs of one microbatch on one device of a mesh; the built task is cached."""
     # Mesh, pipeline and microbatches do not change the task; leaving them out makes the cache effective.
     task = _task(dataclasses.replace(config, mesh=MeshOptions(), pipeline=PipelineOptions(), accumulation_steps=1))
     units = units_on_device(config, task, default_rules(config.layout), shape)
@@ -183,10 +195,11 @@ def _chunks(config: Config, shape: Mapping[str, int]) -> int:
 
 
 def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
-    """Returns how many microbatches, in all its layers, the busiest pipeline stage stores for the backward pass.
+    """Returns the number of microbatches whose activations the busiest pipeline stage stores for the backward pass.
 
-    In an alternating schedule with V chunks, the first of S stages stores up to V S + S - 1 chunks (`program.py`); V
-    chunks are one microbatch. `gpipe` stores all M. A custom schedule is estimated like an alternating one.
+    The number is a fraction if the stage stores only some chunks of a microbatch. In an alternating schedule with V
+    chunks, the first of S stages stores up to V S + S - 1 chunks (`program.py`); V chunks are one microbatch. `gpipe`
+    stores all M microbatches. A custom schedule is estimated like an alternating schedule. Without a pipeline it is 1.
     """
     stages, chunks, parts = shape[PIPELINE], config.pipeline.num_chunks, config.pipeline.num_microbatches
     if stages == 1:
@@ -204,11 +217,12 @@ def estimate_seconds(
     """Returns the estimated seconds of a step: products with idle clock ticks, gradient sums, half of the transfers.
 
     Args:
-      config: to run.
-      shape: the size of each mesh axis.
-      weights: of its task.
-      accelerator: None if unknown; every mesh then has the same estimate.
-      devices_each: devices of one host.
+      config: the configuration.
+      shape: mesh axis -> size.
+      weights: the abstract training state of the task.
+      accelerator: the published peaks of a device; None if unknown, which gives every mesh of the cluster the same
+        estimate.
+      devices_each: number of devices that fast links connect, see `Cluster.devices_each`.
     """
     if accelerator is None:
         return float(math.prod(shape.values()))
@@ -231,9 +245,16 @@ def estimate_seconds(
 def _sending_seconds(
     config: Config, shape: Mapping[str, int], weights: Weights, accelerator: Accelerator, devices_each: int
 ) -> dict[str, float]:
-    """Returns axis -> seconds of a device's traffic along it; the key `STORED` is for weights.
+    """Returns mesh axis -> seconds that a device sends along it in a step; the key `STORED` is for gathering weights.
 
-    Only axes larger than 1 have an entry.
+    Other keys are axes larger than 1.
+
+    Args:
+      config: the configuration.
+      shape: mesh axis -> size.
+      weights: the abstract training state of the task.
+      accelerator: the published peaks of a device.
+      devices_each: number of devices that fast links connect, see `Cluster.devices_each`.
     """
     link = accelerator.link_bytes_per_second
     network = accelerator.network_bytes_per_second or link
@@ -249,15 +270,22 @@ def _sending_seconds(
     of_experts, inside = of_stage * weights.share_of_experts, devices_each // shape[TENSOR]
 
     def gathering(elements: float, num_devices: int, num_inside: int) -> float:
-        """Returns the seconds of all gathers and scatters; devices of a host in the same group share its network."""
+        """Returns the seconds of all gathers and scatters of weights; devices of a group in one host share its network.
+
+        Args:
+          elements: number of gathered elements.
+          num_devices: number of devices in the group.
+          num_inside: number of devices of a host that the group can contain.
+        """
         neighbours = max(1, min(num_devices, num_inside))
         speed = link if neighbours == num_devices else min(link, network * neighbours)
         return (GATHERS + SCATTERS) * itemsize * elements * parts / speed if num_devices > 1 else 0.0
 
     def of_activations(axis: str) -> float:
-        """Returns the seconds that a step spends on sending activations over a mesh axis.
+        """Returns the seconds that a device sends activations over a mesh axis in a step.
 
-        It uses the speed within a host if the devices of this axis and the tensor axis fit in one host.
+        Transfers use the links within a host if the devices of this axis and the tensor axis fit in one host, else the
+        network.
         """
         sent = parts * sum(each[axis] for each in (cost.layer_bytes, cost.other_bytes) if axis in each)
         is_inside = axis == TENSOR or shape[axis] * shape[TENSOR] <= devices_each
@@ -277,9 +305,15 @@ def _sending_seconds(
 
 
 def _bytes_over_data(config: Config, shape: Mapping[str, int], parts: int, itemsize: int) -> float:
-    """Returns the bytes per parameter sent between data-parallel replicas in a step of M microbatches.
+    """Returns the bytes per parameter that are sent between data-parallel replicas in a step.
 
     The formulas are in the table of `param_sharding.py`.
+
+    Args:
+      config: the configuration.
+      shape: mesh axis -> size.
+      parts: number of microbatches.
+      itemsize: bytes of an element in the compute dtype.
     """
     level = config.zero.effective_level
     if (sent := extensions.estimate(config, shape).sent_bytes) is not None:

@@ -34,10 +34,10 @@ class Found:
     """The result of a search.
 
     Attributes:
-      cluster: the target.
-      ranked: (candidate, plan), fitting plans first, then by modelled time.
-      num_candidates: number of legal candidates that may fit; some of them were compiled.
-      refused: (candidate, reason) for candidates that could not be assembled; they count as compiled.
+      cluster: the target cluster.
+      ranked: (candidate, plan) for compiled candidates: fitting plans first, then by modelled time.
+      num_candidates: number of legal candidates that may fit, compiled or not.
+      refused: (candidate, error) for candidates that could not be assembled; they count as compiled.
     """
 
     cluster: Cluster
@@ -55,16 +55,16 @@ def search(
     most: int = COMPILED,
     compiled_by: Callable[[Config, Mapping[str, int], Cluster], Compiled] = compile_step,
 ) -> Found:
-    """Compiles the candidates with the best estimates and ranks them.
+    """Compiles the candidates with the best estimates and ranks them by their plans.
 
     Args:
-      config: to run; its mesh is ignored.
-      cluster: the target.
-      assumptions: of the model of time.
+      config: the configuration to vary; its mesh is ignored.
+      cluster: the target cluster.
+      assumptions: the assumptions of the time model.
       only_mesh: whether only the mesh varies, and microbatches, schedules, remat policies and the ZeRO level stay as
         configured.
       most: maximum number of compiled candidates.
-      compiled_by: compiles a step.
+      compiled_by: function that compiles a step.
 
     Raises:
       UserError: no mesh is legal on this cluster and may fit it.
@@ -97,7 +97,11 @@ def search(
 
 
 def diverse(found: list[Candidate]) -> list[Candidate]:
-    """Orders candidates for compilation: fastest estimate first, but at most two of each mesh before the rest."""
+    """Orders candidates for compilation: up to two of each mesh, then all others, each with the fastest estimate first.
+
+    Args:
+      found: the candidates, fastest estimate first.
+    """
     per_mesh = collections.Counter[tuple[int, ...]]()
     first, others = list[Candidate](), list[Candidate]()
     for one in found:
@@ -110,12 +114,13 @@ def diverse(found: list[Candidate]) -> list[Candidate]:
 def chosen_of(found: list[Candidate], most: int, cluster: Cluster) -> list[Candidate]:
     """Returns the candidates to compile: all, or if there are too many, half that surely fit and half that may fit.
 
-    Candidates that surely fit come first; without any, the candidate with the lowest estimate of memory.
+    Candidates that surely fit come first. If no candidate surely fits, the candidate with the lowest estimate of memory
+    takes their place.
 
     Args:
-      found: the candidates, fastest estimate first.
+      found: the candidates, fastest estimate first; at least one.
       most: maximum number of candidates to compile.
-      cluster: the target.
+      cluster: the target cluster; if its memory is unknown, the fastest estimates are chosen.
     """
     if cluster.accelerator is None or most >= len(found):
         return diverse(found)[:most]
@@ -132,7 +137,7 @@ def _rank(plan: Plan) -> tuple[int, float]:
 
 
 def describe(one: Candidate) -> str:
-    """Returns a short text for a candidate."""
+    """Returns a candidate as short text: its mesh, number of microbatches, remat policy and pipeline schedule."""
     mesh = sizes_text(one.shape) or "one device"
     short = {"accumulation_steps": "accumulation", "pipeline.num_microbatches": "microbatches"}
     rest = [
@@ -148,14 +153,14 @@ def _memory(plan: Plan) -> str:
 
 
 def coverage(found: Found) -> str:
-    """Returns a text with the number of compiled candidates, and the argument to compile more if there are more."""
+    """Returns a text with the numbers of compiled and of all candidates, and the argument that compiles more."""
     num_tried = len(found.ranked) + len(found.refused)
     more = "" if num_tried == found.num_candidates else "; --search-compiles=N compiles more"
     return f"compiled {len(found.ranked)} of {found.num_candidates} candidates{more}"
 
 
 def text(found: Found) -> str:
-    """Returns the table, and the arguments of the best candidate to copy."""
+    """Returns the result of a search as text: the ranked candidates, and the arguments of the best to copy."""
     rows = []
     for one, plan in found.ranked:
         stats, timing = plan.memory.compiler, plan.timing
@@ -181,7 +186,7 @@ def text(found: Found) -> str:
 
 
 def to_json(found: Found) -> JsonObject:
-    """Returns the ranking for programs; each entry has the fields of a plan and the candidate's arguments."""
+    """Returns the result of a search as a JSON object; each ranked entry has the fields of a plan and its arguments."""
     return {
         "cluster": found.cluster.text,
         "num_candidates": found.num_candidates,

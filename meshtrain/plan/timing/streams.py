@@ -4,7 +4,8 @@ One stream computes and the other communicates. Nothing is measured on the clust
 measured links is given. Matrix products run at a share of the peak that depends on the card and on their shape
 (`shape_share`); all other operations run at the speed of memory. Transfers run at the speed of the slowest link of a
 ring over the group; an all-to-all has a separate speed (`exchange_bandwidth`). A transfer overlaps the operations after
-its start, and its done operation waits for it. Transfers of TPUs to other slices have a separate wire.
+its start, until its done operation waits for it. Transfers between TPU slices and transfers within a slice do not delay
+each other.
 
 The program computes in a pipeline's idle clock ticks too, so the time contains the bubble. The interval comes from two
 more simulations. The fast end has faster products, attention and memory, and hides every asynchronous transfer. The
@@ -52,30 +53,34 @@ FILLING = 64
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """The assumptions of the model of time, which every report prints.
+    """The assumptions of the time model, which every report prints.
+
+    The fast and the slow end are the ends of the interval of step times.
 
     Attributes:
-      product_faster, product_slower: added to, or subtracted from, the card's share of the peak at the ends of the
-        interval.
-      attention_efficiency, fast_attention_efficiency: share of the peak that attention kernels reach; the second at the
-        fast end. cuDNN's kernel reached 0.52 on an H100 (8,192 tokens, heads of 128, forward and backward; 0.59
-        forward).
-      triton_efficiency: the same for JAX's kernel for GPUs, which uses the instructions of FlashAttention-2; it reached
-        0.29 in this measurement.
+      product_faster, product_slower: number added to the card's share of the peak at the fast end, and subtracted from
+        it at the slow end.
+      attention_efficiency, fast_attention_efficiency: share of the peak that attention kernels reach, in the modelled
+        step and at the fast end. cuDNN's kernel reached 0.52 on an H100 (8,192 tokens, heads of 128, forward and
+        backward; 0.59 forward).
+      triton_efficiency: share of the peak that JAX's attention kernel for GPUs reaches, which uses the instructions of
+        FlashAttention-2; it reached 0.29 in the same measurement.
       grouped_efficiency, slow_grouped_efficiency: speed of a GPU's Triton kernels of experts relative to other
-        products; the second at the slow end, because the best kernels have 1.86 times the throughput of Triton's (Guo
-        et al. 2025, arXiv 2512.14080).
-      launch_seconds, slow_launch_seconds: time of each GPU kernel in addition to its work: it starts and drains, and
-        0.5 us pass before the next kernel of a command buffer. The second, at the slow end, applies if the host
-        launches each kernel and waits, 6.7 us (NVIDIA, Getting Started with CUDA Graphs).
-      memory_efficiency, fast_memory_efficiency: share of the memory's speed that all other operations reach, measured
-        by a large copy on an H100; the second at the fast end, if the cache keeps some arrays between kernels.
+        products, in the modelled step and at the slow end. The slow end differs because the best kernels have 1.86
+        times the throughput of Triton's (Guo et al. 2025, arXiv 2512.14080).
+      launch_seconds, slow_launch_seconds: time of each GPU kernel in addition to its work, in the modelled step and at
+        the slow end. A kernel starts and drains, and 0.5 us pass before the next kernel of a command buffer. At the
+        slow end, the host launches each kernel and waits, 6.7 us (NVIDIA, Getting Started with CUDA Graphs).
+      memory_efficiency, fast_memory_efficiency: share of the memory's speed that all other operations reach, in the
+        modelled step (measured by a large copy on an H100) and at the fast end (the cache keeps some arrays between
+        kernels).
       link_efficiency: share of a link's speed that transfers reach.
       latency_seconds: latency of a collective for each doubling of its group.
-      slices_latency_seconds: the same between slices: from a chip through its host, the network and another host.
-      calibrated_margin: share of the time by which the interval extends beyond a measured step.
+      slices_latency_seconds: latency of a collective between slices for each doubling of its group: from a chip through
+        its host, the network and another host.
+      calibrated_margin: share of a measured step's time by which the interval extends to both sides of it.
       links: links measured on the cluster's platform; they replace link_efficiency and the latency for collectives that
-        were measured.
+        were measured. None: no links were measured.
     """
 
     product_faster: float = 0.05
@@ -108,7 +113,12 @@ class Assumptions:
         return dataclasses.replace(self, grouped_efficiency=grouped, launch_seconds=launch)
 
     def lines(self, accelerator: Accelerator, num_slices: int) -> list[str]:
-        """Returns a line of text for each assumption, except for the interval and the measured links."""
+        """Returns a line of text for each assumption, except for the interval and the measured links.
+
+        Args:
+          accelerator: the published peaks of a device.
+          num_slices: number of TPU slices; 1 for other devices.
+        """
         network = f"{(accelerator.network_bytes_per_second or 0.0) / 1e9:.4g} GB/s a chip ({accelerator.source})"
         latency = f"{self.slices_latency_seconds * 1e6:.0f} us for each doubling of their number"
         between = f"between slices at {self.link_efficiency:.0%} of {network}, and {latency}"
@@ -127,7 +137,12 @@ class Assumptions:
         ]
 
     def interval_line(self, accelerator: Accelerator, *, is_calibrated: bool) -> str:
-        """Returns a line of text that describes the ends of the interval."""
+        """Returns a line of text that describes the ends of the interval.
+
+        Args:
+          accelerator: the published peaks of a device.
+          is_calibrated: whether a measured step calibrates the model.
+        """
         if is_calibrated:
             return f"the interval extends {self.calibrated_margin:.0%} to both sides of the measured step"
         fast, slow = accelerator.product_share + self.product_faster, accelerator.product_share - self.product_slower
@@ -143,7 +158,8 @@ class Sending(NamedTuple):
 
     Attributes:
       seconds: total time of the transfers without any overlap.
-      hidden_seconds: the part that overlaps computation, so that the step would not be shorter without it.
+      hidden_seconds: the part of this time that overlaps computation, so that the transfers do not lengthen the step by
+        it.
     """
 
     seconds: float
@@ -156,14 +172,14 @@ class Timing:
 
     Attributes:
       step_seconds: time of the step with both streams, times `factor`.
-      low_seconds, high_seconds: the interval around it: faster products and all transfers hidden, or slower products
-        and none hidden.
+      low_seconds, high_seconds: the interval around `step_seconds`: faster products and all transfers hidden, or slower
+        products and no transfer hidden.
       compute_seconds: total time of the computing stream, without `factor`.
       wire_seconds: total time of the communicating stream, without `factor`.
-      factor: measured over modelled seconds, 1 if nothing was measured.
+      factor: measured over modelled seconds; 1 if nothing was measured.
       links: (axes, kind of collective) -> its measured link, or None if no similar collective was measured; empty if no
         links were given.
-      sending: (axes, kind of collective) -> its seconds, times `factor`.
+      sending: (axes, kind of collective) -> modelled seconds of its transfers, times `factor`.
     """
 
     step_seconds: float
@@ -181,6 +197,11 @@ def bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
 
     If a ring leaves a host of GPUs or a slice of TPUs, its devices in the same group share their network adapters. On a
     torus, one axis has two of the links.
+
+    Args:
+      mesh: the mesh of the program.
+      cluster: the target cluster; its accelerators have known peaks.
+      axis: a mesh axis, or axes joined by `+`.
     """
     accelerator, is_tpu = cluster.accelerator, cluster.platform == "tpu"
     assert accelerator is not None
@@ -193,11 +214,16 @@ def bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
 
 
 def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
-    """Returns the bytes per second that each device can send in an all-to-all along an axis, or along joined axes.
+    """Returns the bytes per second that each device can send in an all-to-all along an axis, or axes joined by `+`.
 
-    Each GPU sends data for other hosts through its own network adapter, and the rest over the links inside the host. On
-    a torus, a piece travels n / 4 hops on average around a ring of n chips; in a ring collective, each byte travels one
-    hop.
+    Each GPU sends data for other hosts through a separate network adapter, and all other data over the links inside the
+    host. On a torus, a piece travels n / 4 hops on average around a ring of n chips; in a ring collective, each byte
+    travels one hop.
+
+    Args:
+      mesh: the mesh of the program.
+      cluster: the target cluster; its accelerators have known peaks.
+      axis: a mesh axis, or axes joined by `+`.
     """
     accelerator = cluster.accelerator
     assert accelerator is not None
@@ -217,9 +243,10 @@ def devices_by(mesh: Mesh, axis: str, key: str) -> dict[int, int]:
     """Returns host -> number of its devices in the first group along an axis, or along axes joined by `+`.
 
     Args:
-      mesh: of the devices.
-      axis: an axis, or axes joined by `+`.
-      key: `process_index`, or `slice_index` for slices instead of hosts.
+      mesh: the mesh of the program.
+      axis: a mesh axis, or axes joined by `+`.
+      key: the attribute that numbers a device's host: `process_index`, or `slice_index` to count slices instead of
+        hosts.
     """
     names = mesh.axis_names
     chosen = [names.index(name) for name in axis.split("+") if name in names]
@@ -229,7 +256,7 @@ def devices_by(mesh: Mesh, axis: str, key: str) -> dict[int, int]:
 
 
 def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) -> dict[tuple[str, str], Link | None]:
-    """Returns (axes, kind) of each collective -> the measured link to model it with, or None if there is none.
+    """Returns (axes, kind) of each collective -> the measured link that models it; None if no such link was measured.
 
     Links along joined axes are never measured. The result is empty if the assumptions have no measured links.
     """
@@ -245,7 +272,11 @@ def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) 
 
 
 def link_lines(used: Mapping[tuple[str, str], Link | None]) -> list[str]:
-    """Returns a line of text for each entry of `links_of`, with the measured link or a note that there is none."""
+    """Returns a line of text for each measured link, and for each kind of collective that was not measured.
+
+    Args:
+      used: (axes, kind of collective) -> its measured link or None, from `links_of`.
+    """
     lines = []
     for (axes, kind), link in used.items():
         if link is None:
@@ -260,13 +291,13 @@ def link_lines(used: Mapping[tuple[str, str], Link | None]) -> list[str]:
 def transfer_seconds(
     found: Sequence[Collective], mesh: Mesh, cluster: Cluster, assumptions: Assumptions
 ) -> dict[str, tuple[float, float]]:
-    """Returns name -> (seconds of latency, seconds of its bytes) of each collective, run once without overlap.
+    """Returns name of each collective -> (seconds of latency, seconds that its bytes take), run once without overlap.
 
     Args:
       found: the collectives of a program.
-      mesh: of the program.
-      cluster: of accelerators with known peaks.
-      assumptions: of the model.
+      mesh: the mesh of the program.
+      cluster: the target cluster; its accelerators have known peaks.
+      assumptions: the assumptions of the time model.
     """
     measured = {key: link for key, link in links_of(found, mesh, assumptions).items() if link}
     network = (cluster.accelerator and cluster.accelerator.network_bytes_per_second) or math.nan
@@ -287,7 +318,7 @@ def transfer_seconds(
 
 
 class Hidden(enum.Enum):
-    """Which asynchronous transfers overlap computation: as the schedule allows, all, or none."""
+    """Which asynchronous transfers overlap computation: those that the schedule overlaps, all, or none."""
 
     SCHEDULED = "scheduled"
     ALL = "all"
@@ -300,11 +331,11 @@ class Streams:
 
     Attributes:
       program: the scheduled program.
-      accelerator: the device type that runs it.
-      transfers: the seconds of each collective, by its name.
-      assumptions: of the model.
-      hidden: which transfers overlap computation.
-      seconds: cached results of `computation`.
+      accelerator: the published peaks of the devices that run it.
+      transfers: name of a collective -> its seconds without overlap.
+      assumptions: the assumptions of the time model.
+      hidden: the asynchronous transfers that overlap computation.
+      seconds: name of a computation -> cached result of `computation`.
     """
 
     program: Program
@@ -315,15 +346,12 @@ class Streams:
     seconds: dict[str, tuple[float, float, float]] = dataclasses.field(default_factory=dict, init=False)
 
     def step(self) -> tuple[float, float, float]:
-        """Returns the seconds of a complete step.
-
-        The three numbers are from start to end, of the computing stream, and of the communicating stream.
-        """
+        """Returns the seconds of a step: (from start to end, of the computing stream, of the communicating stream)."""
         entry = [name for name in self.program.computations if self.program.num_runs[name]][-1]
         return self.computation(entry)
 
     def computation(self, name: str) -> tuple[float, float, float]:
-        """Returns the seconds of a computation; for the three numbers see `step`."""
+        """Returns the seconds of one run of a computation: (from start to end, of computing, of communicating)."""
         if name not in self.seconds:
             self.seconds[name] = self._walk(name)
         return self.seconds[name]
@@ -364,7 +392,12 @@ class Streams:
         return total, computed, sent
 
     def _work(self, line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
-        """Returns the (computing, sending) seconds of one operation; a TPU's fusion may contain a transfer."""
+        """Returns the (computing, communicating) seconds of one operation; a TPU's fusion may contain a transfer.
+
+        Args:
+          line: the operation.
+          shapes: name of each operand -> its shape.
+        """
         body = [line]
         inside = shapes
         if line.opcode in FUSIONS and (called := line.attribute("calls")):
@@ -409,8 +442,9 @@ def shape_share(product: Product, num_units: int) -> float:
     model takes the best combination.
 
     Args:
-      product: its dims.
-      num_units: units of the card that compute tiles in parallel; 0 if unknown, which makes every shape equally fast.
+      product: the dims of the product.
+      num_units: number of units of the card, which compute tiles in parallel; 0 if unknown, and every shape then has
+        speed 1.
     """
     if not num_units:
         return 1.0
@@ -419,7 +453,15 @@ def shape_share(product: Product, num_units: int) -> float:
 
 
 def _tile_speed(product: Product, tile: tuple[int, int], speed: float, parts: int, num_units: int) -> float:
-    """Returns the relative speed of a product for one tile size and one number of parts of the contraction."""
+    """Returns the relative speed of a product for one tile size and one number of parts of the contraction.
+
+    Args:
+      product: the dims of the product, integers.
+      tile: (rows, columns) of a tile of the result.
+      speed: the tile's speed relative to the largest tile.
+      parts: number of parts into which the contraction is split.
+      num_units: number of units that compute tiles in parallel.
+    """
     rows, columns = (math.ceil(size / side) for size, side in zip((product.rows, product.columns), tile, strict=True))
     num_tiles = product.batch * rows * columns
     on_data = product.batch * product.rows * product.columns / (num_tiles * math.prod(tile))
@@ -441,11 +483,12 @@ def timing(
     """Returns the modelled time of a step.
 
     Args:
-      mesh: of the program.
-      cluster: of accelerators with known peaks.
+      mesh: the mesh of the program.
+      cluster: the target cluster; its accelerators have known peaks.
       program: the scheduled program.
-      assumptions: of the model.
-      measured_seconds: measured time of this step on this cluster; it calibrates one factor, and narrows the interval.
+      assumptions: the assumptions of the time model.
+      measured_seconds: measured time of this step on this cluster, which calibrates one factor and narrows the
+        interval; None if not measured.
     """
     assert cluster.accelerator is not None
     transfers = collectives(program, dict(mesh.shape), over_slices(mesh))
@@ -464,9 +507,14 @@ def timing(
 
 
 def sending_of(streams: Streams, found: Iterable[Collective], factor: float = 1.0) -> dict[tuple[str, str], Sending]:
-    """Returns (axes, kind) -> modelled seconds of these collectives, times `factor`.
+    """Returns (axes, kind) -> modelled seconds of the collectives of this kind along these axes in a step.
 
     The hidden part follows from simulating the step with and without the collectives.
+
+    Args:
+      streams: the simulation of the step.
+      found: the collectives of the program.
+      factor: measured over modelled seconds, which multiplies the results.
     """
     total, members = streams.step()[0], dict[tuple[str, str], list[Collective]]()
     for one in found:
@@ -483,10 +531,10 @@ def sending_of(streams: Streams, found: Iterable[Collective], factor: float = 1.
 def _ends(
     program: Program, accelerator: Accelerator, transfers: Mapping[str, float], assumptions: Assumptions
 ) -> tuple[float, float]:
-    """Returns the seconds of a step at both ends of the interval.
+    """Returns the seconds of a step at the (fast, slow) end of the interval.
 
-    At the fast end, kernels are fast and all transfers are hidden; at the slow end, kernels are slow and no transfer is
-    hidden.
+    At the fast end, kernels are fast and all asynchronous transfers are hidden. At the slow end, kernels are slow and
+    no transfer is hidden.
     """
     fast, slow = (
         dataclasses.replace(accelerator, product_share=accelerator.product_share + change)
@@ -503,13 +551,13 @@ _NEAREST = "--calibrate=1.25"
 
 
 def measured_seconds(given: str) -> float | None:
-    """Returns the measured seconds of a step, the median over a run's log; None for an empty text.
+    """Returns the measured seconds of a step, from a number or the median over a run's log; None for an empty text.
 
     Args:
-      given: the path of a metrics.jsonl, or a number.
+      given: the value of `--calibrate`: the path of a metrics.jsonl, or a number.
 
     Raises:
-      UserError: it is neither, or the log has no step times.
+      UserError: the text is neither, or the log has no step times.
     """
     if not given:
         return None
