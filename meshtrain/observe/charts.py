@@ -26,7 +26,7 @@ _LINES_INCHES = (9.0, 3.6)  # size of a line chart in a separate file
 
 
 def svg(figure: "Figure", what: str) -> str:
-    """Returns a figure as an SVG element of an HTML page; text remains text.
+    """Returns a figure as an SVG element of an HTML page; text in the figure remains text.
 
     Args:
       figure: a matplotlib figure.
@@ -46,11 +46,11 @@ def svg(figure: "Figure", what: str) -> str:
 
 
 def bars(rows: Sequence[tuple[str, float]], limit: tuple[str, int] | None, step: int = 1) -> str:
-    """Returns a bar chart of bytes, and a line at the limit, if any.
+    """Returns a bar chart of bytes as an SVG element, with a vertical line at the limit, if there is a limit.
 
     Args:
-      rows: (label, bytes).
-      limit: (label, bytes), or None.
+      rows: (label, bytes) of each bar.
+      limit: (label, bytes) of the vertical line; None: no line.
       step: the number of adjacent bars with the same colour.
     """
     from matplotlib.figure import Figure
@@ -78,11 +78,12 @@ def bars(rows: Sequence[tuple[str, float]], limit: tuple[str, int] | None, step:
 
 
 def scatter(points: Sequence[tuple[float, float, str, bool | None]], capacity: int | None) -> str:
-    """Returns a chart of (seconds, bytes, label, fits), with time on the x axis and memory on the y axis.
+    """Returns a chart of memory (y axis) over step time (x axis) as an SVG element, with a point per configuration.
 
     Args:
-      points: at least one. A point is green if it fits, red if it does not fit, amber if it is unclear.
-      capacity: bytes that a program can use, drawn as a horizontal line; None if unknown.
+      points: (seconds of a step, bytes, label, whether the configuration fits in memory) of each point, at least one. A
+        point is green if the configuration fits, red if not, amber if this is unknown (None).
+      capacity: the bytes that a program can use, drawn as a horizontal line; None if unknown.
     """
     from matplotlib.figure import Figure
 
@@ -112,7 +113,7 @@ class Line:
     """A line of a panel.
 
     Attributes:
-      label: its text in the legend.
+      label: the text of the line in the legend.
       points: (number of devices, value), with increasing numbers of devices.
     """
 
@@ -122,13 +123,13 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """A panel of a chart.
+    """A panel of a chart: lines over the number of devices.
 
     Attributes:
-      title: its title.
+      title: the text above the panel.
       lines: the lines; lines with the same index have the same colour in all panels.
       is_logarithmic: whether values have a logarithmic scale; otherwise the scale starts at 0.
-      ideal: a thin reference line; its label explains it.
+      ideal: a thin reference line, whose label explains it; None: no reference line.
     """
 
     title: str
@@ -138,10 +139,10 @@ class Panel:
 
 
 def figure_of(panels: Sequence[Panel], note: str) -> "Figure":
-    """Returns a figure with panels next to each other.
+    """Returns a matplotlib figure with panels next to each other.
 
     Args:
-      panels: at least one.
+      panels: the panels, at least one.
       note: the text below the panels.
     """
     from matplotlib.figure import Figure
@@ -181,19 +182,24 @@ def figure_of(panels: Sequence[Panel], note: str) -> "Figure":
 
 
 def line_chart(panels: Sequence[Panel], note: str) -> str:
-    """Returns a chart as an element of an HTML page, with the width of the page's text; see `figure_of`."""
+    """Returns a chart with panels next to each other as an SVG element, with the width of the page's text.
+
+    Args:
+      panels: the panels, at least one.
+      note: the text below the panels.
+    """
     drawn = figure_of(panels, note)
     drawn.set_figwidth(WIDTH_INCHES)
     return svg(drawn, "lines over devices")
 
 
 def picture(panels: Sequence[Panel], note: str, kind: str) -> bytes:
-    """Returns a chart as the bytes of an image file; see `figure_of`.
+    """Returns a chart with panels next to each other as the bytes of an image file.
 
     Args:
-      panels: at least one.
+      panels: the panels, at least one.
       note: the text below the panels.
-      kind: `png` or `svg`.
+      kind: the format of the file, `png` or `svg`.
     """
     file = io.BytesIO()
     figure_of(panels, note).savefig(file, format=kind, dpi=150)

@@ -12,7 +12,7 @@ class Done:
     Attributes:
       useful_seconds: the total duration of timed steps, up to the step that was resumed from.
       timed_steps: the number of these steps.
-      passed_seconds: from the run's start to its last logged row, 0 if nothing was logged.
+      passed_seconds: the time from the run's start to its last logged row, 0 if nothing was logged.
     """
 
     useful_seconds: float = 0.0
@@ -34,10 +34,11 @@ class Goodput:
         """Continues from the values of earlier processes.
 
         Args:
-          begun_seconds: when the run's first process started, on the clock `now`; may be negative.
-          done: the values that earlier processes logged.
-          num_processes: the processes of this start; earlier starts may have had another number.
-          now: returns a monotonic time in seconds, because the system's clock may be set back during a run.
+          begun_seconds: the time at which the run's first process started, on the clock `now`; may be negative.
+          done: the values that earlier processes logged; None for a new run.
+          num_processes: the number of processes of this start; earlier starts may have had another number.
+          now: a function that returns a monotonic time in seconds, because the system's clock may be set back during a
+            run.
         """
         done = done or Done()
         self._begun_seconds = begun_seconds
@@ -46,12 +47,15 @@ class Goodput:
         self._now = now
 
     def add(self, seconds: float) -> None:
-        """Adds a step. Pass 0 seconds for the first step of a process: it includes compilation and is not counted."""
+        """Adds the duration of a step.
+
+        Pass 0 seconds for the first step of a process, which includes compilation; this step is not counted.
+        """
         self._useful_seconds += seconds
         self._timed_steps += seconds > 0
 
     def values(self) -> dict[str, float]:
-        """Returns the current `useful_seconds`, `timed_steps`, `goodput` (0 to 1), and `processes` if several."""
+        """Returns the current `useful_seconds`, `timed_steps`, `goodput` (0 to 1), and `processes` if above 1."""
         passed = self._now() - self._begun_seconds
         share = min(1.0, self._useful_seconds / passed) if passed > 0 else 0.0
         values = {"useful_seconds": self._useful_seconds, "timed_steps": self._timed_steps, "goodput": share}

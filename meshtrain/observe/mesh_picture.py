@@ -34,7 +34,10 @@ def _block_axes() -> tuple[str, ...]:
 
 
 def _drawn_indices(shape: Mapping[str, int]) -> dict[str, list[int]]:
-    """Returns the indices to draw for each axis: all of a small mesh, the two ends of long axes of a large mesh."""
+    """Returns axis -> the indices to draw: all indices of a small mesh; in a large mesh, long axes are shortened.
+
+    Of a shortened axis the first indices and the last index are drawn.
+    """
     room = {axis: min(shape[axis], MAX_DEVICES_SHOWN + 1) for axis in AXES}
     while math.prod(room.values()) > MAX_DEVICES_SHOWN:
         room[max(room, key=lambda axis: room[axis])] -= 1
@@ -42,12 +45,23 @@ def _drawn_indices(shape: Mapping[str, int]) -> dict[str, list[int]]:
 
 
 def _positions(indices: Mapping[str, Sequence[int]], names: Sequence[str]) -> list[dict[str, int]]:
-    """Returns {axis: index} for each position along some axes, the last axis fastest."""
+    """Returns {axis: index} for each position along the axes in `names`; the index of the last axis changes fastest.
+
+    Args:
+      indices: axis -> the indices to draw.
+      names: the axes of the positions.
+    """
     return [dict(zip(names, at, strict=True)) for at in itertools.product(*(indices[axis] for axis in names))]
 
 
 def _index(shape: Mapping[str, int], at: Mapping[str, int], names: Sequence[str] = AXES) -> int:
-    """Returns the row-major index of a position among all devices, or along some axes."""
+    """Returns the row-major index of a position along the axes in `names`; by default, its device number.
+
+    Args:
+      shape: axis -> its size.
+      at: axis -> the index of the position.
+      names: the axes, slowest first.
+    """
     index = 0
     for axis in names:
         index = index * shape[axis] + at[axis]
@@ -55,7 +69,14 @@ def _index(shape: Mapping[str, int], at: Mapping[str, int], names: Sequence[str]
 
 
 def _gap(shape: Mapping[str, int], positions: Sequence[Mapping[str, int]], i: int, names: Sequence[str]) -> bool:
-    """Returns whether positions before the i-th drawn position are omitted."""
+    """Returns whether positions between the i-th drawn position and the drawn position before it are omitted.
+
+    Args:
+      shape: axis -> its size.
+      positions: the drawn positions, in order.
+      i: the index of a drawn position.
+      names: the axes of the positions, slowest first.
+    """
     return i > 0 and _index(shape, positions[i], names) != _index(shape, positions[i - 1], names) + 1
 
 
@@ -65,12 +86,23 @@ def _title(shape: Mapping[str, int]) -> str:
 
 
 def _heading(shape: Mapping[str, int], at: Mapping[str, int], always: str = "") -> str:
-    """Returns the indices along axes larger than 1 and along `always`, such as `data 0, fsdp 1`."""
+    """Returns a position as text, such as `data 0, fsdp 1`; axes of size 1 are omitted, except the axis `always`.
+
+    Args:
+      shape: axis -> its size.
+      at: axis -> the index of the position.
+      always: an axis that is not omitted.
+    """
     return ", ".join(f"{axis} {index}" for axis, index in at.items() if shape[axis] > 1 or axis == always)
 
 
 def _shares(shape: Mapping[str, int], block: Mapping[str, int]) -> str:
-    """Returns as text which shards of the batch the devices of a block compute."""
+    """Describes which shards of the batch the devices of a block compute, such as `shares 1 to 4`.
+
+    Args:
+      shape: axis -> its size.
+      block: axis -> the index of the block along the axes that replicate complete stages.
+    """
     names = batch_axes()
     inside = {axis: range(shape[axis]) for axis in names if axis not in block}
     held = sorted(_index(shape, {**block, **at}, names) + 1 for at in _positions(inside, list(inside)))
@@ -85,7 +117,7 @@ def mesh_text(shape: Mapping[str, int]) -> str:
     """Draws a mesh as text: a block for each index of data, stages as rows, the other axes as columns.
 
     Args:
-      shape: the size of each axis. The middle of a large mesh is omitted.
+      shape: axis -> its size. The middle of a large mesh is omitted.
     """
     shown = _drawn_indices(shape)
     blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
@@ -111,10 +143,10 @@ def mesh_text(shape: Mapping[str, int]) -> str:
 def mesh_figure(shape: Mapping[str, int]) -> "Figure":
     """Draws a mesh: a card for each device with its slices of the batch, the layers and the weights.
 
-    Panels are the indices of data, rows the stages of the pipeline, columns fsdp, context and tensor.
+    There is a panel for each index of data; rows are stages of the pipeline, columns are fsdp, context and tensor.
 
     Args:
-      shape: the size of each axis. The middle of a large mesh is omitted.
+      shape: axis -> its size. The middle of a large mesh is omitted.
     """
     from matplotlib.figure import Figure
 
@@ -144,7 +176,7 @@ def mesh_figure(shape: Mapping[str, int]) -> "Figure":
 
 
 def _note(shape: Mapping[str, int]) -> str:
-    """Returns the caption, which explains the slices on the cards."""
+    """Returns the caption of the figure, which explains the filled slices on the cards."""
     into = [f"{axis} into {'rows' if axis in storage_axes() else 'columns'}" for axis in _weight_axes()
             if shape[axis] > 1]  # fmt: skip
     split = f" Weights are split by {' and by '.join(into)}." if into else ""
@@ -154,13 +186,22 @@ def _note(shape: Mapping[str, int]) -> str:
 
 
 def _above(shape: Mapping[str, int]) -> float:
-    """Returns the height of a panel above its cards in inches; labels of three or more axes have a line each."""
+    """Returns the height in inches above the cards of a panel, for its title and the labels of its columns.
+
+    The label of a column with three or more axes has a line for each axis.
+    """
     num_axes = sum(shape[axis] > 1 for axis in _weight_axes())
     return LABEL + (0.14 * (num_axes - 1) if num_axes > 2 else 0)
 
 
 def _stages(canvas: "Axes", y: float, stages: Sequence[int]) -> None:
-    """Draws the labels of the stages, left of a row of panels whose cards start at y."""
+    """Draws the labels of the stages to the left of a row of panels.
+
+    Args:
+      canvas: the axes of the figure, in inches.
+      y: the top of the first row of cards.
+      stages: the indices of the drawn stages.
+    """
     for j, p in enumerate(stages):
         before = "…\n" if j > 0 and p != stages[j - 1] + 1 else ""
         canvas.text(0.98, y + j * 1.5 + 0.65, f"{before}{PIPELINE} {p}", fontsize=9, ha="right", va="center")
@@ -175,7 +216,17 @@ def _cards(
     stages: Sequence[int],
     across: Sequence[Mapping[str, int]],
 ) -> None:
-    """Draws the cards of one panel, and the headings of its columns."""
+    """Draws the cards of one panel, and the headings of its columns.
+
+    Args:
+      canvas: the axes of the figure, in inches.
+      x: the left end of the panel.
+      y: the top of the panel.
+      shape: axis -> its size.
+      block: axis -> the index of the panel's block.
+      stages: the indices of the drawn stages, which are the rows.
+      across: the positions along the weight axes, which are the columns.
+    """
     top = y + _above(shape)
     for k, at in enumerate(across):
         left = x + 0.2 + k * 1.12
@@ -198,7 +249,15 @@ def _box(
 
 
 def _card(canvas: "Axes", x: float, y: float, shape: Mapping[str, int], at: Mapping[str, int]) -> None:
-    """Draws one device: its shard of the batch on top, its layers on the left, its shard of weights on the right."""
+    """Draws one device: its shard of the batch on top, its layers on the left, its shard of weights on the right.
+
+    Args:
+      canvas: the axes of the figure, in inches.
+      x: the left end of the card.
+      y: the top of the card.
+      shape: axis -> its size.
+      at: axis -> the index of the device.
+    """
     stage = at[PIPELINE]
     paper, ink = STAGE_COLOURS[stage % len(STAGE_COLOURS)], SLICE_COLOURS[stage % len(SLICE_COLOURS)]
     _box(canvas, x + 0.05, y + 0.05, 1.0, 1.36, "#c9ced6", "#c9ced6", rounding=0.08)
@@ -223,7 +282,15 @@ def _card(canvas: "Axes", x: float, y: float, shape: Mapping[str, int], at: Mapp
 def _slices(
     canvas: "Axes", frame: tuple[float, float, float, float], grid: tuple[int, int], own: tuple[int, int], ink: str
 ) -> None:
-    """Draws a rectangle that is divided into rows and columns, with one piece filled."""
+    """Draws a rectangle that is divided into rows and columns, with one piece filled.
+
+    Args:
+      canvas: the axes of the figure, in inches.
+      frame: left end, top, width and height of the rectangle.
+      grid: the numbers of rows and columns.
+      own: the row and the column of the filled piece.
+      ink: the colour of the filled piece.
+    """
     x, y, width, height = frame
     (num_rows, num_columns), (row, column) = grid, own
     _box(canvas, x, y, width, height, "white", "#8c95a3")

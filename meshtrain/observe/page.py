@@ -13,15 +13,15 @@ svg.still *{stroke-linejoin:round;stroke-linecap:butt}.fits{color:#1a7f37}.not{c
 .wide{overflow:auto}.wide svg.still{max-width:none}table{border-collapse:collapse;font-size:13px}
 td,th{text-align:left;padding:.25rem .9rem .25rem 0;border-bottom:1px solid #e3e7ec;vertical-align:top}
 td.number{text-align:right;font-variant-numeric:tabular-nums}"""
-WIDE = '<div class="wide">{}</div>'  # its content keeps its size, and scrolls
+WIDE = '<div class="wide">{}</div>'  # content that is wider than the page scrolls instead of shrinking
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """Returns a page.
+    """Returns a complete HTML page.
 
     Args:
       title: the title as text.
-      parts: the content as HTML.
+      parts: the content, each part as HTML.
     """
     head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
     head += f'\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{STYLE}</style>'
@@ -30,26 +30,26 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def heading(text: str, level: int = 2) -> str:
-    """Returns a heading."""
+    """Returns a text as an HTML heading; level 2 is below the page's title."""
     return f"<h{level}>{html.escape(text)}</h{level}>"
 
 
 def as_it_stands(text: str) -> str:
-    """Returns preformatted text, with its line breaks and blanks."""
+    """Returns a text as a preformatted HTML block, with its line breaks and blanks."""
     return f"<pre>{html.escape(text)}</pre>"
 
 
 def fold(summary: str, inside: str) -> str:
-    """Returns HTML that is visible after a click on its summary."""
+    """Returns a foldable HTML block: the HTML `inside` is visible after a click on the summary."""
     return f"<details><summary>{html.escape(summary)}</summary>{inside}</details>"
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "") -> str:
-    """Returns a table.
+    """Returns an HTML table, which scrolls if it is wider than the page.
 
     Args:
-      rows: cells as text; each row has the length of the header.
-      header: column titles.
+      rows: the cells of each row as text; each row has the length of the header.
+      header: the column titles.
       align: `<` or `>` for each column; missing columns are left-aligned.
     """
     sides = align.ljust(len(header), "<")

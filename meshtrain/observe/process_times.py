@@ -31,7 +31,7 @@ from meshtrain.files import Json
 from meshtrain.launch.peers import Exchange
 
 OVER = 0.2
-LEAST_SHARE = 0.05  # of a step: a smaller loss delays nobody, even if the process takes many times the median
+LEAST_SHARE = 0.05  # the share of a step: a smaller loss delays nobody, even if it is many times the median
 NUM_RUNNING = 3  # logged steps in a row
 SHARE = 1e-3  # the maximum share of the time for the product
 # Dim and repetitions of the product, which takes some milliseconds.
@@ -50,11 +50,12 @@ class Times:
     """The timings of a process since the previous logged step.
 
     Attributes:
-      step_seconds: mean duration of a step.
-      data_seconds: mean wait of a step for data.
-      host_seconds: mean time from the end of the wait for an earlier step to the dispatch of the next, without data.
-      device_wait_seconds: mean wait for an earlier step.
-      probe_seconds: duration of the fixed product; None if it was not measured since the previous logged step.
+      step_seconds: the mean duration of a step.
+      data_seconds: the mean time for which a step waited for data.
+      host_seconds: the mean time from the end of the wait for an earlier step to the dispatch of the next step, without
+        the wait for data.
+      device_wait_seconds: the mean time for which the host waited for an earlier step.
+      probe_seconds: the duration of the fixed product; None if it was not measured since the previous logged step.
     """
 
     step_seconds: float
@@ -69,20 +70,20 @@ class Slow:
     """A process that was slow at `NUM_RUNNING` consecutive logged steps.
 
     Attributes:
-      process: its index.
-      lost_seconds: {cause: lost seconds per step}, for causes that lasted for these steps, the largest first.
+      process: the index of the process.
+      lost_seconds: {cause: lost seconds per step}, the largest first, for causes that lasted for all of these steps.
     """
 
     process: int
     lost_seconds: Mapping[str, float]
 
     def values(self) -> dict[str, float | None]:
-        """Returns the entries for a row of metrics."""
+        """Returns the slow process and its losses as entries for a row of metrics."""
         lost = {f"slow_process_{cause}_seconds": seconds for cause, seconds in self.lost_seconds.items()}
         return {"slow_process": float(self.process), **lost}
 
     def line(self) -> str:
-        """Returns the warning for the terminal."""
+        """Returns the warning about this process for the terminal."""
         lost = "; ".join(f"{seconds:.3g} s a step on {CAUSES[cause]}" for cause, seconds in self.lost_seconds.items())
         return (
             f"meshtrain: WARNING: process {self.process} is slow: compared with the median of the others it loses "
@@ -94,8 +95,8 @@ def lost_seconds(times: Mapping[int, Times], probes: Mapping[int, float]) -> dic
     """Returns {(process, cause): lost seconds per step} for each process that is slow at a logged step.
 
     Args:
-      times: the timings of each process, at least two.
-      probes: the seconds of the newest product of each process that has measured it.
+      times: process -> its timings, for at least two processes.
+      probes: process -> the duration in seconds of its newest fixed product, for processes that have measured it.
     """
     result = {}
     measured: dict[str, Mapping[int, float]] = {
@@ -121,16 +122,18 @@ class Judgement:
     """Counts the consecutive logged steps at which each process was slow."""
 
     def __init__(self) -> None:
-        """Starts without any counts."""
+        """Starts with a count of 0 for each process."""
         self._probes: dict[int, float] = {}
         self._num_running: collections.Counter[tuple[int, str]] = collections.Counter()
 
     def of(self, times: Mapping[int, Times]) -> Slow | None:
-        """Returns the process with the largest loss among processes that were slow at enough consecutive logged steps.
+        """Adds a logged step; returns the slow process with the largest loss, or None.
+
+        A process is slow if it lost time by the same cause at the last `NUM_RUNNING` logged steps.
 
         Args:
-          times: the timings of every process at the next logged step. If a process has not measured its product again,
-            its count for the product does not change.
+          times: process -> its timings at the next logged step. If a process has not measured its product again, its
+            count for the product does not change.
         """
         fresh = {process: own.probe_seconds for process, own in times.items() if own.probe_seconds is not None}
         self._probes |= fresh
@@ -152,7 +155,7 @@ class Judgement:
 class OwnTimes:
     """Exchanges the timings of all processes at logged steps inside a `with` block, without blocking the loop.
 
-    All processes create one, and call `exchange` for the same steps.
+    Each process creates one object, and calls `exchange` for the same steps as all other processes.
     """
 
     def __init__(self, *, now: Callable[[], float] = time.perf_counter) -> None:
@@ -175,7 +178,7 @@ class OwnTimes:
         self._exchange.__exit__(kind)
 
     def probe(self, of_step: jax.Array) -> None:
-        """Dispatches the product after a step, unless it would exceed its share of the time.
+        """Dispatches the fixed product after a step, unless it would take more than `SHARE` of the time.
 
         Args:
           of_step: a result of the step, a float32 scalar that is replicated on all devices.
@@ -191,12 +194,15 @@ class OwnTimes:
         """Publishes this process's timings at a logged step, and returns the findings about earlier steps.
 
         Args:
-          step: the logged step.
+          step: the number of the logged step.
           values: the metrics of this step so far, including the clock's averages if steps were timed.
-          say: prints a line if another process has become slow, or the same process for another reason.
+          say: a function that prints a line. It is called if another process has become slow, or the same process for
+            another reason.
 
         Returns:
-          Entries for the row: see `Slow.values`. Empty if no process is slow, and in all processes except the first.
+          The entries of `Slow.values` for the row of metrics. Empty if no process is slow, and in all processes except
+          the
+          first.
         """
         if "step_seconds" in values:
             own = Times(*(values[name] for name in _MEASURED))

@@ -16,7 +16,7 @@ from meshtrain.sharding.trees import Arrays
 
 @dataclasses.dataclass(frozen=True)
 class ProfileOptions:
-    """Which steps to trace."""
+    """The training steps to trace."""
 
     steps: str = option("", "first and last step to trace, as in 10,13 (or one step, as in 10); empty: no trace")
 
@@ -89,11 +89,11 @@ class Profiler:
             self._annotation.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
 
     def after(self, step: int, result: Arrays) -> None:
-        """Ends the trace if this was the last step to trace, after its result is ready.
+        """Ends the trace if this was the last step to trace, after waiting for its result.
 
         Args:
-          step: the step just dispatched.
-          result: its result: arrays that are not donated to a later step.
+          step: the number of the step that was just dispatched.
+          result: the result of the step: arrays that are not donated to a later step.
         """
         if self._steps is None:
             return
@@ -106,7 +106,7 @@ class Profiler:
                 self.close()
 
     def close(self) -> None:
-        """Ends and writes a running trace. It may be called again."""
+        """Ends a running trace and writes its file. The method may be called several times."""
         self._annotation.close()
         if not self._is_tracing:
             return

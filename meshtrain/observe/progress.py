@@ -21,8 +21,8 @@ class Progress:
         """Creates the bar.
 
         Args:
-          num_steps: steps of the complete run.
-          start_step: steps done before (in a resumed run).
+          num_steps: the number of steps of the complete run.
+          start_step: the number of steps done before this start (in a resumed run).
           is_main: whether this is process 0.
           show_bar: whether to draw a bar if standard error is a terminal; log lines are printed in any case.
         """
@@ -45,7 +45,7 @@ class Progress:
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        """Ends the bar's line. It may be called again."""
+        """Ends the bar's line. The method may be called several times."""
         self._bar.close()
 
 
@@ -62,9 +62,9 @@ def phase(
     prints `mesh            0.12 s  8 cpu devices`.
 
     Args:
-      name: the phase.
+      name: the name of the phase, at the start of the line.
       is_main: whether this is process 0; other processes print nothing.
-      now: returns a monotonic time in seconds.
+      now: a function that returns a monotonic time in seconds.
 
     Yields:
       A function that sets the text at the end of the line; a second call replaces the text.

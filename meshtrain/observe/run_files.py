@@ -1,6 +1,6 @@
 """Reads rows of `metrics.jsonl`, and defines the prefixes of their metric names.
 
-Also defines the names of other files in a run's folder that are read back.
+Also defines the names of other files in a run's folder that meshtrain reads back.
 """
 
 import re
@@ -25,7 +25,7 @@ def is_of_one(name: str) -> bool:
 
 
 def row_of(line: bytes) -> JsonObject | None:
-    """Parses a line of `metrics.jsonl`; returns None if it is not a row."""
+    """Parses a line of `metrics.jsonl` as a row of metrics; returns None if the line is incomplete or not a row."""
     # Without its newline a line may be incomplete and still parse.
     if not line.endswith(b"\n"):
         return None
@@ -37,13 +37,13 @@ def row_of(line: bytes) -> JsonObject | None:
 
 
 def has_goodput(row: Mapping[str, Json]) -> bool:
-    """Returns whether a row contains the run's goodput: its useful seconds, and their share."""
+    """Returns whether a row contains the run's goodput: its useful seconds, timed steps, and a share above 0."""
     wanted = ("useful_seconds", "timed_steps", "goodput")
     return all(is_finite(row.get(name)) for name in wanted) and row["goodput"] > 0
 
 
 def seconds_since_start(row: Mapping[str, Json]) -> float:
-    """Returns the seconds from the run's first start to a row that contains goodput."""
+    """Returns the seconds from the run's first start to a row; the row must contain goodput (`has_goodput`)."""
     return row["useful_seconds"] / row["goodput"]
 
 

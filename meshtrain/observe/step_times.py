@@ -1,7 +1,7 @@
 """Measures step times under asynchronous dispatch, and formats the log line.
 
-A step ends when its result is ready, not when it is dispatched. If the host waited for each step at once, the device
-would be idle while the host prepares the next step. So the clock waits for the step *before the last*:
+A step ends when its result is ready, not when it is dispatched. If the host waited for each step immediately, the
+device would be idle while the host prepares the next step. So the clock waits for the step *before the last*:
 
     host     dispatch 3 | wait for 2 ......| log 2, data 4, dispatch 4 | wait for 3 ...
     device   ... step 2 ................... | step 3 .......................... | step 4 ...
@@ -26,11 +26,12 @@ class CompletedStep:
     """A step whose result is ready.
 
     Attributes:
-      step: its number.
+      step: the number of the step.
       result: the result of the step; reading it does not block.
-      step_seconds: from the completion of the previous step (or the clock's start) to its completion.
+      step_seconds: the time from the completion of the previous step (or the clock's start) to the completion of this
+        step.
       data_seconds: the part of step_seconds in which the loop waited for data.
-      is_first: whether it includes tracing and compilation; averages exclude it.
+      is_first: whether the time includes tracing and compilation; averages exclude this step.
     """
 
     step: int
@@ -53,8 +54,8 @@ class StepClock:
         for done in clock.drain():
             ...
 
-    One step stays in flight. Only the first step is awaited at once: its time is reported separately, and the first log
-    line appears early. The clock reads the time only when the loop calls it: if data is the bottleneck, a part of a
+    One step stays in flight. Only the first step is awaited immediately: its time is reported separately, and the first
+    log line appears early. The clock reads the time only when the loop calls it: if data is the bottleneck, a part of a
     step's time may be attributed to the next step. Sums and means are exact.
     """
 
@@ -64,8 +65,8 @@ class StepClock:
         """Starts the clock.
 
         Args:
-          now: returns a monotonic time in seconds.
-          wait: blocks until a step's result is ready.
+          now: a function that returns a monotonic time in seconds.
+          wait: a function that blocks until a step's result is ready.
         """
         self._now = now
         self._wait = wait
@@ -79,7 +80,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Counts the time of its block as waiting for data."""
+        """Counts the time of the `with` block as waiting for data."""
         start_seconds = self._now()
         try:
             yield
@@ -89,18 +90,18 @@ class StepClock:
             self._free_since_seconds += seconds
 
     def dispatching(self) -> None:
-        """Counts the time since the clock last waited for a step, except data, as host time.
+        """Counts the time since the clock last waited for a step, minus the wait for data, as host time.
 
-        Call it before each step is dispatched.
+        Call this method before each step is dispatched.
         """
         self._host_seconds += self._now() - self._free_since_seconds
 
     def dispatched(self, step: int, result: Arrays) -> list[CompletedStep]:
-        """Records that a step was dispatched, and waits for the previous step.
+        """Records that a step was dispatched, and waits for the previous step; the first step is awaited itself.
 
         Args:
-          step: the step's number.
-          result: its result: arrays that are not donated to a later step (not the state).
+          step: the number of the step.
+          result: the result of the step: arrays that are not donated to a later step (not the state).
 
         Returns:
           The steps that have completed since the last call, oldest first.
@@ -114,12 +115,15 @@ class StepClock:
         return completed
 
     def drain(self) -> list[CompletedStep]:
-        """Waits for every step in flight and returns them. Call it before an evaluation or `pause`, and at the end."""
+        """Waits for every step in flight and returns these steps, oldest first.
+
+        Call this method before an evaluation or `pause`, and at the end of the loop.
+        """
         return self._complete(0)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the time of its block (an evaluation, a save) from step times. Call `drain` before it.
+        """Excludes the time of the `with` block (an evaluation, a save) from step times. Call `drain` before it.
 
         A step in flight would run during the block, and its time could not be measured.
         """
@@ -135,16 +139,18 @@ class StepClock:
             self._waited_seconds = waited_seconds
 
     def averages(self, units_per_step: int, unit: str = "tokens") -> dict[str, float]:
-        """Returns the means over the steps completed since the last call, without the first step.
+        """Returns means over the steps that have completed since the last call, without the first step.
 
         Args:
-          units_per_step: units in a global batch.
-          unit: the name of the unit, which names the rate.
+          units_per_step: the number of units (such as tokens) in a global batch.
+          unit: the name of the unit, for the key of the rate.
 
         Returns:
           If a step other than the first completed: step_seconds, data_seconds, host_seconds (the host's work before a
-          step), device_wait_seconds (how long the host then waited for the previous step), data_share (0 to 1) and
-          tokens_per_second (with another unit: UNIT_per_second). In the call after the first step: first_step_seconds.
+            step),
+          device_wait_seconds (how long the host then waited for the previous step), data_share (0 to 1) and
+          tokens_per_second
+          (with another unit: UNIT_per_second). In the call after the first step: first_step_seconds.
         """
         steps, self._unaveraged = self._unaveraged, []
         host_seconds, device_wait_seconds = self._host_seconds, self._device_wait_seconds
@@ -182,10 +188,13 @@ class StepClock:
 
 
 def scalars(result: Mapping[str, jax.Array]) -> dict[str, float]:
-    """Fetches the scalars of a completed step's result in one transfer: {name: array []} to {name: float}.
+    """Fetches the scalars of a completed step's result in one transfer; returns {name: float}.
 
     An array [E] becomes E scalars `NAME/0`, `NAME/1` and so on. Arrays that span several processes must be fully
     replicated.
+
+    Args:
+      result: {name: array [] or [E]}.
     """
     found = dict[str, float]()
     for name, value in jax.device_get(dict(result)).items():
@@ -200,12 +209,11 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
     """Formats a row of metrics as one readable line.
 
     Known names come first, in a fixed order and with their units; other metrics (of a user's model) follow with their
-    name. Excluded are None, values that another entry implies, the loads of single experts, and the norms of single
-    layers.
+    name. The line omits None, values that another entry implies, and metrics of a single expert, layer or data source.
 
     Args:
-      values: a row of metrics.jsonl.
-      num_steps: steps of the complete run; 0 omits them.
+      values: metric name -> value, a row of metrics.jsonl.
+      num_steps: the number of steps of the complete run, for the text `step 3/10`; 0 omits it.
     """
     width = len(str(num_steps)) if num_steps else 1
     known: dict[str, Callable[[float], str]] = {

@@ -13,11 +13,11 @@ class Throughput:
     """The constants that convert seconds per step to rates.
 
     Attributes:
-      unit: the counted unit: tokens, images, ...
-      units_per_step: units in a global batch, including padding.
-      flops_per_unit: model FLOPs for one unit, 0 if unknown.
-      num_devices: devices in the mesh.
-      peak_flops_per_second: of one device in the compute dtype, None if unknown.
+      unit: the name of the counted unit: tokens, images, ...
+      units_per_step: the number of units in a global batch, including padding.
+      flops_per_unit: the model FLOPs for one unit, 0 if unknown.
+      num_devices: the number of devices in the mesh.
+      peak_flops_per_second: the peak of one device in the compute dtype, None if unknown.
     """
 
     unit: str
@@ -27,7 +27,7 @@ class Throughput:
     peak_flops_per_second: float | None
 
     def since_last_row(self, step: int, clock: StepClock) -> dict[str, float | None]:
-        """Returns the units up to a step, and the clock's averages and rates since the previous row.
+        """Returns the number of units up to a step, and the clock's averages and rates since the previous row.
 
         `mfu` (0 to 1, None if the peak is unknown) is the useful FLOP/s of all devices divided by their peak. Chowdhery
         et al. 2022 (PaLM), appendix B, defines it as the observed tokens per second divided by the rate at peak FLOP/s,
@@ -52,7 +52,7 @@ class Uneven:
     """Warns once if the experts' load was uneven for a long time: devices had to process their tokens in several parts.
 
     Attributes:
-      metric: the name of the metric with the number of parts.
+      metric: the name of the metric that counts the parts in which a device processes its tokens.
       since: the first logged step of the current period with several parts; None: the last logged step had one part.
     """
 
@@ -61,7 +61,12 @@ class Uneven:
     _has_said: bool = False
 
     def line(self, step: int, values: Mapping[str, float | None]) -> str:
-        """Returns the text to print after the row of a logged step; usually empty."""
+        """Returns the warning to print after the row of a logged step; usually empty.
+
+        Args:
+          step: the number of the logged step.
+          values: metric name -> value, the row of this step.
+        """
         parts = values[self.metric] if self.metric in values else None
         if parts is None or parts <= 1:
             self.since = None

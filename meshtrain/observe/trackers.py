@@ -29,7 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
 ACTIVATIONS = "activations"
 KEY, NAMES = "observe.tracker", ("none", "wandb")
-_PEEK_BYTES = 1 << 20  # read from the start of a file, to check whether it contains metrics
+_PEEK_BYTES = 1 << 20  # the number of bytes at the start of a file that are checked for metrics
 Run: TypeAlias = Any  # a `wandb.Run`, whose package may be missing
 
 
@@ -53,23 +53,26 @@ class ObserveOptions:
 
 
 class Tracker(Protocol):
-    """The interface of a destination for rows of metrics."""
+    """The interface of a tracker, which stores rows of metrics."""
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Writes a row of values."""
+        """Writes a row of metrics: metric name -> value."""
         ...
 
     def close(self) -> None:
-        """Writes the remaining data. It may be called again."""
+        """Writes buffered data. The method may be called several times."""
         ...
 
 
 class Trackers:
-    """Writes to all trackers of a run; does nothing on processes other than 0.
+    """All trackers of a run; does nothing on processes other than 0.
 
     In use:
         with closing(Trackers(options, directory, start_step, is_main=peers.is_main_process())) as trackers:
             trackers.write(10, {"loss": 3.2})
+
+    Attributes:
+      done: the goodput that earlier processes of the run have logged; zeros on processes other than 0.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class Trackers:
             self._opened = opened.pop_all()
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Writes a row of values to each tracker."""
+        """Writes a row of metrics to each tracker."""
         for tracker in self._trackers:
             tracker.write(step, values)
 
@@ -116,7 +119,7 @@ class Trackers:
         return self._metrics.lost if self._metrics else ""
 
     def close(self) -> None:
-        """Closes each tracker. It may be called again."""
+        """Closes each tracker. The method may be called several times."""
         self._opened.close()
 
 
@@ -127,7 +130,8 @@ class MetricsFile:
     NaN nor infinity: they are written as null.
 
     Attributes:
-      lost: one line after the file was deleted or replaced, when no more rows are written; else ''.
+      lost: an error line after the file was deleted or replaced (no more rows are then written), else ''.
+      done: the goodput that earlier processes of the run have logged.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
@@ -137,7 +141,7 @@ class MetricsFile:
         file is replaced atomically, so that a reader sees either the old or the new rows.
 
         Args:
-          path: the file; its folder must exist.
+          path: the path of the file; its folder must exist.
           resume_step: the step that the run resumes from; 0 for a new run.
 
         Raises:
@@ -183,7 +187,7 @@ class MetricsFile:
             )
 
     def close(self) -> None:
-        """Closes the file. It may be called again."""
+        """Closes the file. The method may be called several times."""
         try:
             self._file.close()
         except OSError as error:
@@ -193,8 +197,8 @@ class MetricsFile:
 class TensorBoard:
     """Writes TensorBoard's event files.
 
-    The calling thread writes them: tensorboardX's SummaryWriter passes events to a thread that ends at the first disk
-    error; then its queue fills up, and the training loop would wait forever.
+    The calling thread writes the files. tensorboardX's SummaryWriter passes events to a thread that ends at the first
+    disk error; then its queue fills up, and the training loop would wait forever.
     """
 
     def __init__(
@@ -204,8 +208,9 @@ class TensorBoard:
 
         Args:
           directory: the folder, created if it is missing.
-          resume_step: the step that the run resumes from; 0 for a new run. TensorBoard hides earlier events after it.
-          now: returns a monotonic time in seconds.
+          resume_step: the step that the run resumes from; 0 for a new run. TensorBoard then hides points of later
+            steps, which the interrupted run has written.
+          now: a function that returns a monotonic time in seconds.
 
         Raises:
           UserError: the folder cannot be written.
@@ -234,7 +239,7 @@ class TensorBoard:
             self._add(self._make_event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Adds a point to each value's curve; None is skipped."""
+        """Adds a point to the curve of each metric; a value of None is skipped."""
         for name, value in values.items():
             if value is not None and name != "step":
                 summary = self._make_summary(name, float(value))
@@ -245,7 +250,7 @@ class TensorBoard:
             self._attempt(self._writer.flush)
 
     def close(self) -> None:
-        """Writes the remaining data and closes the file. It may be called again."""
+        """Writes buffered data and closes the file. The method may be called several times."""
         if self._writer is not None:
             self._attempt(self._writer.close)
             self._writer = None
@@ -267,15 +272,15 @@ class Guarded:
     """Wraps a tracker so that its exceptions do not end the run; the first exception prints a warning."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
-        """Wraps a tracker; warnings contain `name`."""
+        """Wraps a tracker; `name` is its name in warnings."""
         self._name, self._tracker, self._has_warned = name, tracker, False
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Writes a row of values."""
+        """Writes a row of metrics to the tracker; an exception of the tracker is only printed."""
         self._attempt(lambda: self._tracker.write(step, dict(values)))  # a copy, since the tracker may change it
 
     def close(self) -> None:
-        """Writes the remaining data. It may be called again."""
+        """Closes the tracker; an exception of the tracker is only printed."""
         self._attempt(self._tracker.close)
 
     def _attempt(self, action: Callable[[], object]) -> None:
@@ -287,7 +292,16 @@ class Guarded:
 
 
 def _user_tracker(options: ObserveOptions, directory: pathlib.Path, resume_step: int) -> Tracker:
-    """Returns the tracker that a user's function creates. Raises UserError if the function returns no tracker."""
+    """Returns the tracker that a user's function creates.
+
+    Args:
+      options: the options; `options.tracker` is the function, as `package.module:function`.
+      directory: the run's folder.
+      resume_step: the step that the run resumes from; 0 for a new run.
+
+    Raises:
+      UserError: the function raises an error, or its result has no methods `write` and `close`.
+    """
     given = call_user_function(
         KEY,
         options.tracker,
@@ -311,10 +325,11 @@ def _user_tracker(options: ObserveOptions, directory: pathlib.Path, resume_step:
 
 
 class WandB:
-    """Writes to a Weights & Biases run. Its files are in `wandb/`; with WANDB_MODE=offline no data leaves the machine.
+    """Writes rows of metrics to a Weights & Biases run.
 
-    Rows contain their step as a value, which is the x axis of the curves. The counter of W&B can only increase, and
-    would drop the steps that a resumed run repeats.
+    W&B's files are in the folder `wandb/` of the run; with WANDB_MODE=offline no data leaves the machine. Rows contain
+    their step as a value, which is the x axis of the curves. The step counter of W&B can only increase, and would drop
+    the steps that a resumed run repeats.
     """
 
     def __init__(self, directory: pathlib.Path, resume_step: int = 0) -> None:
@@ -358,7 +373,7 @@ class WandB:
 
     @staticmethod
     def _id(directory: pathlib.Path, resume_step: int) -> str:
-        """Returns the stored id; a new run creates a new id."""
+        """Returns the W&B id that is stored in the run's folder; a new run creates and stores a new id."""
         path = directory / WANDB_FOLDER / _WANDB_ID
         if resume_step and path.is_file():
             return path.read_text(encoding="utf-8")
@@ -368,17 +383,17 @@ class WandB:
         return new
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Logs a row; None is skipped."""
+        """Logs a row of metrics; a value of None is skipped."""
         row = {name: float(value) for name, value in values.items() if value is not None}
         self._run.log(row | {"step": step})
 
     def close(self) -> None:
-        """Sends the remaining data and ends the run."""
+        """Sends buffered data and ends the W&B run."""
         self._run.finish()
 
 
 def missing(options: ObserveOptions) -> list[Problem]:
-    """Returns an error line if the package of the chosen tracker is not installed."""
+    """Returns an error line if the package of the chosen tracker is not installed; else an empty list."""
     if options.tracker != "wandb" or importlib.util.find_spec("wandb"):
         return []
     return [
@@ -392,9 +407,10 @@ def missing(options: ObserveOptions) -> list[Problem]:
 
 
 def check(directory: str | os.PathLike[str]) -> list[Problem]:
-    """Returns an error line if the start of a run's `metrics.jsonl` has lines but no row: opening would delete them.
+    """Returns an error line if a run's `metrics.jsonl` has lines but no row: a start would delete these lines.
 
-    Reads the first MiB. A single incomplete row is accepted: a killed run leaves one, and the next start removes it.
+    Only the first MiB is read. A single incomplete row is accepted: a killed run leaves such a row, and the next start
+    removes it.
     """
     path = pathlib.Path(directory) / METRICS_FILE
     if not path.is_file():
@@ -408,7 +424,10 @@ def check(directory: str | os.PathLike[str]) -> list[Problem]:
 
 
 def metrics_of_evaluation(directory: str | os.PathLike[str], step: int) -> dict[str, float | None]:
-    """Returns the metrics of a step's evaluation in a run's `metrics.jsonl`; empty if it has no such row."""
+    """Returns the metrics of the evaluation at a step: the entries `eval_...` in a run's `metrics.jsonl`.
+
+    The result is empty if the file has no evaluation of this step. Of several evaluations, the last one is returned.
+    """
     path = pathlib.Path(directory) / METRICS_FILE
     rows = map(row_of, path.read_bytes().splitlines(keepends=True)) if path.is_file() else ()
     found = [row for row in rows if row and row["step"] == step and any(name.startswith(EVALUATED) for name in row)]
@@ -416,7 +435,11 @@ def metrics_of_evaluation(directory: str | os.PathLike[str], step: int) -> dict[
 
 
 def keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
-    """Removes all lines of the file except the rows up to a step; returns the run's goodput up to this step."""
+    """Removes all lines of `metrics.jsonl` except rows up to a step; returns the goodput of earlier processes.
+
+    Useful seconds and timed steps are counted up to this step. The passed time is that of the latest row before the
+    removal, because the removed steps took time too.
+    """
     if not path.exists():
         return Done()
     lines = path.read_bytes().splitlines(keepends=True)
