@@ -22,15 +22,15 @@ _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT, ops.POSSESSIVE_REPEAT)
 
 
 class Unknown(Exception):
-    """Raised if the structure of the expression allows no conclusion."""
+    """Raised if this module cannot analyze a regular expression."""
 
 
 class Facts(NamedTuple):
-    """Facts about an expression and two characters x and y that may be adjacent in a text.
+    """Facts about the matches of a regular expression in a text with character x directly before character y.
 
     Attributes:
       joins: whether a match may contain x directly before y, or depends on the character after x.
-      matches_y: whether y by itself is a match, whatever follows it.
+      matches_y: whether the single character y is a match, with any text after it.
       meets: whether some part of the expression matches x or y.
     """
 
@@ -40,11 +40,16 @@ class Facts(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """Facts about a part of an expression, for two adjacent characters x and y.
+    """Facts about the matches of one part of a regular expression, for a character x directly before a character y.
 
-    A part may match the empty string (`empty`), and may do so without any lookaround (`plainly_empty`). Its match may
-    end with x or begin with y, may contain x directly before y (`joins`), or may be just y (`alone`). `meets`: some
-    part matches x or y.
+    Attributes:
+      empty: whether the part may match the empty string.
+      plainly_empty: whether the part may match the empty string without any lookaround.
+      ends: whether a match may end with x.
+      begins: whether a match may start with y.
+      joins: whether a match may contain x directly before y.
+      alone: whether a match may be the single character y.
+      meets: whether some piece of this part matches x or y.
     """
 
     empty: bool
@@ -61,7 +66,15 @@ _NOTHING = _Node(True, True, False, False, False, False, False)
 
 @functools.cache
 def _parse(pattern: str) -> tuple[Any, tuple[str, ...]]:
-    """Returns the parse tree of an expression, and the Unicode property that each placeholder in it replaces."""
+    """Parses a regular expression with Unicode properties, such as category L, which Python's parser does not know.
+
+    Returns:
+      Python's parse tree, in which a private character replaces each property, and the properties in this order: `L`,
+      or `^L` for a negated property.
+
+    Raises:
+      Unknown: the expression uses syntax that this module does not support.
+    """
     if _UNSUPPORTED.search(pattern):
         raise Unknown
     properties: list[str] = []
@@ -83,10 +96,15 @@ def _parse(pattern: str) -> tuple[Any, tuple[str, ...]]:
 
 
 def facts(pattern: str, left: str, right: str) -> Facts:
-    """Returns facts about an expression for the characters x = `left` and y = `right`.
+    """Returns facts about the matches of a regular expression in a text with `left` directly before `right`.
+
+    Args:
+      pattern: the regular expression of a tokenizer.json.
+      left: one character, called x in `Facts`.
+      right: one character, called y in `Facts`.
 
     Raises:
-      Unknown: a match depends on more than the characters that it contains.
+      Unknown: a match depends on characters around it, or the expression is not supported.
     """
     parts, properties = _parse(pattern)
     node = _sequence(parts, left, right, properties, False)
@@ -132,7 +150,8 @@ def _part(part: Any, x: str, y: str, properties: Sequence[str], ignores_case: bo
             alone=node.alone and (least <= 1 or node.plainly_empty),
         )
     if kind is ops.ASSERT_NOT and _is_not_blank(value):
-        # After x, the lookahead sees y, or the end of the text if the text is cut there. Both agree only if y is blank.
+        # After x, the lookahead sees y, or the end of the text if the text is cut after x. Both results agree only if y
+        # is blank.
         return _NOTHING._replace(plainly_empty=False, begins=not y.isspace())
     if kind not in (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.ANY):
         raise Unknown
@@ -146,7 +165,7 @@ def _is_not_blank(value: Any) -> bool:
 
 
 def _matches(part: Any, one: str, properties: Sequence[str], ignores_case: bool) -> bool:
-    """Returns whether a part that matches a single character matches the character `one`."""
+    """Returns whether a part of an expression matches the character `one`; the part matches one character at a time."""
     kind, value = part
     forms = {one, one.lower(), one.upper()} if ignores_case else {one}
     if kind is ops.ANY:

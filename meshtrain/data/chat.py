@@ -1,7 +1,7 @@
-"""Fine-tuning data: reads lines or rows, writes their text, locates the answers, and packs them by first fit.
+"""Opens fine-tuning data: formats prompts and conversations as text, tokenizes it, and packs it into examples.
 
-A line is never split over several examples, and only tokens of answers count as targets. `chat_lines.py` parses the
-formats of lines.
+A line is a line of a .jsonl file or a row of a .parquet file. It is never split over several examples, and only tokens
+of answers count as targets. `chat_lines.py` parses the formats of lines.
 
 Shapes: T sequence_length, N tokens of a line.
 """
@@ -27,17 +27,17 @@ from meshtrain.errors import Problem, Problems, UserError, refuse, warn
 from meshtrain.launch import peers
 from meshtrain.store.buckets import Place
 
-_GROUP_LINES = 1024  # tokenized at a time
+_GROUP_LINES = 1024  # lines that are tokenized at a time
 
 
 class Written(NamedTuple):
-    """The text of a line.
+    """The formatted text of a line, before tokenization.
 
     Attributes:
       text: prompt and completion, or the output of the chat template.
-      answers: begin and end of each answer, in characters.
-      ends: whether the begin tokens and the end token are added around the text; the end token then belongs to the
-        answer, if there is an answer. False for a template, which writes its own tokens.
+      answers: (start, stop) of each answer to train on, in characters of `text`.
+      ends: whether the tokenizer's begin tokens and end token are added around the text. Then the end token counts as a
+        target if the line has an answer. False for the output of a chat template, which contains such tokens.
     """
 
     text: str
@@ -46,12 +46,12 @@ class Written(NamedTuple):
 
 
 def read_lines(path: Place, problems: Problems) -> list[Line]:
-    """Returns the lines of a file that are not empty.
+    """Parses the lines of a file; empty lines are skipped.
 
     Args:
-      path: a file of lines or rows.
-      problems: receives an error line for each kind of broken line, or if the file cannot be read. Reading stops once
-        `problems` is full.
+      path: a .jsonl or .parquet file, perhaps compressed.
+      problems: receives an error for each invalid line, or if the file cannot be read. Reading stops when
+        `problems.is_enough()`.
     """
     result, num_marks = list[Line](), 0
     try:
@@ -83,15 +83,18 @@ def write_texts(
     special: SpecialTokens = SpecialTokens({}),  # noqa: B008  frozen
     last_only: bool = False,
 ) -> list[Written]:
-    """Returns the text of each line with the positions of the answers to train on.
+    """Formats each line as text, and locates the answers to train on.
 
     Args:
-      lines: of all files.
-      tokenizer: `data.tokenizer`; its folder may contain the chat template.
-      template_file: `data.chat_template`; '' uses the template of the folder.
-      problems: receives an error line for each conversation that the template rejects, and if the template is missing.
+      lines: the parsed lines of all files.
+      tokenizer: the value of `data.tokenizer`; its folder may contain the chat template.
+      template_file: the value of `data.chat_template`; '' uses the template in the tokenizer's folder.
+      problems: receives an error for each conversation that the template rejects, and if the template is missing.
       special: the special tokens of the tokenizer.
       last_only: whether only the last answer of a conversation is trained on.
+
+    Returns:
+      One text for each line, except for rejected conversations.
     """
     template: ChatTemplate | None = None
     try:
@@ -118,7 +121,7 @@ def write_texts(
 
 
 def last_answer_counts(line: Line) -> bool:
-    """Returns whether the last answer of a conversation is trained on."""
+    """Returns whether the last answer of a conversation may be trained on; False if it has no answer."""
     answers = [
         counts for message, counts in zip(line.messages, line.learned, strict=True) if message["role"] == ASSISTANT
     ]
@@ -126,7 +129,7 @@ def last_answer_counts(line: Line) -> bool:
 
 
 def num_special(lines: Iterable[Line], special: SpecialTokens) -> int:
-    """Returns the number of special tokens in the prompts, completions and messages of lines."""
+    """Returns how often the text of a special token occurs in the prompts, completions and messages of lines."""
     return sum(special.count([*(line.pair or ()), *line.messages]) for line in lines)
 
 
@@ -135,8 +138,8 @@ class Tokens:
     """The tokens of a line.
 
     Attributes:
-      ids: unsigned [N].
-      counted: bool [N], True for tokens of an answer.
+      ids: unsigned integers [N], the token ids.
+      counted: bool [N], True for tokens of an answer to train on.
     """
 
     ids: np.ndarray
@@ -148,10 +151,10 @@ class Fitted:
     """Lines packed into examples, with counts of the truncated and the dropped lines.
 
     Attributes:
-      examples: T tokens each; a line has at most T + 1 tokens.
-      num_lines: lines in the examples.
-      num_truncated: how many of these lines were truncated.
-      num_dropped: lines that were dropped, because none of their targets would count.
+      examples: the packed examples, of T tokens each.
+      num_lines: number of lines in the examples.
+      num_truncated: number of lines in the examples that were truncated to T + 1 tokens.
+      num_dropped: number of lines that were dropped, because they have no target to train on.
     """
 
     examples: FirstFitExamples
@@ -161,14 +164,14 @@ class Fitted:
 
 
 def open_chat(options: DataOptions, asked: DataRequest) -> Dataset:
-    """Opens fine-tuning data.
+    """Opens fine-tuning data as packed training and validation examples.
 
     Args:
       options: `path`, `tokenizer`, `chat_template`, `end_token`, `loss_on` and `validation_fraction`.
       asked: the request of the run; its batch must have an entry `weights`.
 
     Raises:
-      UserError: a line of a file is broken, the tokenizer or the task does not fit, or no answer remains.
+      UserError: a line of a file is invalid, the tokenizer or the task does not fit, or a split has no answer.
     """
     if "weights" not in asked.batch:
         raise UserError(
@@ -215,7 +218,19 @@ def open_chat(options: DataOptions, asked: DataRequest) -> Dataset:
 def open_whole(
     options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, asked: DataRequest
 ) -> dict[str, FirstFitExamples]:
-    """Returns the examples of each file, by its path; see `corpus.open_whole`."""
+    """Returns {path: the examples of this file} for a file-by-file evaluation.
+
+    Only tokens of answers are targets. A warning counts the truncated and the dropped lines of a file.
+
+    Args:
+      options: `tokenizer`, `chat_template`, `end_token` and `loss_on`.
+      files: the files of `data.path`.
+      tokenizer: the tokenizer of the options.
+      asked: the request of the run.
+
+    Raises:
+      UserError: an error line for each problem of the files, and for each file without an answer.
+    """
     examples, empty = dict[str, FirstFitExamples](), Problems()
     for path in files:
         lines = tokenize(tokenizer, lines_of(options, [path], tokenizer, asked.ids_below)[0])
@@ -239,10 +254,19 @@ def open_whole(
 def lines_of(
     options: DataOptions, files: Iterable[Place], tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[list[Written], str]:
-    """Returns the text of each line of some files with its answers, and a text that counts their special tokens.
+    """Reads the lines of files and formats them as text.
+
+    Args:
+      options: `tokenizer`, `chat_template` and `loss_on`.
+      files: .jsonl or .parquet files, perhaps compressed.
+      tokenizer: the tokenizer of the options.
+      vocab_size: the model's vocabulary size; all ids must be below it.
+
+    Returns:
+      The formatted text of each line, and the end of a summary with the number of special tokens in the texts.
 
     Raises:
-      UserError: a line of a file is broken, or the tokenizer has ids outside the model's vocabulary.
+      UserError: a line of a file is invalid, or the tokenizer has ids outside the model's vocabulary.
     """
     problems, lines = Problems(vocabulary_problems(tokenizer, vocab_size)), []
     for path in files:
@@ -259,7 +283,7 @@ def lines_of(
 
 
 def tokenize(tokenizer: Tokenizer, lines: Sequence[Written]) -> list[Tokens]:
-    """Returns the tokens of each line."""
+    """Tokenizes each line, and marks the tokens of the answers to train on."""
     assert tokenizer.with_places is not None, tokenizer.name
     tokens = []
     for start in range(0, len(lines), _GROUP_LINES):
@@ -273,12 +297,12 @@ def tokenize(tokenizer: Tokenizer, lines: Sequence[Written]) -> list[Tokens]:
 
 
 def in_spans(places: np.ndarray, spans: Spans) -> np.ndarray:
-    """Returns which tokens have a character in a span, bool [N].
+    """Returns which tokens have at least one character in a span, bool [N].
 
     Args:
-      places: int [N, 2], begin and end of each token in characters. A token of blanks only may have an empty range at
-        its end.
-      spans: begin and end of each span, in characters.
+      places: int [N, 2], (start, stop) of each token in characters of the text. A token of blanks only may have an
+        empty range at its end.
+      spans: (start, stop) of each span, in characters of the text.
     """
     begins, ends = places[:, 0], places[:, 1]
     is_inside = np.zeros(len(places), bool)
@@ -288,15 +312,16 @@ def in_spans(places: np.ndarray, spans: Spans) -> np.ndarray:
 
 
 def as_examples(lines: Sequence[Tokens], sequence_length: int, tokenizer: Tokenizer) -> Fitted:
-    """Packs lines into examples: truncates lines that are too long, and drops lines without a target that counts.
+    """Packs lines into examples: truncates lines that are too long, and drops lines without a target to train on.
 
-    A line gives N - 1 inputs and targets. A line with N > T + 1 keeps the T + 1 tokens that end with its last answer,
-    so its first tokens are lost. If tokens of answers are lost, a warning counts these lines.
+    A line of N tokens has N - 1 inputs and targets. If N > T + 1, the line is truncated to the T + 1 tokens that end
+    with its last answer, or to its first T + 1 tokens if they contain its last answer. A warning counts the lines that
+    lose tokens of answers.
 
     Args:
-      lines: any number.
+      lines: the tokens of each line, of any length.
       sequence_length: T.
-      tokenizer: encoded the lines.
+      tokenizer: the tokenizer that encoded the lines.
     """
     kept, num_truncated, num_cut = list[Tokens](), 0, 0
     for line in lines:
@@ -323,7 +348,11 @@ def as_examples(lines: Sequence[Tokens], sequence_length: int, tokenizer: Tokeni
 
 
 def summary(fitted: Sequence[Fitted]) -> str:
-    """Returns a text that counts the lines, sequences and answer tokens of some splits or files, and the lost lines."""
+    """Returns a text with the numbers of lines, sequences, answer tokens, and truncated and dropped lines.
+
+    Args:
+      fitted: the packed lines of each split or file.
+    """
     lines, rows = (" + ".join(f"{number:,}" for number in numbers) for numbers in (
         [one.num_lines for one in fitted], [len(one.examples) for one in fitted]))  # fmt: skip
     counted = [one.examples.counted for one in fitted if one.examples.counted is not None]
@@ -333,13 +362,13 @@ def summary(fitted: Sequence[Fitted]) -> str:
 
 
 def losses(fitted: Sequence[Fitted]) -> str:
-    """Returns a text that counts the truncated and the dropped lines."""
+    """Returns a text with the numbers of truncated and dropped lines, summed over splits or files."""
     truncated, dropped = sum(one.num_truncated for one in fitted), sum(one.num_dropped for one in fitted)
     return f"{truncated:,} lines truncated, {dropped:,} dropped without a token of an answer"
 
 
 def fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
-    """Returns a hexadecimal sha256 over the ids of lines, their answer masks, and the splits."""
+    """Returns a hexadecimal sha256 over the ids and answer masks of all lines of each split."""
     digest = hashlib.sha256()
     for lines in splits:
         digest.update(f"{len(lines)}".encode())
@@ -351,5 +380,8 @@ def fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
 
 
 def _first_prompted(lines: Sequence[Written]) -> Written | None:
-    """Returns the first line with text before its first answer; this text is the prompt of the sample after a run."""
+    """Returns the first line that has text before its first answer, or None.
+
+    A run generates a sample text at its end, and this text before the answer is the prompt.
+    """
     return next((line for line in lines if line.answers and line.answers[0][0]), None)

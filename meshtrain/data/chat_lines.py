@@ -18,7 +18,7 @@ ALPACA = ("instruction", "output")
 MESSAGES, SHAREGPT = "messages", "conversations"
 ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT}  # of ShareGPT
 
-# Fields of a message, 0 or 1: whether it is trained on. OpenAI, Mistral, Together; Axolotl; ms-swift.
+# Fields of a message, with value 0 or 1, that select it for training. OpenAI, Mistral, Together; Axolotl; ms-swift.
 SWITCHES = ("weight", "train", "training", "loss_weight", "loss", "loss_scale")
 INVERSE_SWITCHES = ("masked",)  # of torchtune: 1 excludes a message from training
 
@@ -39,7 +39,7 @@ _ROW_SWITCHES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("mask", "loss_mask", "completion_mask", "assistant_mask", "assistant_masks"), ()),
     "chat_template_kwargs": (),
 }
-# Fields with content other than text: of a row, and of a message.
+# Fields with content other than text, of a row (_BESIDE) and of a message (_INSIDE).
 _BESIDE = ("tools", "functions", "documents", "images", "videos", "audios", "image", "video", "audio", "history")
 _INSIDE = ("tool_calls", "function_call", "images", "videos", "audios", "image", "video", "audio")
 
@@ -49,12 +49,12 @@ _A_PART = '{"type": "text", "text": "..."}'
 
 
 class Line(NamedTuple):
-    """A line of a file.
+    """A parsed line of a file: either a prompt and its completion, or a conversation.
 
     Attributes:
-      where: the file and the line, for errors.
-      pair: a prompt and its completion, which are texts; None for messages.
-      messages: of a conversation, with `role` and `content`.
+      where: the file and the line number, for errors.
+      pair: the texts of a prompt and its completion; None for a conversation.
+      messages: the messages of a conversation, with `role` and `content`; () for a pair.
       learned: for each message, whether it is an answer to train on.
     """
 
@@ -65,7 +65,11 @@ class Line(NamedTuple):
 
 
 def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
-    """Returns the fields of a line or row.
+    """Parses a JSON line to its fields; returns the fields of a table's row unchanged.
+
+    Args:
+      row: a line in UTF-8, or the fields of a row.
+      allowed: the allowed form of a line, as text for the error.
 
     Raises:
       UserError: the row is not a JSON object; the problem has no key.
@@ -80,7 +84,11 @@ def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
 
 
 def line_of(row: bytes | JsonObject, where: str) -> Line:
-    """Returns the content of a line or row.
+    """Parses a JSON line or the fields of a table's row as fine-tuning data.
+
+    Args:
+      row: a line in UTF-8, or the fields of a row.
+      where: the file and the line number, stored in the result.
 
     Raises:
       UserError: the row has no known form; the problem has no key.
@@ -109,7 +117,9 @@ def line_of(row: bytes | JsonObject, where: str) -> Line:
 
 
 def _turns(fields: JsonObject) -> tuple[Json, int]:
-    """Returns the messages of a row, unchecked, and how many of them form the prompt; None and 0 for a pair of texts.
+    """Returns the unchecked messages of a row, and how many of them form the prompt; (None, 0) for a pair of texts.
+
+    The number is 0 if every answer of the conversation may be trained on.
 
     Raises:
       UserError: the row has no known form; the problem has no key.
@@ -141,7 +151,11 @@ def _system(fields: JsonObject) -> list[Json]:
 
 
 def _behind_system(fields: JsonObject, given: Json) -> Json:
-    """Returns messages, preceded by the text of the row's field `system` if it has this field."""
+    """Returns `given`, a list of messages, with a system message before it if the row has a field `system`.
+
+    Raises:
+      UserError: the row has a field `system`, and the messages include a system message.
+    """
     system = _system(fields)
     if (
         system
@@ -153,7 +167,11 @@ def _behind_system(fields: JsonObject, given: Json) -> Json:
 
 
 def _of_sharegpt(turn: Json) -> Json:
-    """Returns a turn with `from` and `value` as a message; returns any other turn unchanged."""
+    """Converts a ShareGPT turn, with `from` and `value`, to a message; returns an object of another form unchanged.
+
+    Raises:
+      UserError: the role in `from` is unknown.
+    """
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
     if (role := ROLES.get(str(turn["from"]))) is None:
@@ -164,7 +182,7 @@ def _of_sharegpt(turn: Json) -> Json:
 
 
 def refuse_ignored(fields: JsonObject) -> None:
-    """Raises UserError for a field of a row that is ignored here although it affects training elsewhere."""
+    """Raises UserError for a field of a row that affects training in other programs but would be ignored here."""
     for name, values in _ROW_SWITCHES.items():
         value = fields.get(name)
         if value is not None and value not in ("", [], {}) and not _is_in(value, values):
@@ -198,10 +216,13 @@ def _is_in(value: Json, values: Container[Json]) -> bool:
 
 
 def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
-    """Returns the messages of a conversation, and for each whether it is an answer to train on.
+    """Checks the messages of a conversation; returns them, and for each whether it is an answer to train on.
 
-    A content that is a list of text parts is joined into one text. Fields that switch the training of a message are
-    evaluated here and not passed to the template.
+    If `content` is a list of text parts, the parts are joined. Fields that exclude a message from training, such as
+    `weight`, are removed from the returned messages, so that the chat template does not receive them.
+
+    Args:
+      given: the value of the row's field `messages`.
 
     Raises:
       UserError: `given` is no list of messages, or a field would have no effect; the problem has no key.
@@ -235,10 +256,14 @@ def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
 
 
 def _is_switched_off(message: JsonObject, number: int) -> bool:
-    """Returns whether a field of a message excludes the message from training.
+    """Returns whether a field of a message, such as `weight`, excludes the message from training.
+
+    Args:
+      message: the fields of the message.
+      number: the position of the message in its conversation, from 1, for errors.
 
     Raises:
-      UserError: a switch is not 0 or 1, or requests training on a message that is no answer.
+      UserError: such a field is not 0 or 1, or requests training on a message that is no answer.
     """
     if other := [name for name in _OTHER_SWITCHES if message.get(name) is not None]:
         raise UserError(
@@ -267,7 +292,7 @@ def _text_of_part(part: Json) -> str:
     """Returns the text of one part of a message's content.
 
     Raises:
-      ValueError: the part is no text; the message states the allowed form.
+      UserError: the part is no text; the problem has no key.
     """
     kind = part.get("type") if isinstance(part, dict) else part
     if not isinstance(part, dict) or kind != "text":

@@ -1,8 +1,8 @@
-"""Chat templates: write the text of a conversation and find the characters of its answers.
+"""Chat templates: format a conversation as text and locate the characters of its answers.
 
-A template is Jinja source that comes with a tokenizer. The context, the filters and the tag `generation` are those that
-Hugging Face defines for chat templates (https://huggingface.co/docs/transformers/chat_templating). A template is
-untrusted code, so it runs in Jinja's sandbox: it cannot reach Python's internal attributes, files or modules.
+A template is Jinja source that comes with a tokenizer. Hugging Face defines the context, the filters and the tag
+`generation` (https://huggingface.co/docs/transformers/chat_templating). A template is untrusted code, so it runs in
+Jinja's sandbox: it cannot reach Python's internal attributes, files or modules.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
     Attributes:
-      name: its file, for errors.
-      marks_answers: whether it has the tag `{% generation %}` around answers.
-      render: (messages, whether to append the start of an answer) -> text, with `BEGIN` and `END` around the content of
-        the tag. It raises ValueError if the template rejects the messages.
+      name: the file of the template, for errors.
+      marks_answers: whether the template has the tag `{% generation %}` around answers.
+      render: (messages, whether to append the start of the next answer) -> text, with the characters `BEGIN` and `END`
+        around each answer that the tag encloses. It raises UserError if the template rejects the messages.
     """
 
     name: str
@@ -39,24 +39,25 @@ class ChatTemplate:
     render: Callable[[Sequence[Message], bool], str]
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Returns the text of a conversation up to the start of the next answer.
+        """Formats a conversation as text, including the start of the assistant's next answer.
 
         Raises:
-          ValueError: the template rejects these messages.
+          UserError: the template rejects these messages.
         """
         return _strip_markers(self.render(messages, True))[0]
 
     def written(self, messages: Sequence[Message], learned: Sequence[bool] | None = None) -> tuple[str, Spans]:
-        """Returns the text of a conversation, and begin and end of each answer in it, in characters.
+        """Formats a conversation as text; returns the text, and (start, stop) of each answer in its characters.
 
-        Without the tag, an answer is the text that its message adds to the prompt of the messages before it.
+        If the template has the tag `{% generation %}`, the tag encloses the answers. Otherwise, an answer is the text
+        that its message adds to the prompt of the messages before it.
 
         Args:
-          messages: of the conversation.
-          learned: for each message, whether its answer is returned; None returns all answers.
+          messages: the messages of the conversation.
+          learned: for each message, whether to return it if it is an answer; None returns all answers.
 
         Raises:
-          ValueError: the template rejects these messages, or their answers cannot be located.
+          UserError: the template rejects these messages, or their answers cannot be located.
         """
         text, spans = _strip_markers(self.render(messages, False))
         counts = [learned is None or learned[index] for index, one in enumerate(messages) if one["role"] == ASSISTANT]
@@ -95,11 +96,11 @@ class ChatTemplate:
 
 
 def open_template(tokenizer: str, file: str) -> ChatTemplate:
-    """Returns the chat template in `file`, or if it is '' the template in the tokenizer's folder.
+    """Reads and compiles the chat template in `file`, or in the tokenizer's folder if `file` is ''.
 
     Args:
-      tokenizer: `data.tokenizer`; the template may use the names of the special tokens in its folder.
-      file: `data.chat_template`; '' uses the template of the folder.
+      tokenizer: the value of `data.tokenizer`. The template may use the special tokens that this folder defines.
+      file: the value of `data.chat_template`; '' uses the template in the tokenizer's folder.
 
     Raises:
       UserError: there is no template, or it cannot be read or compiled.
@@ -142,9 +143,9 @@ def template_text(file: str | Path) -> str:
 
 
 def _of_settings(content: JsonObject) -> str:
-    """Returns the template in a tokenizer_config.json, or '' if it has none.
+    """Returns the chat template in the content of a tokenizer_config.json; '' if it has none.
 
-    If there are several templates, it is the template called `default`.
+    If there are several templates, the template called `default` is returned.
     """
     given = content["chat_template"] if "chat_template" in content else ""
     if isinstance(given, list):
@@ -154,7 +155,7 @@ def _of_settings(content: JsonObject) -> str:
 
 
 def file_problems(path: str) -> list[Problem]:
-    """Returns an error line if `data.chat_template` names no file, otherwise []."""
+    """Returns an error line if `path`, the value of `data.chat_template`, is neither a file nor ''; otherwise []."""
     what = what_is_at(path)
     if not path or what == "a file":
         return []
@@ -170,14 +171,14 @@ def file_problems(path: str) -> list[Problem]:
 
 
 def compile_template(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
-    """Compiles a template.
+    """Compiles a chat template.
 
-    The current date is not in the context (`strftime_now`): the text of a run's data must not change from day to day.
+    The function `strftime_now` is not available: the text of a run's data must not change from day to day.
 
     Args:
-      source: Jinja.
+      source: the Jinja source.
       name: the template's name in errors.
-      tokens: name -> text of special tokens, available in the template.
+      tokens: name -> text of each special token, such as `eos_token`; the template can use these names.
 
     Raises:
       UserError: the source is no valid template.

@@ -56,8 +56,8 @@ class Corpus(Dataset):
     """A dataset of packed tokens, to which a bigram model can be fitted.
 
     An example has tokens, targets, segment_ids, positions (int32 [T]) and weights (float32 [T]). Validation examples
-    come from documents or tokens that are not in `train`. The fingerprint is a hexadecimal sha256 over the ids and the
-    position of the split.
+    come from documents or tokens that are not in `train`. The fingerprint is a hexadecimal sha256 over the ids, the
+    number of tokens in each split, and the end id. For synthetic data, it is over the arguments of the examples.
     """
 
     train: Examples
@@ -65,14 +65,14 @@ class Corpus(Dataset):
 
 
 def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
-    """Returns the tokenizer of a source without reading its data.
+    """Returns the tokenizer of a data source without reading the data.
 
     Args:
-      options: as for training.
-      vocab_size: the model's vocabulary size; also the vocabulary of synthetic data.
+      options: `source`, `path`, `tokenizer` and the options of special tokens.
+      vocab_size: the model's vocabulary size, which is also the vocabulary size of synthetic data.
 
     Raises:
-      UserError: a file of the tokenizer is missing or invalid.
+      UserError: a file of the tokenizer is missing or invalid, or the source is a user's function.
     """
     if options.source == "synthetic":
         return number_tokenizer(vocab_size)
@@ -93,7 +93,7 @@ def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
 
 
 def vocabulary_of(options: DataOptions) -> int:
-    """Returns the vocabulary size of a source; 257 (as for bytes) for synthetic data, which can have any.
+    """Returns the vocabulary size of a data source; for synthetic data the default, 257, as for bytes.
 
     Raises:
       UserError: the tokenizer or the description of the token files is missing or invalid.
@@ -111,7 +111,7 @@ def _first_file(options: DataOptions) -> Path:
 
 
 def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
-    """Returns a stream of the documents' ids, each document followed by the end id."""
+    """Tokenizes documents; returns the concatenated ids, with the end id after each document."""
     pieces: list[np.ndarray] = []
     end = np.asarray([tokenizer.end_id], tokenizer.dtype)
     documents = tokenizer.encode_documents(texts)
@@ -122,10 +122,10 @@ def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
 
 
 def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
-    """Returns the documents of each file.
+    """Reads the documents of text files; returns a list of documents for each file.
 
     Raises:
-      UserError: a file, or a line of a file, contains no document; one error line for each.
+      UserError: one error line for each file that cannot be read, and for each line or row without a document.
     """
     problems, texts = Problems(), list[list[str]]()
     for path in files:
@@ -139,11 +139,11 @@ def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
 def _text_streams(
     options: DataOptions, files: Sequence[Place], tokenizer: Tokenizer
 ) -> tuple[TokenStream, TokenStream, str]:
-    """Returns the training and the validation stream of documents, and a text that counts their special tokens.
+    """Reads and tokenizes text; returns the training stream, the validation stream, and the end of a summary.
 
     Documents are assigned to a split by a hash of their content, so a document keeps its split if its file is renamed
-    or copied. For the standard library, the hash is of the path. If there are few documents, one stream is cut at a
-    position instead.
+    or copied. For the standard library, the hash is of the path. If there are fewer than 100 documents, their
+    concatenation is split at one position instead. The summary states the number of special tokens in the texts.
     """
     if options.source == "python":
         documents = standard_library()
@@ -160,7 +160,7 @@ def _text_streams(
 
 
 def _split_stream(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, TokenStream]:
-    """Splits a stream at one position; the second part is for validation."""
+    """Splits a stream at one position into (training, validation); validation is the given fraction at the end."""
     place = len(stream) - int(len(stream) * validation_fraction)
     return stream.cut(0, place), stream.cut(place, len(stream))
 
@@ -168,7 +168,14 @@ def _split_stream(stream: TokenStream, validation_fraction: float) -> tuple[Toke
 def _streams(
     options: DataOptions, files: Sequence[Place], tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[TokenStream, TokenStream, str, str]:
-    """Returns the streams of both splits, the digest of their ids, and a description of the source."""
+    """Opens text or token files; returns the training and validation streams, the ids' digest, and a summary.
+
+    Args:
+      options: the options of the source.
+      files: the files of `data.path`.
+      tokenizer: the tokenizer of the source.
+      vocab_size: the model's vocabulary size; all ids must be below it.
+    """
     if options.source == "tokens":
         arrays, digest = open_token_files(files, vocab_size)
         find_ends = functools.partial(document_ends, files)
@@ -189,10 +196,12 @@ def _streams(
 
 
 def open_corpus(options: DataOptions, asked: DataRequest) -> Corpus:
-    """Opens the data. Token files stay on disk; the ids of text are kept in memory.
+    """Opens `python`, `text`, `tokens` or `synthetic` data as packed examples.
+
+    Token files stay on disk; the ids of text are stored in memory. Only synthetic data depends on the run's seed.
 
     Args:
-      options: of `python`, `text`, `tokens` or `synthetic` data; real data does not depend on the run's seed.
+      options: the options of the source, with one source in `path`.
       asked: the request of the run.
 
     Raises:
@@ -230,11 +239,11 @@ def open_corpus(options: DataOptions, asked: DataRequest) -> Corpus:
 def open_parts(
     open_one: Callable[[DataOptions, DataRequest], Dataset], options: DataOptions, asked: DataRequest
 ) -> Dataset:
-    """Opens each source of `data.path` and each validation set of `data.validation_path`, and combines them.
+    """Opens each source of `data.path` and each validation set of `data.validation_path` as one dataset.
 
     Args:
-      open_one: opens one source, such as `open_corpus`.
-      options: of a source of packed tokens.
+      open_one: a function that opens one source or set, such as `open_corpus`.
+      options: the options of the sources; `path` may be a mixture.
       asked: the request of the run.
 
     Raises:
@@ -261,7 +270,7 @@ def open_parts(
 
 
 def _tokenizer_problems(parts: Sequence[Part]) -> list[Problem]:
-    """Returns an error line for each part whose token files have another tokenizer than the first part's files."""
+    """Returns an error line for each source or set of token files whose tokenizer differs from the first source's."""
     files = [read_sidecar(part.files[0]) for part in parts]
     written = [tuple(getattr(file, name) for name in TOKENIZER_FIELDS) for file in files]
     return [
@@ -277,7 +286,12 @@ def _tokenizer_problems(parts: Sequence[Part]) -> list[Problem]:
 
 
 def _join(parts: Sequence[Part], opened: Sequence[Dataset]) -> Dataset:
-    """Returns one dataset: the mixture of several sources, and the validation sets by their names."""
+    """Combines datasets: a mixture of the sources for training, and the validation sets by name.
+
+    Args:
+      parts: the sources and validation sets.
+      opened: the dataset of each part. Without validation sets, the validation split of each source is used.
+    """
     named = [(part, typing.cast(Examples, data.train)) for part, data in zip(parts, opened, strict=True)]
     sources = {part.name: examples for part, examples in named if part.key == PATH}
     sets = {part.name: examples for part, examples in named if part.key != PATH}
@@ -333,14 +347,14 @@ def _synthetic(asked: DataRequest) -> Corpus:
 
 
 def open_whole(options: DataOptions, asked: DataRequest) -> Mapping[str, Examples]:
-    """Returns the examples of each file, by its path; every token except a document's first is a target exactly once.
+    """Returns {path: examples of this file}, in which every token except a document's first is a target exactly once.
 
     In fine-tuning data, only tokens of answers are targets; a warning counts truncated and dropped lines. Documents are
     packed into padded rows (`first_fit`) regardless of `data.packing`, because windows of a stream would leave out the
     tokens after the last complete window.
 
     Args:
-      options: of a source of packed tokens that reads `path`.
+      options: the options of `text`, `tokens` or `chat` data.
       asked: the request of the run.
 
     Raises:
@@ -389,16 +403,16 @@ SOURCES: Mapping[str, Source] = {
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticExamples:
-    """Synthetic examples: example i counts up by a step of 1 .. 4, from a random start, modulo the vocabulary.
+    """Synthetic examples: each counts up from a random start by a random step of 1 .. 4, modulo the vocabulary size.
 
-    One token in ten is replaced by a random one, so that even a perfect model has a positive loss. Each sequence has
-    its own step: a model has to look at two tokens to predict the next one, which a bigram model cannot.
+    One token in ten is replaced by a random token, so that even a perfect model has a positive loss. The step differs
+    between examples: a model needs two previous tokens to predict the next token, and a bigram model sees only one.
 
     Attributes:
       num_examples: number of examples.
       sequence_length: T.
-      vocab_size: ids are below it.
-      seed: the examples depend on it and on `split_by_hash`.
+      vocab_size: the exclusive upper bound of the ids.
+      seed: the seed of the random numbers; example i depends on `seed`, `split` and i.
       split: 0 for training, 1 for validation.
     """
 
@@ -436,7 +450,7 @@ class SyntheticExamples:
 
 
 def _count(pairs: TokenPairs) -> np.ndarray | None:
-    """Returns how often each token follows another, float64 [512, 512], or None if an id is above 511."""
+    """Counts token pairs: entry [a, b] is how often b follows a, float64 [512, 512]. None if an id is above 511."""
     counts = np.zeros(LARGEST_VOCAB * LARGEST_VOCAB)
     for tokens, targets in pairs:
         if max(tokens.max(initial=0), targets.max(initial=0)) >= LARGEST_VOCAB:
@@ -453,8 +467,9 @@ def _score_rows(examples: Examples, indices: Iterable[int]) -> TokenPairs:
 
 
 def _probabilities(counts: np.ndarray, strength: float) -> np.ndarray:
-    """Returns P(b | a) = (c(a, b) + s p(b)) / (c(a) + s), with p the add-one unigram; [V, V].
+    """Returns the bigram probabilities P(b | a) = (c(a, b) + s p(b)) / (c(a) + s) for all tokens a and b; [V, V].
 
+    c counts tokens and token pairs, p is the add-one unigram probability, and s is `strength`.
     Source: MacKay and Peto, A hierarchical Dirichlet language model, 1995, equation for the predictive distribution.
     """
     followed = counts.sum(0)
@@ -463,7 +478,7 @@ def _probabilities(counts: np.ndarray, strength: float) -> np.ndarray:
 
 
 def _strength(counts: np.ndarray) -> float:
-    """Returns the smoothing strength with the largest leave-one-out likelihood of the training pairs."""
+    """Returns the smoothing strength s of `_probabilities` with the largest leave-one-out likelihood of the counts."""
     seen = counts > 0
     unigram = (counts.sum(0) + 1) / (counts.sum() + len(counts))
     rest, follows = counts - 1, np.maximum(counts.sum(1, keepdims=True) - 1, 0)
@@ -479,15 +494,15 @@ def bigram_loss(train: Examples, validation: Examples, *, indices: Iterable[int]
     """Returns the validation loss of a smoothed bigram model, in nats per token.
 
     Counts and smoothing are fitted to the training tokens. The loss covers the same tokens as an evaluation of the
-    model.
+    model, so it is a baseline for the model's loss.
 
     Args:
-      train: examples to count in.
-      validation: examples to score.
-      indices: the validation examples to score; None scores all.
+      train: the training examples.
+      validation: the validation examples.
+      indices: the numbers of the validation examples to score; None scores all.
 
     Returns:
-      The mean over the positions with weight 1; None for more than 512 ids, or without any position of weight 1.
+      The mean over the positions with weight 1. None if an id is above 511, or if no position has weight 1.
     """
     counts = _count(itertools.islice(train.pairs(), _MOST_TRAIN_CHUNKS))
     asked = _count(validation.pairs() if indices is None else _score_rows(validation, indices))

@@ -1,7 +1,7 @@
-"""Training data from a user's function, checked against the task's batch.
+"""Training data from a user's function: defines `Dataset`, and checks that the data fit the task's batch.
 
-The function is an argument, `train(config, directory, make_task, make_data)`, or is named by `config.data.source =
-"package.module:function"`. It takes the config and returns a `Dataset`, in plain Python or Grain.
+A user passes the function to `train(config, directory, make_task, make_data)`, or names it in `config.data.source =
+"package.module:function"`. It receives the configuration and returns a `Dataset`, in plain Python or Grain.
 """
 
 import dataclasses
@@ -21,14 +21,15 @@ class Dataset:
     """A dataset: numbered training and validation examples. Any object with these attributes is accepted.
 
     Attributes:
-      train: numbered examples (`len`, `[i]`), such as a list, a `grain.MapDataset`, or another class; each a dict of
-        NumPy arrays with the entries of `Task.batch` without the batch dim. Several threads read them at once.
-      validation: numbered examples as in `train`; () for none.
+      train: the training examples, an object with `len()` and `[i]`, such as a list or a `grain.MapDataset`. An example
+        is a dict of NumPy arrays with the entries of `Task.batch` without the batch dim. Several threads read examples
+        at the same time.
+      validation: the validation examples, in the same form as `train`; () for none.
       fingerprint: a text that differs if the data differ; a run resumes only on data with the same fingerprint.
-      summary: a one-line description for people.
+      summary: a one-line description of the data, which a run prints.
       text: the tokenizer, which encodes prompts and decodes generated ids; None: the data are no text.
-      prompts: for the texts that a run generates at its end; () for none, or for a task whose texts continue no prompt.
-      are_templated: whether a chat template wrote the prompts, including the tokens before a text.
+      prompts: the prompts for which a run generates sample texts at its end; () for no prompt.
+      are_templated: whether a chat template wrote the prompts, including begin tokens.
     """
 
     train: Examples
@@ -43,19 +44,19 @@ class Dataset:
 def open_user_data(
     given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], num_eval_batches: int
 ) -> Dataset:
-    """Checks the result of a user's data function and returns it as `Dataset`.
+    """Checks the result of a user's data function and converts it to a `Dataset`.
 
-    All examples of a list are checked; otherwise only the first example is.
+    If the examples are a list, all of them are checked; otherwise only the first example is checked.
 
     Args:
-      given: `Dataset`, or an object with its attributes.
-      batch: the entries of the global batch, each with shape [B, ...] and dtype.
-      limits: name -> the exclusive upper bound of the entry's integers.
-      num_eval_batches: batches of an evaluation, 0 for all.
+      given: the result: a `Dataset`, or an object with the same attributes.
+      batch: name -> entry of the global batch, an object with shape [B, ...] and dtype.
+      limits: name -> the exclusive upper bound of the integers in this entry.
+      num_eval_batches: number of batches in an evaluation; 0: all validation examples.
 
     Raises:
-      UserError: one line for each missing or invalid attribute, for each batch entry that a checked example lacks or
-        has with another shape, dtype or range, and if an evaluation would count padding as examples.
+      UserError: one line for each missing or invalid attribute, and for each batch entry that a checked example lacks
+        or has with another shape, dtype or range. Also if an evaluation would count padding as examples.
     """
     problems = []
     for name, wanted in (("train", "examples by number"), ("fingerprint", "a text that is not empty")):
@@ -128,9 +129,15 @@ def _split_problems(
 
 
 def _uneven_evaluation(num_examples: int, batch: Mapping[str, Shaped], num_eval_batches: int) -> list[Problem]:
-    """Returns an error line if an evaluation would count the padding of its last batch as examples.
+    """Returns an error line if an evaluation would count the padding in its last batch as examples.
 
-    The last batch is padded with zeros in every entry. If the batch has an entry `weights`, padding has weight 0.
+    The last batch is padded with examples of zeros. This is correct only if the batch has an entry `weights`, which is
+    0 for padding.
+
+    Args:
+      num_examples: number of validation examples.
+      batch: name -> entry of the global batch, with shape [B, ...].
+      num_eval_batches: number of batches in an evaluation; 0: all validation examples.
     """
     batch_size = next(iter(batch.values())).shape[0]
     wanted = num_eval_batches * batch_size or num_examples

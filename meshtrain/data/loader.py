@@ -2,9 +2,10 @@
 
 Shapes: B batch_size (global).
 
-Sample g of a run is row g % B of step g // B. It is example `order[g % E]` of epoch g // E, for E examples; each epoch
-has a new random order. In a mixture, the source of sample g depends on g and the weights, and each source has separate
-epochs. So the state of the data is one integer, the next sample index B * step, and a resumed run does not repeat data.
+Sample g of a run is row g % B of the batch of step g // B. For E examples, it is example `order[g % E]` of epoch
+g // E; each epoch has a new random order. In a mixture, the source of sample g depends on g and the weights, and each
+source has separate epochs. So the state of the loader is one integer, the next sample index B * step, and a resumed run
+does not repeat data.
 """
 
 import functools
@@ -29,7 +30,7 @@ Batch = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Shaped(Protocol):
-    """An entry of the global batch: an array or array type with a shape and a dtype; a sharding is optional."""
+    """An entry of the global batch: an array, or an abstract array such as `jax.ShapeDtypeStruct`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,20 +50,20 @@ class Examples(Protocol):
 
 
 def next_sample(step: int, batch_size: int) -> int:
-    """Returns the index of the next sample before step `step`, which is the complete state of the data."""
+    """Returns the index of the first sample of step `step`; this integer is the complete state of the loader."""
     return step * batch_size
 
 
 def sample_order(
     num_examples: int, *, seed: int | Sequence[int], shuffle: bool = True, num_epochs: int | None = None
 ) -> grain.MapDataset[int]:
-    """Returns a Grain dataset that maps a sample's index to the number of its example.
+    """Returns a Grain dataset that maps the index of a sample to the number of its example.
 
     Args:
       num_examples: number of examples in an epoch.
-      seed: of the shuffle: one or several integers of 0 .. 2**32 - 1; each epoch is shuffled differently.
-      shuffle: False keeps the order of the examples.
-      num_epochs: None repeats forever.
+      seed: the seed of the shuffle, one or several integers of 0 .. 2**32 - 1. Each epoch is shuffled differently.
+      shuffle: whether to shuffle; False keeps the order of the examples.
+      num_epochs: number of epochs; None repeats forever.
     """
     order = grain.MapDataset.range(num_examples)
     if shuffle and num_examples:
@@ -73,16 +74,16 @@ def sample_order(
 
 @functools.cache
 def turns(weights: tuple[int, ...]) -> np.ndarray:
-    """Returns the source of each of sum(weights) consecutive samples of a mixture, int32 [sum(weights)].
+    """Returns the index of the source for each sample in one period of a mixture, int32 [sum(weights)].
 
-    The number of samples that a source has contributed differs from its share s of all samples by less than one, at
-    every sample. Sample n of a source may be at any place with floor((n - 1) / s) <= place < ceil(n / s). Of all
-    sources that may come next, the source with the nearest upper end is chosen. Source: Tijdeman, The chairman
-    assignment problem, 1980. Grain's `MapDataset.mix` rounds weights, so that 7 : 3 becomes 233 : 100, and may deviate
-    by two samples with three sources.
+    Let s be a source's share of all samples. After every sample, the number of samples from this source differs from s
+    times the number of all samples by less than one. Sample n of the source, counted from 1, may be at any position p
+    with floor((n - 1) / s) <= p < ceil(n / s). Of all sources that may come next, the source with the nearest upper end
+    is chosen. Reference: Tijdeman, The chairman assignment problem, 1980. Grain's `MapDataset.mix` rounds weights, so
+    that 7 : 3 becomes 233 : 100, and may deviate by two samples with three sources.
 
     Args:
-      weights: positive integers without a common divisor, so that the pattern is as short as possible.
+      weights: number of samples of each source in a period, positive integers without a common divisor.
     """
     total, had, result = sum(weights), [0] * len(weights), list[int]()
     ends = [-(-total // weight) for weight in weights]
@@ -96,15 +97,24 @@ def turns(weights: tuple[int, ...]) -> np.ndarray:
 
 
 def samples_per_source(weights: tuple[int, ...], num_samples: int) -> np.ndarray:
-    """Returns how many of the first `num_samples` samples of a mixture come from each source, int64 [sources]."""
+    """Returns how many of the first `num_samples` samples of a mixture come from each source, int64 [sources].
+
+    Args:
+      weights: number of samples of each source in a period of the mixture.
+      num_samples: number of samples since the start of the run.
+    """
     periods, rest = divmod(num_samples, sum(weights))
     return periods * np.asarray(weights) + np.bincount(turns(weights)[:rest], minlength=len(weights))
 
 
 def mixture_order(mixture: Parts, *, seed: int) -> grain.MapDataset[int]:
-    """Returns a Grain dataset, without end, that maps a sample of a mixture to its example.
+    """Returns an infinite Grain dataset that maps the index of a sample of a mixture to the number of its example.
 
     Each source is shuffled separately.
+
+    Args:
+      mixture: the sources, with weights.
+      seed: the seed of the run.
     """
     sizes, pattern = [len(part) for part in mixture.parts.values()], turns(mixture.weights)
     orders = [sample_order(size, seed=(seed, source)) for source, size in enumerate(sizes)]
@@ -123,14 +133,24 @@ def mixture_order(mixture: Parts, *, seed: int) -> grain.MapDataset[int]:
 def order_of(
     examples: Examples, *, seed: int, shuffle: bool = True, num_epochs: int | None = None
 ) -> grain.MapDataset[int]:
-    """Returns a Grain dataset that maps a sample of a run to its example; for the arguments see `batches`."""
+    """Returns a Grain dataset that maps the index of a sample of a run to the number of its example.
+
+    Args:
+      examples: the examples; a mixture if they are `Parts` with weights.
+      seed: the seed of the shuffle.
+      shuffle: whether to shuffle; a mixture is always shuffled.
+      num_epochs: number of epochs; None repeats forever, as a mixture always does.
+    """
     if isinstance(examples, Parts) and examples.weights:
         return mixture_order(examples, seed=seed)
     return sample_order(len(examples), seed=seed, shuffle=shuffle, num_epochs=num_epochs)
 
 
 def order_hash(examples: Examples, *, seed: int, first_sample: int) -> str:
-    """Returns a hexadecimal hash of the example numbers of up to 1,024 samples, starting with `first_sample`."""
+    """Returns a hexadecimal hash of the example numbers of up to 1,024 samples, starting with `first_sample`.
+
+    The processes of a run compare their hashes, so that all of them read the same data in the same order.
+    """
     order = order_of(examples, seed=seed)
     # Grain takes a millisecond for a sample of a small data set, whose epochs are short.
     count = min(_NUM_HASHED_SAMPLES, _LEAST_HASHED_SAMPLES + len(examples))
@@ -139,9 +159,9 @@ def order_hash(examples: Examples, *, seed: int, first_sample: int) -> str:
 
 
 def content_hash(examples: Examples) -> str:
-    """Returns a hexadecimal hash of the first, middle and last example.
+    """Returns a hexadecimal hash of the contents of the first, middle and last example.
 
-    Returns '' if reading an example twice gives two results.
+    Returns '' if an example differs when it is read a second time, for example because of random noise.
     """
     digest = hashlib.sha256()
     for number in sorted({0, len(examples) // 2, len(examples) - 1} if len(examples) else ()):
@@ -164,10 +184,10 @@ def example_problems(
     """Returns an error line for each batch entry that is missing in an example or has a wrong shape, dtype or range.
 
     Args:
-      example: name -> array without the batch dim; other entries than the batch's are ignored.
-      batch: the global batch: name -> an object with its shape [B, ...] and dtype.
-      limits: name -> the exclusive upper bound of the entry's integers (the lower bound is 0).
-      where: the name of the example in the error lines.
+      example: name -> array without the batch dim; entries that `batch` lacks are ignored.
+      batch: name -> entry of the global batch, an object with shape [B, ...] and dtype.
+      limits: name -> the exclusive upper bound of the integers in this entry; the lower bound is 0.
+      where: the name of the example in the error lines, such as `example 3`.
     """
     if not isinstance(example, Mapping):
         entries = ", ".join(f"'{name}': array" for name in batch)
@@ -212,13 +232,18 @@ def example_problems(
 
 
 def _furthest(array: np.ndarray) -> int:
-    """Returns the minimum if it is negative, otherwise the maximum."""
+    """Returns the smallest element of an integer array if it is negative, otherwise the largest element."""
     least = int(array.min())
     return least if least < 0 else int(array.max())
 
 
 def _local_rows(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the batch rows stored on this process's devices, sorted, int64 [number of rows]."""
+    """Returns the indices of the batch rows that this process's devices store, sorted, int64 [number of rows].
+
+    Args:
+      sharding: the sharding of an entry of the global batch.
+      shape: the global shape of this entry, [B, ...].
+    """
     held = np.zeros(shape[0], bool)
     for index in sharding.addressable_devices_indices_map(shape).values():
         assert index is not None
@@ -227,7 +252,12 @@ def _local_rows(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> np.n
 
 
 def _global_arrays(local: Mapping[str, np.ndarray], batch: Batch) -> dict[str, jax.Array]:
-    """Returns the global arrays [B, ...] of a batch, built from this process's rows."""
+    """Creates the global arrays [B, ...] of a batch from the rows of each process.
+
+    Args:
+      local: name -> array of this process's rows, [number of rows, ...].
+      batch: name -> shape, dtype and sharding of the global array.
+    """
     return {
         name: jax.make_array_from_process_local_data(entry.sharding, local[name], entry.shape)
         for name, entry in batch.items()
@@ -242,7 +272,18 @@ def _local_batch(
     batch: Batch,
     limits: Mapping[str, int],
 ) -> dict[str, np.ndarray]:
-    """Returns this process's rows of one batch; rows after the last sample are zero, so their weight is 0.
+    """Reads this process's rows of one batch; rows after the last sample are zero, so their weight is 0.
+
+    Args:
+      examples: the examples of the run.
+      order: maps the index of a sample to the number of its example.
+      first_sample: index of the sample in row 0 of the global batch.
+      rows: sorted indices in the global batch of this process's rows, int64.
+      batch: name -> shape, dtype and sharding of the global array.
+      limits: name -> the exclusive upper bound of the integers in this entry.
+
+    Returns:
+      name -> array [number of rows, ...].
 
     Raises:
       UserError: an example does not fit the batch.
@@ -276,23 +317,24 @@ def batches(
     Background threads start to read immediately. To stop them before the iterator is exhausted, call its `.close()`.
 
     Args:
-      examples: numbered; each a dict of NumPy arrays with the batch's entries, without the batch dim.
-      batch: the abstract global batch over all processes: each entry [B, ...] with its sharding, which must split B
-        evenly, and in the same way for all entries.
-      limits: name -> the exclusive upper bound of the entry's integers.
-      seed: determines the order of the examples.
-      start_step: number of batches before the first.
+      examples: numbered examples. Each is a dict of NumPy arrays with the batch's entries, without the batch dim.
+      batch: name -> shape [B, ...], dtype and sharding of each entry of the global batch. All entries must split B in
+        the same way, evenly.
+      limits: name -> the exclusive upper bound of the integers in this entry.
+      seed: the seed of the order of the examples.
+      start_step: the step of the first batch that is yielded.
       end_step: the step after the last batch, so that no later batch is read ahead; 0 for no end.
-      shuffle: False keeps the order of the examples.
-      num_epochs: None repeats forever. Otherwise the last batch is padded with rows of zeros, which have weight 0.
-      num_threads: threads that read ahead; 0 reads each batch when it is requested.
-      num_prefetch_batches: number of batches that are kept ready in host memory.
+      shuffle: whether to shuffle; False keeps the order of the examples.
+      num_epochs: number of epochs; None repeats forever. Otherwise the last batch is padded with rows of zeros, which
+        have weight 0.
+      num_threads: number of threads that read ahead; 0 reads each batch when it is requested.
+      num_prefetch_batches: maximum number of batches that are read ahead into host memory.
 
     Yields:
       A dict of global arrays with the shapes, dtypes and shardings of `batch`.
 
     Raises:
-      UserError: an example does not fit the batch; raised when its batch is requested.
+      UserError: an example does not fit the batch; raised when the batch with this example is requested.
     """
     if not len(examples):
         return iter(())

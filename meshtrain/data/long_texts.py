@@ -1,8 +1,9 @@
-"""Cuts a long text where tokenizing the pieces one by one gives the same ids as tokenizing the complete text.
+"""Splits long texts into pieces that can be tokenized one by one: their ids are those of the complete text.
 
-The package tokenizers needs about 170 bytes of memory for each byte of a text. A place between two characters is safe
-if no step of the tokenizer.json (added tokens, normalizer, pre-tokenizer, model) looks across it. This follows from the
-definitions of the steps; if a step is unknown to this module, no place is safe.
+The package tokenizers needs about 170 bytes of memory for each byte of a text. A *place* is a position between two
+adjacent characters. A place is safe to split at if each step of the tokenizer.json (added tokens, normalizer,
+pre-tokenizer, model) processes the text before it independently of the text after it. This follows from the definitions
+of the steps. If a step is unknown to this module, no place is safe.
 """
 
 import json
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 PIECE_CHARACTERS = 1 << 16
 BATCH_CHARACTERS = 1 << 20
-MOST_CHARACTERS = 1 << 24  # in a piece without an earlier safe place: 3 GB of memory
+MOST_CHARACTERS = 1 << 24  # maximum in a piece that has no safe place; it needs 3 GB of memory
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel
 _WORDS = r"\w+|[^\w\s]+"  # of Whitespace
 _ASCII = frozenset(string.printable[:95])
@@ -28,7 +29,14 @@ _JAMO = range(0x1160, 0x1200)  # Korean letters that compose with the preceding 
 
 
 class _Place(NamedTuple):
-    """The two characters around a place, as transformed by a tokenizer step so far; `is_split` if a word ends there."""
+    """A place in a text, and the effects that the tokenizer's steps up to now have there.
+
+    Attributes:
+      left: the character before the place, as transformed by the steps.
+      right: the character after the place, as transformed by the steps.
+      is_split: whether a pre-tokenizer step ends a word at the place.
+      prepended: the text that the normalizer prepends to each text.
+    """
 
     left: str
     right: str
@@ -37,17 +45,17 @@ class _Place(NamedTuple):
 
 
 class _Unsafe(Exception):
-    """Raised if a step may look across the place."""
+    """Raised if a tokenizer step may combine characters before a place with characters after the place."""
 
 
 def batches(
     texts: Sequence[str], pieces_of: Callable[[str], Iterable[tuple[int, int]]]
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Yields pieces of texts, about `BATCH_CHARACTERS` at a time, as (number of the text, begin, end).
+    """Splits texts into pieces; yields lists of pieces with about 1 M characters, as (index of the text, start, stop).
 
     Args:
-      texts: any number.
-      pieces_of: returns begin and end of each piece of a long text.
+      texts: the texts to tokenize. A text of up to 128 K characters is one piece.
+      pieces_of: text -> (start, stop) of each piece, in characters; called for longer texts.
     """
     batch, size = list[tuple[int, int, int]](), 0
     for number, text in enumerate(texts):
@@ -63,28 +71,28 @@ def batches(
 
 
 class Cuts:
-    """Computes the safe places of one tokenizer.json.
+    """Finds places at which texts can be split without changing the token ids, for one tokenizer.json.
 
     Args:
       description: the content of the tokenizer.json.
-      normalize: applies the normalizer to a text.
+      normalize: text -> normalized text, with the normalizer of the tokenizer.
     """
 
     def __init__(self, description: JsonObject, normalize: Callable[[str], str]) -> None:
-        """Reads the tokenizer's steps; facts about pairs of characters are computed on demand."""
+        """Stores the description; results for pairs of characters are computed on demand."""
         self._description, self._normalize = description, normalize
-        self._skips = dict[str, int | None]()  # two characters -> how many are dropped between them; None: unsafe
+        self._skips = dict[str, int | None]()  # pair of characters -> the result of `_count_skipped`
         self._vocabulary_pairs: frozenset[str] | None = None
 
     def pieces(self, text: str, name: str) -> list[tuple[int, int]]:
-        """Returns begin and end of each piece of a text; short texts are one piece.
+        """Splits a text at safe places; returns (start, stop) of each piece in characters. A short text is one piece.
 
         Args:
-          text: a document.
-          name: of the tokenizer, for the error.
+          text: the text of a document.
+          name: the name of the tokenizer, for the error.
 
         Raises:
-          UserError: a piece would be longer than `MOST_CHARACTERS`.
+          UserError: the text has no safe place within `MOST_CHARACTERS` characters.
         """
         pieces, start = list[tuple[int, int]](), 0
         while len(text) - start > 2 * PIECE_CHARACTERS:
@@ -115,7 +123,14 @@ class Cuts:
         return self._skips[pair] is not None and not self._meets_added_token(text, place)
 
     def _meets_added_token(self, text: str, place: int) -> bool:
-        """Returns whether an added token may overlap or touch a place, in the text or in the normalized text."""
+        """Returns whether an added token of the tokenizer may overlap or touch a place in the text.
+
+        The normalized text around the place is also searched.
+
+        Args:
+          text: the text of a document.
+          place: the number of characters before the place.
+        """
         for token in self._description["added_tokens"] or ():
             content = token["content"]
             around = text[max(place - len(content) - 1, 0) : place + len(content) + 2]
@@ -126,9 +141,13 @@ class Cuts:
         return False
 
     def _count_skipped(self, left: str, right: str) -> int | None:
-        """Returns how many characters the tokenizer drops at a place between two characters.
+        """Returns how many characters the next piece omits after a safe place: 0 or 1; None if the place is unsafe.
 
-        Returns None if the place is unsafe.
+        The piece omits a blank if the normalizer prepends a blank to each text, and so to the piece.
+
+        Args:
+          left: the character before the place.
+          right: the character after the place.
         """
         if any(not _is_simple(one) for one in (left, right)) or (left.isspace() and right.isspace()):
             return None  # an added token may absorb adjacent blanks
@@ -147,7 +166,10 @@ class Cuts:
         return 0
 
     def _is_apart(self, place: _Place) -> bool:
-        """Returns whether no BPE token contains both characters side by side, so that no merge crosses the place."""
+        """Returns whether no token of a BPE model has the characters around a place next to each other.
+
+        Then no merge crosses the place. Returns False for other models.
+        """
         model = self._description["model"]
         is_plain = not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
         if model["type"] != "BPE" or not is_plain or not {place.left, place.right} <= model["vocab"].keys():
@@ -159,14 +181,14 @@ class Cuts:
 
 
 def cuts_of(loaded: "tokenizers.Tokenizer") -> Cuts:
-    """Returns the `Cuts` of a `tokenizers.Tokenizer`."""
+    """Creates the `Cuts` for a `tokenizers.Tokenizer`."""
     return Cuts(json.loads(loaded.to_str()), loaded.normalizer.normalize_str if loaded.normalizer else str)
 
 
 def _is_simple(one: str) -> bool:
-    """Returns whether a character is assigned and is neither a mark nor a control character.
+    """Returns whether a character stays separate in every normal form, and is not a control character.
 
-    Line breaks and tabs are simple.
+    False for marks, control characters and unassigned characters. True for line breaks and tabs.
     """
     category = unicodedata.category(one)
     return one in "\n\r\t" or not (category[0] in "MC" or unicodedata.combining(one) or ord(one) in _JAMO)
@@ -179,10 +201,14 @@ def _steps(step: Json, names: str) -> Iterable[JsonObject]:
 
 
 def _normalize(step: JsonObject, place: _Place) -> _Place:
-    """Applies a step of the normalizer to a place.
+    """Applies a step of the normalizer to the characters around a place.
+
+    Args:
+      step: the step's entry in the tokenizer.json.
+      place: the place after the previous steps.
 
     Raises:
-      _Unsafe: the step may look across the place.
+      _Unsafe: the step is unknown, or may combine characters on both sides of the place.
     """
     kind, both = step["type"], (place.left, place.right)
     if kind in ("NFC", "NFD", "NFKC", "NFKD"):
@@ -222,10 +248,14 @@ def _single(text: str) -> str:
 
 
 def _pre_tokenized(step: JsonObject, place: _Place) -> _Place:
-    """Applies a step of the pre-tokenizer to a place.
+    """Applies a step of the pre-tokenizer to a place: updates its characters, and whether a word ends there.
+
+    Args:
+      step: the step's entry in the tokenizer.json.
+      place: the place after the previous steps.
 
     Raises:
-      _Unsafe: the step may look across the place.
+      _Unsafe: the step is unknown, or may combine characters on both sides of the place.
     """
     kind, both = step["type"], (place.left, place.right)
     is_blank, is_sign = any(one.isspace() for one in both), any(_is_punctuation(one) for one in both)
@@ -264,7 +294,11 @@ def _pre_tokenized(step: JsonObject, place: _Place) -> _Place:
 
 
 def _at_blank(step: JsonObject, place: _Place) -> _Place:
-    """Applies Metaspace to a place: it writes blanks as `▁` and starts a new word with each of them."""
+    """Applies the step Metaspace to a place: it replaces blanks by `▁`, and starts a new word at each `▁`.
+
+    Raises:
+      _Unsafe: the step would prepend `▁` to a piece that starts at the place.
+    """
     mark = step["replacement"]
     left, right = (mark if one == " " else one for one in (place.left, place.right))
     if right != mark and step["prepend_scheme"] != "never":
@@ -273,7 +307,16 @@ def _at_blank(step: JsonObject, place: _Place) -> _Place:
 
 
 def _split_at_matches(pattern: str, behavior: str, place: _Place) -> _Place:
-    """Applies a step that splits at the matches of a regular expression to a place."""
+    """Applies to a place a step that splits the text at the matches of a regular expression.
+
+    Args:
+      pattern: the regular expression.
+      behavior: the step's treatment of matches: `Isolated`, `Removed`, or another value of a tokenizer.json.
+      place: the place after the previous steps.
+
+    Raises:
+      _Unsafe: a match may contain the characters on both sides of the place.
+    """
     found = adjacent.facts(pattern, place.left, place.right)
     if not found.meets:
         return place
@@ -287,7 +330,10 @@ def _is_punctuation(one: str) -> bool:
 
 
 def _byte_characters() -> Sequence[str]:
-    """Returns the character by which ByteLevel represents each byte; source: GPT-2's encoder.py, bytes_to_unicode."""
+    """Returns the 256 characters by which the step ByteLevel represents bytes.
+
+    Source: the function bytes_to_unicode in GPT-2's encoder.py.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

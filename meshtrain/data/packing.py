@@ -1,9 +1,10 @@
-"""Cuts or packs token streams into numbered examples of equal length.
+"""Splits token streams into numbered examples of equal length: windows of the stream, or rows of packed documents.
 
 Shapes: T sequence_length, N tokens of a stream, P pieces of documents, R rows.
 
-An example is a dict of arrays [T]: tokens, targets, segment_ids, positions (int32) and weights (float32: 1 if the
-target counts, else 0). Segment ids count from 1 within a row; 0 is padding. Positions count from 0 within a segment.
+An example is a dict of arrays [T]: tokens, targets, segment_ids, positions (int32) and weights (float32: 1 if the loss
+includes the target, else 0). Segment ids count from 1 within a row; 0 is padding. Positions count from 0 within a
+segment.
 """
 
 import dataclasses
@@ -21,22 +22,22 @@ _NUM_OPEN_ROWS = 64
 
 
 class Examples(Protocol):
-    """Numbered examples, and the token pairs on which they are scored."""
+    """Numbered examples, and the (token, target) pairs in them to which a bigram model can be fitted."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Example: ...
 
     def pairs(self) -> TokenPairs:
-        """Yields (tokens, targets) in chunks, int arrays of equal length.
+        """Yields (tokens, targets) in chunks, integer arrays of equal length.
 
-        Each position with weight 1 occurs exactly once.
+        The chunks contain each position of weight 1 exactly once, and no other positions.
         """
         ...
 
 
 class Ids(Protocol):
-    """A 1-D array of tokens, or a part of a file that `np.asarray` reads."""
+    """A 1-D array of token ids, or a range of a token file, which `np.asarray` reads."""
 
     def __len__(self) -> int: ...
 
@@ -47,13 +48,15 @@ class Ids(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TokenStream:
-    """The concatenation of one or more 1-D arrays of tokens; tokens of files are loaded only when they are read.
+    """The concatenation of one or more 1-D arrays of token ids; ids of files are loaded only when they are read.
 
     Attributes:
-      parts: unsigned integers, in order.
-      end_id: the token that ends a document.
-      find_ends: returns the result of `document_ends` without reading the tokens; None: the tokens are read.
-      inner_ends: int64, sorted: positions of end tokens that are part of a document and do not end it.
+      parts: the arrays in order, of unsigned integers.
+      end_id: the id of the token that ends a document.
+      find_ends: a function that returns the result of `document_ends` without reading the ids; None: `document_ends`
+        reads all ids.
+      inner_ends: sorted positions of end tokens that are part of a document and do not end it, int64.
+      starts: position of the first token of each part, and the length of the stream, int64 [parts + 1].
     """
 
     parts: tuple[Ids, ...]
@@ -82,7 +85,7 @@ class TokenStream:
         return spans[0] if len(spans) == 1 else np.concatenate([np.empty(0, np.int32), *spans])
 
     def cut(self, start: int, stop: int) -> "TokenStream":
-        """Returns a stream of the tokens start..stop, without reading them."""
+        """Returns the part start..stop as a stream, without reading tokens."""
         find_ends = functools.partial(self._ends_between, start, stop) if self.find_ends else None
         first, last = np.searchsorted(self.inner_ends, (start, stop))
         inner_ends = self.inner_ends[first:last] - start
@@ -94,7 +97,12 @@ class TokenStream:
         return ends[first:last] - start
 
     def ends_documents(self, start: int, tokens: np.ndarray) -> np.ndarray:
-        """Returns which of `tokens`, read from position `start` on, end a document, bool [tokens]."""
+        """Returns a mask of the tokens that end a document, bool [number of tokens].
+
+        Args:
+          start: position of the first token in the stream.
+          tokens: int32 [number of tokens], the tokens from this position on.
+        """
         is_end = tokens == self.end_id
         first, last = np.searchsorted(self.inner_ends, (start, start + len(tokens)))
         is_end[self.inner_ends[first:last] - start] = False
@@ -111,7 +119,7 @@ class TokenStream:
         return np.concatenate(ends)
 
     def pairs(self, stop: int) -> TokenPairs:
-        """Yields (token, next token) within documents, for tokens 0..stop."""
+        """Yields (tokens, next tokens) in chunks, for tokens 0..stop, except tokens that end a document."""
         for start in range(0, stop, _CHUNK_TOKENS):
             chunk = self.read(start, min(start + _CHUNK_TOKENS, stop) + 1)
             inside = ~self.ends_documents(start, chunk[:-1])
@@ -120,12 +128,15 @@ class TokenStream:
 
 @dataclasses.dataclass(frozen=True)
 class StreamExamples:
-    """Consecutive windows of a stream: example i has the tokens i*T .. i*T+T.
+    """Consecutive windows of a stream: the inputs of example i are tokens i*T .. (i+1)*T - 1 of the stream.
 
-    Tokens after the last full window are unused.
+    The targets are shifted by one token. Tokens after the last complete window are unused. A document that started in
+    an earlier window continues as a new segment, from position 0. The end token is a target; the target of the end
+    token belongs to another document and has weight 0.
 
-    A document that began in an earlier window continues as a new segment, from position 0. The end token is a target;
-    the target of the end token belongs to another document and has weight 0.
+    Attributes:
+      stream: the concatenated documents.
+      sequence_length: T.
     """
 
     stream: TokenStream
@@ -152,25 +163,26 @@ class StreamExamples:
         }
 
     def pairs(self) -> TokenPairs:
-        """Yields (tokens, targets) in chunks, for every position with weight 1."""
+        """Yields (tokens, targets) in chunks, for every position of weight 1."""
         return self.stream.pairs(len(self) * self.sequence_length)
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstFitExamples:
-    """Rows of complete documents, packed by first fit: example i is row i. A document longer than T is cut into pieces.
+    """Padded rows of complete documents, packed by first fit; example i is row i.
 
-    A document of L tokens, including its end token, has L - 1 inputs. The last target of a piece is the first input of
-    the next piece, so every token except a document's first is a target exactly once.
+    A document of L tokens, including its end token, has L - 1 inputs. A document with more than T inputs is split into
+    pieces. The last target of a piece is the first input of the next piece, so every token except a document's first is
+    a target exactly once.
 
     Attributes:
       stream: the concatenated documents.
       sequence_length: T.
       piece_starts: int64 [P], position of each piece in the stream, ordered by row.
-      piece_lengths: int64 [P], number of inputs.
-      row_starts: int64 [R + 1]: row r consists of the pieces row_starts[r] .. row_starts[r + 1].
-      counted: bool [N], whether a token counts as a target; False for the first token of each document. None: all other
-        tokens count.
+      piece_lengths: int64 [P], number of inputs of each piece.
+      row_starts: int64 [R + 1]; row r consists of the pieces row_starts[r] .. row_starts[r + 1] - 1.
+      counted: bool [N], whether the weight of a token as a target is 1; False for the first token of each document.
+        None: the weight is 1 for all tokens except these first tokens.
     """
 
     stream: TokenStream
@@ -205,19 +217,20 @@ class FirstFitExamples:
         return row
 
     def pairs(self) -> TokenPairs:
-        """Yields (tokens, targets) in chunks, for every position with weight 1; requires `counted` to be None."""
+        """Yields (tokens, targets) in chunks, for every position of weight 1; requires that `counted` is None."""
         assert self.counted is None, "answers are no corpus"
         return self.stream.pairs(max(len(self.stream) - 1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The concatenated examples of several sources.
+    """The examples of several sources, numbered one source after the other.
 
     Attributes:
-      parts: name -> its examples.
+      parts: source name -> examples.
       weights: for a mixture, how many of sum(weights) consecutive samples come from each source; () if the examples are
         not sampled by weight.
+      starts: number of the first example of each source, and the total number of examples, int64 [sources + 1].
     """
 
     parts: Mapping[str, Examples]
@@ -237,20 +250,24 @@ class Parts:
         return part[place]
 
     def part_of(self, index: int) -> tuple[Examples, int]:
-        """Returns the source of an example, and the number of the example within this source."""
+        """Returns the source that contains example `index`, and the number of this example within the source."""
         number = int(np.searchsorted(self.starts, index, side="right")) - 1
         return list(self.parts.values())[number], index - int(self.starts[number])
 
     def pairs(self) -> TokenPairs:
-        """Yields the (tokens, targets) of each source once, ignoring the weights."""
+        """Yields the (tokens, targets) chunks of each source once, ignoring the weights."""
         for part in self.parts.values():
             yield from part.pairs()
 
 
 def inner_ends(documents: Sequence[np.ndarray], end_id: int) -> np.ndarray:
-    """Returns the positions of end tokens inside documents, in a stream of documents each followed by `end_id`.
+    """Returns the positions of end ids inside documents, int64, sorted.
 
-    The positions are int64.
+    They are positions in a stream in which `end_id` follows each document.
+
+    Args:
+      documents: the ids of each document, without the end id after it.
+      end_id: the id that ends a document.
     """
     places, start = [np.empty(0, np.int64)], 0
     for ids in documents:
@@ -260,7 +277,10 @@ def inner_ends(documents: Sequence[np.ndarray], end_id: int) -> np.ndarray:
 
 
 def inner_end_targets(examples: Examples, index: int) -> np.ndarray | None:
-    """Returns which targets of an example are end tokens inside a document, bool [T]; None if no document has any."""
+    """Returns a mask of the targets that are end tokens inside a document, bool [T], for one example.
+
+    Returns None if no document of the data has an end token inside.
+    """
     if isinstance(examples, Parts):
         return inner_end_targets(*examples.part_of(index))
     if not isinstance(examples, StreamExamples | FirstFitExamples) or not len(examples.stream.inner_ends):
@@ -279,7 +299,7 @@ def inner_end_targets(examples: Examples, index: int) -> np.ndarray | None:
 
 
 def num_inputs(examples: Examples) -> int:
-    """Returns the number of input tokens, without padding."""
+    """Returns the number of input tokens in all examples, without padding."""
     if isinstance(examples, FirstFitExamples):
         return int(examples.piece_lengths.sum())
     assert isinstance(examples, StreamExamples), examples
@@ -287,15 +307,14 @@ def num_inputs(examples: Examples) -> int:
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Assigns each piece to the oldest open row with enough space.
+    """Packs pieces into rows: assigns each piece to the oldest open row with enough space.
 
-    If no row fits, a new row replaces the fullest open row.
-
-    At most 64 rows are open, so the time is linear in the number of pieces, and rows are about 90 % full.
+    If no open row has enough space, a new row replaces the fullest open row. At most 64 rows are open, so the time is
+    linear in the number of pieces, and rows are about 90 % full.
 
     Args:
-      lengths: int [P], each 1 .. capacity.
-      capacity: T, tokens in a row.
+      lengths: int [P], number of tokens of each piece, 1 .. capacity.
+      capacity: T, number of tokens in a row.
 
     Returns:
       int64 [P]: the row of each piece; rows are numbered in the order in which they were opened.
@@ -324,12 +343,13 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def pack(stream: TokenStream, sequence_length: int, packing: str) -> Examples:
-    """Returns the examples of a stream.
+    """Splits a token stream into examples.
 
     Args:
-      stream: concatenated documents.
+      stream: the concatenated documents.
       sequence_length: T.
-      packing: `stream`, or `first_fit`, which requires the positions of the document ends.
+      packing: `stream` (windows of the stream) or `first_fit` (rows of complete documents). `first_fit` reads the
+        stream once if the positions of the document ends are not known.
     """
     if packing == "stream":
         return StreamExamples(stream, sequence_length)
@@ -354,10 +374,10 @@ def pack_whole(
     """Packs complete documents into examples by first fit.
 
     Args:
-      stream: concatenated documents.
-      lengths: int [documents], number of tokens of each, 2 .. T + 1.
+      stream: the concatenated documents.
+      lengths: int [documents], number of tokens of each document, 2 .. T + 1.
       sequence_length: T.
-      counted: bool [N], which tokens count as targets; False for the first of each document.
+      counted: bool [N], whether the weight of a token as a target is 1; False for the first token of each document.
       shares_rows: whether a row may contain several documents; if not, each document has its own row.
     """
     assert int(lengths.sum()) == len(stream) == len(counted), (lengths.sum(), len(stream), len(counted))

@@ -44,7 +44,7 @@ from meshtrain.errors import Problem, Problems, UserError, refuse, run
 from meshtrain.files import expand_user, identities, replacing, what_is_at, write_whole
 from meshtrain.store.buckets import Place, version
 
-# Text tokenized at a time: enough for the tokenizer's threads, but small in memory.
+# Amount of text that is tokenized at a time: enough for the tokenizer's threads, but small in memory.
 _GROUP_BYTES = 1 << 20
 _NUM_GROUPS_AHEAD = 2
 # Fields of a description that are known only after all tokens are written.
@@ -56,11 +56,16 @@ _QUIET_SECONDS = 60.0  # between two lines of progress if standard error is no t
 
 
 def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str], int]]:
-    """Yields (documents, bytes read from the files), about 1 MiB of documents at a time.
+    """Reads documents; yields (documents, number of bytes that they occupy in the files), about 1 MiB at a time.
+
+    After the first problem nothing more is yielded, and the remaining files are only checked.
+
+    Args:
+      files: the files of text.
+      text_field: the field of a line, or the column of a table, that contains the document.
 
     Raises:
-      UserError: one line for each problem, after all files are read; or all documents are empty. After the first
-        problem nothing more is yielded.
+      UserError: one line for each problem, after all files are read; or all documents are empty.
     """
     texts: list[str] = []
     size = num_bytes = num_documents = num_with_text = 0
@@ -87,9 +92,13 @@ def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str]
 def _tokenize(
     groups: Iterable[tuple[list[str], int]], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[np.ndarray], int, int]]:
-    """Yields (ids of each document, bytes, number of special tokens) of each group.
+    """Tokenizes groups of documents; yields (ids of each document, number of bytes, number of special tokens).
 
-    Tokenizes the next groups in threads.
+    Threads tokenize the next groups ahead.
+
+    Args:
+      groups: (documents, number of bytes that they occupy in the files), from `_groups`.
+      tokenizer: the tokenizer.
     """
     ahead = collections.deque[tuple[Future[list[np.ndarray]], int, int]]()
     with ThreadPoolExecutor(_NUM_GROUPS_AHEAD) as threads:
@@ -106,10 +115,19 @@ def _tokenize(
 def _write_tokens(
     files: Iterable[Place], text_field: str, tokenizer: Tokenizer, described: TokenFile, out: BinaryIO, bar: tqdm
 ) -> TokenFile:
-    """Writes the ids of all documents, each followed by the end id; returns the description completed with the counts.
+    """Writes the ids of all documents, with the end id after each; returns the description with counts and sha256.
+
+    Args:
+      files: the files of text.
+      text_field: the field of a line, or the column of a table, that contains the document.
+      tokenizer: the tokenizer.
+      described: the description of the token file, without counts and sha256.
+      out: the open token file.
+      bar: the progress bar, which advances by the bytes read.
 
     Raises:
-      UserError: see `_groups`; or the texts contain more end tokens than a description may list.
+      UserError: a file has a problem, or all documents are empty; or the documents contain more end ids than a
+        description may list.
     """
     num_tokens = num_documents = num_special = 0
     digest, ends = hashlib.sha256(), list[int]()
@@ -144,9 +162,13 @@ def _write_tokens(
 
 
 def _progress(file_bytes: Iterable[int], what: str = "prepare") -> tqdm:
-    """Returns a progress bar over the bytes of the files, with rate and remaining time.
+    """Returns a progress bar over the bytes of files, with rate and remaining time.
 
-    In a log it prints a line a minute.
+    If standard error is no terminal, the bar prints one line a minute.
+
+    Args:
+      file_bytes: the size of each file.
+      what: the label of the bar.
     """
     quiet = 0.1 if sys.stderr.isatty() else _QUIET_SECONDS
     options = {"unit": "B", "unit_scale": True, "mininterval": quiet, "delay": quiet, "ascii": quiet > 1}
@@ -154,11 +176,11 @@ def _progress(file_bytes: Iterable[int], what: str = "prepare") -> tqdm:
 
 
 def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool) -> list[Problem]:
-    """Returns an error line for each reason not to write `targets`; the first target is the token file.
+    """Returns an error line for each reason why the files `targets` cannot or must not be written.
 
     Args:
-      targets: the files to write.
-      read: the identities of all files of text.
+      targets: the files to write; the first is the token file.
+      read: the identities (see `identities`) of all files of text, which must not be replaced.
       overwrite: whether existing files are replaced.
     """
     problems, out_path = [], targets[0]
@@ -201,7 +223,13 @@ def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool
 
 
 def _folder_problems(output: str, folder: Path, overwrite: bool) -> list[Problem]:
-    """Returns an error line for each reason not to write token files into a folder; the folder may be missing."""
+    """Returns an error line if `folder` cannot become the folder of the token files; it may exist or be missing.
+
+    Args:
+      output: the value of --output, for the error.
+      folder: the path of the folder.
+      overwrite: whether existing files are replaced.
+    """
     if (what := what_is_at(folder)) == "nothing there":
         return _output_problems([folder], set(), overwrite)
     if what == "a folder":
@@ -231,19 +259,21 @@ def prepare(
 ) -> TokenFile:
     """Writes OUTPUT (ids, uint16 or uint32), OUTPUT.json (description), OUTPUT.index, and a copy of the tokenizer.json.
 
-    The description is written last. A token file without it is rejected; in a folder it is written again.
+    The description is written last: a token file without a description is incomplete, and training rejects it. If the
+    output is a folder, incomplete token files are written again, and complete token files are not.
 
     Args:
       path: files, objects of buckets (`gs://`), or globs, comma separated.
       output: the .bin file to write; or, with / at its end, a folder to create, with a NAME.bin for each file NAME.
       tokenizer: `bytes`, or the path of a tokenizer.json or its folder.
-      end_token: the token that ends a document; '' uses the folder's, else a well-known one, or adds one id.
-      begin_token, special_tokens: see `file_tokenizer`.
+      end_token: the token that ends a document; '' uses the folder's token, else a well-known token, or adds one id.
+      begin_token: the token before a document; '' uses the tokens that the tokenizer.json adds, `none` no token.
+      special_tokens: how special tokens in documents are encoded: `encode` (as these tokens) or `text`.
       text_field: the field of a line, or the column of a table, that contains the document.
       overwrite: replace existing files.
 
     Returns:
-      The written description; for a folder, with the total counts of all its files.
+      The description of the token file; for a folder, with the total counts of all its token files.
 
     Raises:
       UserError: the text or the tokenizer cannot be read, or the output exists or cannot be written. In a folder, the
@@ -281,10 +311,13 @@ def prepare(
 
 
 def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str) -> TokenFile:
-    """Returns the description of the token file `name` before it is written.
+    """Returns the description of a token file before it is written, without counts and sha256.
 
-    `name` is '' for a folder, whose files share one copy of the tokenizer.json. `content` is the tokenizer.json, b"" if
-    there is none.
+    Args:
+      tokenizer: the tokenizer.
+      content: the bytes of the tokenizer.json; b"" for the tokenizer `bytes`.
+      name: the name of the token file; '' for a folder, whose token files share one copy of the tokenizer.json.
+      end_token: the token that ends a document; '' if the tokenizer's default is used.
     """
     digest = hashlib.sha256(content).hexdigest() if content else ""
     copied = f"{name}.tokenizer.json" if name else f"tokenizer.{digest[:8]}.json"
@@ -303,9 +336,15 @@ def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str
 
 
 def _with_source(described: TokenFile, file: Place, num_bytes: int, text_field: str) -> TokenFile:
-    """Returns a description that records the file of text.
+    """Returns `described` with the path, size and version of the file of text from which the token file is made.
 
-    It is called before reading, so that a later change is detected.
+    Called before the text is read, so that a later change of the text is detected.
+
+    Args:
+      described: the description of the token file.
+      file: the file of text.
+      num_bytes: the size of this file.
+      text_field: the field of a line, or the column of a table, that contains the document.
     """
     return dataclasses.replace(
         described,
@@ -326,7 +365,17 @@ def _write(
     content: bytes,
     described: TokenFile,
 ) -> TokenFile:
-    """Writes a token file, its description and its index; `content` is the tokenizer.json, b"" if there is none."""
+    """Writes a token file, its description, its index, and the copy of the tokenizer.json; returns the description.
+
+    Args:
+      files: the files of text.
+      out_path: the token file to write.
+      bar: the progress bar, which advances by the bytes read.
+      text_field: the field of a line, or the column of a table, that contains the document.
+      tokenizer: the tokenizer.
+      content: the bytes of the tokenizer.json; b"" for the tokenizer `bytes`.
+      described: the description of the token file, without counts and sha256.
+    """
     with replacing(out_path) as out:
         described = _write_tokens(files, text_field, tokenizer, described, out, bar)
         # The old description is deleted first and the new one written last: it never describes other tokens.
@@ -347,7 +396,22 @@ def _write_each(
     text_field: str,
     write: Callable[..., TokenFile],
 ) -> TokenFile:
-    """Writes a token file for each file of text, except for token files that are complete; see `prepare`."""
+    """Writes a token file for each file of text, except for token files that are already complete.
+
+    Args:
+      files: file of text -> its size in bytes.
+      described: the description that all token files share, without source, counts and sha256.
+      folder: the folder of the token files, created if it is missing.
+      overwrite: whether existing token files are replaced.
+      text_field: the field of a line, or the column of a table, that contains the document.
+      write: the function `_write` with its common arguments.
+
+    Returns:
+      `described` with the total counts of all token files.
+
+    Raises:
+      UserError: two files of text have the same name, or one line for each file with a problem.
+    """
     parts = {folder / f"{path.name}.bin": path for path in files}
     if len(parts) < len(files):
         raise UserError(
@@ -384,14 +448,16 @@ def _write_each(
 
 
 def _complete(wanted: Mapping[Path, TokenFile]) -> tuple[dict[Path, TokenFile], dict[Path, str], Problems]:
-    """Compares the token files of a folder with this command's output; reads each of them to its end.
+    """Determines which token files of a folder are complete, by comparing them with this command's options and texts.
+
+    Each token file is read to its end, to verify its sha256.
 
     Args:
-      wanted: token file -> its description, without counts and sha256.
+      wanted: token file -> the description that this command would write, without counts and sha256.
 
     Returns:
-      The descriptions of the complete files; the files to write again, with the reason; and an error line for each file
-      that was prepared with other options, which only `--overwrite` replaces.
+      {complete token file: its description}; {token file to write again: the reason}; and an error line for each token
+      file that was prepared with other options, which only `--overwrite` replaces.
     """
     whole, again, problems = dict[Path, TokenFile](), dict[Path, str](), Problems()
     sizes = {part: part.stat().st_size for part in wanted if what_is_at(part) == "a file"}
@@ -416,10 +482,17 @@ def _complete(wanted: Mapping[Path, TokenFile]) -> tuple[dict[Path, TokenFile], 
 
 
 def _difference(part: Path, old: TokenFile, new: TokenFile) -> tuple[Problem | None, str]:
-    """Returns the problem of a token file prepared with other options, and the reason to write a token file again.
+    """Compares a token file's description with the description that this command would write.
 
-    They are None and empty for a complete file. Tokens of another text or with other options are not replaced without
-    `--overwrite`.
+    Args:
+      part: the token file.
+      old: its description.
+      new: the description that this command would write, without counts and sha256.
+
+    Returns:
+      (problem, '') if the token file was prepared with other options or from another file: only `--overwrite` replaces
+        it. (None, reason) if it must be written again, because the text has changed or the ids are damaged. (None, '')
+        if it is complete.
     """
     found = {
         field.name: (getattr(old, field.name), getattr(new, field.name)) for field in dataclasses.fields(TokenFile)
@@ -441,7 +514,7 @@ def _difference(part: Path, old: TokenFile, new: TokenFile) -> tuple[Problem | N
 
 
 def _as_flags(problem: Problem) -> Problem:
-    """Replaces the configuration's keys in a problem by the flags of this command."""
+    """Replaces the configuration's keys in a problem, such as data.path, by flags of this command, such as --path."""
     if problem.nearest == "data.source=python":
         problem = problem.with_parts(nearest="--path='*.txt'")
     parts = {name: getattr(problem, name) for name in ("key", "fault", "allowed", "condition", "fix")}

@@ -1,4 +1,4 @@
-"""The interface of a built-in data source, the options of the data, and the checks that do not read packed tokens."""
+"""The interface of a built-in data source, the options in `config.data`, and the checks of options and files."""
 
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -29,14 +29,14 @@ INPUTS: Mapping[str, tuple[str, ...]] = {
 TOKENS = tuple(INPUTS)
 PACKINGS = ("stream", "first_fit")
 ALL_ANSWERS, LAST_ANSWER = ANSWERS = ("answers", "last_answer")
-DOCUMENTS = {"source": ("python", "text", "chat")}  # documents go through data.tokenizer
+DOCUMENTS = {"source": ("python", "text", "chat")}  # sources whose documents are tokenized with data.tokenizer
 READ = {"source": ("python", "text", "tokens")}
 ANY_VOCABULARY = 2**31 - 1  # ids are int32: every id is legal if the task states no vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """The options of the data that all sources share: files, tokenizer, packing, and read-ahead."""
+    """The options that all data sources share: files, tokenizer, packing, validation split, and reading ahead."""
 
     source: str = option(
         "python",
@@ -104,14 +104,14 @@ class DataOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DataRequest:
-    """The request of a run to its data source.
+    """The requirements of a run for the examples of its data source.
 
     Attributes:
-      batch: the entries of the global batch, each with shape [B, ...] and dtype.
-      limits: name -> the exclusive upper bound of the entry's integers.
-      sequence_length: T, tokens per example.
-      vocab_size: the task's vocabulary size, which every id must be below; 0: the task has none.
-      seed: of the run.
+      batch: name -> entry of the global batch, an object with shape [B, ...] and dtype.
+      limits: name -> the exclusive upper bound of the integers in this entry.
+      sequence_length: T, the number of tokens in an example.
+      vocab_size: the task's vocabulary size, the exclusive upper bound of ids; 0: the task states no vocabulary size.
+      seed: the seed of the run.
     """
 
     batch: Mapping[str, Shaped]
@@ -122,22 +122,22 @@ class DataRequest:
 
     @property
     def ids_below(self) -> int:
-        """The exclusive upper bound of ids."""
+        """The exclusive upper bound of ids: `vocab_size`, or 2**31 - 1 if the task states no vocabulary size."""
         return self.vocab_size or ANY_VOCABULARY
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A built-in data source, which `data.source` names.
+    """The functions and options of a built-in data source. `data.source` selects the source by name.
 
     Attributes:
       open: (options, request of a run) -> the dataset. It raises UserError if the data are missing or invalid, or do
         not fit the task.
-      check: (options, whether their files must exist on this machine) -> an error line for each problem that is visible
-        before the data are opened.
+      check: (options, whether the files must exist on this machine) -> an error line for each problem that can be
+        detected before the data are opened.
       tokenizer: (options, vocabulary size of the task) -> the tokenizer; it reads no examples.
-      vocab_size: options -> the vocabulary size of the data, used for a model without an explicit one.
-      options: the frozen dataclass under `config.data`, each field an `option(default, text)`.
+      vocab_size: options -> the vocabulary size of the data, used if the user sets no `model.vocab_size`.
+      options: the frozen dataclass of the options in `config.data`; each field is an `option(default, text)`.
       open_files: (options, request of a run) -> the examples of each file of `data.path`, by its path; None: the source
         reads no files.
     """
@@ -151,36 +151,36 @@ class Source:
 
 
 def is_own(options: DataOptions) -> bool:
-    """Returns whether the data come from a user's function."""
+    """Returns whether `data.source` names a user's function, `package.module:function`, not a built-in source."""
     return ":" in options.source
 
 
 def reads_documents(options: DataOptions) -> bool:
-    """Returns whether the data go through `data.tokenizer`."""
+    """Returns whether the data source tokenizes documents with `data.tokenizer`."""
     return "end_token" not in unused(options, "")
 
 
 def tokenizer_of(options: DataOptions) -> Tokenizer:
-    """Returns the tokenizer of the options.
+    """Opens the tokenizer that `tokenizer`, `end_token`, `begin_token` and `special_tokens` of the options define.
 
     Raises:
-      UserError: see `open_tokenizer`.
+      UserError: the tokenizer is missing or invalid, or lacks a token.
     """
     return open_tokenizer(options.tokenizer, options.end_token, options.begin_token, options.special_tokens)
 
 
 def source_of(path: str) -> str:
-    """Returns the source of packed tokens that reads a file, according to the file's name."""
+    """Returns the name of the data source that reads a file: `tokens` if its name ends in .bin, else `text`."""
     return "tokens" if path.endswith(".bin") else "text"
 
 
 def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[str], str] = source_of) -> list[Problem]:
-    """Returns an error line for each input that the user has set but the source would not read.
+    """Returns an error line for each option with files that the user has set but the data source would not read.
 
     Args:
-      options: of the source.
-      inputs: the options that it reads, of `path`, `validation_path`, `tokenizer` and `chat_template`.
-      source_of: the name of a file -> the source that reads it, for the error lines.
+      options: the options of the source.
+      inputs: those of the options `path`, `validation_path`, `tokenizer` and `chat_template` that the source reads.
+      source_of: path of a file -> name of the data source that reads it, for the error lines.
     """
     problems, got = [], f"with data.source={options.source}"
     if "path" not in inputs and options.path:
@@ -225,25 +225,27 @@ def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[st
 
 
 def url_problems_of(options: DataOptions) -> list[Problem]:
-    """Returns an error line for each URL, for a source that can only read local files."""
+    """Returns an error line for each URL in the paths of the options, for a source that reads only local files."""
     paths = {"data.path": options.path, "data.validation_path": options.validation_path}
     return [line for key, path in paths.items() for line in url_problems(key, path, f"data.source={options.source}")]
 
 
 def fraction_problems(options: DataOptions) -> list[Problem]:
-    """Returns an error line if `data.validation_fraction` leaves no training data."""
+    """Returns an error line if `data.validation_fraction` is 1 or more, which leaves no training data."""
     if options.validation_fraction < 1:
         return []
     return [Problem("data.validation_fraction", got=options.validation_fraction, allowed="0 to below 1", nearest="0.5")]
 
 
 def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list[Problem]:
-    """Returns an error line for each problem that is visible without reading tokens: paths, sizes, descriptions.
+    """Checks options, paths, file sizes and token files' descriptions; returns an error line for each problem.
+
+    No tokens are read.
 
     Args:
-      options: each within its own bounds.
+      options: the options of a source of packed tokens, each within its bounds.
       reads_data: whether the files must exist on this machine; if not, only the options themselves are checked.
-      like: the source in `TOKENS` whose file format an optional package's source shares; '': `options.source`.
+      like: the built-in source with the same file format, for the source of an optional package; '': `options.source`.
     """
     like = like or options.source
     inputs = INPUTS[like]
@@ -272,10 +274,14 @@ def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list
 
 
 def check_files(options: DataOptions, like: str = "") -> list[Place]:
-    """Returns the files of `data.path` for a source of packed tokens, or with the same file format; see `check`.
+    """Checks the options of a data source, and returns the files of `data.path`, which must not be a mixture.
+
+    Args:
+      options: the options of a source of packed tokens.
+      like: the built-in source with the same file format, for the source of an optional package; '': `options.source`.
 
     Raises:
-      UserError: an error line for each problem of the options and of these files; or the path is a mixture.
+      UserError: an error line for each problem of the options and files; or `data.path` is a mixture.
     """
     refuse(option_problems(options, "data") + check(options, like=like))
     first, *others = named_parts(options.path, "")[0]
@@ -292,7 +298,10 @@ def check_files(options: DataOptions, like: str = "") -> list[Place]:
 
 
 def _text_of(path: Path) -> list[tuple[str | int, ...]]:
-    """Returns the file and field of text from which a token file was prepared; [] if this is not recorded."""
+    """Returns the identity of the text from which a token file was prepared; [] if it is not recorded.
+
+    The identity is (path, size in bytes, version, field) of the file of text.
+    """
     described = read_sidecar(path)
     text = (described.source, described.source_bytes, described.source_version, described.text_field)
     return [text] if described.source else []
@@ -303,7 +312,7 @@ def _sidecar_problems(files: Iterable[Path]) -> list[Problem]:
 
 
 def _no_lines(files: Iterable[Place]) -> list[Problem]:
-    """Returns an error line for each file that, according to its name, contains no lines or rows."""
+    """Returns an error line for each file whose name shows that it has no JSON lines or table rows."""
     lines = "jq -c '.[]' FILE.json > FILE.jsonl, for a file with one list"
     return [
         Problem(
@@ -317,7 +326,7 @@ def _no_lines(files: Iterable[Place]) -> list[Problem]:
     ]
 
 
-# For each source that reads `path`: a check that returns an error line for each file of another kind.
+# For each source that reads `path`: a function that returns an error line for each file that the source cannot read.
 _KINDS: Mapping[str, Callable[[Iterable[Place]], list[Problem]]] = {
     "text": tokens_as_text,
     "tokens": _sidecar_problems,

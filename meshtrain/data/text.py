@@ -21,7 +21,7 @@ from meshtrain.store.buckets import Place, objects, wrap_bucket_errors
 _T = TypeVar("_T")
 
 PARQUET = ".parquet"
-# Suffixes of files with a document in each line or row; published corpora use .json too for compressed lines.
+# Suffixes of files with a document in each line or row; published corpora also use .json for compressed lines.
 TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", PARQUET)
 _BUFFER_BYTES = 1 << 20
 _ROWS = 64  # rows of a .parquet decoded at a time: a document may have megabytes
@@ -34,12 +34,14 @@ _ZEROS_IN = 1 << 16  # bytes at the start of a file that are searched for zero b
 
 
 def standard_library() -> list[tuple[str, str]]:
-    """Returns (path within the library, text) of each .py file, sorted: about 11 MB that every machine has.
+    """Reads Python's standard library; returns (path, text) of each .py file, sorted by path: about 11 MB in total.
+
+    Paths are relative to the library's folder.
 
     Tests, installed packages, and files that cannot be read as UTF-8 are left out.
 
     Raises:
-      UserError: this Python came without the source of its library.
+      UserError: this Python installation has no source files of its library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     documents = []
@@ -66,17 +68,23 @@ def standard_library() -> list[tuple[str, str]]:
 
 
 def share(key: str) -> float:
-    """Returns a hash of `key` in [0, 1). Documents whose hash is below `validation_fraction` are used for validation.
+    """Returns a hash of a document's key as a number in [0, 1), which determines the split of the document.
 
-    The prefix was chosen so that no single large file of the standard library fills the validation split.
+    Documents with a number below `validation_fraction` are used for validation. The prefix `validation` was chosen so
+    that no single large file of the standard library fills the validation split.
     """
     return int.from_bytes(hashlib.sha256(f"validation {key}".encode()).digest()[:8]) / 2**64
 
 
 def split_by_hash(items: Sequence[_T], keys: Sequence[str], validation_fraction: float) -> tuple[list[_T], list[_T]]:
-    """Splits items into training and validation by a hash of their keys (`share`).
+    """Splits items into (training, validation) by a hash of their keys, see `share`.
 
-    Few items are split at one position.
+    Fewer than 100 items are split at one position instead; then at least one item is used for validation.
+
+    Args:
+      items: the items, such as documents.
+      keys: one text for each item. An item keeps its split as long as its key does not change.
+      validation_fraction: the fraction of items for validation; 0: no item.
     """
     if len(items) < SPLIT_BY_HASH_FROM:
         num_validation = max(round(len(items) * validation_fraction), 1) if validation_fraction else 0
@@ -89,7 +97,7 @@ def split_by_hash(items: Sequence[_T], keys: Sequence[str], validation_fraction:
 
 
 def _beside(path: Path) -> str:
-    """Returns a hint: the file with the closest name in the folder of `path`, otherwise the nearest existing folder."""
+    """Returns the end of an error about a missing file: a file with a similar name, or the nearest existing folder."""
     folder = path.parent
     while what_is_at(folder) != "a folder" and folder != folder.parent:
         folder = folder.parent
@@ -103,14 +111,14 @@ def _beside(path: Path) -> str:
 
 
 def find_files(paths: str) -> tuple[dict[Place, int], list[Problem]]:
-    """Returns the files of `data.path` without reading them.
+    """Lists the files that `data.path` names, without reading them.
 
     Args:
       paths: files, objects of buckets, or globs (`**` for any depth), comma separated.
 
     Returns:
-      The files in order -> their bytes, and an error line for each problem. Globs skip empty files. A file that several
-      items name, also by a link, is returned once.
+      {file: size in bytes} in order, and an error line for each problem. Globs skip empty files. A file that several
+      names in `paths` refer to, also by a link, is listed once.
     """
     files: dict[Place, int] = {}
     problems = []
@@ -151,9 +159,9 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[Problem]]:
 
 
 def _each_once(files: Mapping[Place, int]) -> dict[Place, int]:
-    """Returns the files without duplicates.
+    """Removes duplicates from {file: size in bytes}: of several paths to the same file, the first is retained.
 
-    If several names link to the same file, only the first is kept. Objects of buckets are compared by name.
+    Files on a disk are compared by device and inode, objects of buckets by name.
     """
     first: dict[Place | tuple[int, int], Place] = {}
     for path in files:
@@ -166,9 +174,10 @@ def _each_once(files: Mapping[Place, int]) -> dict[Place, int]:
 
 
 def _find_objects(pattern: str) -> tuple[dict[Place, int], list[Problem]]:
-    """Returns the objects that a URL or its glob matches, with their bytes, and error lines.
+    """Lists the objects of a bucket that a URL or a glob matches, as `find_files` does for files.
 
-    It is the counterpart of `find_files` for buckets.
+    Returns:
+      {object: size in bytes}, without empty objects, and error lines.
     """
     if lines := url_problems(_KEY, pattern):  # another scheme, after a `NAME=`
         return {}, lines
@@ -203,10 +212,10 @@ def _can_read(path: Path) -> bool:
 
 
 def tokens_as_text(files: Iterable[Place]) -> list[Problem]:
-    """Returns an error line for each file of prepared tokens, for a caller that expects text.
+    """Returns an error line for each file that contains token ids instead of text.
 
-    A token file has a description next to it, or contains zero bytes. It must be rejected here: the bytes of small ids
-    are legal UTF-8, so a model would train on them without an error.
+    A token file has a description next to it, or contains zero bytes. It must be rejected: the bytes of small ids are
+    legal UTF-8, so a model would train on them without an error.
     """
     problems = []
     for path in files:
@@ -235,10 +244,11 @@ def _has_zeros(path: Place) -> bool:
 
 @contextlib.contextmanager
 def open_documents(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file of documents; any read error in the block is raised as a one-line UserError.
+    """Opens a file of documents; a read error in the block is converted to a UserError of one line.
 
     Yields:
-      Its content, decompressed if its name ends in .gz or .zst, and the underlying file.
+      The file's content, decompressed if its name ends in .gz or .zst, and the underlying file, whose position is the
+        number of bytes that were read.
 
     Raises:
       UserError: the file cannot be read, is truncated or corrupt, or needs a package that is not installed.
@@ -284,18 +294,19 @@ def is_table(path: Place) -> bool:
 
 
 def read_rows(path: Place, column: str = "") -> Iterator[tuple[str, bytes | JsonObject, int]]:
-    """Yields the lines of a file that are not empty, or the rows of a .parquet, reading a small part at a time.
+    """Yields the lines of a file, except empty lines, or the rows of a .parquet file; reads a small part at a time.
 
     Args:
       path: a file for which `is_table` is true.
-      column: the only column to read of a .parquet file, which has the texts; '': all columns.
+      column: the only column to read of a .parquet file, a column of texts; '': all columns.
 
     Yields:
-      The position for errors; the line, or the row's values by their column, without nulls; and the number of bytes
-      that it occupies in the file.
+      The file and the line or row number, for errors; the line, or {column: value} of the row without nulls; and the
+      number of bytes that the line or row occupies in the file.
 
     Raises:
-      UserError: see `open_documents`; or there is no column of this name.
+      UserError: the file cannot be read, is truncated or corrupt, or needs a package that is not installed; or it has
+        no column of this name.
     """
     with open_documents(path) as (lines, file):
         if path.suffix == PARQUET:
@@ -337,17 +348,18 @@ def _parquet_rows(path: Place, file: BinaryIO, column: str) -> Iterator[tuple[st
 
 
 def _present(value: Json) -> Json:
-    """Returns a value without the null entries of its objects, because each row of a table has all columns."""
+    """Removes null entries from a nested JSON value; the row of a table has null in each column without a value."""
     if isinstance(value, dict):
         return {name: _present(one) for name, one in value.items() if one is not None}
     return [_present(one) for one in value] if isinstance(value, list) else value
 
 
 def _row_text(row: bytes | JsonObject, text_field: str) -> str:
-    """Returns the document of a line or row.
+    """Returns the document in the field `text_field` of a JSON line or table row.
 
     Raises:
-      UserError: the row has no text in this field; the problem is one for `Problems.add_at`.
+      UserError: the line or row has no text in this field. The problem has the placeholder `{where}` for the file and
+        the line, see `Problems.add_at`.
     """
     try:
         fields = json.loads(row) if isinstance(row, bytes) else row
@@ -378,7 +390,7 @@ def _row_text(row: bytes | JsonObject, text_field: str) -> str:
 
 
 def only_empty(num_documents: int) -> Problem:
-    """Returns the problem of data with only empty documents."""
+    """Returns the error line for data in which all documents are empty."""
     return Problem(
         "data.path",
         got=f"{num_documents:,} empty documents, and no others",
@@ -388,7 +400,7 @@ def only_empty(num_documents: int) -> Problem:
 
 
 def read_documents(path: Place, text_field: str, problems: Problems) -> Iterator[tuple[str, int]]:
-    """Yields the documents of one file: one per line or row if `is_table(path)`, otherwise the complete file as one.
+    """Yields the documents of one file: one per line or row if `is_table(path)`, else the complete file as a document.
 
     Args:
       path: the file; .gz and .zst are decompressed.
@@ -397,7 +409,7 @@ def read_documents(path: Place, text_field: str, problems: Problems) -> Iterator
         Reading continues after a problem until `problems.is_enough()`.
 
     Yields:
-      The text, and the number of bytes that it occupies in the file.
+      The text of the document, and the number of bytes that the document occupies in the file.
     """
     try:
         if is_table(path):

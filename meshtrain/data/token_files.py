@@ -1,7 +1,7 @@
-"""Prepared token files: NAME.bin contains only token ids, NAME.bin.json their description, NAME.bin.index a summary.
+"""Reads prepared token files: NAME.bin contains the token ids, NAME.bin.json a description, NAME.bin.index an index.
 
-The index is computed from the ids, so that a later start need not read them. It is valid until NAME.bin changes its
-size or time of modification.
+The index stores facts that were computed from all ids, such as the ends of documents, so that a later start need not
+read the ids. It is valid until the size or the modification time of NAME.bin changes.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from meshtrain.errors import Problem, Problems, UserError, refuse, unknown
 from meshtrain.files import Json, read_json, what_is_at, write_whole
 
 DTYPES = ("uint16", "uint32")
-# Fields of a description that must be equal in files that are used together.
+# Fields of a description that must be equal in all token files of a run.
 TOKENIZER_FIELDS = ("vocab_size", "end_id", "tokenizer_sha256", "begin", "special_tokens")
 MOST_INNER_ENDS = 1_000_000  # maximum per file, because its description lists them
 
@@ -34,7 +34,7 @@ _CHUNK_BYTES = 1 << 24
 _WHOLE_UP_TO_BYTES = 1 << 32
 _NUM_SAMPLED_CHUNKS = 64
 _LENGTHS = ("uint8", "uint16", "uint32", "uint64")
-_MOST_HEAD_BYTES = 1 << 12  # of an index
+_MOST_HEAD_BYTES = 1 << 12  # maximum length of the JSON line of an index
 _MOST_OPEN = 256  # maximum of open token files: a process may have 1,024 descriptors
 _TICK_NS = 20_000_000  # longer than the resolution of file systems' clocks
 
@@ -44,24 +44,25 @@ class TokenFile:
     """The content of NAME.bin.json, which describes NAME.bin.
 
     Attributes:
-      dtype: `uint16` or `uint32`, little-endian.
+      dtype: the type of the ids, `uint16` or `uint32`, little-endian.
       vocab_size: one more than the largest id that the tokenizer can write.
       num_tokens: number of ids in the file.
-      num_documents: number of documents.
-      end_id: the id that ends each document; -1 for none.
+      num_documents: number of documents in the file.
+      end_id: the id that ends each document; -1: no id ends a document.
       tokenizer: `bytes`, or the name of a tokenizer.json in the same folder.
-      tokenizer_sha256: of this tokenizer.json; '' for bytes.
-      end_token: the value of data.end_token when the file was prepared.
-      sha256: hexadecimal, of the file; '' if an earlier version prepared it.
-      text_field: the field of the lines or rows that were read; '' for files of plain text, which have no fields.
-      source: the resolved path or the URL of the file of text; '' for several files, or if an earlier version prepared
-        it.
-      source_bytes: size of the file of text.
-      source_version: its time of modification in nanoseconds; in a bucket, its CRC32C.
-      begin: the ids before each document; [] if an earlier version prepared it.
-      special_tokens: the value of data.special_tokens when the file was prepared.
-      num_special: number of special tokens in the texts.
-      inner_ends: sorted positions of end ids that do not end a document; an earlier version treated each as an end.
+      tokenizer_sha256: hexadecimal sha256 of the tokenizer.json; '' for `bytes`.
+      end_token: the token that ends a document, as text; '' if the tokenizer's default was used.
+      sha256: hexadecimal sha256 of the token file; '' if an earlier version of this program prepared the file.
+      text_field: the field of the lines or rows that contained the documents; '' for plain text.
+      source: the resolved path or the URL of the file of text; '' for several files of text, or if an earlier version
+        prepared the file.
+      source_bytes: size in bytes of the file of text.
+      source_version: modification time of the file of text in nanoseconds; in a bucket, its CRC32C.
+      begin: the ids before each document; [] if an earlier version prepared the file.
+      special_tokens: the value of `data.special_tokens` when the file was prepared.
+      num_special: number of special tokens in the documents.
+      inner_ends: sorted positions of end ids that do not end a document. In files of an earlier version, the list is
+        empty, and each end id ends a document.
     """
 
     dtype: str
@@ -84,7 +85,7 @@ class TokenFile:
 
 
 def sidecar_path(path: Path) -> Path:
-    """Returns the path of the description of the token file `path`."""
+    """Returns the path of the description that belongs to the token file `path`: NAME.bin.json for NAME.bin."""
     return path.with_name(path.name + ".json")
 
 
@@ -107,7 +108,11 @@ def read_sidecar(path: Path) -> TokenFile:
 
 
 def _malformed(fault: str) -> Problem:
-    """Returns the problem of a token file, or of a file beside it, that `prepare` did not write in this form."""
+    """Returns the problem for a token file, its description or its tokenizer.json that `prepare` did not write so.
+
+    Args:
+      fault: the error, as text.
+    """
     return Problem("data.path", fault=fault, allowed=_WRITTEN, nearest=_AGAIN)
 
 
@@ -118,7 +123,7 @@ def is_intact(path: Path, described: TokenFile) -> bool:
 
 
 def read_description(path: Path) -> TokenFile:
-    """Reads the description of the token file `path`, which need not exist.
+    """Reads and checks the description of the token file `path`; the token file itself need not exist.
 
     Raises:
       UserError: the description is missing or malformed.
@@ -181,9 +186,14 @@ def _are_indices(values: Sequence[Json], stop: int) -> bool:
 
 
 def _chunks(path: Path, dtype: str, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (first position, ids) of the complete file if it has at most 4 GiB or `whole` is set.
+    """Reads a token file in chunks; yields (position of the chunk's first id, ids).
 
-    Otherwise yields 64 evenly spaced chunks.
+    A file above 4 GiB is only sampled, unless `whole` is set: 64 evenly spaced chunks are read.
+
+    Args:
+      path: the token file.
+      dtype: `uint16` or `uint32`.
+      whole: whether to read files above 4 GiB completely.
     """
     kind, num_bytes = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
     length, num_tokens = _CHUNK_BYTES // kind.itemsize, num_bytes // kind.itemsize
@@ -197,14 +207,15 @@ def _chunks(path: Path, dtype: str, *, whole: bool = False) -> Iterator[tuple[in
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """The content of NAME.bin.index: a line of JSON, followed by the raw array of lengths.
+    """The content of NAME.bin.index, which is a line of JSON followed by the raw array `lengths`.
 
     Attributes:
-      size: of the token file, in bytes.
-      mtime_ns: its time of modification.
-      digest: hexadecimal sha256 over dtype, number and ids; for files above 4 GiB, over samples of the ids.
-      largest_id: the maximum of all ids, or of the samples.
-      is_whole: whether all ids were read, as `lengths` requires.
+      size: size of the token file in bytes.
+      mtime_ns: modification time of the token file in nanoseconds.
+      digest: hexadecimal sha256 over the dtype, the number of ids, and the ids; for files above 4 GiB, over samples of
+        the ids.
+      largest_id: the maximum of the ids that were read: all ids, or samples of a file above 4 GiB.
+      is_whole: whether all ids were read; otherwise `lengths` is empty.
       lengths: unsigned [number of end ids], the distance in tokens of each end id from the previous end id.
     """
 
@@ -221,7 +232,7 @@ def _index_path(path: Path) -> Path:
 
 
 def read_index(path: Path) -> Index | None:
-    """Returns the index of a token file, or None if it is missing, malformed, or older than the token file."""
+    """Reads the index of a token file; returns None if it is missing or malformed, or the token file has changed."""
     wanted = {field.name: field.type for field in dataclasses.fields(Index)} | {"lengths": str}
     if what_is_at(_index_path(path)) != "a file":  # reading a pipe would block
         return None
@@ -241,9 +252,9 @@ def read_index(path: Path) -> Index | None:
 
 
 def write_index(path: Path, index: Index) -> None:
-    """Writes the index of a token file.
+    """Writes the index of the token file `path`, if possible.
 
-    If the folder is read-only, nothing is written and the next start reads the ids again.
+    If the folder is read-only, no index is written, and the next start reads the ids again.
     """
     head = vars(index) | {"lengths": index.lengths.dtype.name}
     with contextlib.suppress(OSError):
@@ -255,8 +266,8 @@ def make_index(path: Path, described: TokenFile, *, whole: bool = False) -> Inde
 
     Args:
       path: the token file.
-      described: its description.
-      whole: whether to read files above 4 GiB completely, and to find the ends of documents.
+      described: the description of the token file.
+      whole: whether to read files above 4 GiB completely, and to compute `lengths`.
     """
     about = path.stat()
     if time.time_ns() - about.st_mtime_ns < _TICK_NS:
@@ -278,18 +289,19 @@ def make_index(path: Path, described: TokenFile, *, whole: bool = False) -> Inde
 
 
 def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, Problem | None]:
-    """Returns the digest of a token file, and a problem for its first id outside the vocabulary.
+    """Checks that the ids of a token file are below the model's vocabulary size; also returns the file's digest.
 
-    Uses the index if there is one. Otherwise the file is read, and the index is written if its ids are valid. Files
-    above 4 GiB are then only sampled: a change or an invalid id between the samples goes unnoticed.
+    A valid index is used instead of the ids. Without an index the ids are read, and an index is written if they are
+    below the vocabulary size. Of files above 4 GiB only samples are read then: a change or an invalid id between the
+    samples is not detected.
 
     Args:
       path: the token file.
-      described: its description.
+      described: the description of the token file.
       vocab_size: the model's vocabulary size; every id must be below it.
 
     Returns:
-      Hexadecimal sha256 over size and chunks, and a problem or None.
+      The digest (see `Index`), and a problem if the vocabulary of the file is larger than the model's, else None.
     """
     found = read_index(path)
     index = found or make_index(path, described)
@@ -313,9 +325,9 @@ def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, Proble
 
 
 def document_ends(files: Sequence[Path]) -> np.ndarray:
-    """Returns the position after each document in a concatenation of token files, int64 [documents].
+    """Returns the position after each document's end id in the concatenation of token files, int64 [documents].
 
-    The positions of end ids come from the files' indices; a file whose index lacks them is read once.
+    The positions of end ids are stored in the files' indices. A file without them in its index is read once.
     """
     ends, start = [np.empty(0, np.int64)], 0
     for path in files:
@@ -330,9 +342,9 @@ def document_ends(files: Sequence[Path]) -> np.ndarray:
 
 
 def ends_inside(files: Sequence[Path]) -> np.ndarray:
-    """Returns the positions of end ids that do not end a document, in a concatenation of token files, int64.
+    """Returns the positions of end ids that do not end a document in the concatenation of token files, int64, sorted.
 
-    The positions are read from the files' descriptions.
+    The positions are stored in the files' descriptions.
     """
     places, start = [np.empty(0, np.int64)], 0
     for described in map(read_sidecar, files):
@@ -342,10 +354,14 @@ def ends_inside(files: Sequence[Path]) -> np.ndarray:
 
 
 def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
-    """Returns the tokenizer that wrote the token file `path`.
+    """Opens the tokenizer that encoded the documents of the token file `path`.
+
+    Args:
+      path: the token file.
+      described: the description of the token file.
 
     Raises:
-      UserError: its tokenizer.json is missing or has changed.
+      UserError: the tokenizer.json next to the token file is missing or has changed.
     """
     if described.tokenizer == "bytes":
         return byte_tokenizer()
@@ -357,14 +373,14 @@ def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
 
 
 class OpenFile:
-    """A token file that a run reads. It is not memory-mapped: if a mapped file shrinks, reading it is a bus error."""
+    """A token file open for reading. It is not memory-mapped: reading a mapped file that has shrunk is a bus error."""
 
     def __init__(self, path: Path, dtype: str, *, stays_open: bool) -> None:
         """Opens the file.
 
         Args:
-          path: of the file.
-          dtype: `uint16` or `uint32`.
+          path: the token file.
+          dtype: the type of the ids, `uint16` or `uint32`.
           stays_open: whether the file descriptor stays open; if not, each read opens the file again.
         """
         self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
@@ -374,7 +390,7 @@ class OpenFile:
             self._close()
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns the ids start..stop, read-only.
+        """Reads the ids at positions start..stop - 1, as a read-only array of the file's dtype.
 
         Raises:
           UserError: the file has changed since it was opened.
@@ -416,7 +432,13 @@ class OpenFile:
 
 @dataclasses.dataclass(frozen=True)
 class FileIds:
-    """The ids start..stop of a token file; `np.asarray` reads them, while slicing reads nothing."""
+    """A range of the ids in a token file, as an array-like object: `np.asarray` reads the ids, slicing reads nothing.
+
+    Attributes:
+      file: the token file.
+      start: position of the first id in the file.
+      stop: position after the last id.
+    """
 
     file: OpenFile
     start: int
@@ -434,17 +456,18 @@ class FileIds:
 
 
 def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[FileIds], str]:
-    """Opens token files that belong together.
+    """Opens the token files of a data source, and checks that they were prepared with one tokenizer.
 
     Args:
       files: the .bin files, in order.
-      vocab_size: the model's; every id must be below.
+      vocab_size: the model's vocabulary size; every id must be below it.
 
     Returns:
-      The ids of each file, and the digest of them all.
+      The ids of each file, which are not read yet, and a hexadecimal sha256 over all ids and ends of documents.
 
     Raises:
-      UserError: the files differ in tokenizer, ids do not fit, or a description is missing or wrong.
+      UserError: the files differ in tokenizer, have ids outside the vocabulary, or contain only empty documents; or a
+        description is missing or invalid.
     """
     problems: list[Problem] = []
     described: list[TokenFile] = []

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, as bytes, by a tokenizer.json (or its folder), or as plain numbers.
+"""Tokenizers, which convert text to token ids and back: by bytes, with a tokenizer.json, or as decimal numbers.
 
 V: vocabulary.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NUM_BYTES = 256
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 NO_TOKEN = "none"  # of `data.begin_token`
-_NUM_PROBES = 16  # tokens of a vocabulary that are tried as texts
+_NUM_PROBES = 16  # number of tokens of a vocabulary whose texts `_added_ids` tries to encode
 _NO_CHARACTER = "\U0010ffff"  # no vocabulary has it
 
 # Tokens that end a document in well-known tokenizers, best known first.
@@ -36,23 +36,24 @@ _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Encodes text as ids, and decodes ids.
+    """A tokenizer: functions that encode text as ids and decode ids, and the ids with a special meaning.
 
     Attributes:
       name: `bytes`, `numbers`, or the path of the tokenizer.json or its folder.
       vocab_size: one more than the largest id, including the end id.
       end_id: the id that ends a document; -1 if there are no documents.
-      encode_documents: texts -> an unsigned integer array for each, with the `begin` ids and without the end id.
+      encode_documents: texts -> an array of unsigned ids for each text, with the `begin` ids and without the end id.
       decode: ids -> text; ids without text (the end id, padding of the vocabulary) are left out.
-      byte_lengths: returns the number of UTF-8 bytes of each id's text, int32 [vocab_size]; None: ids are no text.
-      with_places: texts -> for each, its ids without the `begin` ids, and begin and end of each id in the text's
-        characters, int64 [N, 2]; None: unknown. The range of an id may omit its leading blank; an id of blanks only
-        then has an empty range at its end.
-      also_end: further ids that end a generated text, in addition to `end_id`.
-      begin: ids before a text, unless a chat template wrote the text.
-      special: the special tokens, and whether texts that contain them are encoded as text.
-      blank: the ids of bytes that together encode a blank, if the tokenizer has no other id for it.
-      added_blanks: blanks that the tokenizer adds before a text: 0 or 1.
+      byte_lengths: a function that returns the number of UTF-8 bytes of each id's text, int32 [vocab_size]; None: the
+        ids represent no text.
+      with_places: texts -> for each text, its N ids without the `begin` ids, and (start, stop) of each id in characters
+        of the text, int64 [N, 2]. None: the tokenizer cannot locate ids. The range of an id may omit its leading blank;
+        an id of blanks only then has an empty range at its end.
+      also_end: ids that end a generated text, in addition to `end_id`.
+      begin: the ids before a text, unless a chat template wrote the text.
+      special: the special tokens, and whether their text in documents is encoded as plain text.
+      blank: the ids of bytes that together encode a blank; () if the tokenizer has a single id for a blank.
+      added_blanks: the number of blanks that the tokenizer adds before a text, 0 or 1.
     """
 
     name: str
@@ -110,13 +111,16 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _characters(text: str) -> np.ndarray:
-    """Returns begin and end, in characters, of the character that each UTF-8 byte belongs to, int64 [bytes, 2]."""
+    """Returns (start, stop), in characters, of the character to which each UTF-8 byte belongs, int64 [bytes, 2]."""
     character = np.repeat(np.arange(len(text)), [len(one.encode()) for one in text])
     return np.stack([character, character + 1], axis=1)
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
-    """Returns the tokenizer of synthetic data; its text is a list of ids as decimal numbers, separated by spaces."""
+    """Returns the tokenizer of synthetic data, in whose texts decimal numbers, separated by spaces, are the ids.
+
+    The method `encode` raises UserError for a word that is no number below `vocab_size`.
+    """
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
         words = [text.split() for text in texts]
@@ -140,9 +144,9 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def file_problems(path: str) -> list[Problem]:
-    """Returns an error line if the path is neither a tokenizer file nor a folder with one.
+    """Returns an error line if `path` is neither a file nor a folder with a tokenizer.json; otherwise [].
 
-    Opens nothing: a pipe would block.
+    No file is opened, because opening a pipe would block.
     """
     file = tokenizer_file(path)
     what = what_is_at(file)
@@ -165,7 +169,7 @@ def file_problems(path: str) -> list[Problem]:
 
 
 def _load(path: str) -> "tokenizers.Tokenizer":
-    """Returns the `tokenizers.Tokenizer` of a tokenizer.json or of its folder.
+    """Loads the tokenizer.json at `path`, or in the folder `path`, as a `tokenizers.Tokenizer`.
 
     Raises:
       UserError: the file cannot be read, or is no tokenizer.json.
@@ -198,6 +202,11 @@ def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
 
     It is the id of `end_token`, else of the folder's end token, else of a well-known token, else a new id.
 
+    Args:
+      path: the tokenizer.json, or its folder.
+      end_token: the value of `data.end_token`; '' for the default.
+      vocab: token -> id.
+
     Raises:
       UserError: the vocabulary lacks the token.
     """
@@ -229,7 +238,7 @@ def _encodings(
 
 
 def _ids(loaded: "tokenizers.Tokenizer", text: str) -> list[int]:
-    """Returns the ids of a text; [] if the tokenizer cannot encode it."""
+    """Returns the ids of a text, without tokens that the post-processor adds; [] if the text cannot be encoded."""
     try:
         return list(_encodings("", loaded.encode_batch, [text])[0].ids)
     except UserError:
@@ -239,7 +248,13 @@ def _ids(loaded: "tokenizers.Tokenizer", text: str) -> list[int]:
 def _begin_ids(
     path: str, begin_token: str, loaded: "tokenizers.Tokenizer", vocab: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Returns the ids before a text; for the arguments see `file_tokenizer`.
+    """Returns the ids that precede each text.
+
+    Args:
+      path: the tokenizer.json, or its folder, for errors.
+      begin_token: the token before a text; '': the tokens that the post-processor adds; `none`: no token.
+      loaded: the `tokenizers.Tokenizer`.
+      vocab: token -> id.
 
     Raises:
       UserError: the vocabulary lacks the token, or the post-processor adds tokens after a text.
@@ -262,7 +277,10 @@ def _begin_ids(
 
 
 def _added_ids(loaded: "tokenizers.Tokenizer", vocab: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the ids that the post-processor of a tokenizer.json adds before a text, and those it adds after it."""
+    """Returns the ids that the post-processor of a tokenizer adds before a text, and the ids that it adds after a text.
+
+    Both are () if none of a few tokens of `vocab` can be encoded as a text.
+    """
     if loaded.num_special_tokens_to_add(is_pair=False) == 0:
         return (), ()
     for text in ("a", *itertools.islice(vocab, _NUM_PROBES)):
@@ -275,14 +293,14 @@ def _added_ids(loaded: "tokenizers.Tokenizer", vocab: Iterable[str]) -> tuple[tu
 
 
 def with_begin_token(path: str, begin_token: str) -> str:
-    """Returns the text of a tokenizer.json with a post-processor that adds the token before a text.
+    """Returns the content of a tokenizer.json, changed so that its post-processor adds `begin_token` before a text.
 
     Args:
       path: the tokenizer.json, or its folder.
-      begin_token: as in `file_tokenizer`.
+      begin_token: the token before a text; `none`: no token; '': the tokens that the post-processor already adds.
 
     Returns:
-      The text; '' if the file's post-processor already adds the token.
+      The JSON text; '' if no change is needed.
 
     Raises:
       UserError: the file cannot be read, or lacks the token.
@@ -307,13 +325,13 @@ def with_begin_token(path: str, begin_token: str) -> str:
 
 
 def _read_object(file: Path, fix: str) -> JsonObject:
-    """Returns the JSON object in a file of a tokenizer.
+    """Reads the JSON object in a file of a tokenizer.
 
-    The package tokenizers also loads some files that are not JSON.
+    The package tokenizers also loads some files that are not JSON; they are rejected here.
 
     Args:
-      file: it exists.
-      fix: the nearest value of `data.tokenizer`, for the error.
+      file: an existing file.
+      fix: the suggested value of `data.tokenizer`, for the error.
 
     Raises:
       UserError: the file cannot be read, or is no JSON object.
@@ -332,7 +350,14 @@ def _read_object(file: Path, fix: str) -> JsonObject:
 def _special_tokens(
     loaded: "tokenizers.Tokenizer", end_id: int, vocab: Mapping[str, int], *, as_text: bool
 ) -> SpecialTokens:
-    """Returns the tokens that a tokenizer.json marks as special, and the end token."""
+    """Returns the tokens that a tokenizer.json marks as special, and the end token.
+
+    Args:
+      loaded: the `tokenizers.Tokenizer`.
+      end_id: the id that ends a document.
+      vocab: token -> id.
+      as_text: whether the text of special tokens in documents is encoded as plain text.
+    """
     ids = {token.content: index for index, token in loaded.get_added_tokens_decoder().items() if token.special}
     return SpecialTokens(ids | {piece: index for piece, index in vocab.items() if index == end_id}, as_text)
 
@@ -340,7 +365,15 @@ def _special_tokens(
 def _as_text(
     path: str, loaded: "tokenizers.Tokenizer", special: SpecialTokens
 ) -> tuple["tokenizers.Tokenizer", np.ndarray]:
-    """Returns a tokenizer that encodes special tokens as text, and an array from its ids to the ids of `loaded`.
+    """Returns a tokenizer that encodes the text of special tokens as plain text, and a map of its ids.
+
+    Args:
+      path: the path of the tokenizer, for errors.
+      loaded: the original `tokenizers.Tokenizer`.
+      special: its special tokens.
+
+    Returns:
+      The `tokenizers.Tokenizer`, and an array that maps its ids to the ids of `loaded`, uint32.
 
     Raises:
       UserError: the vocabulary itself turns the text of a special token into this token.
@@ -364,20 +397,24 @@ def _as_text(
 def _encoders(
     path: str, encoder: "tokenizers.Tokenizer", ids_of: np.ndarray | None, begin: tuple[int, ...]
 ) -> tuple[Callable[[Sequence[str]], list[np.ndarray]], Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]]]:
-    """Returns `encode_documents` and `with_places` of a `Tokenizer`.
+    """Returns the functions `encode_documents` and `with_places` for a `Tokenizer`.
 
     Args:
-      path: of the tokenizer, for errors.
-      encoder: a `tokenizers.Tokenizer`.
-      ids_of: the original id of each id of the encoder, if it is a `mark_tokenizer`; None: the ids are the same.
-      begin: ids before a document.
+      path: the path of the tokenizer, for errors.
+      encoder: the `tokenizers.Tokenizer` that encodes texts.
+      ids_of: array that maps the encoder's ids to the original ids if `mark_tokenizer` made the encoder; None: the
+        encoder's ids are the original ids.
+      begin: the ids before a document.
     """
     cuts = functools.cache(lambda: cuts_of(encoder))  # takes seconds for a large vocabulary; few texts need it
 
     def encoded(
         encode_batch: Callable[..., list["tokenizers.Encoding"]], texts: Sequence[str]
     ) -> Iterator[tuple[int, int, "tokenizers.Encoding"]]:
-        """Yields (number of the text, start of the piece, encoding of the piece), encoding about 1 MiB at a time."""
+        """Encodes texts in pieces; yields (index of the text, start of the piece in characters, its encoding).
+
+        About 1 M characters are encoded at a time, by `encode_batch`, a method of the encoder.
+        """
         for batch in batches(texts, lambda text: cuts().pieces(text, path)):
             encodings = _encodings(path, encode_batch, [texts[number][start:end] for number, start, end in batch])
             yield from ((number, start, one) for (number, start, _), one in zip(batch, encodings, strict=True))
@@ -410,19 +447,19 @@ def _encoders(
 def file_tokenizer(
     path: str, end_token: str = "", begin_token: str | tuple[int, ...] = "", special_tokens: str = ENCODE
 ) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face tokenizer.json (package `tokenizers`).
+    """Opens a Hugging Face tokenizer.json (package `tokenizers`).
 
     Args:
       path: the tokenizer.json, or its folder.
-      end_token: the token that ends a document; '' uses the folder's `eos_token`, else a well-known one, or adds one id
-        after the last.
-      begin_token: the token before a text, or ids; '' uses the tokens that the tokenizer.json's post-processor adds,
-        `none` uses no token.
+      end_token: the token that ends a document; '' uses the folder's `eos_token`, else a well-known token, or adds one
+        id after the largest id.
+      begin_token: the token before a text, or the ids before a text; '' uses the tokens that the tokenizer.json's
+        post-processor adds, `none` uses no token.
       special_tokens: how special tokens in texts are encoded: `encode` (as these tokens) or `text`.
 
     Raises:
-      UserError: the file cannot be read, is no tokenizer.json, lacks the token, adds tokens after a text, or cannot
-        encode special tokens as text.
+      UserError: the file cannot be read, is no tokenizer.json, lacks one of the tokens, adds tokens after a text, or
+        cannot encode special tokens as text.
     """
     loaded = _load(path)
     vocab = loaded.get_vocab(with_added_tokens=True)
@@ -456,12 +493,17 @@ def file_tokenizer(
 
 
 def open_tokenizer(name: str, end_token: str = "", begin_token: str = "", special_tokens: str = ENCODE) -> Tokenizer:
-    """Returns the tokenizer called `name`: `bytes`, or the path of a tokenizer.json or its folder.
+    """Opens the tokenizer `name`: `bytes`, or the path of a tokenizer.json or its folder.
 
-    For the other arguments see `file_tokenizer`.
+    Args:
+      name: the value of `data.tokenizer`.
+      end_token: the token that ends a document; '' uses the default of `file_tokenizer`.
+      begin_token: the token before a text; '' uses the default of `file_tokenizer`, `none` uses no token.
+      special_tokens: how special tokens in texts are encoded: `encode` (as these tokens) or `text`.
 
     Raises:
-      UserError: see `file_tokenizer`; or a begin token is given for bytes, which have none.
+      UserError: the tokenizer.json is missing or invalid, or lacks a token; or a begin token is given for `bytes`,
+        which has no such token.
     """
     if name != "bytes":
         return file_tokenizer(name, end_token, begin_token, special_tokens)
@@ -473,7 +515,7 @@ def open_tokenizer(name: str, end_token: str = "", begin_token: str = "", specia
 
 
 def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[Problem]:
-    """Returns an error line if the tokenizer, including its end token, has ids outside the model's vocabulary."""
+    """Returns an error line if the tokenizer has ids, including its end id, that are not below `vocab_size`."""
     if tokenizer.vocab_size <= vocab_size:
         return []
     return [
@@ -492,11 +534,14 @@ def bytes_of_targets(
 ) -> int:
     """Returns the number of text bytes that the targets of examples represent; targets of weight 0 are not counted.
 
+    Bits per byte, a loss that does not depend on the tokenizer, is computed with this number.
+
     Args:
-      examples: each with `targets` and `weights` of one shape.
+      examples: the examples; each has `targets` and `weights` of the same shape.
       indices: the numbers of the examples to count.
-      lengths: bytes of each id, int [V]: the tokenizer's `byte_lengths`.
-      tokenizer: of the examples; None: each target counts with the bytes of its id, regardless of its context.
+      lengths: int [V], number of bytes of each id's text, from the tokenizer's `byte_lengths`.
+      tokenizer: the tokenizer of the examples, with which the count is exact; None: the bytes of each target's id are
+        summed, regardless of the context.
     """
     total, end_text = 0, tokenizer.end_text if tokenizer else ""
     for index in indices:
@@ -510,7 +555,10 @@ def bytes_of_targets(
 
 
 def _num_bytes_too_many(example: Example, lengths: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Returns by how much the summed lengths exceed the text's bytes, due to byte-encoded and added blanks."""
+    """Returns the number of bytes by which the sum of `lengths` over an example's targets exceeds the text's bytes.
+
+    The reasons are blanks that are encoded as several bytes, and blanks that the tokenizer adds before a text.
+    """
     targets, is_target, result = example["targets"], example["weights"] > 0, 0
     if blank := tokenizer.blank:
         # If the first bytes are in another example, the remaining bytes are assumed to be a blank.
@@ -523,7 +571,13 @@ def _num_bytes_too_many(example: Example, lengths: np.ndarray, tokenizer: Tokeni
 
 
 def _follows(example: Example, ids: Sequence[int], *, partial: bool) -> np.ndarray:
-    """Returns which targets follow these ids, bool [T]; if `partial`, the first ids may lie before the segment."""
+    """Returns a mask of the targets that directly follow the sequence `ids` in the inputs, bool [T].
+
+    Args:
+      example: an example with `tokens` and `positions`.
+      ids: the ids before a target.
+      partial: whether the first of these ids may be missing if they would lie before the start of the segment.
+    """
     result = np.ones(len(example["tokens"]), bool)
     for distance, index in enumerate(reversed(ids)):
         is_outside = example["positions"] < distance
@@ -532,12 +586,16 @@ def _follows(example: Example, ids: Sequence[int], *, partial: bool) -> np.ndarr
 
 
 def tokenizer_file(path: str) -> Path:
-    """Returns the file for `data.tokenizer`: the path itself, or the tokenizer.json in the folder."""
+    """Returns the path of the tokenizer's file: `path` itself, or the tokenizer.json in it if it is a folder."""
     return Path(path, TOKENIZER) if what_is_at(path) == "a folder" else Path(path)
 
 
 def settings(path: str, name: str = SETTINGS) -> JsonObject:
-    """Returns the content of a JSON file in a tokenizer's folder; {} if `path` is no folder, or the file is missing.
+    """Reads a JSON file in a tokenizer's folder; returns {} if `path` is no folder, or the file is missing.
+
+    Args:
+      path: the folder of the tokenizer.
+      name: the name of the file.
 
     Raises:
       UserError: the file cannot be read, or is no JSON object.
@@ -549,7 +607,7 @@ def settings(path: str, name: str = SETTINGS) -> JsonObject:
 
 
 def special_tokens(content: JsonObject) -> dict[str, str]:
-    """Returns name -> text of the special tokens in a tokenizer_config.json, such as `eos_token`.
+    """Returns {name: text} of the special tokens in the content of a tokenizer_config.json, such as `eos_token`.
 
     >>> special_tokens({"eos_token": {"content": "</s>", "special": True}, "bos_token": None, "pad_token": "<pad>"})
     {'eos_token': '</s>', 'pad_token': '<pad>'}
@@ -563,7 +621,7 @@ def special_tokens(content: JsonObject) -> dict[str, str]:
 
 
 def folder_end_token(path: str) -> str:
-    """Returns the token that ends a document according to the folder's tokenizer_config.json; '' if it names none.
+    """Returns the `eos_token` in the tokenizer_config.json of a tokenizer's folder; '' if it has none.
 
     Raises:
       UserError: the file cannot be read, or is no JSON object.
@@ -572,12 +630,12 @@ def folder_end_token(path: str) -> str:
 
 
 def end_ids(path: str) -> tuple[int, ...]:
-    """Returns the ids that end a generated text.
+    """Returns the ids that end a generated text, from the files in the folder of a model or tokenizer.
 
-    They are read from the folder's generation_config.json, otherwise from its config.json.
+    The ids are `eos_token_id` in generation_config.json, or else in config.json; () if both lack this entry.
 
     Raises:
-      UserError: a file cannot be read, or has an invalid value for them.
+      UserError: a file cannot be read, or its `eos_token_id` is invalid.
     """
     for name in ("generation_config.json", "config.json"):
         if (given := settings(path, name).get("eos_token_id")) is not None:

@@ -1,7 +1,7 @@
-"""Parses `data.path` and `data.validation_path`: a single source, or the sources of a mixture; and validation sets.
+"""Parses `data.path` (a single source, or the sources of a mixture) and `data.validation_path` (validation sets).
 
-A source of a mixture is `FILES:WEIGHT`, a validation set is `FILES`; both may start with `NAME=`. A text that is the
-name of an existing file, or a glob that matches one, is always read as files.
+A source of a mixture is written as `FILES:WEIGHT`, a validation set as `FILES`; both may start with `NAME=`. If the
+complete text is the path of an existing file, or a glob that matches a file, it is not split into these pieces.
 """
 
 import glob
@@ -17,18 +17,18 @@ from meshtrain.files import identities
 from meshtrain.store.buckets import Place
 
 PATH, VALIDATION_PATH = "data.path", "data.validation_path"
-MOST_PERIOD = 100_000  # samples after which each source has its exact share
+MOST_PERIOD = 100_000  # maximum of the sum of a mixture's integer weights
 
 
 class Part(NamedTuple):
-    """A source of a mixture, or a validation set.
+    """A source of training data, or a validation set.
 
     Attributes:
-      name: '' for the only source.
-      paths: its files or globs, comma separated.
-      files: the resolved files in order, in a bucket or on a disk.
-      key: the option that names them.
-      weight: of a source of a mixture, a positive integer.
+      name: the name in metrics, such as eval_loss/NAME; '' for a single source without weights.
+      paths: the files or globs as the user wrote them, comma separated.
+      files: the files that `paths` matches, in order, in a bucket or on a disk.
+      key: the option with these paths, `data.path` or `data.validation_path`.
+      weight: for a source of a mixture, the number of its samples in a period of the mixture; else 1.
     """
 
     name: str
@@ -39,7 +39,14 @@ class Part(NamedTuple):
 
 
 def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[Problem]]:
-    """Returns the parts that the two options name, sources first, and an error line for each problem; reads no file."""
+    """Parses the two options; returns sources, then validation sets, and an error line for each problem.
+
+    No file is read.
+
+    Args:
+      path: the value of `data.path`.
+      validation_path: the value of `data.validation_path`.
+    """
     items = [_split_weight(text) for text in _texts(path)]
     if any(weight is not None for _, weight in items):
         parts, problems = _parse_parts([paths for paths, _ in items], PATH)
@@ -59,12 +66,13 @@ def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[Probl
 def shared_files(
     parts: Sequence[Part], identities_of: Callable[[Place], Iterable[Hashable]], why: str = "which {} names too"
 ) -> list[Problem]:
-    """Returns an error line for each file of a source or validation set that an earlier source or set also has.
+    """Returns an error line for each file of a source or validation set that an earlier source or set also contains.
 
     Args:
       parts: the sources and the validation sets.
-      identities_of: a file -> its identities; two files are the same if they have an identity in common.
-      why: the reason in the error line, with a placeholder for the option or the name of the other part.
+      identities_of: a function that returns the identities of a file. Two files are the same if they have an identity
+        in common.
+      why: the reason in the error line; `{}` is replaced by the option or name of the earlier source or set.
     """
     if len(parts) == 1:
         return []
@@ -96,7 +104,15 @@ def _split_weight(text: str) -> tuple[str, str | None]:
 
 
 def _parse_parts(items: Sequence[str], key: str) -> tuple[list[Part], list[Problem]]:
-    """Returns the part for each item, and an error line for each item that has no files or repeats a name."""
+    """Parses items such as `NAME=FILES`, without weights, to parts.
+
+    Args:
+      items: the comma-separated items of an option. Without `NAME=`, the name is the file's stem or the glob's folder.
+      key: the option, `data.path` or `data.validation_path`.
+
+    Returns:
+      One part for each item, and an error line for each item that matches no files or repeats a name.
+    """
     parts, problems = list[Part](), list[Problem]()
     for item in items:
         name, _, paths = item.rpartition("=")
@@ -120,7 +136,10 @@ def _parse_parts(items: Sequence[str], key: str) -> tuple[list[Part], list[Probl
 
 
 def _integer_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int], list[Problem]]:
-    """Returns the smallest integers with the ratios of the weights, or an error line for each invalid weight.
+    """Returns the smallest integers with the same ratios as the weights, or an error line for each invalid weight.
+
+    Args:
+      items: (files, weight as text, None if it is missing) of each source.
 
     >>> _integer_weights([("a", "0.7"), ("b", "0.25"), ("c", "0.05")])
     ([14, 5, 1], [])
@@ -153,7 +172,7 @@ def _integer_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int]
 
 
 def _positive(text: str | None) -> Fraction:
-    """Returns the number in a text; 0 if the text is no number, or the number is not positive and finite."""
+    """Parses a positive, finite number as a fraction; returns 0 for any other text, and for None."""
     try:
         return Fraction(text or "") if 0 < float(text or "") < math.inf else Fraction()
     except ValueError:

@@ -1,9 +1,9 @@
-"""Special tokens whose text occurs in documents and messages: counts them, and encodes them as text if requested.
+"""Counts special tokens such as `</s>` whose text occurs in documents and messages; encodes them as text if requested.
 
-By default a tokenizer encodes the text of a special token as this token, wherever the text comes from. With
-`data.special_tokens=text`, only a chat template writes special tokens (`split_special_tokens` of transformers does this
-for texts). The template's special tokens are prefixed with `MARK`, and the tokenizer recognizes them only with the
-mark.
+By default a tokenizer encodes the text of a special token as this token, also in documents and messages. With
+`data.special_tokens=text`, only a chat template can write special tokens; the option `split_special_tokens` of
+transformers does this for texts. The special tokens that a template writes are prefixed with the character `MARK`, and
+the tokenizer recognizes only special tokens with this mark.
 """
 
 import copy
@@ -35,8 +35,8 @@ class SpecialTokens:
     """The special tokens of a tokenizer.
 
     Attributes:
-      ids: text -> id of the tokens that the tokenizer.json marks as special, and of the end token.
-      as_text: whether special tokens in texts and messages are encoded as text.
+      ids: text -> id of each token that the tokenizer.json marks as special, and of the end token.
+      as_text: whether the text of a special token in documents and messages is encoded as plain text.
     """
 
     ids: Mapping[str, int]
@@ -48,19 +48,23 @@ class SpecialTokens:
         return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def count(self, value: Json) -> int:
-        """Returns the number of special tokens in a text, or in all texts of a list or object."""
+        """Returns how often special tokens occur in a text, or in all texts of a nested list or object."""
         if isinstance(value, dict | list | tuple):
             return sum(map(self.count, value.values() if isinstance(value, dict) else value))
         return len(self._pattern.findall(value)) if self._pattern and isinstance(value, str) else 0
 
     def counted(self, number: int) -> str:
-        """Returns the end of a summary that counts the special tokens in the texts; '' if `number` is 0."""
+        """Returns the end of a summary, which states the number of special tokens in texts; '' if `number` is 0."""
         return f" with {number:,} special tokens in texts, encoded as {'text' if self.as_text else 'these tokens'}" * (
             number > 0
         )
 
     def literal(self, value: Json) -> Json:
-        """Returns a copy of messages with `LITERAL` inside each special token, so that no message contains one."""
+        """Returns a copy of messages with `LITERAL` inserted into each special token, so that the token is not matched.
+
+        Args:
+          value: a text, or a nested list or object of texts.
+        """
         if isinstance(value, dict):
             return {name: self.literal(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -72,11 +76,14 @@ class SpecialTokens:
     def through_template(
         self, write: Callable[[Sequence[Message]], tuple[str, Spans]], messages: Sequence[Message]
     ) -> tuple[str, Spans]:
-        """Returns the text that a template writes for messages, and its spans; with marks if `as_text`.
+        """Formats messages with a template, without special tokens from the messages if `as_text`.
 
         Args:
-          write: messages -> text and spans, such as the positions of answers.
-          messages: of one conversation.
+          write: a function that applies the template: messages -> text and spans, such as the positions of answers.
+          messages: the messages of one conversation.
+
+        Returns:
+          The text and its spans. If `as_text`, the text has `MARK` before each special token of the template.
         """
         return self.insert_marks(*write(self.literal(messages))) if self.as_text else write(messages)
 
@@ -84,11 +91,11 @@ class SpecialTokens:
         """Inserts `MARK` before each special token that a template wrote, and removes `LITERAL`.
 
         Args:
-          text: written by the template for `literal` messages.
-          spans: of characters of `text`.
+          text: the text that the template wrote for messages with `LITERAL`.
+          spans: (start, stop) in characters of `text`.
 
         Returns:
-          The new text, and the spans moved accordingly.
+          The new text, and the same spans in characters of the new text.
 
         >>> SpecialTokens({"</s>": 2}, True).insert_marks(f"<{LITERAL}/s>b</s>", ((6, 10),))[1]
         ((5, 10),)
@@ -105,7 +112,7 @@ class SpecialTokens:
 
 
 def unmark(text: str) -> str:
-    """Returns a text without `MARK` and `LITERAL`."""
+    """Removes the characters `MARK` and `LITERAL` from a text."""
     return text.replace(MARK, "").replace(LITERAL, "")
 
 
@@ -114,10 +121,10 @@ def mark_tokenizer(loaded: "tokenizers.Tokenizer", special: Mapping[str, int]) -
 
     Args:
       loaded: a `tokenizers.Tokenizer`.
-      special: text -> id.
+      special: text -> id of each special token.
 
     Returns:
-      The copy; its ids differ, see `original_ids`.
+      The copy. Its ids may differ from the ids of `loaded`; `original_ids` maps them.
     """
     import tokenizers
 
@@ -133,9 +140,13 @@ def mark_tokenizer(loaded: "tokenizers.Tokenizer", special: Mapping[str, int]) -
 
 
 def _hide(model: JsonObject, special: Mapping[str, int]) -> None:
-    """Removes the texts of special tokens from a model's vocabulary, in place.
+    """Renames special tokens in a model's vocabulary to `MARK` + text, in place, because some models would match them.
 
-    Some models would match them there.
+    In a BPE model, a special token that a merge needs is not renamed.
+
+    Args:
+      model: the entry `model` of a tokenizer.json.
+      special: text -> id of each special token.
     """
     if isinstance(model["vocab"], list):  # Unigram: (piece, score)
         model["vocab"] = [[MARK + piece if piece in special else piece, score] for piece, score in model["vocab"]]
@@ -148,13 +159,17 @@ def _hide(model: JsonObject, special: Mapping[str, int]) -> None:
 
 
 def _pieces_of(merge: Json) -> set[str]:
-    """Returns both pieces of a BPE merge (a list, or one text with a blank) and the merged piece."""
+    """Returns the two pieces of a BPE merge and the merged piece.
+
+    Args:
+      merge: the two pieces as a list, or as a text with a blank between them.
+    """
     left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
     return {left, right, left + right}
 
 
 def original_ids(marked: "tokenizers.Tokenizer", loaded: "tokenizers.Tokenizer") -> np.ndarray:
-    """Returns the id in `loaded` of each id of its copy `marked`, uint32."""
+    """Returns an array that maps each id of the copy `marked` to the id of the same token in `loaded`, uint32."""
     pieces = marked.get_vocab(with_added_tokens=True)
     result = np.zeros(max(pieces.values(), default=-1) + 1, np.uint32)
     for piece, index in pieces.items():

@@ -20,17 +20,17 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # tokenizers with a byte fallback wri
 
 
 def bytes_of_ids(loaded: "tokenizers.Tokenizer", end_id: int, vocab_size: int, begin: Sequence[int] = ()) -> np.ndarray:
-    """Returns the number of text bytes of each id, int32 [V]; 0 for the end of a document and for ids without text.
+    """Returns the number of text bytes that each id represents, int32 [V]; 0 for the end id and for ids without text.
 
-    The text of an id is the text that it adds after another token, so a blank before a word counts. Byte-level
-    tokenizers write a byte as one character. An added token that is matched literally in texts counts with its own
-    text. Other added tokens, such as `▁▁` for two blanks, count with their decoded text.
+    This is the number of bytes that the id adds after another token, so a blank before a word is included. Byte-level
+    tokenizers write a byte as one character. For an added token that is matched literally in texts, the bytes of its
+    text are counted. For other added tokens, such as `▁▁` for two blanks, the bytes of the decoded text are counted.
 
     Args:
       loaded: a `tokenizers.Tokenizer`.
       end_id: the id that ends a document.
       vocab_size: V.
-      begin: the ids before a text; from the second on they are targets without text.
+      begin: the ids that precede a text. All but the first id are targets, but represent no text.
     """
     pieces = {index: piece for piece, index in loaded.get_vocab(with_added_tokens=True).items()}
     own, added = loaded.get_vocab(with_added_tokens=False), loaded.get_added_tokens_decoder()
@@ -53,7 +53,7 @@ def bytes_of_ids(loaded: "tokenizers.Tokenizer", end_id: int, vocab_size: int, b
 
 
 def _decoders(decoder: Json) -> set[str]:
-    """Returns the types of a tokenizer.json's decoder and of the decoders in its sequence."""
+    """Returns the type of a tokenizer.json's decoder, and the types of the decoders nested in it."""
     if not decoder:
         return set()
     inner = decoder["decoders"] if "decoders" in decoder else []
@@ -61,7 +61,14 @@ def _decoders(decoder: Json) -> set[str]:
 
 
 def _anchor(loaded: "tokenizers.Tokenizer", vocab: Mapping[str, int]) -> tuple[list[int], int]:
-    """Returns an id (in a list) and the bytes of its text; other ids are decoded after it to measure their text."""
+    """Returns [id] of a token, and the number of bytes of its text.
+
+    The text that another id adds is measured by decoding it after this token. The list is empty if `vocab` is.
+
+    Args:
+      loaded: a `tokenizers.Tokenizer`.
+      vocab: piece -> id.
+    """
     # A letter or digit of ASCII: a decoder neither joins it with the next token nor removes it.
     anchors = [index for piece, index in vocab.items() if re.fullmatch(r"[A-Za-z0-9]", piece)] or list(vocab.values())
     return anchors[:1], len(loaded.decode(anchors[:1]).encode())
@@ -70,7 +77,13 @@ def _anchor(loaded: "tokenizers.Tokenizer", vocab: Mapping[str, int]) -> tuple[l
 def _lengths_behind_another(
     loaded: "tokenizers.Tokenizer", pieces: dict[int, str], *, has_byte_pieces: bool
 ) -> dict[int, int]:
-    """Returns the bytes that each id adds to the decoded text after another token."""
+    """Returns {id: number of bytes that it adds to the decoded text after another token}.
+
+    Args:
+      loaded: a `tokenizers.Tokenizer`.
+      pieces: id -> piece of the vocabulary.
+      has_byte_pieces: whether pieces such as `<0x0A>` represent one byte.
+    """
     anchor, before = _anchor(loaded, {piece: index for index, piece in pieces.items()})
     texts = loaded.decode_batch([[*anchor, index] for index in pieces])
     return {
@@ -80,12 +93,12 @@ def _lengths_behind_another(
 
 
 def blank_in_bytes(ids: Sequence[int], vocab: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the ids of the bytes that encode a blank in a tokenizer without a single id for it; () if it has one.
+    """Returns the ids of the bytes that together encode a blank; () if the tokenizer has a single id for a blank.
 
-    Llama 2 writes a blank as `▁`, and if it has no piece for it, as the three bytes of this character.
+    Llama 2 writes a blank as `▁`. A vocabulary of this kind without a piece for `▁` uses the three bytes of `▁`.
 
     Args:
-      ids: of the text `a a`.
+      ids: the ids of the text `a a`.
       vocab: piece -> id.
     """
     pieces = {index: piece for piece, index in vocab.items()}
@@ -103,9 +116,9 @@ def num_added_blanks(
 
     Args:
       loaded: a `tokenizers.Tokenizer`.
-      ids: of the text `a`.
+      ids: the ids of the text `a`.
       vocab: piece -> id.
-      blank: the result of `blank_in_bytes`.
+      blank: the ids of bytes that together encode a blank, from `blank_in_bytes`.
     """
     if blank and tuple(ids[: len(blank)]) == blank:
         return 1
