@@ -19,8 +19,8 @@ def begin(is_training: bool) -> None:
     """Makes signals end the process until `take_handlers` is called.
 
     Args:
-      is_training: if true, SIGINT, SIGTERM and SIGHUP end it with code 75 and a line; else SIGINT ends it with code
-        130.
+      is_training: whether the program starts a training run. If true, SIGINT, SIGTERM and SIGHUP print a line and end
+        the process with code 75; otherwise SIGINT ends it with code 130.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -34,13 +34,13 @@ def begin(is_training: bool) -> None:
 
 
 def take_handlers() -> dict[int, Any]:
-    """Returns {signal: its handler before `begin`} for the caller to restore; empty at the second call."""
+    """Returns {signal: its handler before `begin`}, which the caller restores; empty at the second call."""
     handlers = dict(_replaced)
     _replaced.clear()
     return handlers
 
 
 def over() -> None:
-    """Restores the handlers that were set before `begin`."""
+    """Restores the signal handlers that were set before `begin`."""
     for number, handler in take_handlers().items():
         signal.signal(number, handler)

@@ -45,26 +45,42 @@ EXAMPLE = "--config=3d"  # a configuration that runs from any folder
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A field of a configuration: type, default, description, allowed values, kind of name, and bounds of a number."""
+    """A field of a configuration.
+
+    Attributes:
+      kind: the type of the field: int, float, bool or str.
+      default: the default value.
+      text: the description of the field.
+      choices: the allowed values, or the built-in names of a field that may name a function; empty: any value of the
+        type.
+      names: the meaning of a text: `path`, `function`, WITH_OPTIONS (a function with options), or '' for other texts.
+      bounds: the smallest and the largest number that an error may suggest: the limits of the field, or 1 without a
+        minimum.
+    """
 
     kind: type
     default: Value
     text: str
     choices: tuple[str, ...]
-    names: str = ""  # see `options.option`
+    names: str = ""
     bounds: tuple[float, ...] = (1, MOST[int])
 
 
 def program() -> str:
-    """Returns the name with which the program was started: `meshtrain` if installed, or `python -m meshtrain`."""
+    """Returns the command that started the program: `meshtrain` if it is installed, else `python -m meshtrain`."""
     return "meshtrain" if pathlib.Path(sys.argv[0]).stem == "meshtrain" else "python -m meshtrain"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UserError, where argparse would print its usage and exit."""
+    """An argument parser that raises UserError instead of printing its usage and exiting."""
 
     def __init__(self, prog: str | None = None, **named: Any) -> None:
-        """Takes the arguments of ArgumentParser; the usage shows the program's name as the user typed it."""
+        """Takes the arguments of ArgumentParser; the usage shows the program's name as the user typed it.
+
+        Args:
+          prog: the command, such as `python -m meshtrain doctor`.
+          **named: the other arguments of ArgumentParser.
+        """
         super().__init__(prog and prog.replace("python -m meshtrain", program()), **named)
 
     def error(self, message: str) -> NoReturn:
@@ -82,7 +98,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Returns the parsed arguments.
 
-        Raises UserError for unknown arguments, with the most similar known argument, and for paths that are URLs.
+        Raises:
+          UserError: an argument is unknown (the error suggests the most similar known argument), or a path is a URL.
         """
         parsed, rest = self.parse_known_args(args, namespace)
         known = [word for action in self._actions for word in action.option_strings]
@@ -90,7 +107,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def without_urls(self, parsed: argparse.Namespace) -> list[Problem]:
-        """Replaces each path that is a URL by its default, in place; returns a problem for each."""
+        """Replaces each path that is a URL by the argument's default, in place; returns a problem for each URL."""
         problems, command = list[Problem](), self.prog.split()[-1]
         for action in [action for action in self._actions if str(action.metavar).startswith(_PATHS)]:
             key, given = [action.metavar, *action.option_strings][-1], getattr(parsed, action.dest) or []
@@ -106,7 +123,8 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
 
     Args:
       argv: the words after the command.
-      extra: a parser with the command's own arguments, its `prog` and its description; None if it has none.
+      extra: a parser with the arguments that only this command has, its `prog` and its description; None: the command
+        has only the arguments of a configuration.
 
     Returns:
       A namespace with the arguments of `extra` and: `config` (the file or None), `workdir` (a Path or a URL; by default
@@ -151,7 +169,11 @@ def default_workdir(config: str | None) -> pathlib.Path:
 
 
 def _split_words(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[Problem]]:
-    """Returns (the words that are not overrides, dotted key -> text of the overrides, problems)."""
+    """Splits command-line words into overrides (`--config.KEY=VALUE`) and other words.
+
+    Returns:
+      The other words; dotted key -> text for the overrides; and a problem for each override without a value.
+    """
     rest: list[str] = []
     overrides: dict[str, str] = {}
     problems: list[Problem] = []
@@ -172,7 +194,12 @@ def _split_words(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[P
 
 
 def unknown_arguments(arguments: Sequence[str], allowed: Sequence[str]) -> list[Problem]:
-    """Returns a problem for each unknown flag, or for each argument if there is no flag."""
+    """Returns a problem for each unknown flag; if there are only words without a dash, for each word.
+
+    Args:
+      arguments: the unknown arguments of a command line.
+      allowed: the flags of the command.
+    """
     problems = []
     for argument in [argument for argument in arguments if argument.startswith("-")] or arguments:
         name = argument.partition("=")[0]
@@ -189,7 +216,14 @@ def unknown_arguments(arguments: Sequence[str], allowed: Sequence[str]) -> list[
 
 
 def _nearest_argument(argument: str, allowed: Sequence[str]) -> str:
-    """Returns the end of the error line for an unknown argument; '' if it is not similar to a known mistake."""
+    """Returns the suggestion at the end of the error line for an unknown argument, such as `; nearest: --config.seed`.
+
+    Returns '' if the argument is not similar to a known mistake.
+
+    Args:
+      argument: the unknown argument.
+      allowed: the flags of the command.
+    """
     name, equals, value = argument.partition("=")
     if len(name) == 2 and name[0] == "-":  # -c
         flags = [flag for flag in allowed if flag.startswith(f"-{name}")]
@@ -225,11 +259,12 @@ def load(path: str, keys: Sequence[str]) -> UserObject:
     """Runs a configuration file and returns the result of its `get_config()`.
 
     Args:
-      path: a Python file, or the name of an example configuration.
-      keys: the dotted keys of the configuration, to suggest a key for a misspelt name.
+      path: the path of a Python file, or the name of an example configuration.
+      keys: the dotted keys of all fields of a configuration, to suggest a key for a misspelt name.
 
     Raises:
-      UserError: one line: no such file, not Python, no `get_config`, or an exception in it with its line number.
+      UserError: one line: the file does not exist or is not Python, `get_config` is missing, or the file raises an
+        exception (with its line number).
     """
     if (what := what_is_at(path)) != "a file":
         own = example_files()
@@ -282,7 +317,13 @@ def _no_file(path: str, what: str, own: Sequence[str]) -> Problem:
 
 
 def _raised_inside(path: str, error: BaseException, keys: Sequence[str]) -> Problem:
-    """Returns the problem that states the exception of a configuration file."""
+    """Returns a problem that states the exception that a configuration file raised.
+
+    Args:
+      path: the path of the configuration file.
+      error: the exception.
+      keys: the dotted keys of all fields of a configuration, to suggest a key for a misspelt name.
+    """
     names = {name for key in keys for name in key.split(".")}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"{path}:{frames[-1].lineno}" if frames else path
@@ -304,7 +345,12 @@ def _raised_inside(path: str, error: BaseException, keys: Sequence[str]) -> Prob
 
 
 def schema(options: Options, prefix: str = "") -> dict[str, Entry]:
-    """Returns dotted key -> Entry for a dataclass of options and its nested dataclasses, in order of declaration."""
+    """Returns dotted key -> Entry for a dataclass of options and its nested dataclasses, in order of declaration.
+
+    Args:
+      options: the dataclass, whose values are the defaults.
+      prefix: the text before each key, for a nested dataclass, such as `mesh.`.
+    """
     kinds = typing.get_type_hints(type(options))
     result: dict[str, Entry] = {}
     for field in dataclasses.fields(options):
@@ -321,7 +367,7 @@ def schema(options: Options, prefix: str = "") -> dict[str, Entry]:
 def flatten(values: Mapping[str, Value] | Options, prefix: str = "") -> Values:
     """Returns dotted key -> value for a nested mapping, or for a dataclass of options.
 
-    An empty nested mapping stays a value, and so does a mapping below 20 levels.
+    An empty nested mapping remains a value, and so does a mapping below 20 levels.
 
     >>> flatten({"seed": 1, "mesh": {"data": 2, "fsdp": 4}})
     {'seed': 1, 'mesh.data': 2, 'mesh.fsdp': 4}
@@ -341,13 +387,14 @@ def collect(
     """Converts values to the types of their fields.
 
     Args:
-      entries: from `schema`.
+      entries: dotted key -> field, from `schema`.
       given: dotted key -> value from Python or JSON.
       texts: dotted key -> text from the command line; takes precedence over `given`.
 
     Returns:
       dotted key -> value for every entry, and a problem for each unknown key and each value of a wrong type. A wrong
-      text is replaced by the value in `given`, and a wrong value by the default.
+      text
+      is replaced by the value in `given`, and a wrong value by the default.
     """
     values = {key: entry.default for key, entry in entries.items()}
     all_given: Values = {**given, **texts}
@@ -379,10 +426,10 @@ def convert(value: Value, kind: type, *, is_text: bool = False, bounds: tuple[fl
     (1000, True)
 
     Args:
-      value: from Python or JSON, or from a command line.
+      value: a value from Python or JSON, or the text on a command line.
       kind: the required type.
-      is_text: whether the value was written on a command line: 1_000, 1e3, true.
-      bounds: the range of the whole number that is suggested instead of a fraction.
+      is_text: whether the value is the text on a command line, such as 1_000, 1e3 or true.
+      bounds: the range of the whole number that the error suggests instead of a fraction.
 
     Raises:
       UserError: the value cannot be converted to this type; the problem has no key.
@@ -470,10 +517,15 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> Proble
 
 
 def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
-    """Returns `; nearest: OPTION=VALUE` for an option of another program: our option, with the given value.
+    """Returns the suggestion `; nearest: OPTION=VALUE` for another program's option: our option, with the user's value.
 
-    `ours` is a value of `words.OPTIONS`. If our option does not accept the value, the text contains only the option; ''
-    if this configuration lacks the option.
+    If our option does not accept the value, the text contains only the option. It is '' if this configuration lacks the
+    option.
+
+    Args:
+      ours: our option, a value of `words.OPTIONS`.
+      value: the value that the user gave to the other program's option.
+      entries: dotted key -> field of this configuration.
     """
     name, is_switch, _ = ours.partition("=")
     text = value if isinstance(value, str) else _text_of(value)
@@ -498,7 +550,13 @@ def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
 
 
 def construct(default: Options, values: Mapping[str, Value], prefix: str = "") -> Options:
-    """Returns a copy of a dataclass, including nested ones, with each field replaced by `values[dotted key]`."""
+    """Returns a copy of a dataclass, including nested dataclasses, with each field replaced by `values[dotted key]`.
+
+    Args:
+      default: the dataclass.
+      values: dotted key -> value, for every field.
+      prefix: the text before each key, for a nested dataclass, such as `mesh.`.
+    """
     fields = {}
     for field in dataclasses.fields(default):
         inner, name = getattr(default, field.name), prefix + field.name
@@ -509,7 +567,10 @@ def construct(default: Options, values: Mapping[str, Value], prefix: str = "") -
 def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[Problem]:
     """Returns an error line if a folder cannot be created or written, else an empty list; leaves no file.
 
-    The line starts with `flag` and suggests `example`.
+    Args:
+      folder: the path of the folder.
+      flag: the flag that sets the folder, with which the line starts.
+      example: the value that the line suggests.
     """
     existing = folder.absolute()
     if folder.parts[:1] and folder.parts[0].startswith("~"):
@@ -549,7 +610,12 @@ def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "ru
 
 @contextlib.contextmanager
 def writing(flag: str, path: str) -> Iterator[None]:
-    """Raises UserError with one line if the block cannot write the file that a flag names."""
+    """Raises UserError if the `with` block cannot write the file that a flag sets.
+
+    Args:
+      flag: the name of the flag, for the error.
+      path: the path of the file.
+    """
     try:
         yield
     except OSError as error:
@@ -564,17 +630,32 @@ def writing(flag: str, path: str) -> Iterator[None]:
 
 
 def write(flag: str, path: str, content: str | bytes) -> None:
-    """Writes the file that a flag names: first a new file, which then replaces `path`.
+    """Writes a file that a flag sets. The content is first written to a new file, which then replaces `path`.
+
+    Args:
+      flag: the name of the flag, for the error.
+      path: the path of the file.
+      content: the new content.
 
     Raises:
-      UserError: it cannot be written; `path` is unchanged.
+      UserError: the file cannot be written; `path` is unchanged.
     """
     with writing(flag, path):
         write_whole(path, content)
 
 
 def write_picture(flag: str, path: str, figure: "Figure", **how: Any) -> None:
-    """Writes a figure like `write`, in the format of the path's ending; `how` is passed to `Figure.savefig`."""
+    """Writes a figure into a file that a flag sets, in the format of the file's ending.
+
+    Args:
+      flag: the name of the flag, for the error.
+      path: the path of the file, which ends with one of PICTURES.
+      figure: a matplotlib figure.
+      **how: arguments of `Figure.savefig`.
+
+    Raises:
+      UserError: the file cannot be written; `path` is unchanged.
+    """
     content = io.BytesIO()
     figure.savefig(content, format=pathlib.Path(path).suffix[1:], **how)
     write(flag, path, content.getvalue())

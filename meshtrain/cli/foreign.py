@@ -1,7 +1,7 @@
 """Protects users from files of other users: restricts the functions, paths and addresses that such files can name.
 
-A run's config.json, the metadata of a checkpoint and adapter_config.json may come from another user. `FIELDS` lists
-their fields that can import, read or contact something. Commands call `outside` before they use such a file:
+A run's config.json, the metadata of a checkpoint and adapter_config.json may come from another user. `FIELDS` lists the
+fields of these files that can import, read or contact something. Commands call `outside` before they use such a file:
 
 - A function is imported only if the user names it too: on the command line, or in the file of `--config`.
 - A path is read, or an address is contacted, only if it lies in the same folder, if the user names it too, or if this
@@ -23,7 +23,8 @@ from meshtrain.errors import Problem, UserError
 from meshtrain.files import Json, JsonObject, expand_user, is_url, real
 
 FUNCTION, PATH = "function", "path"
-# Uses of a folder: its weights; its tokenizer and template; its data; the folder from which it got its weights.
+# Uses of a run's folder: to read its weights; its tokenizer and chat template; its data; the folder from which its run
+# got the initial weights.
 WEIGHTS, TEXT, DATA, ORIGIN = USES = ("weights", "text", "data", "origin")
 BASE = "base_model_name_or_path"  # a key of adapter_config.json
 _ALLOWED = {
@@ -35,12 +36,14 @@ _ALLOWED = {
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field of a file from another user that can reach outside of the file's folder.
+    """A field of a file from another user that can import a function, read a path or contact an address.
 
     Attributes:
-      kind: FUNCTION, which is imported; or PATH: a path that is read, or an address that is contacted.
-      read_for: the uses that read it; if empty, only training reads it.
-      default: the value that names nothing.
+      kind: FUNCTION if the value names a function to import; PATH if it is a path to read or an address to contact.
+      read_for: the uses of the folder (elements of USES) for which a command reads the field; if empty, only training
+        reads it.
+      default: the value with which the field is not a path, such as `bytes` for the built-in tokenizer; `outside` does
+        not return a field with this value.
     """
 
     kind: str
@@ -72,13 +75,13 @@ FIELDS: Mapping[str, Field] = {
 def outside(
     content: JsonObject, file: str | Path, uses: Collection[str], fields: Mapping[str, Field] = FIELDS
 ) -> dict[str, str]:
-    """Returns dotted key -> value for fields of a file that reach outside of its folder; reads none of these paths.
+    """Returns dotted key -> value for the fields of a file that reach outside of its folder; reads none of these paths.
 
     Args:
       content: the nested content of the file.
-      file: the file, or the bucket with the checkpoints to which the metadata belong.
-      uses: the uses for which the folder is opened. Functions are returned for every use.
-      fields: the table, or a part of it.
+      file: the path of the file, or the address of the bucket with the checkpoints to which the metadata belong.
+      uses: the uses for which the folder is opened, elements of USES. Functions are returned for every use.
+      fields: dotted key -> field to check: FIELDS, or a part of it.
     """
     values, is_own = flags.flatten(content), is_written(content)
     named = {key: str(values[key]) for key in fields if isinstance(values.get(key), str)}
@@ -97,13 +100,13 @@ def outside(
 
 
 def refuse(found: Mapping[str, str], file: str | Path, command: str, fields: Mapping[str, Field] = FIELDS) -> None:
-    """Raises UserError, one line, if fields of a file reach outside of its folder.
+    """Raises UserError with one line if fields of a file reach outside of its folder.
 
     Args:
-      found: from `outside`, without the values that the user names too.
-      file: the file.
+      found: dotted key -> value from `outside`, without the values that the user names too.
+      file: the path of the file, for the error.
       command: the words with which the user can allow the values.
-      fields: the table with these fields.
+      fields: dotted key -> field, for the keys in `found`.
     """
     if found:
         got = ", ".join(f"{key}: got '{value}'" for key, value in found.items())
@@ -112,7 +115,10 @@ def refuse(found: Mapping[str, str], file: str | Path, command: str, fields: Map
 
 
 def _paths(value: str) -> set[str]:
-    """Returns each part of a value that an option may read as a path: FILE, NAME=FILE, FILE:WEIGHT, with commas."""
+    """Returns each part of a value that an option may read as a path.
+
+    A value may be FILE, NAME=FILE, FILE:WEIGHT, or a list of these separated by commas.
+    """
     paths = {value, *(piece.strip() for piece in value.split(","))}
     for piece in list(paths):
         parts = piece.split("=")
@@ -122,7 +128,7 @@ def _paths(value: str) -> set[str]:
 
 
 def _is_inside(path: str, folder: str) -> bool:
-    """Returns whether a path lies in a folder, or an address below the address of a bucket."""
+    """Returns whether a path is inside of a folder, or an address is below the address of a bucket."""
     if is_url(folder) or is_url(path):
         below = f"{folder.rstrip('/')}/"
         return f"{path.rstrip('/')}/".startswith(below) and ".." not in path.split("/")
@@ -135,7 +141,7 @@ def _is_inside(path: str, folder: str) -> bool:
 def record_written(content: JsonObject) -> None:
     """Records that this user wrote a file with this content.
 
-    If the home folder is not writable, users must name the paths in the file again.
+    If the home folder is not writable, nothing is recorded, and users must name the paths in the file again.
     """
     with contextlib.suppress(OSError):
         (place := _record()).mkdir(parents=True, exist_ok=True)
@@ -143,12 +149,12 @@ def record_written(content: JsonObject) -> None:
 
 
 def is_written(content: Json) -> bool:
-    """Returns whether this user wrote a file with this content."""
+    """Returns whether `record_written` has recorded that this user wrote a file with this content."""
     return os.path.exists(_record() / _digest(content))
 
 
 def _record() -> Path:
-    """Returns the folder of the records: for each content, an empty file named after its hash."""
+    """Returns the folder of the records. It contains an empty file for each content, named after the content's hash."""
     return expand_user(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "meshtrain" / "written"
 
 

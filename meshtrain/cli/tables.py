@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def format_bytes(n: int) -> str:
-    """Returns a number of bytes as short text, with three digits unless it is exact.
+    """Returns a number of bytes as short text, with three digits unless it is an exact multiple of the unit.
 
     >>> [format_bytes(n) for n in (512, 1536, 25_165_824, 33_715_493_273)]
     ['512 B', '1.50 KiB', '24 MiB', '31.4 GiB']
@@ -26,8 +26,8 @@ def align(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "")
     """Returns a text table: header, rule, and one line per row; columns are separated by two blanks.
 
     Args:
-      rows: cells; each row has the length of the header.
-      header: column titles.
+      rows: the cells of each row; each row has the length of the header.
+      header: the column titles.
       align: `<` or `>` for each column; missing columns are left-aligned.
     """
     assert all(len(row) == len(header) for row in rows), "a row is not as long as the header"
