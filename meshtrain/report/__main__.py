@@ -21,21 +21,25 @@ from meshtrain.report.runs import Run, open_runs
 from meshtrain.report.sections import group_runs, mesh_shape, run_page
 from meshtrain.sharding.rules import AXES, PIPELINE
 
-ENDINGS = (".html", ".htm")  # other than the endings of a run's files, so that no such file is overwritten
+ENDINGS = (".html", ".htm")  # no file of a run has these endings, so none can be overwritten
 NO_PLOTLY = Problem(
     "plotly", fault="not installed", allowed="the extra 'report'", nearest="pip install 'meshtrain[report]'"
 )
 NO_PAGE = Problem("--html", got="nothing", allowed="a file's name", nearest="--html=report.html")
-MOST_ACTIONS = 2000  # in a chart of a schedule: with more, cells are too small to read
-# Costs of all chunks of a stage, in all charts; backward is the recomputed forward, and twice its time for gradients.
+MOST_ACTIONS = 2000  # maximum in a chart of a schedule: with more actions, cells are too small to read
+# Time of a microbatch on a stage in charts. A backward pass recomputes the forward pass, and its gradients take twice
+# the forward pass's time.
 FORWARD, BACKWARD = Fraction(1), Fraction(3)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the page; returns the exit code.
+    """Writes the HTML page of `meshtrain report`; returns exit code 0.
+
+    Args:
+      argv: the command-line arguments, without the program's name.
 
     Raises:
-      UserError: a wrong argument, a folder without a run, a file that cannot be written, or Plotly is missing.
+      UserError: an argument is wrong, a folder has no run, a file cannot be written, or Plotly is missing.
     """
     parser = flags.Parser(
         prog="python -m meshtrain report",
@@ -57,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def meshes(runs: Sequence[Run]) -> list[str]:
-    """Returns HTML with a picture of each different mesh; runs whose folder does not record a mesh are skipped."""
+    """Returns HTML elements with a picture of each different mesh of the runs; [] if no run has recorded its mesh."""
     parts = []
     for names, shape in group_runs(runs, _mesh_of_run):
         parts += [heading(names, 3)] * (len(runs) > 1)
@@ -66,9 +70,9 @@ def meshes(runs: Sequence[Run]) -> list[str]:
 
 
 def _mesh_of_run(one: Run) -> tuple[tuple[str, int], ...] | None:
-    """Returns the mesh of a run as a hashable value, or None if it has axes that this version does not know.
+    """Returns (axis, size) for each axis of a run's mesh; None if it is not recorded or has other axes than `AXES`.
 
-    Axes that the run's version lacks have size 1.
+    Axes that the run's version of this package lacked have size 1.
     """
     shape = mesh_shape(one)
     if shape is None or not set(shape) <= set(AXES):
@@ -77,7 +81,7 @@ def _mesh_of_run(one: Run) -> tuple[tuple[str, int], ...] | None:
 
 
 def schedules(runs: Sequence[Run]) -> list[str]:
-    """Returns HTML with a chart of each different pipeline schedule; runs without a pipeline are skipped."""
+    """Returns HTML elements with a chart of each different pipeline schedule; [] if no run has a pipeline."""
     parts = []
     for names, schedule in group_runs(runs, _schedule):
         parts += [heading(names, 3)] * (len(runs) > 1)
@@ -94,7 +98,7 @@ def schedules(runs: Sequence[Run]) -> list[str]:
 
 
 def _schedule(one: Run) -> Schedule | None:
-    """Returns the schedule of a run's configuration; None without a pipeline, or if there is no such schedule.
+    """Returns the pipeline schedule of a run's configuration; None without a pipeline, or if the schedule is unknown.
 
     The schedule has no rows if a user's function would create them, or if there are too many to draw, since building
     them takes seconds.
@@ -117,7 +121,13 @@ def _schedule(one: Run) -> Schedule | None:
 
 
 def _options(one: Run, group: str, default: Options) -> Options:
-    """Returns an option group of a run's configuration; values of a wrong type are replaced by their defaults."""
+    """Returns an option group of a run's configuration; values of a wrong type are replaced by their defaults.
+
+    Args:
+      one: the run.
+      group: the group's key in the configuration, such as `pipeline`.
+      default: the group's dataclass with its default values.
+    """
     given = one.config[group] if group in one.config else {}
     names = {field.name for field in dataclasses.fields(default)}
     known = {name: value for name, value in given.items() if name in names} if isinstance(given, dict) else {}

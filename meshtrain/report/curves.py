@@ -16,7 +16,7 @@ from meshtrain.observe import charts
 from meshtrain.observe.run_files import EVALUATED, IMPLIED, is_of_one
 from meshtrain.report.logs import Curve, Log
 
-# Points on the page, over all curves: about 45 bytes each, in addition to 4.8 MB of Plotly's script.
+# Maximum on the page, over all curves: a point takes about 45 bytes, in addition to 4.8 MB of Plotly's script.
 MOST_POINTS = 48_000
 MOST_POINTS_A_CURVE = 4_000
 FEWEST_POINTS_A_CURVE = 30
@@ -27,9 +27,9 @@ COLUMNS = 3
 FONT = {"family": "system-ui, sans-serif", "size": 12, "color": "#1d2733"}
 # Titles are above the panels: at the side, a title would cover the tick labels, or be longer than the panel's height.
 ABOVE = {"x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False}
-FEW = 40  # points: shorter curves are also drawn as dots, because a line through one point is invisible
+FEW = 40  # points; shorter curves are also drawn as dots, because a line through a single point is invisible
 
-# The order of panels; metrics of a task come between the two groups.
+# The first and the last panels; panels for metrics of a task are between them.
 _FIRST = ("loss", "eval_loss")
 _LAST = (
     "learning_rate",
@@ -42,11 +42,11 @@ _LAST = (
     "data_share",
     "save_blocking_seconds",
 )
-# Other curves imply these metrics, or they have only one point for each start of the program.
+# These metrics get no panel: other curves imply them, or they have only one point for each start of the program.
 _LEFT_OUT = (*IMPLIED, "model_flops_per_second", "first_step_seconds", "restore_seconds")
-_IF_ANY = ("skipped_steps", "left_out_tokens")  # all zero in most runs
-_IF_SEVERAL = ("save_blocking_seconds",)  # most runs save once, and a single point is no curve
-_IF_CHANGED = ("processes",)  # one number for each start of the program
+_IF_ANY = ("skipped_steps", "left_out_tokens")  # get a panel if not all zero, as they are in most runs
+_IF_SEVERAL = ("save_blocking_seconds",)  # get a panel if there are several points; most runs save only once
+_IF_CHANGED = ("processes",)  # get a panel if the number differs between starts of the program
 _TITLES = {
     "grad_norm": "gradient norm",
     "mfu": "MFU",
@@ -60,7 +60,7 @@ _TITLES = {
 
 
 def title(metric: str) -> str:
-    """Returns the title of a metric on the page."""
+    """Returns the title of a metric's panel, such as `gradient norm` for `grad_norm`."""
     if metric in _TITLES:
         return _TITLES[metric]
     if metric.startswith(EVALUATED):
@@ -71,7 +71,7 @@ def title(metric: str) -> str:
 
 
 def metrics(logs: Sequence[Log]) -> list[str]:
-    """Returns the metrics that get a panel, in their order on the page."""
+    """Returns the metrics of these logs that get a panel, in the order of the panels on the page."""
     units = dict.fromkeys(log.unit for log in logs)
     found = dict.fromkeys(
         name
@@ -90,14 +90,14 @@ def metrics(logs: Sequence[Log]) -> list[str]:
 
 
 def thin(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns the indices of the points to draw, increasing: at most `most`, including the extremes.
+    """Returns the indices of at most `most` points to draw, increasing, including the smallest and the largest value.
 
-    For each bucket of adjacent points it keeps the first, the last, the smallest, the largest, and the first NaN. The
-    first four are the points of M4 (Jugel et al. 2014): with one bucket per pixel column, a line chart looks the same
-    as with all points.
+    The points are split into buckets of adjacent points. Each bucket keeps its first, last, smallest and largest point,
+    and its first NaN. The first four are the points of M4 (Jugel et al. 2014): with one bucket per pixel column, a line
+    chart looks the same as with all points.
 
     Args:
-      values: float64 [N], NaN for a gap.
+      values: float64 [N], NaN for a gap in the curve.
       most: the maximum number of points; at least 5.
     """
     num_points = len(values)
@@ -125,12 +125,12 @@ Place: TypeAlias = tuple[Column, Column, Column]  # the x values of a curve: ste
 
 
 def figure(runs: Mapping[str, Log]) -> JsonObject:
-    """Returns a Plotly figure: `data`, with a trace for each run and metric, and `layout`.
+    """Returns a Plotly figure of the curves of some runs: `data`, with a trace for each run and metric, and `layout`.
 
     Each run is one entry of the legend, which shows and hides the run in all panels. Panels zoom together.
 
     Args:
-      runs: name -> its log; at least one.
+      runs: name of a run -> its log; at least one run.
     """
     panels = metrics(list(runs.values()))
     curves = [
@@ -158,7 +158,7 @@ def figure(runs: Mapping[str, Log]) -> JsonObject:
 
 
 def _suffix(panel: int) -> str:
-    """Returns the suffix that Plotly appends to the names of a panel's axes: none for the first, then 2, 3, ..."""
+    """Returns the suffix that Plotly appends to the names of a panel's axes: '' for panel 0, `2` for panel 1, ..."""
     return str(panel + 1) if panel else ""
 
 
@@ -180,7 +180,12 @@ def _trace(name: str, colour: str, panel: int, steps: Sequence[int], kept: np.nd
 
 
 def _round(values: np.ndarray, digits: int = 7) -> list[float | int | None]:
-    """Converts numbers for JSON, NaN to null. Metrics are float32, which has 7 digits."""
+    """Returns numbers for JSON: rounded, integers as int, and NaN as None. Metrics are float32, which has 7 digits.
+
+    Args:
+      values: float64 [N].
+      digits: number of significant digits.
+    """
     numbers = (None if math.isnan(value) else float(f"{value:.{digits}g}") for value in values.tolist())
     return [int(value) if value is not None and value.is_integer() else value for value in numbers]
 
@@ -212,7 +217,14 @@ def _layout(panels: Sequence[str], places: Sequence[Place], units: str) -> JsonO
 
 
 def _buttons(panels: Sequence[str], places: Sequence[Place], units: str, inner_pixels: int) -> list[JsonObject]:
-    """Returns the buttons above the panels: they choose the x axis of all curves, and the scale of the losses."""
+    """Returns the buttons above the panels: they choose the x axis of all curves, and the scale of the losses.
+
+    Args:
+      panels: the metric of each panel.
+      places: the x values of each curve: steps, units and seconds.
+      units: the name of the units, such as `tokens`.
+      inner_pixels: the height of all panels together.
+    """
     suffixes = [_suffix(number) for number in range(len(panels))]
     over = []
     for index, (label, text) in enumerate((("steps", "steps"), (units, units), ("time", "seconds since the start"))):

@@ -1,4 +1,4 @@
-"""Static charts of the load of each expert, and of the norms of each layer, over steps, as coloured rows.
+"""Draws static charts over steps, as coloured rows: the load of each expert, or the norms of each layer.
 
 E: experts, or layers and other parameters, N: logged steps.
 """
@@ -18,13 +18,13 @@ _MOST_LABELS = 20
 
 
 class Loads(NamedTuple):
-    """The loads of experts in one metric, or the norms of layers.
+    """The data of one chart: the loads of experts in one metric, or the norms of layers.
 
     Attributes:
       steps: int64 [N], increasing.
-      values: float64 [E, N]; a load of 1 is even; NaN if a row has no value.
-      names: the layers and other parameters, [E]; empty for experts.
-      what: the kind of chart.
+      values: float64 [E, N], loads relative to the mean load, or norms; NaN if nothing was logged at a step.
+      names: names of the layers and other parameters, [E]; empty for experts.
+      what: the title of the chart.
     """
 
     steps: np.ndarray
@@ -34,7 +34,7 @@ class Loads(NamedTuple):
 
 
 def of_experts(log: Log) -> list[Loads]:
-    """Returns the loads of each metric that is logged for single experts; empty without experts."""
+    """Returns the chart data of each metric that is logged for single experts; [] without experts."""
     found = dict[str, dict[int, str]]()
     for name in log.curves:
         if match := OF_EACH.fullmatch(name):
@@ -43,9 +43,10 @@ def of_experts(log: Log) -> list[Loads]:
 
 
 def of_layers(log: Log) -> list[Loads]:
-    """Returns the norms of gradients, weights and updates for each layer and other parameters; empty if not logged.
+    """Returns the chart data of the norms of gradients, weights and updates for each layer; [] if not logged.
 
-    Values that are not positive become NaN, since the colours have a logarithmic scale.
+    Layers include other groups of parameters. Values that are not positive become NaN, since the colours have a
+    logarithmic scale.
     """
     groups = dict[str, dict[str, str]]()
     for name in log.curves:
@@ -61,7 +62,12 @@ def of_layers(log: Log) -> list[Loads]:
 
 
 def _align(log: Log, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the union of the steps of these metrics, and their values at each step."""
+    """Returns (union of the steps of some metrics, int64 [N]; their values, float64 [E, N], NaN at missing steps).
+
+    Args:
+      log: the log of a run.
+      names: the metrics, E.
+    """
     curves = [log.curves[name] for name in names]
     steps = np.unique(np.concatenate([curve.steps for curve in curves]))
     values = np.full((len(curves), len(steps)), math.nan)
@@ -71,7 +77,7 @@ def _align(log: Log, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def chart(loads: Loads) -> str:
-    """Returns the chart as an HTML element: a column extends from the previous logged step to its own."""
+    """Returns the chart as an HTML element; the column of a step extends from the previous logged step to this step."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -1,4 +1,4 @@
-"""Reads `metrics.jsonl`: a curve for each metric, and the units and seconds of its steps.
+"""Reads `metrics.jsonl`: a curve for each metric, and the tokens (or other units) and seconds at each step.
 
 N: points of a curve.
 """
@@ -23,7 +23,7 @@ class Curve:
 
     Attributes:
       steps: int64 [N], increasing.
-      values: float64 [N]; NaN if the row has null.
+      values: float64 [N]; NaN if the logged value is null.
     """
 
     steps: np.ndarray
@@ -32,13 +32,13 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """The rows of a run, by metric.
+    """The log of a run, by metric.
 
     Attributes:
       curves: metric -> its curve, in the order of their first rows; metrics without any number are left out.
-      unit: the counted unit: tokens, images, ...; empty if the rows do not state it.
-      units_per_step: units per step, 0 if the rows do not state it.
-      clock: seconds since the run's first start, for the steps whose time is known; may be empty.
+      unit: the name of the counted units, such as tokens or images; empty if the log does not state it.
+      units_per_step: number of units per step; 0 if the log does not state it.
+      clock: seconds since the run's first start, over the steps whose time is known; may be empty.
     """
 
     curves: Mapping[str, Curve]
@@ -47,13 +47,16 @@ class Log:
     clock: Curve
 
     def units_at(self, steps: np.ndarray) -> np.ndarray:
-        """Returns the units up to each step, float64 [N]; NaN if the rows do not state them."""
+        """Returns the number of units up to each step, float64 [N]; NaN if the log does not state it."""
         return steps * (self.units_per_step or math.nan)
 
     def seconds_at(self, steps: np.ndarray) -> np.ndarray:
-        """Returns seconds since the run's first start, float64 [N].
+        """Returns the seconds from the run's first start to each step, float64 [N].
 
         Times between rows are interpolated; before the first row with a time they are NaN.
+
+        Args:
+          steps: int64 [N].
         """
         if not len(self.clock.steps):
             return np.full(len(steps), math.nan)
@@ -61,9 +64,9 @@ class Log:
 
 
 def read(path: pathlib.Path) -> Log | None:
-    """Returns the log of a file of metrics, None if it has no row. Lines that are not rows (incomplete) are skipped.
+    """Returns the log in a `metrics.jsonl`; None if the file has no row. Incomplete or invalid lines are skipped.
 
-    If a run repeated steps because it resumed from an earlier step, the values of the last repetition count.
+    If a run repeated steps because it resumed from an earlier step, the values of the last repetition are used.
 
     Raises:
       OSError: the file cannot be read.
@@ -101,7 +104,7 @@ def _curve(points: Mapping[int, float]) -> Curve:
 
 
 def _unit(rows: Iterable[Mapping[str, Json]]) -> tuple[str, float]:
-    """Returns the unit of a run and the units per step, from the newest row with a rate `UNIT_per_second`."""
+    """Returns (unit of a run, units per step), from the newest row with a metric `UNIT_per_second`; ('', 0) without."""
     names = {name.removesuffix("_per_second") for row in rows for name in row if name.endswith("_per_second")}
     for row in reversed(list(rows)):
         for name in names & row.keys():

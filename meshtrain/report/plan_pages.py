@@ -12,7 +12,7 @@ CLASSES = {True: "fits", False: "not", None: "unclear"}
 
 
 def plan_page(plan: Plan) -> str:
-    """Returns the page of a plan."""
+    """Returns the HTML page of a plan: memory, traffic and its minimum as charts, and the text of the report."""
     memory, stats = plan.memory, plan.memory.compiler
     held = [
         ("parameters", memory.state.parameters),
@@ -41,7 +41,7 @@ def plan_page(plan: Plan) -> str:
 
 
 def search_page(found: ranking.Found) -> str:
-    """Returns the page of a search: memory against modelled time, and the table."""
+    """Returns the HTML page of a search: a chart of memory against modelled time, and the table as text."""
     points = [
         (plan.timing.step_seconds, plan.memory.compiler.peak_bytes, ranking.describe(one), plan.memory.fits)
         for one, plan in found.ranked

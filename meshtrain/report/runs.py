@@ -1,4 +1,4 @@
-"""Opens the folders of runs for a report: configuration, metrics, memory of a device, samples."""
+"""Reads the folders of runs for a report: configuration, metrics, memory of a device, and generated texts."""
 
 import dataclasses
 import pathlib
@@ -15,15 +15,15 @@ _WORKDIR = "a workdir of meshtrain"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run as its folder describes it.
+    """The files in a run's folder, parsed.
 
     Attributes:
-      name: the shortest end of its path that is unique in the report.
+      name: the shortest end of the folder's path that is unique in the report.
       config: the nested dict of config.json.
-      log: its metrics.
-      device: the entries of device.json; empty if there is none.
-      sample: the text generated at its end; empty if there is none.
-      texts: step, prompt and text of each sample that its evaluations generated.
+      log: the metrics of the run.
+      device: the entries of device.json; empty if the file is missing.
+      sample: the text generated at the end of the run; empty if there is none.
+      texts: (step, prompt, generated text) of each sample that evaluations of the run generated.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Run:
 
 
 def open_runs(paths: Sequence[str]) -> tuple[list[Run], list[Problem]]:
-    """Returns the runs in the given folders, and an error line for each problem; without problems no run is missing.
+    """Returns the runs in some folders, and an error for each folder that cannot be read.
 
     Args:
-      paths: folders of runs, as the user wrote them.
+      paths: folders of runs, as the user wrote them; an empty sequence gives an error.
     """
     if not paths:
         return [], [Problem("RUN", got="nothing", allowed=f"{_WORKDIR}, or several", nearest="runs/3d")]
@@ -62,7 +62,12 @@ def open_runs(paths: Sequence[str]) -> tuple[list[Run], list[Problem]]:
 
 
 def _refuse_other_places(path: str, folder: pathlib.Path) -> None:
-    """Raises UserError unless the path is a folder with the files of a run."""
+    """Raises UserError unless a path is a folder with the files of a run.
+
+    Args:
+      path: the path as the user wrote it.
+      folder: the same path, with `~` expanded.
+    """
     if not path or not is_utf8(path):
         raise UserError(Problem("RUN", got=f"'{path}'", allowed=f"{_WORKDIR}, a path in UTF-8", nearest="runs/3d"))
     if (what := what_is_at(folder)) != "a folder":

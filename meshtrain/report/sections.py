@@ -27,11 +27,11 @@ _T = TypeVar("_T")
 
 
 def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
-    """Returns the page.
+    """Returns the HTML page about some runs.
 
     Args:
-      runs: at least one.
-      pictures: HTML of meshes and schedules.
+      runs: the runs; at least one.
+      pictures: HTML elements with the runs' meshes and schedules.
 
     Raises:
       ModuleNotFoundError: Plotly is not installed.
@@ -60,7 +60,7 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
 
 
 def _overview(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
-    """Returns the cells and the header of the table of runs."""
+    """Returns (rows of cells, header) of the table with one row for each run."""
     header = ["run", "task", "mesh", "steps", "loss", "last evaluation", "best loss", "throughput", "goodput", "hours"]
     cells = []
     for run in runs:
@@ -93,7 +93,7 @@ def _overview(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
 
 
 def _sources(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns a row for each source of each mixture: run, name, epochs, and units drawn."""
+    """Returns a table row for each data source of each run with a mixture: run, source, epochs, and units drawn."""
     rows = []
     for run in runs:
         for name in (name.removeprefix(EPOCHS) for name in run.log.curves if name.startswith(EPOCHS)):
@@ -103,7 +103,7 @@ def _sources(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _last(run: Run, metric: str) -> float | None:
-    """Returns the last finite value of a metric, None if it has none."""
+    """Returns the last value of a metric that is not NaN; None if the run has not logged the metric."""
     if metric not in run.log.curves:
         return None
     values = run.log.curves[metric].values
@@ -125,7 +125,7 @@ def mesh_shape(run: Run) -> dict[str, int] | None:
 
 
 def mesh_text(run: Run) -> str:
-    """Returns a mesh as text, with the kind of device if it is known."""
+    """Returns a run's mesh as text, with the kind of device if it is known; '' if the mesh is unknown."""
     shape = mesh_shape(run)
     if shape is None:
         return ""
@@ -134,7 +134,7 @@ def mesh_text(run: Run) -> str:
 
 
 def _curves(runs: Sequence[Run]) -> list[str]:
-    """Returns Plotly's script and the HTML of the curves."""
+    """Returns two HTML elements: Plotly's script, and the figure with the curves of the runs."""
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
@@ -162,9 +162,9 @@ def _configurations(runs: Sequence[Run]) -> list[str]:
 
 
 def differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Returns a row for each field that differs between configurations: its dotted key and its value in each.
+    """Returns a row for each key that differs between configurations: the dotted key, and the value in each of them.
 
-    Between runs of different tasks, a field that some configurations lack belongs to a task and is not a difference.
+    Between runs of different tasks, a key that some configurations lack belongs to a task and is not a difference.
 
     >>> differences([{"seed": 1, "mesh": {"data": 2}}, {"seed": 1, "mesh": {"data": 4}, "task": "decoder"}])
     [['mesh.data', '2', '4'], ['task', '-', 'decoder']]
@@ -184,7 +184,12 @@ def _text_of(value: object) -> str:
 
 
 def group_runs(runs: Sequence[Run], what: Callable[[Run], _T | None]) -> list[tuple[str, _T]]:
-    """Groups runs by the value of `what`: returns (names of the runs, value) for each value other than None."""
+    """Returns (names of the runs, value) for each different value of a function of runs.
+
+    Args:
+      runs: the runs.
+      what: function that returns a value of a run; runs with None are skipped.
+    """
     groups = dict[_T, list[str]]()
     for run in runs:
         if (value := what(run)) is not None:
@@ -204,7 +209,7 @@ def _memory(runs: Sequence[Run]) -> list[str]:
 
 
 def _memory_parts(run: Run) -> tuple[tuple[tuple[str, float], ...], int] | None:
-    """Returns (label, bytes) for each part of a device's memory, and the bytes on its host; None if not recorded."""
+    """Returns ((label, bytes) of each part of a device's memory, bytes of moments on the host); None if unknown."""
     counts = {name.removesuffix("_bytes"): run.device[name] for name in run.device if _is_count(run.device, name)}
     found = collections.Counter[str](counts)  # a Counter returns 0 for missing parts
     if not set(_HELD) <= set(found):

@@ -1,1 +1,1 @@
-"""Scaling: strategies, numbers of devices, and the efficiency of each."""
+"""Plans how a configuration scales: the compared strategies, the numbers of devices, and the efficiency of each."""

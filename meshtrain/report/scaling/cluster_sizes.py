@@ -15,13 +15,15 @@ PRIME_FACTORS_OF_TORUS = (2, 3, 5, 7)
 
 
 def read_sizes(text: str) -> list[int]:
-    """Returns the numbers of devices. `a,b,...,z` is a progression with the factor b / a up to z.
+    """Returns the numbers of devices in the text of `--scaling`.
+
+    `a,b,...,z` is a progression with the factor b / a up to z.
 
     >>> read_sizes("8,16,...,128")
     [8, 16, 32, 64, 128]
 
     Raises:
-      UserError: the text is no such list.
+      UserError: the text is malformed, not ascending, or has too few or too many numbers.
     """
     words = [word.strip() for word in text.split(",")]
     sizes: list[int] = []
@@ -39,7 +41,12 @@ def read_sizes(text: str) -> list[int]:
 
 
 def _between(sizes: list[int], last: int) -> list[int]:
-    """Returns the numbers that the dots replace; [0], an invalid size, if they do not lead to the last number."""
+    """Returns the numbers that the dots replace; [0], an invalid size, if the progression misses the last number.
+
+    Args:
+      sizes: the numbers before the dots; at least two.
+      last: the number after the dots.
+    """
     first, second = sizes[-2:]
     if not 0 < first < second or second % first:
         return [0]
@@ -62,8 +69,12 @@ def resize(cluster: str, num_devices: int) -> str:
     >>> [resize("2xv5e:4x4", 64), resize("2xv5e:4x4", 8)]
     ['4xv5e:4x4', 'v5e:2x4']
 
+    Args:
+      cluster: the name of the cluster to resize.
+      num_devices: the new number of devices.
+
     Raises:
-      UserError: hosts or slices are not full, or no torus has this size.
+      UserError: hosts or slices would not be full, or no torus has this size.
     """
     name, sizes, num_slices = parse(cluster)
     each, what = (sizes[1], "hosts") if name in GPUS else (math.prod(sizes), "slices")

@@ -20,7 +20,7 @@ NOTE = "every point is a plan: the program is compiled, its time is modelled"
 
 
 def problems(sizes: str) -> list[Problem]:
-    """Returns an error line if the text of `--scaling` is no list of numbers of devices."""
+    """Returns an error if the text of `--scaling` is not a valid list of numbers of devices; otherwise []."""
     return refusals(cluster_sizes.read_sizes, sizes)
 
 
@@ -30,12 +30,13 @@ def print_scaling(
     """Plans the configuration on several numbers of devices, prints the tables, and returns the result.
 
     Args:
-      config: its mesh fits `cluster`.
-      cluster: defines the kind of devices and hosts.
+      config: the configuration to scale; its mesh fits `cluster`.
+      cluster: the cluster that defines the kind of devices and hosts.
       sizes: the text of `--scaling`.
-      assumptions: of the model of time.
+      assumptions: the assumptions of the time model.
       programs: maximum number of compiled programs.
-      elsewhere: see `scaling.plan_point`.
+      elsewhere: function that runs work in a copy of this process, from `scheduled_hlo.server`; None: programs are
+        compiled completely, in this process.
     """
     plan_point = functools.partial(scaling.plan_point, elsewhere=elsewhere)
     wanted = cluster_sizes.read_sizes(sizes)
@@ -45,17 +46,22 @@ def print_scaling(
 
 
 def json_content(found: Scaling) -> JsonObject:
-    """Returns the content of `--json`."""
+    """Returns the content of the `--json` file as a JSON object."""
     return scaling_report.to_json(found)
 
 
 def chart(found: Scaling, ending: str) -> bytes:
-    """Returns the file of `--chart`: a picture in the format `png` or `svg`."""
+    """Returns the content of the `--chart` file.
+
+    Args:
+      found: the result of the scaling.
+      ending: the picture's format, `png` or `svg`.
+    """
     return picture(scaling_panels(found), NOTE, ending)
 
 
 def scaling_panels(found: Scaling) -> list[Panel]:
-    """Returns the panels of a scaling's chart: speedup with a fixed batch, and efficiency with a growing batch.
+    """Returns the panels of the chart: speedup with a fixed batch, and efficiency with a growing batch.
 
     The speedup is relative to the smallest number of devices on which any strategy may fit, and counted in devices, so
     that strategies can be compared.
@@ -74,7 +80,12 @@ def scaling_panels(found: Scaling) -> list[Panel]:
 
 
 def _lines(curves: Sequence[Curve], value: Callable[[Curve, Row], float]) -> list[Line]:
-    """Returns a line for each strategy, with its values for the numbers of devices on which it may fit."""
+    """Returns a line for each strategy, with a point for each number of devices on which it may fit.
+
+    Args:
+      curves: the strategies.
+      value: function of a curve and its row that returns the point's y value.
+    """
     lines = [
         Line(one.name, [(row.point.num_devices, value(one, row)) for row in one.rows if row.is_usable])
         for one in curves
@@ -83,7 +94,7 @@ def _lines(curves: Sequence[Curve], value: Callable[[Curve, Row], float]) -> lis
 
 
 def scaling_page(found: Scaling) -> str:
-    """Returns the page of a scaling: its chart and its tables."""
+    """Returns the HTML page of a scaling: the chart, and the tables as text."""
     parts = []
     if panels := scaling_panels(found):
         parts += [heading("Speedup and efficiency"), line_chart(panels, NOTE)]

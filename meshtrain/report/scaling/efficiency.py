@@ -28,11 +28,12 @@ class Spent:
     """The seconds of a step by cause; computing, idle and waiting add up to the step.
 
     Attributes:
-      computing: time of the step if links took no time, without idle time.
-      idle: the part of a step without transfers in which a stage of a pipeline idles.
-      waiting: axis, or axes joined by `+` -> seconds by which its transfers lengthen the step. The axis with the
-        slowest network comes first; each value is the increase over the step with only the later axes.
-      latency: the part of `waiting` that remains if links have only a latency; it is contained in `waiting`.
+      computing: seconds of the step if links took no time, without idle time.
+      idle: seconds of a step without transfers in which a stage of a pipeline idles.
+      waiting: axis, or axes joined by `+` -> seconds by which its transfers lengthen the step. The axes are in mesh
+        order, slowest network first; each value is the increase over the step with transfers along only the later axes.
+      latency: seconds by which transfers would lengthen the step if their bytes took no time; they are contained in
+        `waiting`.
     """
 
     computing: float
@@ -45,10 +46,10 @@ def spent(program: Program, mesh: Mesh, cluster: Cluster, assumptions: Assumptio
     """Returns the seconds of a step by cause.
 
     Args:
-      program: scheduled.
-      mesh: of the program.
-      cluster: of accelerators with known peaks.
-      assumptions: of the model.
+      program: the scheduled program.
+      mesh: the mesh of the program.
+      cluster: the cluster; its accelerators have known peaks.
+      assumptions: the assumptions of the time model.
       idle_share: share of a pipeline's clock ticks in which a stage idles; 0 without a pipeline.
     """
     assert cluster.accelerator is not None
@@ -57,7 +58,12 @@ def spent(program: Program, mesh: Mesh, cluster: Cluster, assumptions: Assumptio
     each = transfer_seconds(found, mesh, cluster, assumptions)
 
     def step(axes: Iterable[str], *, has_bytes: bool = True) -> float:
-        """Returns the seconds of a step in which only transfers along these axes take time."""
+        """Returns the seconds of a step in which only transfers along some axes take time.
+
+        Args:
+          axes: the axes, as in `Collective.axes`.
+          has_bytes: whether these transfers take the time of their bytes in addition to their latency.
+        """
         chosen = set(axes)
         alone = {
             one.name: (each[one.name][0] + (each[one.name][1] if has_bytes else 0.0)) if one.axes in chosen else 0.0
@@ -85,11 +91,11 @@ class Row:
 
     Attributes:
       point: the strategy, the number of devices, and the configuration.
-      problem: the reason if there is no time.
-      timing: of its plan; None if there is no time.
-      spent: the seconds of a step by cause; None if there is no time.
-      peak_bytes: of a device; None if unknown.
-      fits: true, false, or None if the peak is too close to the capacity.
+      problem: the reason why there is no time; otherwise an empty text.
+      timing: modelled seconds of the step; None if there is no time.
+      spent: the seconds of the step by cause; None if there is no time.
+      peak_bytes: peak memory of one device; None if unknown.
+      fits: whether the step fits; None if the peak is too close to the capacity, or unknown.
     """
 
     point: Point
@@ -101,18 +107,18 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step; requires a timing."""
+        """Modelled seconds of a step; requires a timing."""
         assert self.timing is not None
         return self.timing.step_seconds
 
     @property
     def rate(self) -> float:
-        """Sequences per second."""
+        """Throughput in sequences per second; requires a timing."""
         return self.point.batch_size / self.seconds
 
     @property
     def is_usable(self) -> bool:
-        """Whether the row has a time and may fit."""
+        """Whether the row has a timing and its step may fit."""
         return self.timing is not None and self.fits is not False
 
 
@@ -121,9 +127,9 @@ class Curve:
     """A strategy at every number of devices, with strong or weak scaling.
 
     Attributes:
-      name: of the strategy.
+      name: the strategy's name.
       kind: `strong` or `weak`.
-      rows: one for each number of devices.
+      rows: one row for each number of devices, ascending.
     """
 
     name: str
@@ -132,22 +138,22 @@ class Curve:
 
     @property
     def base(self) -> Row | None:
-        """The row of the smallest number of devices on which the step may fit; None if it fits nowhere."""
+        """The row of the smallest number of devices on which the step may fit; None if it fits on none."""
         return next((row for row in self.rows if row.is_usable), None)
 
     def speedup(self, row: Row) -> float | None:
-        """Returns the speedup of a row relative to the base; None if the row is not usable."""
+        """Returns the throughput of a row divided by the throughput of the base; None if the row is not usable."""
         return row.rate / self.base.rate if self.base and row.is_usable else None
 
     def efficiency(self, row: Row) -> float | None:
-        """Returns the efficiency of a row relative to the base; None if the row is not usable."""
+        """Returns the speedup of a row / (its devices / the base's devices); None if the row is not usable."""
         gained = self.speedup(row)
         if self.base is None or gained is None:
             return None
         return gained * self.base.point.num_devices / row.point.num_devices
 
     def serial_share(self, *rows: Row) -> float | None:
-        """Returns the serial share that fits the speedups of rows best.
+        """Returns the serial share of Amdahl's law that fits the speedups of some rows best.
 
         Returns None for weak scaling, or if no row is usable.
         """
@@ -158,13 +164,13 @@ class Curve:
 
 
 def fitted_serial_share(steps: Sequence[tuple[int, float]]) -> float | None:
-    """Returns the serial share that fits several speedups best.
+    """Returns the serial share of Amdahl's law that fits several step times best.
 
     >>> round(fitted_serial_share([(8, 1.0), (16, 0.55), (32, 0.325)]), 6)
     0.1
 
     Args:
-      steps: (devices, seconds of a step of the same batch), the base first.
+      steps: (number of devices, seconds of a step of the same batch), the base first.
 
     Returns:
       The share; None if there is only the base.
@@ -180,7 +186,11 @@ def fitted_serial_share(steps: Sequence[tuple[int, float]]) -> float | None:
 def curves(rows: Sequence[Row], names: Sequence[str]) -> list[Curve]:
     """Groups rows into curves, strong scaling first.
 
-    The curve `best` has the fastest row of all at each number of devices.
+    The curve `best` has the fastest row of all strategies at each number of devices.
+
+    Args:
+      rows: the rows of all strategies.
+      names: the strategies, in the order of the curves.
     """
     made = []
     for kind in KINDS:

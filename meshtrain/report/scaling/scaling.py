@@ -1,7 +1,7 @@
-"""Reports how a configuration scales before devices are bought: data, fsdp, hybrid and the search's best (MODELLED).
+"""Plans how a configuration scales before devices are bought: data, fsdp, hybrid and the best of a search (MODELLED).
 
 Each strategy is planned on each number of devices, as `plan` does it, until the allowed number of programs is used up.
-The search runs at three numbers of devices, and its results are used between them.
+The search runs at three numbers of devices; its results are also used at the other numbers.
 """
 
 import contextlib
@@ -38,16 +38,16 @@ NOT_COMPILED = "not compiled: the programs allowed were used up"
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The result of a scaling.
+    """The result of `plan --scaling`.
 
     Attributes:
       cluster: the cluster that the user named.
       basis: the scaled configuration.
-      sizes: numbers of devices.
+      sizes: the numbers of devices, ascending.
       curves: each strategy with strong scaling, then each with weak scaling.
-      searched: numbers of devices at which a search ran.
+      searched: the numbers of devices at which a search ran and some candidate may fit.
       num_compiled: number of compiled programs.
-      assumptions: of the model of time.
+      assumptions: the assumptions of the time model.
     """
 
     cluster: Cluster
@@ -60,13 +60,13 @@ class Scaling:
 
     @property
     def links(self) -> dict[tuple[str, str], Link | None]:
-        """(axes, kind of collective) -> the measured link that was used, or None; empty if no links were given."""
+        """(axes, kind of collective) -> the measured link that models it, None if not measured; {} without links."""
         timings = [row.timing for curve in self.curves for row in curve.rows if row.timing]
         return {key: link for timing in timings for key, link in timing.links.items()}
 
 
 def basis_of(config: Config, cluster: Cluster) -> Basis:
-    """Returns the basis of a scaling: the configuration on the cluster that the user named.
+    """Returns the configuration to scale, with its weights and its devices' memory on the cluster that the user named.
 
     Raises:
       UserError: the configuration does not fit the cluster, or the speed of its devices is unknown.
@@ -92,10 +92,14 @@ def basis_of(config: Config, cluster: Cluster) -> Basis:
 
 
 def open_clusters(cluster: Cluster, sizes: Sequence[int]) -> dict[int, Cluster]:
-    """Returns number of devices -> a cluster of this size with the same hosts.
+    """Returns number of devices -> a cluster of this size with the same kind of hosts.
+
+    Args:
+      cluster: the cluster that the user named.
+      sizes: the numbers of devices.
 
     Raises:
-      UserError: an error line for each size that is impossible.
+      UserError: some sizes are impossible; it has an error for each of them.
     """
     opened, problems = dict[int, Cluster](), list[str]()
     for size in sizes:
@@ -120,12 +124,12 @@ def scaling(
     """Plans each strategy at each number of devices, with strong and weak scaling.
 
     Args:
-      config: to scale; its mesh fits `cluster`, where strong and weak scaling coincide.
-      cluster: defines the kind of devices and hosts.
+      config: the configuration to scale; its mesh fits `cluster`, where strong and weak scaling are equal.
+      cluster: the cluster that defines the kind of devices and hosts.
       sizes: numbers of devices, ascending.
-      assumptions: of the model of time.
+      assumptions: the assumptions of the time model.
       programs: maximum number of compiled programs.
-      say: called with a line before the first compilation, and with a line for each.
+      say: prints a line before the first compilation, and a line after each.
       plan_point: plans a point, see `plan_point`.
 
     Raises:
@@ -164,9 +168,9 @@ def scaling(
 
 
 def in_order(points: Sequence[Point]) -> list[Point]:
-    """Orders the points that can be planned, alternating between strategies.
+    """Returns the points that can be planned, in the order of compilation, alternating between strategies.
 
-    The smallest number of devices comes first, then the others from the largest down.
+    In each strategy the smallest number of devices comes first, then the others from the largest down.
     """
     ranked, legal = list[tuple[int, Point]](), [one for one in points if one.config is not None]
     for name, kind in dict.fromkeys((one.way.name, one.kind) for one in legal):
@@ -176,14 +180,14 @@ def in_order(points: Sequence[Point]) -> list[Point]:
 
 
 def plan_point(one: Point, cluster: Cluster, assumptions: Assumptions, elsewhere: Work | None = None) -> Row:
-    """Plans a point, while the terminal shows the elapsed seconds.
+    """Plans a strategy on one number of devices, while the terminal shows the elapsed seconds.
 
     Args:
-      one: a point that can run.
-      cluster: of its size.
-      assumptions: of the model of time.
-      elsewhere: see `scheduled_hlo.server`. If it is None or fails, the program is compiled completely in this
-        process.
+      one: the strategy and the number of devices; it has a configuration.
+      cluster: a cluster with this number of devices.
+      assumptions: the assumptions of the time model.
+      elsewhere: function that runs work in a copy of this process, from `scheduled_hlo.server`. If it is None or fails,
+        the program is compiled completely in this process.
     """
     what, row = f"{one.way.name} on {one.num_devices:,} devices", None
     if elsewhere is not None:
@@ -210,19 +214,24 @@ def _plan(by: Compiler, one: Point, cluster: Cluster, assumptions: Assumptions) 
 
 
 class Rows:
-    """The rows of points; each configuration is planned once.
+    """Plans points and stores their rows; each configuration is planned once.
 
     Attributes:
       made: configuration -> its row.
     """
 
     def __init__(self, plan_point: Callable[[Point], Row], say: Callable[[str], None]) -> None:
-        """Stores the function that plans a point, and the function that reports each planned point."""
+        """Stores two functions.
+
+        Args:
+          plan_point: function that plans a point and returns its row.
+          say: function that prints a line for each planned point.
+        """
         self.plan_point, self.say = plan_point, say
         self.made: dict[Config, Row] = {}
 
     def plan(self, points: Sequence[Point], most: int) -> None:
-        """Plans the first `most` points that are not planned yet."""
+        """Plans the first `most` points whose configurations are not planned yet."""
         for one in points:
             if most > 0 and one.config is not None and one.config not in self.made:
                 start, most = time.perf_counter(), most - 1
@@ -232,7 +241,7 @@ class Rows:
                 self.say(f"compiled     {where}, in {seconds:.0f} s")
 
     def of(self, one: Point) -> Row:
-        """Returns the row of a point; if it has no time, the row states the reason."""
+        """Returns the row of a point; if the point was not planned, the row states the reason."""
         if one.config is None:
             return Row(one, problem=one.problem)
         if one.config not in self.made:
@@ -242,13 +251,13 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Numbers of programs to compile, by purpose.
+    """Maximum numbers of programs to compile, by purpose.
 
     Attributes:
-      plain: for data, fsdp and hybrid.
+      plain: programs for the strategies data, fsdp and hybrid.
       searches: number of searches.
       each: programs per search.
-      rest: for the results of searches on other numbers of devices.
+      rest: programs that plan the results of searches on other numbers of devices.
     """
 
     plain: int
@@ -262,7 +271,7 @@ class Shares:
         return self.plain + self.searches * self.each + self.rest
 
     def line(self) -> str:
-        """Returns a line of text about the programs to compile."""
+        """Returns a line of text about the numbers of programs to compile."""
         return (
             f"scaling      compiles at most {self.most} programs: {self.plain} for data, fsdp and hybrid, "
             f"{self.searches} search{'es' * (self.searches != 1)} of at most {self.each}, "
@@ -281,9 +290,9 @@ def shares_of(programs: int, plain: int, rest: int) -> Shares:
     Shares(plain=5, searches=2, each=1, rest=2)
 
     Args:
-      programs: total number allowed.
-      plain: maximum for data, fsdp and hybrid.
-      rest: maximum for the results of searches on other numbers of devices.
+      programs: allowed number of programs.
+      plain: maximum number of programs for data, fsdp and hybrid.
+      rest: maximum number of programs that plan the results of searches on other numbers of devices.
     """
     searches = min(NUM_SEARCHES, programs // PROGRAMS_A_SEARCH)
     each = min(MOST_A_SEARCH, max(1, programs // (NUM_SEARCHES * PROGRAMS_A_SEARCH)))
@@ -293,16 +302,18 @@ def shares_of(programs: int, plain: int, rest: int) -> Shares:
 
 
 def search(basis: Basis, clusters: Mapping[int, Cluster], shares: Shares, rows: Rows) -> dict[int, Way]:
-    """Searches on the smallest number of devices on which something may fit, on the largest, and between the two.
+    """Searches for the best strategy at up to three numbers of devices.
+
+    These are the smallest number on which a candidate may fit, the largest, and one between.
 
     Args:
-      basis: the scaled configuration; its batch stays as configured.
-      clusters: number of devices -> cluster, from the smallest on which another strategy may fit.
-      shares: the number of searches, and of programs for each.
-      rows: receives the rows of the compiled programs.
+      basis: the scaled configuration; the search keeps its batch.
+      clusters: number of devices -> cluster, ascending from the smallest number on which data, fsdp or hybrid may fit.
+      shares: the number of searches, and of programs for each search.
+      rows: plans the candidates and stores their rows.
 
     Returns:
-      Number of devices -> the best strategy, if one may fit.
+      Number of devices -> the best strategy; a number of devices on which no candidate may fit has no entry.
     """
     found, left = dict[int, Way](), list(clusters)
     room = len(rows.made) + shares.searches * shares.each
@@ -325,13 +336,15 @@ def search(basis: Basis, clusters: Mapping[int, Cluster], shares: Shares, rows: 
 def nearest_point(basis: Basis, found: Mapping[int, Way], kind: str, num_devices: int) -> Point:
     """Returns the point of the best searched strategy on a number of devices.
 
-    It is the result of the nearest search that can run on this number.
+    The strategy is the result of the search at the nearest number of devices, among those strategies that can run on
+    this number.
 
     Args:
       basis: the scaled configuration.
       found: the number of devices of a search -> its best strategy; at least one.
       kind: `strong` or `weak`.
-      num_devices: to run on; if no strategy can, the point contains the problem of the nearest one.
+      num_devices: the number of devices to run on; if no strategy can, the point contains the problem of the nearest
+        one.
     """
     nearest = sorted(found, key=lambda searched_at: abs(math.log(searched_at / num_devices)))
     tried = [point(basis, found[searched_at], kind, num_devices) for searched_at in nearest]

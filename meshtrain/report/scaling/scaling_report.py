@@ -23,7 +23,7 @@ WHAT = {
 
 
 def text(found: Scaling) -> str:
-    """Returns the complete report as text."""
+    """Returns the complete report of a scaling as text."""
     parts = [_title(found)]
     for kind, what in WHAT.items():
         curves = [curve for curve in found.curves if curve.kind == kind]
@@ -50,7 +50,7 @@ def _title(found: Scaling) -> str:
 
 
 def mesh_of(point: Point) -> str:
-    """Returns a text of the axes larger than 1, such as `data 8 x fsdp 8`, and of other options that the search set."""
+    """Returns the axes larger than 1 as text, such as `data 8 x fsdp 8`, and other options that the search has set."""
     mesh = sizes_text(point.shape) or "one device"
     options = point.way.options
     rest = [str(options[key]) for key in ("remat.policy", "pipeline.schedule") if key in options]
@@ -88,7 +88,7 @@ def _share(seconds: float, row: Row) -> str:
 
 
 def _without_time(curve: Curve) -> list[str]:
-    """Returns a line for each run of consecutive device numbers that have no time for the same reason."""
+    """Returns a line of text for each range of consecutive numbers of devices without a time for the same reason."""
     lines: list[tuple[list[int], str]] = []
     for row in curve.rows:
         if row.spent is None:
@@ -137,7 +137,7 @@ def _of_model(found: Scaling) -> list[str]:
 
 
 def to_json(found: Scaling) -> JsonObject:
-    """Returns the scaling for programs: seconds, bytes and shares; null means unknown."""
+    """Returns a scaling as a JSON object; numbers are in seconds, bytes and shares, and null means unknown."""
     return {
         "cluster": found.cluster.text,
         "device_kind": found.cluster.devices[0].device_kind,

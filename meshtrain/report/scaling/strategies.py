@@ -38,11 +38,11 @@ class Way:
     """A strategy that can run on any number of devices.
 
     Attributes:
-      name: data, fsdp, hybrid or best.
-      resized: the axis whose size follows from the number of devices.
-      fixed: axis -> size of the other axes that are larger than 1.
-      options: further changes of the configuration.
-      microbatch: maximum number of sequences of a microbatch in one part of the batch.
+      name: `data`, `fsdp`, `hybrid` or `best`.
+      resized: the mesh axis whose size follows from the number of devices.
+      fixed: mesh axis -> size of the other axes that are larger than 1.
+      options: other changes of the configuration, dotted key -> value.
+      microbatch: maximum number of sequences of a microbatch in one shard of the batch.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Way:
     microbatch: int
 
     def shape(self, num_devices: int) -> dict[str, int] | None:
-        """Returns the size of each axis; None if the number of devices is no multiple of the fixed sizes.
+        """Returns mesh axis -> size; None if the number of devices is no multiple of the fixed sizes.
 
-        If a hybrid has fewer devices than one copy of the weights needs, it becomes fsdp.
+        If a hybrid has fewer devices than one copy of the weights needs, its mesh is the mesh of fsdp.
         """
         if self.name == HYBRID and num_devices < self.fixed[FSDP]:
             return dict.fromkeys(AXES, 1) | {FSDP: num_devices}
@@ -71,12 +71,12 @@ class Point:
     Attributes:
       way: the strategy.
       kind: `strong` or `weak`.
-      num_devices: of the mesh.
+      num_devices: number of devices of the mesh.
       batch_size: sequences per step.
-      microbatch: sequences of a microbatch in one part of the batch; 0 if it cannot run.
-      num_microbatches: per step.
-      config: to run; None if it cannot run.
-      problem: why it cannot run, if this is known without a compiler; otherwise an empty text.
+      microbatch: number of sequences of a microbatch in one shard of the batch; 0 if the strategy cannot run.
+      num_microbatches: number of microbatches per step.
+      config: the configuration to run; None if the strategy cannot run.
+      problem: the reason why the strategy cannot run, if it is known without a compiler; otherwise an empty text.
     """
 
     way: Way
@@ -90,7 +90,7 @@ class Point:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The size of each axis."""
+        """Mesh axis -> size."""
         shape = self.way.shape(self.num_devices)
         assert shape is not None
         return shape
@@ -102,10 +102,10 @@ class Basis:
 
     Attributes:
       config: the configuration.
-      num_devices: of its mesh, where strong and weak scaling coincide.
-      weights: of its task.
+      num_devices: number of devices of its mesh, at which strong and weak scaling are equal.
+      weights: the abstract training state of its task.
       capacity_bytes: usable memory of one device.
-      devices_each: devices of a host.
+      devices_each: number of devices that fast links connect, see `Cluster.devices_each`.
     """
 
     config: Config
@@ -116,7 +116,7 @@ class Basis:
 
 
 def microbatch_of(config: Config, shape: Mapping[str, int]) -> int:
-    """Returns the configured number of sequences of a microbatch in one part of the batch; at least one."""
+    """Returns the number of sequences of a configured microbatch in one shard of the batch; at least 1."""
     return max(1, config.batch_size // (_parts(config, shape) * num_microbatches(config, shape)))
 
 
@@ -125,7 +125,7 @@ def basic_ways(basis: Basis, shape: Mapping[str, int], largest: int) -> list[Way
 
     Args:
       basis: the configuration to scale.
-      shape: its configured mesh.
+      shape: mesh axis -> size, as configured.
       largest: the largest number of devices.
     """
     microbatch = microbatch_of(basis.config, shape)
@@ -138,7 +138,14 @@ def basic_ways(basis: Basis, shape: Mapping[str, int], largest: int) -> list[Way
 
 
 def _devices_of_a_copy(basis: Basis, largest: int) -> int:
-    """Returns the devices of a host, or of as many hosts as the weights and one example each are estimated to need."""
+    """Returns the number of devices over which hybrid splits one copy of the weights.
+
+    The number of devices in a host is doubled until the weights and one sequence per device are estimated to fit.
+
+    Args:
+      basis: the configuration to scale.
+      largest: the largest number of devices.
+    """
     copy = basis.devices_each
     while 2 * copy <= largest:
         shape = dict.fromkeys(AXES, 1) | {FSDP: copy}
@@ -154,7 +161,7 @@ def way_of(found: Candidate, batch_size: int, config: Config) -> Way:
 
     Args:
       found: the candidate.
-      batch_size: with which it was searched.
+      batch_size: sequences per step in the search.
       config: the configuration that was searched.
     """
     resized = FSDP if found.shape[DATA] == 1 and found.shape[FSDP] > 1 else DATA
@@ -166,7 +173,14 @@ def way_of(found: Candidate, batch_size: int, config: Config) -> Way:
 
 
 def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
-    """Returns a strategy on one number of devices, with a problem if it cannot run."""
+    """Returns a strategy on one number of devices; if it cannot run, the point contains the reason.
+
+    Args:
+      basis: the configuration to scale.
+      way: the strategy.
+      kind: `strong` or `weak`.
+      num_devices: the number of devices.
+    """
     shape = way.shape(num_devices)
     if shape is None:
         needed = math.prod(way.fixed.values())
@@ -198,7 +212,7 @@ def _change(way: Way, shape: Mapping[str, int], batch_size: int, number: int) ->
 
 
 def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:
-    """Returns why a configuration is not compiled: it is illegal, or far too large; otherwise an empty text."""
+    """Returns why a configuration is not compiled: it is illegal or far too large; an empty text if it is compiled."""
     if lines := placement_problems(config, shape, basis.weights) or problems_of(config, shape):
         return lines[0]
     guessed = _estimate(config, shape, basis)
@@ -208,7 +222,7 @@ def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:
 
 
 def _estimate(config: Config, shape: Mapping[str, int], basis: Basis) -> float:
-    """Returns the estimated bytes of a device, for the batch of this configuration."""
+    """Returns the estimated bytes of one device, with the batch size of `config`, which may differ from `basis`."""
     task = basis.weights.task
     units = task.num_units * config.batch_size // basis.config.batch_size
     weights = dataclasses.replace(basis.weights, task=dataclasses.replace(task, units_per_step=units))
