@@ -40,7 +40,14 @@ def extension(config: Config, placed: Placed) -> Extension:
 
 
 def reducing(reduction: Reduction, placed: Placed) -> Extension:
-    """Returns the extension that replaces the gradient sum by `reduction`, whose state is in `TrainState.extra`."""
+    """Returns an extension that applies a custom reduction in place of the built-in sum of gradients.
+
+    The state of the reduction is stored in `TrainState.extra`.
+
+    Args:
+      reduction: the custom reduction.
+      placed: the task on its mesh.
+    """
     replicas, run = placed.replicas, reduced_over_data(reduction, placed.replicas)
 
     def update(update: Callable[..., Update], after_update: AfterUpdate | None) -> Update:

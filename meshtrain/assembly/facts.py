@@ -13,7 +13,7 @@ from meshtrain.step.shardings import reshaper
 
 
 def array_rows(assembly: Assembly) -> list[Row]:
-    """Returns a table row for each array of the state, for `layout.txt` and `explain`, with shapes in device memory."""
+    """Returns a table row with shape and sharding of each array of the state, for `layout.txt` and `explain`."""
     trained = leaves_with_paths(assembly.placed.replicas.trained)
     frozen = {f"params/{path}" for path, is_trained in trained if not is_trained}
     return rows(assembly.state, assembly.states.names, frozen)
@@ -38,12 +38,12 @@ def parameters_text(assembly: Assembly) -> str:
 
 
 def stored_params(assembly: Assembly, kept_params: Params) -> Params:
-    """Converts parameters from layer order, which checkpoints use, to the shapes and shardings of the step."""
+    """Converts parameters from layer order, which checkpoints use, to their shapes and shardings on the devices."""
     return reshaper(assembly.states.kept.params, assembly.state.params, assembly.placed.stack)(kept_params)
 
 
 def kept_params(assembly: Assembly, params: Params) -> Params:
-    """Converts parameters from the shapes of the step to layer order; the inverse of `stored_params`."""
+    """Converts parameters from their shapes on the devices to layer order; the inverse of `stored_params`."""
     return reshaper(assembly.state.params, assembly.states.kept.params, assembly.placed.stack)(params)
 
 

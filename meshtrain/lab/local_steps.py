@@ -406,16 +406,16 @@ def axes_in_groups(
 def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = None, mask: Masks = None) -> TrainStep:
     """Returns the step of all groups: (state, batch) -> (state, metrics). Group g trains on share g of the batch.
 
+    The metrics have the names of `step.WeightUpdate` and combine all groups. Loss and the task's metrics are over the
+    global batch. grad_norm and learning_rate are means over groups; skipped_steps is a sum; loss_scale is the minimum.
+    The guard's metrics are the maxima over groups.
+
     Args:
       gradients: a function (params [G, ...], batch, rng, seeds [G]) -> sums [G] and gradients [G, ...], from
         `Groups.gradients`.
       update: a `step.WeightUpdate`, applied to each group.
       scaling: the loss scaling for the backward pass; None: no scaling.
       mask: a bool pytree, true for trained parameters; None: all parameters are trained.
-
-    The metrics have the names of `step.WeightUpdate` and combine all groups. Loss and the task's metrics are over the
-    global batch. grad_norm and learning_rate are means over groups; skipped_steps is a sum; loss_scale is the minimum.
-    The guard's metrics are the maxima over groups.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -83,7 +83,7 @@ def _part(moments: Tree, index: int) -> Arrays:
 
 
 def _factored_dims(shape: tuple[int, ...], axes: Names) -> MatrixDims | None:
-    """Returns the dims of a matrix that is large enough to be factored, or None."""
+    """Returns the row and column dims of a weight if it is a matrix large enough to be factored, else None."""
     dims = matrix_dims(axes)
     if dims is None or min(math.prod(shape[dim] for dim in part) for part in dims) < SMALLEST_FACTORED_DIM:
         return None
@@ -104,11 +104,22 @@ def _zeros(weight: jax.Array, axes: Names) -> _Moments:
 def _direction(
     gradient: jax.Array, weight: jax.Array, axes: Names, row: Moment, column: Moment, full: Moment, *, decay: jax.Array
 ) -> _Moments:
-    """Returns one weight's update and new moments.
+    """Returns one weight's update and its new moments, float32.
 
     With g the gradient, R and C the row and column means of the moving average of g^2 + epsilon_1:
 
         v = R C / mean(R),  u = g / sqrt(v),  update = max(epsilon_2, rms(weight)) * u / max(1, rms(u) / d)
+
+    A weight that is not factored has v = the moving average. epsilon_1, epsilon_2 and d are constants of this module.
+
+    Args:
+      gradient: the gradient of the weight.
+      weight: the weight before the update.
+      axes: the logical axes of the weight.
+      row: the moment R; unused if the weight is not factored.
+      column: the moment C; unused if the weight is not factored.
+      full: the moving average in the weight's shape; unused if the weight is factored.
+      decay: the decay of the moving average, a float32 scalar.
     """
     square = jnp.square(gradient) + SQUARE_EPSILON
     dims = _factored_dims(weight.shape, axes)

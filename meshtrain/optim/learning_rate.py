@@ -26,7 +26,7 @@ Share = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class LearningRateOptions:
-    """The learning rate over the run."""
+    """Options of the learning rate over the run."""
 
     name: str = option(
         "cosine",

@@ -1,4 +1,4 @@
-"""Optimizers: a direction by name, decoupled weight decay and the learning rate; or a user's function.
+"""Makes an optimizer from a direction (such as Adam's), weight decay and the learning rate, or from a user's function.
 
 Adam, SGD and Lion are elementwise. Adafactor and Muon reduce over complete weights (not over stacked layers). Run them
 under jit, where the partitioner inserts the collectives. In a manual region they would reduce over local shards only.
@@ -124,13 +124,13 @@ def _read(name: str) -> list[str]:
 
 
 def _readers(option: str) -> dict[str, tuple[str, ...]]:
-    """Returns the value of `only_for` for an option: the option `name` must be an optimizer that reads the option."""
+    """Returns the condition (`only_for`) under which an option has an effect: the names of optimizers that read it."""
     return {"name": tuple(name for name in NAMES if option in _read(name))}
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerOptions:
-    """The optimizer and its hyperparameters."""
+    """Options of the optimizer: its name and its hyperparameters."""
 
     name: str = option(
         "adamw",

@@ -37,10 +37,11 @@ Compute = Callable[..., tuple[Arrays, Arrays]]
 
 
 class OverData(enum.Enum):
-    """How the gradients of the data axis's replicas are combined.
+    """How the gradients of the replicas along the data axis are combined.
 
-    SUMMED: they are added up over the data axis. STACKED: they are returned as [replicas, ...], and the caller adds
-    them up. INSIDE: the caller is already in the manual region of the data axis; each replica keeps its own gradients.
+    SUMMED: gradients are added up over the data axis. STACKED: gradients are returned as [replicas, ...], and the
+    caller adds them up. INSIDE: the caller is already in the manual region of the data axis; the gradients of each
+    replica are returned there, and nothing is added up.
     """
 
     SUMMED = "summed"
@@ -73,7 +74,7 @@ class GradientSync:
       wire_dtype: the dtype in which gradients are reduced over the data axis. Sums over microbatches are float32.
       trained: a pytree of bool with the structure of the parameters, true for each parameter with a gradient; None: all
         parameters have gradients.
-      crossing: how the gradients of the replicas are combined.
+      crossing: how the gradients of the replicas are combined: summed, stacked, or not at all.
     """
 
     mesh: Mesh

@@ -59,8 +59,8 @@ class Traced:
         Args:
           arrays: the list of arrays, with the traced shapes.
           others: the pytree of other arguments, with the traced shapes.
-          given: index of a sliced array -> a pytree of additional arrays [L, ...]; the hook gets the slices of both.
-            Slices of arrays without an index here do not pass through the hook.
+          given: index of a sliced array -> a pytree of additional arrays [L, ...]. The hook gets the slices of the
+            sliced array and of the additional arrays. Other sliced arrays do not pass through the hook.
           hook: a function that returns the slices with which the loop computes. It is called once for each loop, while
             JAX traces the loop's body.
         """
@@ -128,8 +128,8 @@ def _run_hooked(
       consts: the values of its constants.
       arguments: the values of its inputs.
       tracked: an input, which is read once on its way to a loop -> the index of its array in the traced list.
-      given: as in `Traced.run`.
-      hook: as in `Traced.run`.
+      given: index of an array in the traced list -> a pytree of additional arrays [L, ...] for the hook.
+      hook: a function that returns the slices with which the loop computes.
     """
     tracked, places = dict(tracked), dict[int, dict[int, int]]()
     for number, equation in enumerate(jaxpr.eqns):
@@ -159,8 +159,8 @@ def _scan(
       equation: the scan.
       inputs: the values of its inputs.
       mine: position of an input whose slices pass through the hook -> the index of its array in the traced list.
-      given: as in `Traced.run`.
-      hook: as in `Traced.run`.
+      given: index of an array in the traced list -> a pytree of additional arrays [L, ...] for the hook.
+      hook: a function that returns the slices with which the loop computes.
     """
     loop = _Loop(equation, inputs)
     start = len(loop.consts) + len(loop.carry)
@@ -285,7 +285,15 @@ def _run(
     stops: Sequence[int] | Mapping[int, Mapping[int, int]],
     step: Step,
 ) -> list[Value]:
-    """Evaluates a jaxpr: `step` computes the equations at the indices `stops`, JAX computes all other equations."""
+    """Evaluates a jaxpr, of which a custom function computes some equations.
+
+    Args:
+      jaxpr: the jaxpr to evaluate.
+      consts: the values of its constants.
+      arguments: the values of its inputs.
+      stops: the indices of the equations that `step` computes, in increasing order; JAX computes the other equations.
+      step: a function (index, equation, values of the variables so far) that returns the equation's results.
+    """
     values: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
     start = 0
     for number in (*stops, len(jaxpr.eqns)):

@@ -192,7 +192,11 @@ def _order_devices(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndar
 
 
 def _arrangement(devices: Sequence[jax.Device]) -> str:
-    """Returns the order for devices: `slices` or `hosts` (grouped), `torus` (along its links), `listed` (unchanged)."""
+    """Returns how devices are ordered in the mesh.
+
+    "slices" and "hosts" group devices by TPU slice or by host. "torus" follows the links of a TPU slice. "listed" is
+    JAX's order of devices.
+    """
     if devices[0].platform == "cpu":
         return "listed"
     tpu = devices[0].platform == "tpu"

@@ -19,7 +19,7 @@ HOST, DEVICE = "pinned_host", "device"
 
 @dataclasses.dataclass(frozen=True)
 class OffloadOptions:
-    """The arrays that are stored in host memory."""
+    """Selects the arrays that are stored in host memory."""
 
     moments: bool = option(False, "keep the optimizer's moments in host memory between steps")
 

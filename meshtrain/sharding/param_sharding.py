@@ -54,7 +54,7 @@ _OVER_DATA = {f"mesh.{DATA}": Except(1)}
 
 @dataclasses.dataclass(frozen=True)
 class ZeroOptions:
-    """The arrays that are sharded over the data axis."""
+    """Selects the arrays that are sharded over the data axis (ZeRO)."""
 
     level: int = option(
         0, "sharded over data: 0 nothing, 1 moments, 2 also gradient sums, 3 also parameters", minimum=0,
@@ -372,10 +372,16 @@ def array_problems(
 def name_problems(
     path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
 ) -> list[Problem]:
-    """Returns an error line for each problem of an array's logical axes that is independent of its sizes.
+    """Returns an error line for each problem of an array's logical axes that is independent of the sizes of its dims.
 
-    The problems are: too few or too many logical axes, an unknown name, or a mesh axis that would split two dims. The
-    arguments are the same as of `array_problems`.
+    The problems are: too few or too many logical axes, an unknown name, or a mesh axis that would split two dims.
+
+    Args:
+      path: the array's name in the error lines.
+      shape: its shape.
+      names: the logical axis of each dim; a dim with None is not split.
+      column: logical axis -> mesh axes: one column of the rules.
+      mesh_shape: the size of each mesh axis.
     """
     where = f"{path}: shape {tuple(shape)}"
     if len(names) != len(shape):

@@ -181,9 +181,15 @@ class Placement:
         axes: frozenset[str] | None = None,
         is_opaque: bool = False,
     ) -> ArrayFunction:
-        """Returns a function that runs `function` on each device's shards; without a mesh, the function itself.
+        """Returns a function that runs `function` on each device's shards; without a mesh, `function` itself.
 
-        The arguments are the same as of the function `on_shards` of this module.
+        Args:
+          function: the computation of one device on its shards. It may use collectives over `axes`.
+          in_specs: the specs of the arguments.
+          out_specs: the specs of the results.
+          axes: the axes to make manual; None: all axes that are not manual yet.
+          is_opaque: whether the function contains a library's kernel with its own partitioning rule, which requires all
+            axes to be manual.
         """
         if self.mesh is None:
             return function

@@ -72,13 +72,13 @@ def in_equal_parts(residual: Arrays, replicas: int) -> Arrays:
 
 
 def no_advice(replicas: int, is_scattered: bool) -> list[tuple[str, str]]:
-    """Returns no advice; the default of `Reduction.advice`."""
+    """Returns [], no reason to choose another reduction; the default of `Reduction.advice`."""
     return []
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfers:
-    """The bytes that the built-in sum would send from a device in a step, and their speed; for advice on a reduction.
+    """The transfers of the built-in sum on one device in a step, for advice on whether another reduction is faster.
 
     Attributes:
       num_replicas: number of replicas n.

@@ -10,8 +10,8 @@ def wire_share(operation: str, group_size: int) -> float:
     (doc/PERFORMANCE.md).
 
     Args:
-      operation: one of `hardware.links.OPERATIONS`.
-      group_size: n, at least 2.
+      operation: the name of a collective, such as "all-reduce": one of `hardware.links.OPERATIONS`.
+      group_size: the number of devices in the ring, at least 2.
     """
     if operation in ("collective-permute", "collective-broadcast"):
         return 1.0

@@ -118,7 +118,7 @@ ADAPTER_HEAD_DIM, ADAPTER_MLP, ADAPTER_EXPERT_MLP = "adapter_head_dim", "adapter
 
 @dataclasses.dataclass(frozen=True)
 class LayoutOptions:
-    """The options of sharding other than the mesh."""
+    """Options of sharding, except the sizes of the mesh."""
 
     sequence_parallel: bool = option(
         False, "shard the sequence dim of norms and residuals over the tensor axis",
@@ -218,7 +218,7 @@ class Rules:
 
 
 def default_rules(options: LayoutOptions) -> Rules:
-    """Returns the table for the built-in models; `extend` adds the logical axes of other models.
+    """Returns the table of rules for the built-in models; `extend` adds the logical axes of other models.
 
     Tensor parallelism follows Megatron-LM (Shoeybi et al. 2019): heads and mlp are split over tensor, so the first
     matmul of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022)
@@ -280,7 +280,7 @@ def extend(rules: Rules, *own: Rule) -> Rules:
     ((), ('fsdp', 'tensor'))
 
     Args:
-      rules: the table to extend.
+      rules: the table of rules to extend.
       *own: the user's rules.
 
     Raises:

@@ -44,7 +44,7 @@ def tree_problems(
     trained: Masks = None,
     elsewhere: Sequence[str] = (),
 ) -> list[Problem]:
-    """Returns an error line for each reason why a pytree of weights cannot be stored according to rules and level.
+    """Returns an error line for each reason why weights cannot be stored according to the rules and the ZeRO level.
 
     Args:
       abstract: a pytree of arrays or `jax.ShapeDtypeStruct`s, the weights.

@@ -53,7 +53,13 @@ def split_microbatches(batch: Batch, num_microbatches: int, placement: Placement
 def stack_microbatches(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
     """Returns the batch with each entry [B, ...] as [M, b, ...], for `jax.lax.scan` over the microbatches.
 
-    Arguments, and the examples of each microbatch, are the same as in `split_microbatches`.
+    Microbatch m has the examples m, m + M, m + 2 M, ...
+
+    Args:
+      batch: entry name -> array [B, ...].
+      num_microbatches: M, a divisor of B.
+      placement: constrains the sharding of the result, by the activation rules.
+      axes: entry name -> the logical axis of each dim.
     """
     microbatches = split_microbatches(batch, num_microbatches, placement, axes)
     return {name: placement.activation(x.swapaxes(0, 1), (None, *axes[name])) for name, x in microbatches.items()}

@@ -109,10 +109,9 @@ class Extension:
       begin: a function of the state before the first step; it returns the state with the extension's arrays in `extra`.
       names: a function (field -> logical axes of its arrays, abstract state) -> the same mapping with the logical axes
         of the extension's arrays.
-      update: a function that returns the update of a step. Its arguments are `WeightUpdate` without `reduce` and
-        `after_update`, and `after_update`.
-      step: a function (gradients, update, scaling) that returns the training step; its arguments are described at
-        `train_step`.
+      update: a function (make_update, after_update) that returns the update of a step. `make_update` is `WeightUpdate`
+        with all arguments except `reduce` and `after_update`.
+      step: a function (gradients, update, scaling) that returns the training step, with the arguments of `train_step`.
       join: a program that runs once every few steps; None: there is no periodic program.
       with_weights: a function (state, weights) -> the state of a run that starts from these weights.
       restore: a function (function that reads a state, shapes in the checkpoint, abstract state of this mesh) -> the

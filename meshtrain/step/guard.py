@@ -43,9 +43,9 @@ class GuardState:
     """The guard's part of the training state.
 
     Attributes:
-      total: int32 scalar, steps skipped since the run began.
-      in_a_row: int32 scalar, steps skipped since the last good step; excludes overflows that a smaller loss scale may
-        avoid.
+      total: int32 scalar, number of steps skipped since the start of the run.
+      in_a_row: int32 scalar, number of steps skipped since the last good step; excludes overflows that a smaller loss
+        scale may avoid.
       norms: float32 [NUM_NORMS], the last finite gradient norms, oldest first; unfilled entries are 0.
     """
 
@@ -62,9 +62,9 @@ def none_skipped() -> GuardState:
 def is_good(options: GuardOptions, skipped: GuardState, loss: jax.Array, norm: jax.Array) -> jax.Array:
     """Returns whether a step may change the weights, a bool scalar.
 
-    The loss and the gradient norm must be finite. The spike rule (`spike_factor`) applies after NUM_NORMS finite norms.
-    Its median includes the norms of skipped steps. So if gradients stay large, either the median rises or
-    `max_skipped_in_a_row` ends the run.
+    The loss and the gradient norm must be finite. After NUM_NORMS finite norms, the norm must also be at most
+    `spike_factor` times the median of the last NUM_NORMS norms. The median includes the norms of skipped steps. So if
+    gradients stay large, either the median rises or `max_skipped_in_a_row` ends the run.
 
     Args:
       options: the options of the guard.

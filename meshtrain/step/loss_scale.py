@@ -62,7 +62,7 @@ class LossScale:
 
     Attributes:
       scale: float32 scalar, a power of two; 1 without loss scaling.
-      num_good: int32 scalar, good steps in a row since the scale last changed.
+      num_good: int32 scalar, number of consecutive steps with finite loss and gradients since the scale last doubled.
       tolerance: int32 scalar, hysteresis minus the overflows since the scale last doubled, at least 0.
     """
 

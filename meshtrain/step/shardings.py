@@ -1,7 +1,7 @@
 """The abstract training state: its shapes, the logical axes and the sharding of each leaf. No array is allocated.
 
-"The shapes of the step" are the shapes of arrays on the devices. In them a pipeline may arrange layers in stages and
-chunks, with padding layers after them. Checkpoints store layers in layer order, [L, ...] (`pipeline.stages`).
+On the devices a pipeline arranges layers in stages and chunks, with padding layers after them. Checkpoints store layers
+in layer order, [L, ...] (`pipeline.stages`). Without a pipeline, layers are in layer order on the devices too.
 """
 
 import dataclasses
@@ -52,7 +52,9 @@ from meshtrain.step.step import with_sequence_index
 
 
 def abstract_params(task: Task, stack: Stack | None, num_devices: int) -> tuple[Params, NamesTree]:
-    """Returns abstract parameters in the shapes of the step, and their logical axes.
+    """Returns the abstract parameters of a task on the devices, and their logical axes.
+
+    A pipeline's layers are arranged in stages; without a pipeline they are in layer order, [L, ...].
 
     Args:
       task: the task, which defines the parameters.
@@ -85,12 +87,12 @@ def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
 
 
 def stack_layers(params: Params, stack: Stack | None) -> Params:
-    """Converts parameters from layer order to the shapes of the step: a pipeline's layers are arranged in stages."""
+    """Converts parameters from layer order, [L, ...], to a pipeline's stages; unchanged if `stack` is None."""
     return params if stack is None else {**params, "layers": stack.of_layers(params["layers"])}
 
 
 def after_update_of(task: Task, stack: Stack | None) -> AfterUpdate | None:
-    """Returns `Task.after_update` for parameters in the shapes of the step; None if the task does not define it.
+    """Returns `Task.after_update` for parameters whose layers a pipeline arranges in stages; None if it is undefined.
 
     The task's function gets layers in layer order. Only the layers that it changes are reshaped back.
     """
@@ -209,13 +211,13 @@ def sharded_states(
     moments_on_host: bool,
     masters_are_split: bool,
 ) -> tuple[TrainState, TrainState]:
-    """Returns the abstract state with a sharding on each leaf, in the shapes of the step and in layer order.
+    """Returns the abstract state with shardings twice: as stored on the devices, and in layer order for checkpoints.
 
-    If the number of layers is not divisible by the number of stages, the pipeline axis shards another dim of the state
-    in layer order, provided that its size is divisible.
+    On the devices, a pipeline's layers are arranged in stages. If the number of layers is not divisible by the number
+    of stages, the pipeline axis shards another dim of the state in layer order, provided that its size is divisible.
 
     Args:
-      abstract: the abstract state without shardings, in the shapes of the step.
+      abstract: the abstract state without shardings, with a pipeline's layers arranged in stages.
       names: the logical axes of each leaf, in the order of `jax.tree.leaves`.
       rules: the table of rules: logical axis -> mesh axes.
       replicas: the mesh, the ZeRO level, and the shardings of parameters.
@@ -266,7 +268,7 @@ def shardings(abstract: Arrays) -> Shardings:
 
 
 def reshaper(before: Arrays, after: Arrays, stack: Stack | None) -> ArrayFunction:
-    """Returns a jitted function that converts a state between layer order and the shapes of the step.
+    """Returns a jitted function that converts a state from layer order to a pipeline's arrangement, or the reverse.
 
     The function is the identity if the shapes of `before` and `after` are the same.
 

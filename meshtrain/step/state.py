@@ -30,7 +30,7 @@ class TrainState:
       params: nested dict of arrays, trained and frozen; float32 unless `precision.param_dtype` or
         `precision.frozen_dtype` selects another dtype.
       opt_state: the optax state of the trained parameters, initialized from them in float32.
-      rng: uint32 data of a PRNG key; the key of step n is this key with n folded in.
+      rng: uint32 data of a PRNG key; the key of a step is this key with the number of earlier steps folded in.
       skipped: the guard's counts of skipped steps and the last gradient norms.
       loss_scale: the scale of the loss in the backward pass, and the counts of steps that determine its changes.
       extra: the arrays of an extension (`extension.py`), any pytree; () without an extension.

@@ -157,7 +157,15 @@ class WeightUpdate:
     def _move(
         self, gradients: Arrays, before: OptState, weights: Arrays, frozen: Arrays, of_task: Metrics
     ) -> tuple[Arrays, OptState]:
-        """Returns the trained weights after the optimizer and `after_update`, and the next state of the optimizer."""
+        """Returns the trained weights after the optimizer and `after_update`, and the next state of the optimizer.
+
+        Args:
+          gradients: the clipped gradients of the trained weights, float32.
+          before: the optimizer's state before the step.
+          weights: the trained weights before the step, float32.
+          frozen: the frozen weights.
+          of_task: the metric sums of the task's loss, for `after_update`.
+        """
         updates, opt_state = self.transformation.update(gradients, before, weights)
         moved = optax.apply_updates(weights, updates)
         if self.after_update is not None:
