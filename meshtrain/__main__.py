@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
       argv: the words after `python -m meshtrain`.
 
     Raises:
-      UserError: an unknown command; and the errors of the command.
+      UserError: the command is unknown, or the command itself raises it.
     """
     command, *rest = argv or ["--help"]
     if command in ("-h", "--help"):

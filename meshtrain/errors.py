@@ -1,6 +1,6 @@
-"""Errors, exit codes and suggestions. A user error prints one line for each problem and has exit code 2.
+"""Errors, exit codes and suggestions. A user error prints one line for each problem and ends with exit code 2.
 
-All programs start with `run`.
+All programs of this project are started by the function `run`.
 """
 
 import atexit
@@ -46,17 +46,17 @@ EXIT_CODES = {
 
 _before_leaving: list[Callable[[int, str], None]] = []
 _is_leaving = threading.RLock()  # never released: the first thread that ends the process determines its code and lines
-terminals: list[int] = []  # file descriptors of standard error, while descriptor 2 is captured
-MOST_LINES = 10  # of repeated problems, such as in the lines of a file
+terminals: list[int] = []  # file descriptor of the real standard error, while descriptor 2 is captured
+MOST_LINES = 10  # maximum number of stored problems of one input, such as the lines of a file
 _ENOUGH = 1000  # problems after which the rest of the input is not read
-_WHERE = "{where}"  # the place in a problem of `Problems.add_at`
-_MOST_SHOWN = 40  # characters of a value from a user's data
+_WHERE = "{where}"  # placeholder in a problem of `Problems.add_at`, replaced by the place
+_MOST_SHOWN = 40  # maximum number of characters of a value from a user's data
 _NUMBERS = re.compile(r"\d+")
 _OPTION = re.compile(r"(?<![\w.])[a-z]\w*(?:\.[a-z]\w*)+")  # the key of an option: `mesh.data`
 _LONG = re.compile(r"\S{400,}")  # probably the content of a file, not a path or a name
 _LONG_VALUE = re.compile(r"(?<![\w'])'([^']{400,})'(?!\w)")
 _LONG_NUMBER = re.compile(r"\d[\d,]{39,}")  # too large or too precise for any numeric type
-_MOST_CHARACTERS = 4000  # of an error line
+_MOST_CHARACTERS = 4000  # maximum length of an error line
 
 
 class Problem(str):
@@ -78,8 +78,8 @@ class Problem(str):
       got: the given value, as text; '' if `fault` states the error in other words.
       fault: the text between the key and the allowed values: `got 3`, or other words.
       allowed: the allowed values, as text; '' if the line does not state them.
-      condition: the condition for these values, such as `with data.source=idx`; '' without one.
-      nearest: the nearest allowed value, as text; '' without one.
+      condition: the condition under which these values are allowed, such as `with data.source=idx`; '' for none.
+      nearest: the nearest allowed value, as text; '' for none.
       fix: the end of the line: `; nearest: 4`, `; did you mean 'x'?`, or ''.
       depends_on: other options that led to the problem. `resolve` drops the problem if one of them is wrong itself.
     """
@@ -113,7 +113,7 @@ class Problem(str):
           got: the given value.
           fault: the error in other words, instead of `got`.
           allowed: the allowed values.
-          condition: the words between `allowed` and the colon.
+          condition: the condition under which these values are allowed, printed between `allowed` and the colon.
           nearest: the nearest allowed value.
           fix: a complete ending that replaces `nearest` unless it is '': the result of the function `nearest`.
           depends_on: other options that led to the problem.
@@ -133,7 +133,7 @@ class Problem(str):
 
     @classmethod
     def plain(cls, line: str) -> "Problem":
-        """Returns a problem for a text: a line of another form, or from a user's function or another process.
+        """Converts a plain text to a problem, such as a line from a user's function or from another process.
 
         The key is the text before the first colon. The problem depends on every option that the line names. A `Problem`
         is returned unchanged.
@@ -172,7 +172,7 @@ class Problem(str):
 
 
 class UserError(ValueError):
-    """An error that the user can fix: one or more problems. A plain text becomes a problem without further parts.
+    """An error that the user can fix, with one or more problems. Texts are converted with `Problem.plain`.
 
     Attributes:
       problems: the problems, in the order in which they are printed.
@@ -186,22 +186,22 @@ class UserError(ValueError):
 
 
 class TooFew(UserError):
-    """A run does not fit the remaining processes of its job: exit code 69. Another number of processes may fit."""
+    """An elastic run does not fit its remaining processes: exit code 69. Another number of processes may fit."""
 
     code = EXIT_TOO_FEW
 
 
 class Problems:
-    """Collects problems of many inputs, such as lines of files: the first ten are stored, all of them are counted.
+    """Collects problems of many inputs, such as lines of files: stores the first ten, and counts all of them.
 
     Attributes:
-      count: number of problems.
+      count: the number of problems so far.
     """
 
     def __init__(self, problems: Iterable[Problem] = ()) -> None:
-        """Starts with these problems."""
+        """Creates a collection that contains `problems`."""
         self.count = 0
-        self._num_told = 0  # problems that the stored ones describe
+        self._num_told = 0  # number of problems that the stored problems describe
         self._first = list[Problem | tuple[Problem, str | None]]()  # a problem, or the key of `_places`
         self._places = dict[tuple[Problem, str | None], list[str]]()
         self.add(*problems)
@@ -244,7 +244,12 @@ class Problems:
         return [*problems, Problem.plain(f"... and {more} more like these")]
 
     def _placed(self, problem: Problem, fix: str | None) -> Problem:
-        """Returns a problem of lines of files with its first place, and a fix if it has none."""
+        """Returns a problem that `add_at` has stored, with the first line of a file where it occurs, and with a fix.
+
+        Args:
+          problem: the problem with the placeholder `{where}`.
+          fix: as in `add_at`.
+        """
         first, *others = self._places[problem, fix]
         part = "key" if _WHERE in problem.key else "fault"
         place = f"{first} and others" if others else first
@@ -256,7 +261,7 @@ class Problems:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raises UserError with these lines if there are any."""
+    """Raises a UserError that contains `problems`, unless there are none."""
     if lines := tuple(problems):
         raise UserError(*lines)
 
@@ -304,7 +309,7 @@ def first_line(error: BaseException) -> str:
 
 
 def fold(word: str) -> str:
-    """Returns a word in lower case, without punctuation.
+    """Returns a word in lower case without punctuation and blanks, to compare names.
 
     >>> fold("FULL_SHARD")
     'fullshard'
@@ -329,17 +334,23 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def unknown(what: str, got: str, allowed: Sequence[str], near: str = "") -> Problem:
-    """Returns the problem of an unknown name: option, name, all allowed names, and the nearest, or `near`.
+    """Returns the problem of an unknown name, which lists all allowed names and suggests a similar name.
 
     >>> print(unknown("mesh", "tensr", ["data", "tensor"]))
     mesh: got 'tensr'; allowed: data, tensor; did you mean 'tensor'?
+
+    Args:
+      what: the key of the problem, such as an option.
+      got: the unknown name.
+      allowed: all allowed names.
+      near: the suggestion if no allowed name is similar; '' for none.
     """
     names = ", ".join(name or "''" for name in allowed) or "none"
     return Problem(what, got=f"'{got}'", allowed=names, fix=nearest(got, allowed), nearest=near)
 
 
 def as_json_text(value: Any) -> str:
-    """Returns a value from a user's data as JSON, shortened; values that JSON lacks (in columns of tables) become text.
+    """Returns a value from a user's data as JSON, shortened after 40 characters; values that JSON lacks become text.
 
     >>> as_json_text({"a": [1, 2]}), as_json_text("x" * 100)
     ('{"a": [1, 2]}', '"xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...')
@@ -376,9 +387,10 @@ def _ends_of(text: str, most: int) -> str:
 
 
 def run(entry: Callable[[], int | None]) -> NoReturn:
-    """Runs a program and exits with its code; prints one line for each problem of a UserError.
+    """Runs a program and exits with its exit code; prints one line for each problem of a UserError.
 
-    Lost output also ends the program, see `lost_output`. Any other exception is a bug and prints its traceback.
+    The program also ends if its standard output cannot be written. Any other exception is a bug and prints its
+    traceback.
 
     Args:
       entry: the program, without arguments; it returns its exit code or None for 0.
@@ -407,9 +419,9 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
 
 
 def open_closed_streams() -> None:
-    """Opens /dev/null for each closed standard stream, as after `2>&-`.
+    """Opens /dev/null for each standard stream that is closed, for example by `2>&-` in a shell.
 
-    Otherwise the next opened file would get its descriptor, and C++ code would log into that file.
+    Otherwise the next opened file would get the descriptor of the stream, and C++ code would log into that file.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -422,7 +434,7 @@ def open_closed_streams() -> None:
 
 
 def _end_at_signals(code: int) -> None:
-    """Makes a signal end the process with this exit code while Python exits, without a traceback."""
+    """Makes SIGINT and SIGTERM end the process with this exit code and without a traceback while Python exits."""
     with contextlib.suppress(ValueError):  # not in the main thread
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(code))
@@ -462,9 +474,10 @@ def error_lines(error: UserError) -> str:
 
 
 def lost_output() -> int:
-    """Returns 0, or an exit code if standard output or error cannot be written; prints a line unless a pipe is closed.
+    """Returns an exit code if standard output or standard error cannot be written, else 0.
 
-    It writes an empty line to standard output, because an unbuffered stream does not remember a failed write.
+    For the check it writes an empty line to standard output, because an unbuffered stream does not remember a failed
+    write. It prints an error line, except for a closed pipe.
     """
     code = EXIT_FINISHED
     for stream, end in ((sys.stdout, "\n"), (sys.stderr, "")):
@@ -482,7 +495,7 @@ def lost_output() -> int:
 
 
 def _others_may_wait() -> bool:
-    """Returns whether other processes exist: JAX's shutdown barrier or a rendezvous would wait for all of them."""
+    """Returns whether other processes of the job may wait for this process, in JAX's shutdown or at a rendezvous."""
     return bool(_before_leaving) or (
         "jax.distributed" in sys.modules and bool(sys.modules["jax.distributed"].is_initialized())
     )
@@ -494,7 +507,7 @@ def warn(line: str) -> None:
 
 
 def before_leaving(tell: Callable[[int, str], None]) -> None:
-    """Makes `leave_at_once` call `tell(code, message)` after it has printed the message."""
+    """Registers a function: `leave_at_once` calls `tell(code, message)` after it has printed the message."""
     if tell not in _before_leaving:
         _before_leaving.append(tell)
 
@@ -502,8 +515,12 @@ def before_leaving(tell: Callable[[int, str], None]) -> None:
 def leave_at_once(code: int, message: str = "") -> NoReturn:
     """Ends the process without exit handlers, which would wait for threads and for processes that do not answer.
 
-    The first caller wins: calls from other threads wait for the end. Calls the functions registered by
-    `before_leaving`.
+    It prints the message, and calls the functions that `before_leaving` has registered. The first call determines code
+    and message: calls from other threads block until the process ends.
+
+    Args:
+      code: the exit code.
+      message: lines for standard error; '' for none.
     """
     _is_leaving.acquire()
     if terminals:

@@ -31,7 +31,7 @@ from meshtrain.run.weights import LAST, add_weights_flag, assemble_run, choice_p
 from meshtrain.sharding.mesh import describe
 
 Values = Mapping[str, float]
-NAMED = {"data.source", "data.path"}
+NAMED = {"data.source", "data.path"}  # overrides with which the user names the files to evaluate on
 VALIDATION = "validation"  # the name of the single part if the user names no files
 
 
@@ -56,9 +56,9 @@ def open_evaluation_data(assembly: Assembly, overrides: Mapping[str, str]) -> Sc
     """Opens the evaluation data: the complete files that the command line names, or the validation split.
 
     Args:
-      assembly: contains the configuration, the task and its batch.
-      overrides: command-line overrides, dotted key -> text. The run's own data files are not evaluated completely,
-        because the run was trained on most of them.
+      assembly: the run's assembly.
+      overrides: the command-line overrides, dotted key -> text. Without a data source or path in them, only the
+        validation split of the run's data is used, because the run was trained on the other examples.
 
     Raises:
       UserError: the data are missing or wrong, do not fit the task, or have no validation split.
@@ -72,7 +72,7 @@ def open_evaluation_data(assembly: Assembly, overrides: Mapping[str, str]) -> Sc
 
 
 def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tokenizer | None]:
-    """Returns the validation split, and the tokenizer of its tokens; None if they are not text."""
+    """Returns name -> examples of the validation split, and the tokenizer of the data; None if they are not text."""
     found = open_data(config, task)
     if not len(found.validation):
         fix = "--config.data.source=text --config.data.path=FILE" if task.unit == "tokens" else "the run's own data"
@@ -88,7 +88,10 @@ def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tok
 
 
 def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray | None:
-    """Returns the text bytes of each id, padded to the model's vocabulary; None if targets are not text."""
+    """Returns the number of text bytes of each token id, int [vocabulary]; None if the targets are not text.
+
+    Ids of the model's vocabulary that the tokenizer lacks have 0 bytes.
+    """
     task = assembly.task
     if tokenizer is None or tokenizer.byte_lengths is None or task.unit != "tokens":
         return None
@@ -99,15 +102,15 @@ def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray
 
 
 def evaluate_parts(assembly: Assembly, params: Params, scored: Scored) -> tuple[dict[str, Values], Values]:
-    """Evaluates the weights; returns name -> values of each part, and the values of all parts together.
+    """Evaluates the weights; returns name -> values for each part of the data, and the values for all parts together.
 
     Values are `loss`, `perplexity` (for tokens), `bits_per_byte` (for text), the task's metrics, the sum of the
     targets' weights under the name of the task's unit (`tokens`), and `bytes` (for text).
 
     Args:
-      assembly: the model with its jitted steps.
-      params: its weights.
-      scored: the data. All parts share one compiled step.
+      assembly: the run's assembly.
+      params: the weights, with the shapes and shardings of `assembly.state.params`.
+      scored: the data to evaluate on. All parts share one compiled step.
     """
     values, parts = dict[str, Values](), dict[str, Sums]()
     for name, examples in tqdm(scored.parts.items(), desc="evaluate", disable=None, leave=False):
@@ -120,7 +123,14 @@ def evaluate_parts(assembly: Assembly, params: Params, scored: Scored) -> tuple[
 
 
 def _values(sums: Sums, unit: str) -> Values:
-    """Returns the values of one row. Bits per byte: nats / ln 2 / bytes, over the same targets."""
+    """Converts sums over examples to the values of a row in the printed table; see `evaluate_parts`.
+
+    Bits per byte are nats / ln 2 / bytes, over the same targets.
+
+    Args:
+      sums: the result of `sum_over`, and `bytes` if the targets are text.
+      unit: the task's unit, such as `tokens`.
+    """
     of_task = means({name: value for name, value in sums.items() if name != "bytes"})
     values = {"loss": of_task.pop("loss")}
     if unit == "tokens":
@@ -134,7 +144,13 @@ def _values(sums: Sums, unit: str) -> Values:
 
 
 def table(found: Mapping[str, Values], total: Values, unit: str) -> str:
-    """Returns the values as a table for people: a row for each part, and one for all if there are several."""
+    """Returns the values as a text table: a row for each part of the data, and a row `all` if there are several parts.
+
+    Args:
+      found: name -> values for each part.
+      total: the values for all parts together.
+      unit: the task's unit, such as `tokens`.
+    """
     lines = [*found.items(), *([("all", total)] if len(found) > 1 else [])]
     names = list(dict.fromkeys(name for _, values in lines for name in values))
 
@@ -148,7 +164,13 @@ def table(found: Mapping[str, Values], total: Values, unit: str) -> str:
 
 
 def as_json(found: Mapping[str, Values], total: Values, **of_run: str | int) -> str:
-    """Returns a JSON object with `of_run`, `files` (each with its name) and `all`; non-finite values are null."""
+    """Returns the values as a JSON object with the keys `files` and `all`; non-finite values become null.
+
+    Args:
+      found: name -> values for each part of the data; a part becomes an element of `files`.
+      total: the values for all parts together, which become `all`.
+      of_run: further keys of the object, such as `step`.
+    """
 
     def numbers(values: Values) -> dict[str, float | None]:
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -180,7 +202,7 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the evaluation of one checkpoint of a workdir; returns the exit code.
+    """Prints the evaluation of one checkpoint of a run; returns the exit code.
 
     Raises:
       UserError: a wrong flag, configuration, checkpoint, or data.

@@ -35,7 +35,7 @@ from meshtrain.step.device_memory import StateBytes, training_state_bytes
 
 
 def text(assembly: Assembly) -> str:
-    """Returns the report of `explain`: parameters, mesh, batch, arrays, bytes per device, stages."""
+    """Returns the report that `explain` prints: parameters, mesh, batch, arrays, bytes per device, stages."""
     config, task = assembly.config, assembly.task
     shape = dict(assembly.mesh.shape)
     parts = [
@@ -61,7 +61,7 @@ def text(assembly: Assembly) -> str:
 
 
 def reduction_text(assembly: Assembly) -> list[str]:
-    """Returns one line about a custom or compressed gradient reduction and its bytes; [] for the plain sum."""
+    """Returns one line with the name and the sent bytes of a custom or compressed gradient reduction; [] for a sum."""
     replicas, shape = assembly.placed.replicas, assembly.mesh.shape
     reduction = assembly.extension.costs.reduction
     if reduction is None:
@@ -82,9 +82,10 @@ def batch_text(assembly: Assembly) -> str:
 
 
 def kernels_text(assembly: Assembly) -> list[str]:
-    """Returns a line for each part of the model (its kernel and the reason), and one about the devices' communication.
+    """Returns a line with the kernel of each part of the model and its reason, and a line for each exchange of data.
 
-    Tasks without a cost model have none.
+    An exchange is communication between devices, such as in context-parallel attention. Tasks without a cost model have
+    no lines.
     """
     lines = list[str]()
     for kernel in assembly.cost.kernels:
@@ -113,7 +114,12 @@ def user_options_text(config: Config) -> list[str]:
 
 
 def state_text(bytes_held: StateBytes, label: str) -> str:
-    """Returns one line with the bytes of the training state on one device; `label` names an extension's arrays."""
+    """Returns one line with the bytes of the training state on one device.
+
+    Args:
+      bytes_held: the bytes of each part of the state.
+      label: the name of an extension's arrays in the line.
+    """
     names = {"parameters": "parameters", "gradients": "gradients", "moments": "moments"}
     names |= {"extra": label} if bytes_held.extra else {}
     sizes = ", ".join(f"{name} {format_bytes(getattr(bytes_held, field))}" for field, name in names.items())

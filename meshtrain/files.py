@@ -35,7 +35,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     link at `path` is replaced, and its target is unchanged.
 
     Args:
-      path: the file to replace, whose permissions are kept, or to create; its folder exists.
+      path: the file to replace or to create, in an existing folder. A new file gets the permissions of the old file.
 
     Raises:
       OSError: the content cannot be written; `path` is unchanged.
@@ -59,7 +59,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Replaces a file by `content` atomically, a text as UTF-8; see `replacing`.
 
     Raises:
-      OSError: it cannot be written; `path` is unchanged.
+      OSError: the file cannot be written; `path` is unchanged.
     """
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -116,9 +116,9 @@ _OWN_FOLDERS = ("runs", "models", "configs", "data")  # names of local folders t
 
 
 def download_command(name: str) -> str:
-    """Returns how to download `OWNER/NAME` from Hugging Face, for the end of an error; '' for other paths.
+    """Returns a command that downloads `OWNER/NAME` from Hugging Face, as the fix in an error; '' for other paths.
 
-    If the folder OWNER exists here, the path is considered a mistyped path.
+    If a folder OWNER exists, the result is '': the path is probably a mistyped local path.
 
     >>> download_command("Qwen/Qwen3-0.6B")
     '`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`, then models/Qwen3-0.6B'
@@ -157,7 +157,7 @@ def pointer_problem(path: str | os.PathLike[str]) -> Problem | None:
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
-    """Returns the path with `~` and `~name` expanded; unchanged if there is no such user or the name is impossible."""
+    """Returns the path with `~` and `~USER` expanded; unchanged if the user is unknown or the name is impossible."""
     with contextlib.suppress(ValueError):
         return Path(os.path.expanduser(path))
     return Path(path)
@@ -191,12 +191,12 @@ def is_url(path: str) -> bool:
 
 
 def url_problems(key: str, path: str, command: str = "") -> list[Problem]:
-    """Returns an error line if one of these comma-separated paths is a URL whose scheme `key` does not support.
+    """Returns an error line if a path is a URL with a scheme that its option does not support, else [].
 
     Args:
-      key: the option, or the argument of `command`.
-      path: the text that the user wrote.
-      command: the command of the argument; '' for an option.
+      key: the dotted key of the option, or a flag or argument of `command`.
+      path: one path, or several separated by commas.
+      command: the command with this argument; '' for an option.
 
     >>> url_problems("--workdir", "gs://bucket/run")
     ["--workdir: got 'gs://bucket/run', a URL; allowed: a path of this machine; nearest: mount or copy it"]
@@ -235,10 +235,12 @@ def what_is_at(path: str | os.PathLike[str]) -> str:
 
 
 def open_folder(path: str | os.PathLike[str], held: contextlib.ExitStack) -> int:
-    """Opens a folder until the stack `held` closes, so that the system cannot reuse its inode for another folder.
+    """Opens a folder until the stack `held` closes, and returns its file descriptor.
+
+    While it is open, the system cannot reuse its inode for another folder.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: the folder cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     held.callback(os.close, descriptor)
@@ -246,7 +248,10 @@ def open_folder(path: str | os.PathLike[str], held: contextlib.ExitStack) -> int
 
 
 def is_same(path: str | os.PathLike[str], descriptor: int) -> bool:
-    """Returns whether the path still refers to this open file or folder; True if a network disk does not answer."""
+    """Returns whether a path still refers to the file or folder that is open with this file descriptor.
+
+    Returns True if the file system does not answer.
+    """
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError as error:
@@ -254,16 +259,16 @@ def is_same(path: str | os.PathLike[str], descriptor: int) -> bool:
 
 
 def target_problems(flag: str, path: str, example: str, endings: Sequence[str] = ()) -> list[Problem]:
-    """Returns an error line if a file cannot be written, else an empty list; call it before the work starts.
+    """Returns an error line if a command cannot write its output file, else []; call it before the command's work.
 
     Possible problems: the folder does not exist, the path is not a file, this user may not write it, or the name has
     another ending.
 
     Args:
-      flag: the argument that names the file, for the error.
-      path: the file; it need not exist.
-      example: a legal name, for the error.
-      endings: the allowed endings of its name, in lower case; if empty, any.
+      flag: the flag that names the file, for the error.
+      path: the file, which need not exist.
+      example: a legal file name, for the error.
+      endings: the allowed endings of the file name, in lower case; if empty, any ending is allowed.
     """
     if not path:
         return [Problem(flag, got="''", allowed="a file's name", nearest=example)]
@@ -292,7 +297,7 @@ def target_problems(flag: str, path: str, example: str, endings: Sequence[str] =
 
 
 def hash_of_sources(folder: Path) -> str:
-    """Returns a hash of all Python files below a folder and of their names: 12 hexadecimal digits."""
+    """Returns a hash of the names and contents of all Python files below a folder: 12 hexadecimal digits."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
@@ -300,5 +305,8 @@ def hash_of_sources(folder: Path) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Returns whether a text can be encoded as UTF-8: file names with other bytes contain lone surrogates in Python."""
+    """Returns whether a text can be encoded as UTF-8.
+
+    Python decodes a file name with other bytes to a text with lone surrogates, which cannot be encoded.
+    """
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -90,7 +90,7 @@ def _number_problems(arguments: argparse.Namespace) -> list[Problem]:
 
 
 def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[Problem]]:
-    """Returns the given prompts, and an error line for each problem of --prompt, --prompts, --stop and --out."""
+    """Returns the user's prompts, and an error line for each problem of --prompt, --prompts, --stop and --out."""
     problems = Problems()
     for stop in arguments.stop:
         if not stop or not is_utf8(stop):
@@ -117,7 +117,18 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[Problem]
 
 
 def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
-    """Returns the number of tokens to generate after prompts of at most `longest` tokens."""
+    """Returns the number of tokens to generate for each prompt.
+
+    Warns if the texts will be longer than the sequences of training.
+
+    Args:
+      asked: the value of --num-tokens; None: the default, reduced to the number that fits.
+      decode: the functions that generate tokens, with the model's limits.
+      longest: the number of tokens in the longest prompt.
+
+    Raises:
+      UserError: `asked` tokens do not fit after the longest prompt.
+    """
     room, trained = room_left(decode, longest), num_trained_left(decode, longest)
     if asked is not None and 0 <= room < asked:
         raise UserError(
@@ -139,9 +150,12 @@ def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
 
 
 def _heads(prompts: Sequence[Prompt], num_samples: int, *, continues: bool) -> list[str]:
-    """Returns the text to print before each generated text: a title if there are several, and the continued prompt.
+    """Returns the text to print before each generated text: a title if there are several texts, and the prompt.
 
-    The title of an answer includes its shortened prompt.
+    Args:
+      prompts: the prompts.
+      num_samples: the number of texts for each prompt.
+      continues: whether texts continue their prompts. If texts answer prompts, the shortened prompt is in the title.
     """
     heads = []
     for index, prompt in enumerate(prompts, start=1):
@@ -155,7 +169,7 @@ def _heads(prompts: Sequence[Prompt], num_samples: int, *, continues: bool) -> l
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints texts generated from the newest checkpoint of a workdir; returns the exit code.
+    """Prints texts generated with a run's weights, or writes them to a file; returns the exit code.
 
     Raises:
       UserError: a wrong flag, prompt, configuration, checkpoint or task.

@@ -1,4 +1,4 @@
-"""Makes a run's weights a model for the evaluation harness `lm_eval` (package lm-eval, the extra `eval`).
+"""Wraps a run's weights as a model for the evaluation harness `lm_eval` (package lm-eval, the extra `eval`).
 
 import lm_eval
 from meshtrain.harness import language_model
@@ -31,10 +31,15 @@ if TYPE_CHECKING:
 
 
 def language_model(workdir: str | Path, *words: str, step: int | None = None) -> "LM":
-    """Returns a run's weights as an `lm_eval.api.model.LM`; for the arguments see `harness.open_requests`.
+    """Returns a run's weights as an `lm_eval.api.model.LM`.
+
+    Args:
+      workdir: the run's folder.
+      words: overrides of the run's configuration as on a command line, such as `--config.mesh.tensor=4`.
+      step: the step of the checkpoint; None: the newest checkpoint.
 
     Raises:
-      UserError: see `harness.open_requests`; or the package lm-eval is missing.
+      UserError: there is no such run or checkpoint, the run is not a text model, or the package lm-eval is missing.
     """
     try:
         from lm_eval.api.model import LM
@@ -54,26 +59,29 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
 
         @property
         def tokenizer_name(self) -> str:
-            """Returns the name under which the harness caches requests."""
+            """Returns the tokenizer's name, under which the harness caches requests."""
             return answered.tokenizer.name
 
         def loglikelihood(self, requests: Sequence["Instance"], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            """Returns (log probability, whether greedy) for each (context, continuation)."""
+            """Returns the continuation's log probability, and whether it is the greedy one, for each request.
+
+            The arguments of a request are (context, continuation).
+            """
             likelihoods = answered.likelihoods([request.args for request in requests])
             return [(one.log_probability, one.is_greedy) for one in likelihoods]
 
         def loglikelihood_rolling(self, requests: Sequence["Instance"], disable_tqdm: bool = False) -> list[float]:
-            """Returns the log probability for each (text,)."""
+            """Returns the log probability of the text of each request."""
             return answered.rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests: Sequence["Instance"], disable_tqdm: bool = False) -> list[str]:
-            """Returns the text for each (prompt, options)."""
+            """Returns the generated text for each request, whose arguments are (prompt, options)."""
             return answered.generate([request.args for request in requests])
 
     return LanguageModel()
 
 
-MOST = 1_000_000  # limit of a length, a temperature or `top_k`
+MOST = 1_000_000  # the maximum length, temperature or `top_k` in a request
 MAX_GEN_TOKS = 256  # default of a request, the same as in the harness's models
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first given name is used
 _GIVEN = {"until": (), "do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -81,15 +89,15 @@ _GIVEN = {"until": (), "do_sample": False, "temperature": 1.0, "top_k": 0, "top_
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """Answers the three kinds of requests of the harness.
+    """Answers the harness's requests: likelihoods of continuations, likelihoods of complete texts, generated texts.
 
     Attributes:
-      assembly: for a task that `likelihoods.problems_of_task` accepts, on a mesh without a pipeline.
+      assembly: the run's assembly on a mesh without a pipeline; `likelihoods.problems_of_task` accepts its task.
       params: the weights, with the shapes and shardings of `assembly.state.params`.
       tokenizer: the tokenizer of the run. A text without a context follows the tokenizer's `begin` ids, or, without
         them, the end-of-document token. In the latter case the first token has a low probability, because training
         does not predict the first token of a document.
-      score: `likelihoods.scorer` of the assembly; it is compiled once.
+      score: the function that `likelihoods.scorer` returns for the assembly; it is compiled once.
     """
 
     assembly: Assembly
@@ -98,7 +106,11 @@ class Requests:
     score: Score
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
-        """Returns the likelihood of each continuation after its context, which may be empty."""
+        """Returns the likelihood of each continuation after its context.
+
+        Args:
+          pairs: the texts (context, continuation); a context may be empty.
+        """
         return self._score([self.encode_pair(*pair) for pair in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
@@ -108,11 +120,11 @@ class Requests:
         return [one.log_probability for one in self._score(pairs)]
 
     def generate(self, prompts: Sequence[tuple[str, Mapping[str, Json]]]) -> list[str]:
-        """Returns the text that follows each prompt, up to a stop string, an end of document, or its length.
+        """Returns the text generated after each prompt, up to a stop string, an end of document, or the maximum length.
 
         Args:
-          prompts: (text, the harness's options), which are `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k`
-            and `top_p`.
+          prompts: pairs (text, options). The harness's options are `until` (stop strings), `max_gen_toks`, `do_sample`,
+            `temperature`, `top_k` and `top_p`.
 
         Raises:
           UserError: an unsupported option, or an invalid value.
@@ -144,14 +156,17 @@ class Requests:
 
     @property
     def _beginning(self) -> list[int]:
-        """The ids before a text without a context: the `begin` ids, or the end of the previous document."""
+        """The token ids before a text without a context: the tokenizer's `begin` ids, or the end of a document."""
         return list(self.tokenizer.begin) or [self.tokenizer.end_id]
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
         return likelihoods.likelihoods(self.assembly, self.score, self.params, pairs)
 
     def _prompt(self, text: str, num_tokens: int) -> list[int]:
-        """Returns the last ids of a prompt that leave space for the new tokens, but at least half of the positions."""
+        """Returns the token ids of a prompt, shortened at its start to leave space for `num_tokens` new tokens.
+
+        At least half of the model's positions remain for the prompt.
+        """
         ids = self.tokenizer.encode(text) or [self.tokenizer.end_id]
         decode = generating.decode_of(self.assembly)
         positions = decode.max_positions or decode.trained_positions
@@ -192,11 +207,11 @@ def _number(given: Mapping[str, Json], name: str, least: float, most: float) -> 
 
 
 def open_requests(workdir: str | Path, *words: str, step: int | None = None) -> Requests:
-    """Opens a run's weights to answer requests.
+    """Loads a run's weights, to answer requests of the harness.
 
     Args:
       workdir: the run's folder.
-      words: overrides of its configuration as on a command line: `--config.mesh.tensor=4`.
+      words: overrides of the run's configuration as on a command line, such as `--config.mesh.tensor=4`.
       step: the step of the checkpoint; None: the newest checkpoint.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The training loop: step, log, evaluate, save, stop. It knows neither mesh nor model: its actions are arguments."""
+"""The training loop: step, log, evaluate, save, stop. It has no access to mesh or model: its actions are arguments."""
 
 import dataclasses
 import math
@@ -23,16 +23,17 @@ from meshtrain.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """When the loop logs, evaluates, saves and stops.
+    """The steps at which the loop logs, evaluates, saves and stops.
 
     Attributes:
-      num_steps: the step to stop after.
+      num_steps: the last step.
       log_every: steps between rows of metrics.
       eval_every: steps between evaluations; 0: evaluate after the last step only.
       save_every: steps between saves; 0: save after the last step only.
-      max_skipped_in_a_row: consecutive steps that may be skipped; training stops if a further step is skipped.
-      can_stop: whether `Actions.reason` may end the run. The saved history of evaluations may lack the evaluation of
-        the saved step. So if an evaluation is due at the step from which a run resumes, the run evaluates first.
+      max_skipped_in_a_row: the number of consecutive steps that may be skipped; training stops if a further step is
+        skipped.
+      can_stop: whether `Actions.reason` may end the run early. Then a run that resumes at a step with a due evaluation
+        evaluates first, because the saved history of evaluations may lack this evaluation.
     """
 
     num_steps: int
@@ -56,10 +57,10 @@ class Actions:
       write: (step, values) -> None: writes a row of metrics into the run's files.
       diagnose: (state, number, layer) -> text that names the first non-finite array and the checkpoint to resume from;
         `number` is the index from `guard.first_not_finite`.
-      drawn: step -> metric name -> examples consumed from each data source up to this step.
+      drawn: step -> {metric name: epochs or tokens consumed from a data source up to this step}.
       name: (number, layer) -> the name of the loss or gradient for which a step was skipped.
-      reason: (step, values of the evaluation) -> why the run ends here, the same in all processes; an empty text if
-        the run continues.
+      reason: (step, values of the evaluation) -> the reason why the run ends at this step, the same in all processes;
+        an empty text if the run continues.
       is_missing: step -> whether the evaluation at this step was due and has no row, because the process was
         interrupted before it.
       lost: () -> whether the run has to save and stop after this step, because one of the run's files was deleted.
@@ -108,17 +109,19 @@ def run(
     actions: Actions,
     observers: Observers,
 ) -> tuple[TrainState, dict[str, float | None]]:
-    """Runs the steps up to `when.num_steps`, or up to an evaluation that ends the run; returns the last state.
-
-    The returned values are from the last logged row and the last evaluation.
+    """Runs the steps up to `when.num_steps`, or up to an evaluation that ends the run.
 
     Args:
       state: the state after `start_step` steps; its buffers are donated, so the caller cannot use it afterwards.
-      start_step: the number of steps already done; `batches` yields the batches of the following steps, in order.
-      when: when to log, evaluate, save and stop.
+      start_step: the number of steps already done.
+      batches: yields the global batch of each step after `start_step`, in order.
+      when: the steps at which the loop logs, evaluates, saves and stops.
       throughput: computes the metrics of speed in each row.
       actions: the functions that the loop calls.
       observers: objects that observe the steps.
+
+    Returns:
+      The state after the last step, and metric name -> value in the last logged row and the last evaluation.
 
     Raises:
       TrainingStopped: more consecutive steps were skipped than the timetable allows, or the last step was not finite.
@@ -162,12 +165,18 @@ def run(
 
 
 def evaluate_first(step: int, state: TrainState, log: "Log") -> str:
-    """Evaluates the state from which a run resumes, if that evaluation is missing or may show that the run has ended.
+    """Evaluates the state from which a run resumes, if its evaluation is missing or may show that the run has ended.
 
-    A missing row and a missing rating are written now, before the next save deletes a checkpoint.
+    A missing evaluation is written into the metrics and recorded with the checkpoint now, before the next save deletes
+    a checkpoint.
+
+    Args:
+      step: the step from which the run resumes; 0 for a new run.
+      state: the state after this step.
+      log: writes the rows of metrics.
 
     Returns:
-      Why the run ends here; an empty text if it continues.
+      The reason why the run ends at this step; an empty text if it continues.
     """
     is_due = step > 0 and (step == log.when.num_steps or due(step, log.when.eval_every))
     is_missing = is_due and log.actions.is_missing(step)
@@ -181,7 +190,13 @@ def evaluate_first(step: int, state: TrainState, log: "Log") -> str:
 
 
 def save_before(step: int, state: TrainState, log: "Log") -> None:
-    """Saves the state before a step whose batch cannot be read, and prints a line about it."""
+    """Saves the state before a step whose batch cannot be read, and prints a line about the save.
+
+    Args:
+      step: the step whose batch cannot be read.
+      state: the state after the previous step.
+      log: writes the rows of metrics.
+    """
     log.completed(log.clock.drain(), state)
     with log.clock.pause(), log.observers.watchdog.patient():
         log.actions.write(step - 1, log.actions.save(step - 1, state))
@@ -192,7 +207,11 @@ def save_before(step: int, state: TrainState, log: "Log") -> None:
 def dispatch(
     step: int, state: TrainState, batches: Iterator[Mapping[str, jax.Array]], log: "Log"
 ) -> tuple[TrainState, Mapping[str, jax.Array]]:
-    """Takes the next batch and starts a step; returns its state and metrics, which the devices compute later."""
+    """Takes the next batch and starts a step; returns the new state and the metrics, which the devices compute later.
+
+    Raises:
+      UserError, OSError: the batch cannot be read; a single process saves the state first.
+    """
     actions, observers = log.actions, log.observers
     try:
         with log.clock.waiting_for_data():
@@ -212,7 +231,17 @@ def dispatch(
 
 @dataclasses.dataclass
 class Log:
-    """Writes rows of metrics to the run's files, to the terminal, and to `latest`, which `run` returns."""
+    """Writes rows of metrics to the run's files and to the terminal.
+
+    Attributes:
+      when: the steps at which a row is due.
+      throughput: computes the metrics of speed.
+      actions: the functions that the loop calls.
+      observers: objects that observe the steps.
+      clock: measures the times of steps.
+      latest: metric name -> value in the last row and the last evaluation; `run` returns it.
+      uneven: warns if the load of experts is uneven for a long time.
+    """
 
     when: Timetable
     throughput: Throughput
@@ -223,15 +252,17 @@ class Log:
     uneven: Uneven = dataclasses.field(default_factory=lambda: Uneven(EXPERT_PARTS))
 
     def completed(self, steps: Iterable[CompletedStep], state: TrainState) -> None:
-        """Counts completed steps, and writes a row if it is due. The first, last and fatal step always have a row.
+        """Records completed steps, and writes a row of metrics if one is due.
+
+        The first step, the last step, and a step that stops training always have a row.
 
         Args:
-          steps: completed steps in the order of time.
+          steps: the completed steps, in the order of time.
           state: the newest state, with the weights after the last good step: skipped steps do not change them.
 
         Raises:
-          TrainingStopped: the guard has skipped too many; with the values of the step, the cause, and the last good
-            checkpoint.
+          TrainingStopped: the guard has skipped too many consecutive steps. The message contains the values of the
+            step, the cause, and the last good checkpoint.
         """
         for done in steps:
             self._complete(done, state)
@@ -279,7 +310,11 @@ def due(step: int, every: int) -> bool:
 
 
 def num_skipped_in_a_row(metrics: Mapping[str, jax.Array]) -> int:
-    """Returns how many consecutive steps the guard skipped, up to the step with these metrics. Waits for that step."""
+    """Returns the number of consecutive steps that the guard has skipped, up to and including a step.
+
+    Args:
+      metrics: the metrics of the step, which may still be in progress; the function waits for it.
+    """
     return int(metrics[guard.IN_A_ROW])
 
 
@@ -292,13 +327,17 @@ def too_many_skipped(done: CompletedStep, when: Timetable) -> bool:
 
 
 def first_not_finite(done: CompletedStep) -> tuple[int, int]:
-    """Returns (number, layer) of the first non-finite value of a skipped step; see `guard.name_of_gradient`."""
+    """Returns the index and the layer of the first non-finite value of a skipped step, for `guard.name_of_gradient`.
+
+    The index is 0 for the loss, n + 1 for the gradient of parameter n, and negative for other causes. The layer is -1
+    if it is unknown.
+    """
     values = scalars(done.result)
     layer = values[guard.ITS_LAYER] if guard.ITS_LAYER in values else -1
     return int(values[guard.FIRST_NOT_FINITE]), int(layer)
 
 
 def ends_badly(done: CompletedStep, when: Timetable) -> bool:
-    """Returns whether this is the last step, and its loss or its gradient norm is not finite."""
+    """Returns whether a completed step is the run's last step and its loss or gradient norm is not finite."""
     values = scalars(done.result)
     return done.step == when.num_steps and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))

@@ -1,6 +1,7 @@
 """Defines options (dataclass fields with a description and bounds), and imports functions and modules by name.
 
-Imported are functions that an option names, from an optional package or the user's code, and our modules at the start.
+An option can name a function of an optional package or of the user's code. The modules of a command are imported here
+too, when the command starts.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from meshtrain.files import url_problems
 # Options are used in int32 and float32 arrays, where larger values would overflow.
 MOST = {int: 2**31 - 1, float: 3.4e38}
 
-WITH_OPTIONS = "function with options"  # a value for the argument `names` of `option`
+WITH_OPTIONS = "function with options"  # a value of the argument `names` of `option`
 
 Value: TypeAlias = Any  # an option's value: a number, a bool or a text; of any type until it is checked
 Values: TypeAlias = dict[str, Value]  # key of an option -> value; keys are dotted if groups are flattened
@@ -53,7 +54,8 @@ class ExtensionPoint:
     optional_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-# Keys are keys of options. Other built-in names are choices of the option; `function.options` are custom options.
+# Key of an option -> its extension point. Built-in names of the core are `choices` of the option. A user's function may
+# have an attribute `options` with its own options.
 EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
     "task": ExtensionPoint(
         ("config", "placement"),
@@ -90,7 +92,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
 }
 
 
-# Flag of a command of the core -> the module of an optional package that does it.
+# Flag of a command of the core -> the module of an optional package that implements the flag.
 FLAGS: Mapping[str, str] = {
     "--html": "meshtrain.report.plan_pages",
     "--scaling": "meshtrain.report.scaling.command",
@@ -99,7 +101,7 @@ FLAGS: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Except:
-    """All values except one, for use in `only_for`."""
+    """A container of all values except `value`, for the argument `only_for` of `option`."""
 
     value: object
 
@@ -122,16 +124,18 @@ def option(
     """Returns a dataclass field with its default, one line of description, and its bounds.
 
     Args:
-      default: the value if the user gives none.
-      text: one line for `python -m meshtrain config`, with the unit if there is one.
-      choices: the legal names, for an option with a list of names, or a function (see `names`).
+      default: the value that the option has if the user does not set it.
+      text: a description of one line, with the unit; `python -m meshtrain config` prints it.
+      choices: the legal names if the option is one of several names; if it can also name a function (see `names`), the
+        built-in names.
       minimum: the smallest legal number.
       maximum: the largest legal number; None for the largest int32 or float32.
-      only_for: condition -> its values for which this option is used; None: it is always used. A condition is a field
-        of the same class, the dotted key of another field, `mesh.NAME`, or a statement such as "all weights are
-        trained" (see `config/unused_options.py`). If several conditions fail, users see the last one as the reason.
+      only_for: condition -> the values of the condition for which this option is used; None: it is always used. A
+        condition is a field of the same class, the dotted key of another field, `mesh.NAME`, or a statement such as
+        "all weights are trained" (see `config/unused_options.py`). If several conditions fail, users see the last of
+        them as the reason.
       dim: the logical axis of weights whose size is this number or a multiple of it; error lines about that size name
-        this option. Empty: none.
+        this option. '': the option sets no size.
       names: the kind of name in a text: `path` (not a URL), `function` (imported from `package.module:function`),
         WITH_OPTIONS (a function whose attribute `options` adds options to this group, see `add_user_options`), or ''.
         The key of an option that names a function is listed in `EXTENSION_POINTS`.
@@ -153,12 +157,15 @@ def option(
 def unused(
     options: Options, path: str, known: Mapping[str, Value] | None = None, inherited: Conditions | None = None
 ) -> dict[str, str]:
-    """Returns dotted key -> reason for each unused field; the reason is `key=value`, or a statement (see `option`).
+    """Returns dotted key -> reason for each option that has no effect because a condition in its `only_for` fails.
+
+    The reason is the failed condition: `key=value`, or a statement.
 
     Args:
-      options: a frozen dataclass; nested dataclasses are included.
-      path: its dotted key in the configuration; '' for a complete configuration.
-      known: values of conditions outside of the class; unknown conditions are considered true.
+      options: a frozen dataclass of options; nested dataclasses are included.
+      path: the dotted key of `options` in the configuration; '' for a complete configuration.
+      known: condition -> value, for conditions that are not fields of `options`. Conditions without a value are
+        considered true.
       inherited: conditions that apply to all fields: `only_for` of the field that contains these options.
     """
     prefix, known, result = f"{path}." if path else "", known or {}, dict[str, str]()
@@ -180,7 +187,7 @@ def unused(
 
 @dataclasses.dataclass(frozen=True)
 class NoOptions:
-    """The options of a user's function that defines none."""
+    """An empty options class, for a user's function without an attribute `options`."""
 
 
 def function_field(options: Options) -> str:
@@ -190,14 +197,16 @@ def function_field(options: Options) -> str:
 
 
 def add_user_options(options: Options, path: str, name: Value) -> Options:
-    """Returns default options, extended by the options of the function in the field `function_field(options)`.
+    """Returns default options, extended by the options of the function that the field `function_field(options)` names.
 
-    The class of the result has both classes as bases, so that the function gets an object of its class.
+    The class of the result inherits from the function's options class and from the class of `options`, so the function
+    gets an object of its options class.
 
     Args:
-      options: defaults of the class with the field that selects the function.
-      path: their dotted key in the configuration.
-      name: the value of that field; for a built-in name of the core the result is `options`.
+      options: the default options of a group, such as `optimizer`, with the field that selects the function.
+      path: the dotted key of the group in the configuration.
+      name: the value of this field: `package.module:function`, or a built-in name. For a built-in name of the core, the
+        result is `options`.
 
     Raises:
       UserError: one line: there is no such function, or its options are invalid.
@@ -221,7 +230,7 @@ def _join_classes(own: OptionsClass, group: OptionsClass) -> OptionsClass:
 
 
 def user_options(options: Options) -> Values:
-    """Returns field -> value for the options that a function has added, see `add_user_options`."""
+    """Returns name -> value of the options that `add_user_options` has added to a group."""
     own: OptionsClass = type(options).__bases__[0]
     names = [field.name for field in dataclasses.fields(own)] if dataclasses.is_dataclass(own) else []
     return {name: getattr(options, name) for name in names if name != function_field(options)}
@@ -254,10 +263,15 @@ def options_problem(key: str, name: str, options: UserObject) -> Problem | None:
 
 
 def _shared_problem(path: str, own: type, group: Options) -> Problem | None:
-    """Returns a problem if a user's option has the name of an existing option but another default; None otherwise.
+    """Returns a problem if a function's option has the name of an existing option but another default, else None.
 
     A saved configuration contains all defaults. It would contain the existing default, and nobody could see whether the
     user chose it.
+
+    Args:
+      path: the dotted key of the group in the configuration.
+      own: the options class of the function.
+      group: the default options of the group.
     """
     for field in dataclasses.fields(own):
         default = getattr(group, field.name, field.default)
@@ -272,9 +286,13 @@ def _shared_problem(path: str, own: type, group: Options) -> Problem | None:
 
 
 def problems(options: Options, path: str) -> list[Problem]:
-    """Returns a problem for each field of a frozen dataclass that violates its choices or bounds, or is a URL.
+    """Returns a problem for each option that violates its choices or bounds, or is an unsupported URL.
 
-    A function that replaces a choice is imported.
+    A function that an option names is imported.
+
+    Args:
+      options: a frozen dataclass of options; nested dataclasses are included.
+      path: the dotted key of `options` in the configuration; '' for a complete configuration.
     """
     found = list[Problem]()
     for field in dataclasses.fields(options):
@@ -299,7 +317,7 @@ def problems(options: Options, path: str) -> list[Problem]:
 
 @functools.cache
 def plugin_names(key: str) -> tuple[str, ...]:
-    """Returns the names that installed optional packages add to an option."""
+    """Returns the built-in names that installed optional packages add to the option with this key."""
     packages = {name: ".".join(place.split(".")[:2]) for name, place in EXTENSION_POINTS[key].optional_names.items()}
     return tuple(name for name, package in packages.items() if importlib.util.find_spec(package))
 
@@ -307,16 +325,16 @@ def plugin_names(key: str) -> tuple[str, ...]:
 def import_function(key: str, name: str, names: Sequence[str], near: str = "") -> UserObject:
     """Imports a module and returns its function with this name.
 
-    The current folder is searched last.
+    The current folder is the last folder that is searched for the module.
 
     Args:
-      key: the option with the name.
+      key: the option that names the function.
       name: `package.module:function`, where dots after the colon lead into classes; or an element of `plugin_names`.
       names: the built-in values of the option, for errors.
-      near: the suggested value; '': the first.
+      near: the suggested value in errors; '': the first of `names`.
 
     Raises:
-      UserError: one line: the name has another form, its module cannot be imported or lacks it, or it is not callable.
+      UserError: one line: the name has another form, its module cannot be imported, or the module has no such function.
     """
     if name in plugin_names(key):
         place, _, attribute = EXTENSION_POINTS[key].optional_names[name].partition(":")
@@ -357,7 +375,14 @@ def _fitting(module: ModuleType, num_arguments: int) -> list[str]:
 
 
 def function_problems(key: str, name: str, names: Sequence[str], near: str = "") -> list[Problem]:
-    """Returns the problem of `import_function`; none for a built-in name, or if the function can be imported."""
+    """Returns a problem if an option names a function that cannot be imported, else [].
+
+    Args:
+      key: the option.
+      name: the value of the option; for a built-in name, nothing is imported.
+      names: the built-in values of the option.
+      near: the suggested value in errors; '': the first of `names`.
+    """
     return [] if name in names else refusals(import_function, key, name, names, near)
 
 
@@ -376,16 +401,17 @@ def call_user_function(
 
     Args:
       key: the option.
-      name: its value.
+      name: the value of the option.
       names: the built-in values of the option, for errors.
       given: the positional arguments, as listed in `EXTENSION_POINTS`.
-      takes: the arguments as text, for errors.
-      gives: the required result as text, for errors.
-      fix: the nearest fix, for errors.
-      call: the values of the arguments as text, after the exception in errors.
+      takes: a description of the arguments, for errors.
+      gives: a description of the required result, for errors.
+      fix: the suggested fix, for errors.
+      call: the values of the arguments as text, which errors contain after the exception.
 
     Raises:
-      UserError: raised by the function, or one line: there is no such function, it takes other arguments, or it raises.
+      UserError: the function raises it; or one line: there is no such function, it takes other arguments, or it raises
+        another exception.
     """
     function = import_function(key, name, names)
     try:
@@ -404,9 +430,15 @@ def call_user_function(
 
 
 def user_check(key: str, name: str, function: UserObject, given: Sequence[Any]) -> list[Problem]:
-    """Calls a function's attribute `check` with `given`; returns a problem for each of its lines, none without a check.
+    """Calls a function's attribute `check`; returns a problem for each text that it returns, [] if there is no `check`.
 
     An exception in a user's check is also returned as a problem.
+
+    Args:
+      key: the option that names the function.
+      name: the value of the option.
+      function: the function, which may have an attribute `check`.
+      given: the positional arguments of `check`.
     """
     if not hasattr(function, "check"):
         return []
@@ -425,7 +457,12 @@ def user_check(key: str, name: str, function: UserObject, given: Sequence[Any]) 
 
 @contextlib.contextmanager
 def wrap_user_errors(problem: Problem, call: str = "") -> Iterator[None]:
-    """Converts an exception of a user's code in the block to UserError: `problem`, the exception, then `call`."""
+    """Context manager: converts an exception of a user's code in the block to a UserError.
+
+    Args:
+      problem: the problem, to whose fault the exception is added.
+      call: a text that follows the exception, such as the arguments of the call.
+    """
     try:
         yield
     except UserError:
@@ -479,7 +516,7 @@ def function_name(given: UserObject) -> str:
 
 
 def flag_problems(flag: str, value: str) -> list[Problem]:
-    """Returns an error line if a flag in `FLAGS` has a value and its optional package is not installed."""
+    """Returns an error line if the user sets a flag in `FLAGS` whose optional package is not installed, else []."""
     package = ".".join(FLAGS[flag].split(".")[:2])
     if not value or importlib.util.find_spec(package):
         return []
@@ -494,7 +531,7 @@ def flag_problems(flag: str, value: str) -> list[Problem]:
 
 
 def flag_module(flag: str) -> ModuleType:
-    """Imports the module of an optional package for a flag for which `flag_problems` returns nothing."""
+    """Imports and returns the module that implements a flag in `FLAGS`; call it if `flag_problems` returns []."""
     return import_modules(FLAGS[flag])[0]
 
 
@@ -509,7 +546,8 @@ def import_modules(*names: str) -> list[ModuleType]:
       names: dotted names, imported in this order.
 
     Raises:
-      UserError: JAX rejects a variable, or a package on the path is broken or a different one.
+      UserError: JAX rejects an environment variable, or another installed package is broken or is a different package
+        of the same name.
     """
     if all(name in sys.modules for name in names):
         return [sys.modules[name] for name in names]
@@ -529,7 +567,7 @@ def import_modules(*names: str) -> list[ModuleType]:
 
 
 def _refusal(error: Exception) -> Problem | None:
-    """Returns a problem for a variable or package that prevents imports; None for our own bugs."""
+    """Returns the problem of the environment variable or package that made an import fail; None for a bug."""
     named = [name for name in os.environ if name.startswith("JAX_") and name.lower() in str(error).lower()]
     if named:
         name = max(named, key=len)

@@ -60,8 +60,8 @@ def train(
         print(result.values["eval_loss"])
 
     Args:
-      config: a ConfigDict as `meshtrain.config.default` returns it, a dict of the values that differ from the defaults,
-        or a frozen `Config`.
+      config: a ConfigDict from `meshtrain.default`, a dict of the values that differ from the defaults, or a frozen
+        `Config`.
       directory: the run's folder, for configuration, metrics and checkpoints.
       make_task: a task function (config, placement) -> Task; None: the function that `config.task` names.
       make_data: a function config -> `data.dataset.Dataset`; None: the dataset that `config.data` describes.
