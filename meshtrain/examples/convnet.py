@@ -3,7 +3,7 @@
 b: images in a microbatch, H: height, W: width, C: channels of an image, F: filters, h = H // 2, w = W // 2, M: hidden
 width, K: classes.
 
-Normalization is over groups of channels of one image (Wu and He 2018). BatchNorm's statistics depend on the batch:
+Normalization is over groups of channels of one image (Wu and He 2018). The statistics of BatchNorm depend on the batch:
 results would depend on the mesh and the microbatches, and a state in addition to the weights would be needed.
 """
 
@@ -27,7 +27,7 @@ from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
 from meshtrain.step.precision import compute_dtype, in_fp8
 
-# Folded into an image's key, so that each use has independent random numbers.
+# Numbers that are folded into an image's key, so that each use has independent random numbers.
 SHIFT, AFTER_POOLING, AFTER_HIDDEN = range(3)
 WINDOW = 3  # the size of a convolution's kernel in pixels
 IMAGES = ("digits", "idx")  # sources of images
@@ -49,19 +49,20 @@ class ConvnetOptions:
 
 
 class ConvNet(nnx.Module):
-    """Two convolutions with GroupNorm, max pooling, a dense layer and the head. Weights carry their logical axes.
+    """A classifier of images: two convolutions with GroupNorm, max pooling, a dense layer and the head.
 
-    Maps images [b, H, W, C] in the dtype of the weights to logits [b, K].
+    It maps images [b, H, W, C] in the compute dtype to logits [b, K]. The metadata of each weight has the weight's
+    logical axes.
     """
 
     def __init__(self, options: ConvnetOptions, dtype: DTypeLike, placement: Placement, rngs: nnx.Rngs) -> None:
-        """Declares the weights, float32.
+        """Creates the weights, float32.
 
         Args:
-          options: the sizes.
-          dtype: the dtype of products; norms are computed in float32.
-          placement: the shardings of activations.
-          rngs: the stream `params` initializes the weights.
+          options: sizes of images and layers, and dropout.
+          dtype: dtype of convolutions and matmuls; norms are computed in float32.
+          placement: determines the shardings of activations.
+          rngs: random number streams; the stream `params` initializes the weights.
         """
         of, filters = options, options.filters
         self.options, self.placement = options, placement
@@ -84,7 +85,12 @@ class ConvNet(nnx.Module):
         self.head = dense(of.hidden, of.num_classes, kernel_init=small, bias_init=_zeros(None))
 
     def __call__(self, images: jax.Array, keys: jax.Array | None) -> jax.Array:
-        """Returns the logits; `keys` [b] are used for dropout, None disables dropout."""
+        """Returns the logits [b, K] of images [b, H, W, C].
+
+        Args:
+          images: scaled pixels [b, H, W, C] in the compute dtype.
+          keys: a random key for each image's dropout, [b]; None: no dropout.
+        """
         rate = self.options.dropout_rate if keys is not None else 0.0
         keys = jnp.zeros((len(images),)) if keys is None else keys
         place = self.placement.activation
@@ -100,7 +106,7 @@ class ConvNet(nnx.Module):
 
 
 def _he(*axes: str | None) -> Initializer:
-    """Returns an initializer for weights before a ReLU (He et al. 2015) with logical axes as metadata."""
+    """Returns an initializer for weights before a ReLU (He et al. 2015) that stores these logical axes as metadata."""
     return nnx.with_metadata(nnx.initializers.he_normal(), axes=axes)
 
 
@@ -111,16 +117,16 @@ def _zeros(*axes: str | None) -> Initializer:
 def convnet(
     options: ConvnetOptions, *, batch_size: int, dtype: DTypeLike = jnp.float32, placement: Placement | None = None
 ) -> Task:
-    """Returns the task: cross-entropy of the labels, and the metric `accuracy`.
+    """Returns the task of training `ConvNet`, with the cross-entropy of labels as loss and the metric `accuracy`.
 
-    A batch contains images uint8 [B, H, W, C], labels int32 [B] and weights float32 [B], 0 for padding. The parameters
-    are the weights of `ConvNet`, under the names of its modules.
+    A batch contains `images` uint8 [B, H, W, C], `labels` int32 [B] and `weights` float32 [B], 0 for padding. The
+    parameters are the weights of `ConvNet`, under the names of its modules.
 
     Args:
-      options: each field is within its bounds, and the combination was checked.
+      options: options of the network, checked already.
       batch_size: B, images in a global batch.
-      dtype: the dtype of products; norms, the softmax and the loss are in float32.
-      placement: the shardings; None for a single device.
+      dtype: dtype of convolutions and matmuls; norms, the softmax and the loss are in float32.
+      placement: determines the shardings of weights and activations; None for a single device.
     """
     placement = placement or Placement.single_device()
     build = functools.partial(ConvNet, options, dtype, placement)
@@ -163,12 +169,12 @@ def convnet(
 
 
 def shift(images: jax.Array, keys: jax.Array, most: int) -> jax.Array:
-    """Shifts each image by -most .. most pixels down and to the right; the border is filled with zeros.
+    """Returns images shifted at random by -most .. most pixels, vertically and horizontally; zeros fill the border.
 
     Args:
       images: [b, H, W, C], any dtype.
-      keys: a key for each image, [b]; the shift depends only on this key.
-      most: pixels; 0 returns the images unchanged.
+      keys: a random key for each image, [b]; the shift depends only on this key.
+      most: maximum shift in pixels; 0 returns the images unchanged.
     """
     if most == 0:
         return images
@@ -182,7 +188,7 @@ def shift(images: jax.Array, keys: jax.Array, most: int) -> jax.Array:
 
 
 def flops_per_image(options: ConvnetOptions) -> float:
-    """Returns the FLOPs of one image's forward and backward pass: 2 for each multiplication by a weight.
+    """Returns the model FLOPs of one image's forward and backward pass: 2 for each multiplication by a weight.
 
     The backward pass has twice the FLOPs of the forward pass, except for the first convolution, whose input needs no
     gradient. A kernel of 3 x 3 at each of H x W pixels overlaps the image at (3 H - 2) (3 W - 2) positions.
@@ -204,8 +210,8 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each conflict between a convnet's options, or between options and data.
 
     Args:
-      config: with `ConvnetOptions` as its model, each field within its own bounds.
-      mesh_shape: the size of each mesh axis; another check verifies for all tasks which axes they support.
+      config: configuration with `ConvnetOptions` as its model; each field is within its bounds.
+      mesh_shape: mesh axis -> size; not used here, because a check for all tasks verifies the supported axes.
     """
     options, problems = config.model, source_problems(config, IMAGES, "images")
     if in_fp8(config.precision):

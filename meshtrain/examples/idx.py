@@ -1,8 +1,8 @@
 """Reads images and labels from IDX files, the format of MNIST, uncompressed or compressed by gzip.
 
 A file starts with a magic number: two zero bytes, the type of the elements, the number of dims. The size of each dim
-follows as a big-endian uint32, then the elements in C order. The elements here are unsigned bytes, so images [N, H, W]
-have the magic number 0x00000803 and labels [N] 0x00000801.
+follows as a big-endian uint32, then the elements in C order. Images and labels are unsigned bytes, so images [N, H, W]
+have the magic number 0x00000803, and labels [N] have 0x00000801.
 """
 
 import gzip
@@ -27,7 +27,7 @@ _MOST_GROWTH = 1032  # the maximum expansion factor of deflate (zlib's technical
 
 
 def labels_of(images: Path) -> Path:
-    """Returns the path of the labels that belong to a file of images: the name with `labels` and `idx1`.
+    """Returns the path of the labels for a file of images: `images` and `idx3` in its name become `labels` and `idx1`.
 
     >>> labels_of(Path("mnist/train-images-idx3-ubyte.gz")).as_posix()
     'mnist/train-labels-idx1-ubyte.gz'
@@ -36,13 +36,13 @@ def labels_of(images: Path) -> Path:
 
 
 def find_images(paths: str, key: str) -> tuple[list[Path], list[Problem]]:
-    """Returns the image files that an option names, and an error line for each problem in their headers.
+    """Returns the image files that an option's value matches, and an error line for each problem in their headers.
 
-    The labels of each image file are in the same folder, in the file `labels_of`.
+    The headers of the label files (`labels_of` each image file) are checked as well. All images must have one size.
 
     Args:
-      paths: files or globs, comma separated.
-      key: the option, for error lines.
+      paths: value of the option: files or globs of image files, comma separated.
+      key: name of the option, for error lines.
     """
     if not paths.strip():
         return [], [
@@ -91,16 +91,16 @@ def find_images(paths: str, key: str) -> tuple[list[Path], list[Problem]]:
 
 
 def header(path: Path, magic: int, key: str) -> tuple[int, ...]:
-    """Reads the header of a file and returns the size of each dim.
+    """Reads the header of an IDX file and returns the size of each dim: (N, H, W) of images, (N,) of labels.
 
     Args:
-      path: the file.
+      path: the file, uncompressed or compressed.
       magic: the expected magic number, `IMAGES` or `LABELS`.
-      key: the option that names the file, for errors.
+      key: name of the option that contains the path, for error lines.
 
     Raises:
-      UserError: the file is missing or unreadable, has another magic number, has a dim of size 0, or has another size
-        than its header requires.
+      UserError: the file is missing or unreadable, has another magic number, or has a dim of size 0. The error is also
+        raised if an uncompressed file has another size than its header requires, or a compressed file is too small.
     """
     num_dims = magic & 0xFF
     with _open(path, magic, key) as file:
@@ -124,11 +124,16 @@ def header(path: Path, magic: int, key: str) -> tuple[int, ...]:
 
 
 def read(path: Path, magic: int, key: str) -> np.ndarray:
-    """Returns the elements of a file, uint8: images [N, H, W] or labels [N]; for the arguments see `header`.
+    """Returns the elements of an IDX file, uint8: images [N, H, W] or labels [N].
+
+    Args:
+      path: the file, uncompressed or compressed.
+      magic: the expected magic number, `IMAGES` or `LABELS`.
+      key: name of the option that contains the path, for error lines.
 
     Raises:
-      UserError: see `header`; or the compressed file is damaged, or contains fewer or more bytes than its header
-        requires.
+      UserError: `header` rejects the file, the file's compressed data are damaged, or it contains fewer or more bytes
+        than its header requires.
     """
     dims = header(path, magic, key)
     num_elements = math.prod(dims)
@@ -144,10 +149,14 @@ def read(path: Path, magic: int, key: str) -> np.ndarray:
 
 
 def read_pairs(files: Sequence[Path], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the concatenated images [N, H, W] and labels [N] of some image files, both uint8.
+    """Returns the images [N, H, W] of some image files, and their labels [N], both concatenated and uint8.
+
+    Args:
+      files: image files; the labels are read from `labels_of` each file.
+      key: name of the option that contains the paths, for error lines.
 
     Raises:
-      UserError: one line for each file that `read` rejects.
+      UserError: has one line for each file that `read` rejects.
     """
     arrays, problems = dict[int, list[np.ndarray]]({IMAGES: [], LABELS: []}), Problems()
     for path in files:
@@ -185,10 +194,12 @@ def _is_compressed(path: Path) -> bool:
 
 
 def _bytes(file: BinaryIO, most: int, path: Path, key: str) -> bytes:
-    """Returns the next bytes of a file, at most `most`; fewer at its end.
+    """Returns the next `most` bytes of an open file, decompressed, or fewer bytes at the end of the file.
+
+    `path` and the option `key` are for error lines.
 
     Raises:
-      UserError: it cannot be read, or the compressed data are damaged or incomplete.
+      UserError: the file cannot be read, or its compressed data are damaged or incomplete.
     """
     parts, left = list[bytes](), most
     try:

@@ -27,7 +27,7 @@ DIGITS = Path(__file__).parent / "digits" / "images-idx3-ubyte.gz"
 
 @dataclasses.dataclass(frozen=True)
 class ImageOptions(DataOptions):
-    """The options of the sources `digits` and `idx`."""
+    """The options of the data sources `digits` and `idx`."""
 
     validation_fraction: float = option(
         0.05, "share of the images kept for validation, 0 to below 1", minimum=0, only_for={"validation_path": ("",)}
@@ -36,11 +36,11 @@ class ImageOptions(DataOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Images by index, each a dict: images uint8 [H, W, 1], labels int32 [], weights float32 [], which are 1.
+    """A sequence of examples: `images` uint8 [H, W, 1], `labels` int32 scalar, and `weights`, the float32 scalar 1.
 
     Attributes:
-      pixels: uint8 [N, H, W], 0 is the background.
-      labels: [N], any integer dtype.
+      pixels: all images, uint8 [N, H, W]; 0 is the background.
+      labels: class of each image, [N], any integer dtype.
     """
 
     pixels: np.ndarray
@@ -55,18 +55,20 @@ class Images:
 
 
 def open_images(options: ImageOptions, asked: DataRequest) -> Dataset:
-    """Opens the digits, or the IDX files of `data.path`; all images are in memory.
+    """Returns the dataset of the included digits, or of the IDX files of `data.path`; all images are in memory.
 
     Without validation files, the images with the smallest hashes of their pixels are the validation set. So the split
-    of an image does not depend on its position in the files. Copies of an image are in the same split, except for the
-    image with the largest hash in the validation set.
+    of an image does not depend on its position in the files. Copies of an image are in the same split, except for
+    copies of the image with the largest hash in the validation set.
 
     Args:
-      options: with the source `digits` or `idx`.
-      asked: the data request; checked are the entries `images` [B, H, W, 1] and `labels`, if the task has them.
+      options: data options with the source `digits` or `idx`.
+      asked: the data request. If the task's batch has the entries `images` [B, H, W, 1] and `labels`, the size of
+        images and the number of classes are checked.
 
     Raises:
-      UserError: one line for each missing or wrong file, for images of another size, and for labels that are too large.
+      UserError: has one line for each missing or wrong file, for images of another size, and for labels that are too
+        large.
     """
     key, key_of_validation, what = "data.path", "data.validation_path", "handwritten digits (UCI, Alpaydin and Kaynak)"
     if options.source == "digits":
@@ -94,10 +96,11 @@ def open_images(options: ImageOptions, asked: DataRequest) -> Dataset:
 
 
 def open_each(options: ImageOptions, asked: DataRequest) -> dict[str, Images]:
-    """Opens each IDX file of images separately, without a validation split; returns path in `data.path` -> images.
+    """Returns the examples of each IDX file of `data.path`, by path, without a validation split.
 
     Raises:
-      UserError: see `open_images`.
+      UserError: has one line for each missing or wrong file, for images of another size than the task's, and for labels
+        that are too large.
     """
     key = "data.path"
     pairs = {str(path): read_pairs([path], key) for path in _files(options.path, key)}
@@ -115,7 +118,13 @@ def _files(paths: str, key: str) -> list[Path]:
 
 
 def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: DataRequest) -> list[Problem]:
-    """Returns an error line if the images do not have the task's size, and one if labels exceed the task's classes."""
+    """Returns an error line if images do not have the task's size, and an error line if labels exceed its classes.
+
+    Args:
+      key: name of the option that contains the paths, for error lines.
+      pair: images uint8 [N, H, W] and labels [N].
+      asked: the data request with the task's batch and the number of classes.
+    """
     pixels, labels = pair
     height, width = pixels.shape[1:]
     size = asked.batch["images"].shape[1:] if "images" in asked.batch else ()
@@ -150,7 +159,13 @@ def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: DataRequest)
 def _split_by_hash(
     pixels: np.ndarray, labels: np.ndarray, fraction: float
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Returns the images and labels for training, and for validation: the fraction with the smallest hashes."""
+    """Splits images and labels into (training, validation); images with the smallest hashes are for validation.
+
+    Args:
+      pixels: images uint8 [N, H, W].
+      labels: class of each image, [N].
+      fraction: share of the images for validation, 0 to below 1.
+    """
     hashes = [hashlib.sha256(image.tobytes()).digest() for image in pixels]
     is_held = np.zeros(len(pixels), bool)
     is_held[sorted(range(len(pixels)), key=hashes.__getitem__)[: round(len(pixels) * fraction)]] = True
@@ -158,7 +173,7 @@ def _split_by_hash(
 
 
 def check(options: ImageOptions, reads_data: bool) -> list[Problem]:
-    """Returns an error line for each problem of the options and of the files' headers."""
+    """Returns an error line for each invalid data option, and, if `reads_data`, for each invalid header of a file."""
     inputs = ("path", "validation_path") if options.source == "idx" else ()
     urls = url_problems_of(options) if inputs else []
     problems = unread(options, inputs, lambda path: "idx") + fraction_problems(options) + urls

@@ -31,7 +31,7 @@ NUMBERS = {"source": ("numbers",)}
 
 @dataclasses.dataclass(frozen=True)
 class NumberOptions(DataOptions):
-    """The options of the source `numbers`."""
+    """The options of the data source `numbers`."""
 
     numbers_below: int = option(
         1000, "the data are the numbers from 0 to this minus 1", minimum=10, maximum=1_000_000, only_for=NUMBERS
@@ -46,7 +46,7 @@ class NumberOptions(DataOptions):
 
 
 def spell(number: int, spelling: str) -> list[str]:
-    """Returns a number in words.
+    """Returns the words of a number, in order.
 
     >>> spell(407, "digits"), spell(407, "english")
     (['four', 'zero', 'seven'], ['four', 'hundred', 'and', 'seven'])
@@ -81,7 +81,14 @@ def _below_thousand(number: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class NumberPairs:
-    """Pair i is (ids of the digits, ids of the words) of `numbers[i]`. Pairs are computed when they are read."""
+    """A sequence of pairs for translation: pair i is (ids of the digits, ids of the words) of `numbers[i]`.
+
+    Pairs are computed when they are read.
+
+    Attributes:
+      numbers: the numbers, int64 [pairs], 0 to 999,999.
+      spelling: `digits` or `english`, see `spell`.
+    """
 
     numbers: np.ndarray
     spelling: str
@@ -94,18 +101,21 @@ class NumberPairs:
         return [ids[digit] for digit in str(number)], [ids[word] for word in spell(number, self.spelling)]
 
     def lengths(self) -> np.ndarray:
-        """Returns the numbers of tokens of each source and of each target, including ends, int64 [pairs, 2]."""
+        """Returns the number of tokens of each source and of each target, including end tokens, int64 [pairs, 2]."""
         both = [(len(str(number)) + 1, len(spell(number, self.spelling)) + 1) for number in self.numbers.tolist()]
         return np.asarray(both, np.int64)
 
 
 def ids_of(spelling: str) -> dict[str, int]:
-    """Returns token -> id of a spelling's vocabulary."""
+    """Returns the vocabulary of a spelling, `digits` or `english`, as a dict from token to id."""
     return {token: number for number, token in enumerate((SPECIAL, *DIGITS, *WORDS[spelling]))}
 
 
 def tokenizer(spelling: str) -> Tokenizer:
-    """Returns the tokenizer of numbers: converts digits, and words separated by blanks, to ids and back."""
+    """Returns the tokenizer of numbers, which converts digits, and words separated by blanks, to ids and back.
+
+    Its vocabulary is the vocabulary of `spelling`, `digits` or `english`. Encoding an unknown word raises UserError.
+    """
     ids = ids_of(spelling)
     tokens = list(ids)
 
@@ -140,14 +150,15 @@ def tokenizer(spelling: str) -> Tokenizer:
 
 
 def num_held_out(options: NumberOptions) -> int:
-    """Returns how many numbers are used for validation."""
+    """Returns how many numbers are reserved for validation."""
     return options.num_held_out or min(options.numbers_below // 10, MOST_HELD_OUT)
 
 
 def split_by_hash(options: NumberOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Splits numbers into training and validation sets by hash, int64: the smallest hashes are for validation.
+    """Returns (numbers for training, numbers for validation), int64 arrays of the numbers below `numbers_below`.
 
-    Both sets are sorted by hash, so that adjacent pairs are unrelated.
+    The numbers with the smallest hashes are for validation. Both arrays are sorted by hash, so that adjacent numbers
+    are unrelated.
     """
     numbers = np.arange(options.numbers_below, dtype=np.int64)
     by_hash = numbers[np.argsort(_hashes(numbers), kind="stable")]
@@ -155,7 +166,7 @@ def split_by_hash(options: NumberOptions) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _hashes(numbers: np.ndarray) -> np.ndarray:
-    """Returns 64-bit hashes: the output function of SplitMix64 (Steele et al. 2014), applied to each number's state."""
+    """Returns a 64-bit hash of each number, uint64: output n of SplitMix64 with seed 0 (Steele et al. 2014)."""
     z = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -163,14 +174,15 @@ def _hashes(numbers: np.ndarray) -> np.ndarray:
 
 
 def open_numbers(options: NumberOptions, asked: DataRequest) -> Dataset:
-    """Returns the numbers below `options.numbers_below` as packed pairs.
+    """Returns the dataset of numbers below `options.numbers_below` and their spellings, packed into examples.
 
     Args:
-      options: `numbers_below`, `num_held_out` and `spelling`.
-      asked: the data request; its batch determines the tokens of sources and of targets in an example.
+      options: options of the source: the range of numbers, the number of validation numbers and the spelling.
+      asked: the data request; the shapes of its batch are the source and target lengths of an example.
 
     Raises:
-      UserError: the task does not accept pairs; or one line for each size that is too small.
+      UserError: the task's batch has no sources and targets; otherwise one line for each of source length, target
+        length and vocabulary size that is too small.
     """
     if missing := [name for name in SIDES if name not in asked.batch]:
         raise UserError(
@@ -219,7 +231,10 @@ def open_numbers(options: NumberOptions, asked: DataRequest) -> Dataset:
 
 
 def check(options: NumberOptions, reads_data: bool) -> list[Problem]:
-    """Returns an error line for each problem of the options; numbers are generated, so no file is read."""
+    """Returns an error line for each invalid option of the source `numbers`.
+
+    `reads_data` has no effect, because the source generates its data and reads no file.
+    """
     problems = unread(options, ()) + fraction_problems(options)
     if options.num_held_out >= options.numbers_below:
         problems.append(

@@ -1,11 +1,11 @@
 """Packs pairs of a source and a target, such as a sentence and its translation, into examples of fixed lengths.
 
-Shapes: S tokens of sources in an example, T tokens of targets, P pairs, R rows.
+Shapes: S: tokens of sources in an example, T: tokens of targets in an example, P: pairs, R: examples (rows).
 
 An example is a dict of arrays. For the decoder it has tokens, targets, segment_ids, positions (int32 [T]) and weights
-(float32 [T]: 1 where the target counts, else 0). For the encoder it has source_tokens, source_segment_ids,
-source_positions (int32 [S]). A pair has the same segment id on both sides; ids start at 1, and 0 is padding. Positions
-start at 0 in each segment.
+(float32 [T]: 1 if the target is part of the loss, else 0). For the encoder it has source_tokens, source_segment_ids,
+source_positions (int32 [S]). Source and target of a pair have the same segment id; ids start at 1, and 0 is padding.
+Positions start at 0 in each segment.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Example = dict[str, np.ndarray]
 
 
 class Pairs(Protocol):
-    """A sequence of pairs, such as a list."""
+    """A sequence of pairs (ids of a source, ids of a target) with a length and access by index, such as a list."""
 
     def __len__(self) -> int: ...
 
@@ -30,18 +30,18 @@ class Pairs(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PairExamples:
-    """Examples of complete pairs: example i is row i.
+    """A sequence of R examples, each with several complete pairs of a source and a target.
 
     The encoder reads the source and the begin token, which marks the end of the source. The decoder reads the begin
     token and the target, and predicts the target and the end token.
 
     Attributes:
-      pairs: the pairs by index.
-      row_starts: int64 [R + 1]: row r contains the pairs row_starts[r] .. row_starts[r + 1].
-      source_length: S.
-      target_length: T.
-      begin_id: the token that ends a source, and is the decoder's first input.
-      end_id: the token that ends a target.
+      pairs: the pairs by index, without begin and end tokens.
+      row_starts: int64 [R + 1]; example r contains the pairs from row_starts[r] to row_starts[r + 1] - 1.
+      source_length: S, tokens of sources in an example, including padding.
+      target_length: T, tokens of targets in an example, including padding.
+      begin_id: id of the token that ends a source and is the decoder's first input.
+      end_id: id of the token that ends a target.
     """
 
     pairs: Pairs
@@ -89,18 +89,20 @@ def pack_pairs(
     end_id: int = 0,
     lengths: np.ndarray | None = None,
 ) -> PairExamples:
-    """Returns examples of complete pairs: each row has the maximum number of consecutive pairs that fit on both sides.
+    """Packs pairs into examples of fixed lengths; each example has as many consecutive pairs as fit on both sides.
 
     Args:
-      pairs: pairs by index; a source has 0 to S - 1 tokens and a target 0 to T - 1, since an end token follows both.
-      source_length: S.
-      target_length: T.
-      begin_id: the token that ends a source, and is the decoder's first input; `model.begin_id`.
-      end_id: the token that ends a target; may be the same as `begin_id`.
-      lengths: int [P, 2], tokens of each source and of each target, including end tokens; None: they are counted.
+      pairs: pairs by index, without begin and end tokens. A source has at most S - 1 tokens and a target at most T - 1,
+        because a token is appended to both.
+      source_length: S, tokens of sources in an example.
+      target_length: T, tokens of targets in an example.
+      begin_id: id of the token that ends a source and is the decoder's first input; the option `model.begin_id`.
+      end_id: id of the token that ends a target; may be the same as `begin_id`.
+      lengths: int [P, 2], tokens of each source and of each target, including the appended tokens; None: all pairs are
+        read to count their tokens.
 
     Raises:
-      UserError: one line for each pair that does not fit into a row.
+      UserError: has one line for each pair that is too long for an example.
 
     >>> rows = pack_pairs([([5, 6], [7]), ([8], [9])], source_length=5, target_length=4)
     >>> rows[0]["source_tokens"].tolist(), rows[0]["targets"].tolist()
@@ -135,13 +137,13 @@ def _too_long(lengths: np.ndarray, capacities: tuple[int, int]) -> list[Problem]
 
 
 def rows_in_order(lengths: np.ndarray, capacities: Sequence[int]) -> np.ndarray:
-    """Returns the start of each row if pieces are packed into rows in order, int64 [R + 1].
+    """Packs P pieces into rows in order; returns the index of the first piece of each row, then P: int64 [R + 1].
 
     A row ends when the next piece does not fit (next fit).
 
     Args:
-      lengths: int [P, K], K sizes of each piece, each between 1 and its capacity.
-      capacities: the capacities of a row, K numbers.
+      lengths: int [P, K], the K sizes of each piece (such as source and target tokens), each from 1 to its capacity.
+      capacities: K maximum sums of sizes in a row.
     """
     assert np.all(lengths <= np.asarray(capacities)), "a piece does not fit into a row"
     totals = np.concatenate([np.zeros((1, len(capacities)), np.int64), np.cumsum(lengths, axis=0)])

@@ -1,10 +1,8 @@
 """Data source of preferences: prompts with a chosen and a rejected answer, from files or generated.
 
-A line has `chosen` and `rejected`. They are texts that continue a `prompt`, or lists of messages, preceded by the
-messages of `prompt` if it is also a list. In lists of messages, only the last answer is trained. Generated pairs ask
-for sorted digits.
-
-T: sequence_length.
+A line of a file is a JSON object with the fields `prompt`, `chosen` and `rejected`. Two forms are allowed: `chosen` and
+`rejected` are texts that continue the text `prompt`, or lists of messages, preceded by the messages of `prompt` if it
+is also a list. In lists of messages, only the last answer is trained. Generated pairs ask for sorted digits.
 """
 
 import dataclasses
@@ -48,7 +46,7 @@ NUM_MADE = 4000
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceData(DataOptions):
-    """The options of the source `preferences`; other sources use them as well."""
+    """The options of the data source `preferences`; other data sources use them as well."""
 
     end_token: str = option(
         "", "the token that ends an answer; '': the folder's, else a well-known token, else an added id"
@@ -68,7 +66,13 @@ class PreferenceData(DataOptions):
 
 
 class Pair(NamedTuple):
-    """The place of a line in its file, its prompt, and its two texts."""
+    """A prompt with two answers.
+
+    Attributes:
+      where: file and line from which the pair was read, for error lines.
+      prompt: the prompt as text; pairs with the same prompt are in the same split.
+      texts: (prompt with the chosen answer, prompt with the rejected answer).
+    """
 
     where: str
     prompt: str
@@ -76,7 +80,15 @@ class Pair(NamedTuple):
 
 
 def _pair(fields: JsonObject, where: str) -> Pair:
-    """Parses a line. Raises UserError for a line of another form; the problem has no key."""
+    """Returns the pair that a line of a file contains.
+
+    Args:
+      fields: the line's JSON object.
+      where: file and line, for error lines.
+
+    Raises:
+      UserError: the line has another form than the module describes; the problem has no key.
+    """
     if missing := [name for name in ANSWERS if name not in fields]:
         fix = nearest(missing[0], fields)
         raise UserError(Problem(None, got=f"the fields {', '.join(fields) or '(none)'}", allowed=ALLOWED, fix=fix))
@@ -99,7 +111,10 @@ def _pair(fields: JsonObject, where: str) -> Pair:
 
 
 def generate_pairs() -> Iterator[Pair]:
-    """Yields generated pairs: the chosen answer is the sorted prompt; rejected answers have another digit or order."""
+    """Yields 4,000 generated pairs: a prompt of 3 to 6 digits, its sorted digits, and a wrong answer.
+
+    Wrong answers contain another digit or are not sorted. The pairs are the same in each call.
+    """
     generator = np.random.default_rng(0)
     for number in range(NUM_MADE):
         digits, size = generator.permutation(10), generator.integers(3, 7)
@@ -111,7 +126,10 @@ def generate_pairs() -> Iterator[Pair]:
 
 
 def read_pairs(files: Iterable[Place], problems: Problems) -> Iterator[Pair]:
-    """Yields the pairs of files; adds an error to `problems` for each invalid line."""
+    """Yields the pairs in files of JSON lines; adds an error to `problems` for each invalid line.
+
+    Ends early if `problems` has enough errors.
+    """
     for where, row, _ in itertools.chain.from_iterable(map(read_rows, files)):
         try:
             yield _pair(fields_of(row, ALLOWED), where)
@@ -122,11 +140,14 @@ def read_pairs(files: Iterable[Place], problems: Problems) -> Iterator[Pair]:
 
 
 def open_pairs(options: DataOptions, asked: DataRequest) -> Dataset:
-    """Opens the pairs in the files of `data.path`, or generated pairs if it is empty.
+    """Returns the dataset of the pairs in the files of `data.path`, or of generated pairs if `data.path` is empty.
+
+    Each example contains both texts of a pair: the prompt with the chosen answer and the prompt with the rejected
+    answer.
 
     Raises:
-      UserError: one line for each line of a file that is not a pair, whose answers are equal, or that is longer than a
-        row; or the tokenizer or the task does not fit.
+      UserError: has one line for each line of a file that is not a pair, whose answers are equal, or whose texts have
+        more than `sequence_length` tokens. The error is also raised if the tokenizer or the task does not fit.
     """
     files = check_files(options, like="chat") if options.path else []
     tokenizer = tokenizer_of(options)
@@ -166,13 +187,19 @@ def open_pairs(options: DataOptions, asked: DataRequest) -> Dataset:
 
 
 def open_each(options: DataOptions, asked: DataRequest) -> dict[str, Examples]:
-    """Returns path -> all of its pairs, for each file of `data.path`."""
+    """Returns the examples of each file of `data.path`, by path, without a validation split."""
     whole = functools.partial(dataclasses.replace, options, validation_fraction=0.0)
     return {str(path): open_pairs(whole(path=str(path)), asked).train for path in check_files(options, like="chat")}
 
 
 def _examples(texts: Sequence[Tokens], sequence_length: int, tokenizer: Tokenizer) -> FirstFitExamples:
-    """Returns rows of two texts each; see `FirstFitExamples`."""
+    """Returns examples of two consecutive texts each: the chosen and the rejected answer of a pair.
+
+    Args:
+      texts: tokens of the texts, chosen and rejected alternating.
+      sequence_length: tokens in an example, including padding.
+      tokenizer: provides the dtype of ids and the end token.
+    """
     lengths = np.asarray([len(one.ids) for one in texts], np.int64)
     ids = np.concatenate([np.empty(0, tokenizer.dtype), *(one.ids for one in texts)])
     counted = np.concatenate([np.empty(0, bool), *(one.counted for one in texts)])

@@ -2,9 +2,10 @@
 
 b: pairs in a microbatch, T: tokens in the row of a pair, v: columns of the vocabulary on one shard of a manual axis.
 
-A row contains a pair: segment 1 is the prompt with the chosen answer, segment 2 the prompt with the rejected answer.
-Weights are 1 at tokens of answers. The reference is the model without its adapters. If the model has no adapters, the
-reference is a copy of the initial model, stored under the name `frozen` in each group of weights.
+A row of a batch contains a pair: segment 1 is the prompt with the chosen answer, segment 2 the prompt with the rejected
+answer. Weights are 1 at tokens of answers. The policy is the model that is trained. The reference is the model without
+its adapters. If the model has no adapters, the reference is a copy of the initial model, stored under the name `frozen`
+in each group of weights (a top-level entry of the parameters, such as `layers`).
 
 Let g be the log-probability of an answer minus its log-probability under the reference, and margin = g(chosen) -
 g(rejected). The loss of a pair is -log sigmoid(beta margin) (Rafailov et al. 2023, equation 7), or (margin - 1 / (2
@@ -46,12 +47,18 @@ class PreferenceOptions(DecoderOptions):
 
 
 def policy_of(group: Params) -> Params:
-    """Returns the policy's weights in a group, including the base weights below adapters."""
+    """Returns the weights of the trained model (policy) in a group: all weights except the frozen copy.
+
+    A group is a top-level entry of the parameters, such as `layers`. Base weights below adapters are included.
+    """
     return {name: part for name, part in group.items() if name != FROZEN}
 
 
 def reference_of(group: Params) -> Params:
-    """Returns the reference's weights in a group: the frozen copy, or the weights without adapters."""
+    """Returns the weights of the reference model in a group: the frozen copy, or else the weights without adapters.
+
+    A group is a top-level entry of the parameters, such as `layers`.
+    """
     if FROZEN in group:
         return group[FROZEN]
     inner = {name: reference_of(part) if isinstance(part, Mapping) else part for name, part in group.items()}
@@ -63,20 +70,31 @@ def _each(of_group: Callable[[Params], Params], params: Params) -> Params:
 
 
 def with_copy(params: Params) -> Params:
-    """Returns the weights with a frozen copy of each group inside the group; replaces an existing copy."""
+    """Returns the parameters with a frozen copy of each group's weights, in the group's entry `frozen`.
+
+    A group is a top-level entry of the parameters, such as `layers`. An existing copy is replaced.
+    """
     return _each(lambda group: {**policy_of(group), FROZEN: jax.tree.map(jnp.copy, policy_of(group))}, params)
 
 
 @dataclasses.dataclass(frozen=True)
 class Preferences:
-    """Runs policy and reference together: activations are pairs (policy, reference), without a reference gradient."""
+    """The pipeline functions of DPO, which run the trained model (policy) and the frozen reference model together.
+
+    Activations are pairs (activations of the policy, activations of the reference). The reference has no gradient.
+
+    Attributes:
+      stages: functions of the decoder.
+      columns: `Stages.logits` of the decoder: (params, activations, axis) -> logits.
+      options: options of the decoder and of the loss.
+    """
 
     stages: Stages
     columns: Callable[..., jax.Array]  # `Stages.logits`
     options: PreferenceOptions
 
     def first(self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: Axis = None) -> Activations:
-        """Returns the activations that enter the first layer; see `Stages`."""
+        """Returns the activations of policy and reference that enter the first layer, each [b, T, D]; see `Stages`."""
         policy, reference = (_each(of, params) for of in (policy_of, reference_of))
         x = self.stages.first(policy, batch, rng, train, axis)
         return x, jax.lax.stop_gradient(self.stages.first(reference, batch, rng, False, axis))
@@ -84,7 +102,10 @@ class Preferences:
     def repeated(
         self, layers: Params, both: Activations, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
     ) -> tuple[Activations, LayerSums]:
-        """Returns the activations after some layers, and the policy's sums over pairs; see `Stages`."""
+        """Returns the activations of policy and reference after K layers, and the loss sums of the policy's layers.
+
+        The sums weight each pair by 1, whatever its number of targets. For the arguments see `Stages.repeated`.
+        """
         num_targets = jnp.sum(batch["weights"], axis=1, keepdims=True)
         of_pairs = {**batch, "weights": batch["weights"] / jnp.maximum(num_targets, 1.0)}
         x, sums = self.stages.repeated(policy_of(layers), both[0], of_pairs, rng, start, train)
@@ -93,7 +114,11 @@ class Preferences:
         return (x, y), sums
 
     def last(self, params: Params, both: Activations, batch: Batch, axis: Axis = None) -> Loss:
-        """Returns the sum of the pairs' losses, the number of pairs, and the sums of the metrics."""
+        """Returns (sum of the losses of pairs, number of pairs, sums of metrics), float32 scalars.
+
+        The metrics are `accuracy`, `reward_margin`, `chosen_reward` and `rejected_reward`. `both` are the activations
+        of policy and reference after the last layer. A row without a weight above 0 is padding.
+        """
         o = self.options
         weights = jnp.stack([batch["weights"] * (batch["segment_ids"] == one) for one in (CHOSEN, REJECTED)])
         models = [(_each(of, params), x) for of, x in zip((policy_of, reference_of), both, strict=True)]
@@ -116,7 +141,7 @@ class Preferences:
         return jnp.sum(losses * is_pair), jnp.sum(is_pair), sums
 
     def logits(self, params: Params, both: Activations, axis: Axis = None) -> jax.Array:
-        """Returns the policy's logits; see `Stages`."""
+        """Returns the logits of the policy, given the activations of policy and reference; see `Stages.logits`."""
         return self.columns(_each(policy_of, params), both[0], axis)
 
 
@@ -154,7 +179,12 @@ def _make(config: Config, placement: Placement) -> Task:
 
 
 def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns an error line for each conflict between the options, or of the options with the data or the mesh."""
+    """Returns an error line for each conflict of the task's options with each other, with the data or with the mesh.
+
+    Args:
+      config: configuration with `PreferenceOptions` as its model.
+      mesh_shape: mesh axis -> size.
+    """
     found = source_problems(config, ("preferences",), "pairs of answers") + tasks.model_problems(config, mesh_shape)
     if not config.model.within_documents:
         found.append(

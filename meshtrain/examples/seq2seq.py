@@ -1,4 +1,4 @@
-"""Modules of an encoder-decoder transformer: Vaswani et al. 2017, and its usual variants by configuration.
+"""Modules of an encoder-decoder transformer (Vaswani et al. 2017), with options for the usual variants.
 
 b: sequences in a microbatch, T: tokens of targets in a sequence, S: tokens of sources, L: T or S, D: embed dim, H: head
 dim, V: padded vocabulary.
@@ -33,7 +33,7 @@ SINUSOID_BASE = 10000.0  # Vaswani et al. 2017, section 3.5
 
 @dataclasses.dataclass(frozen=True)
 class Seq2SeqOptions(TransformerShape):
-    """The shape of an encoder-decoder."""
+    """The options of the encoder-decoder: its sizes and its variants."""
 
     num_encoder_layers: int = option(4, "layers of the encoder", minimum=1, maximum=100_000)
     num_layers: int = option(4, "layers of the decoder", minimum=1, maximum=100_000)
@@ -81,14 +81,15 @@ class Seq2SeqOptions(TransformerShape):
 
     @property
     def weight_std(self) -> float:
-        """The standard deviation of initial weights."""
+        """The standard deviation of initial weights: `init_std`, or `embed_dim`^-0.5 if it is 0."""
         return self.init_std or self.embed_dim**-0.5
 
 
 class Embedding(nn.Module):
-    """Embeds tokens: int32 [b, L] -> [b, L, D], scaled by sqrt(D), plus positions, with dropout.
+    """The embedding of tokens, int32 [b, L] -> [b, L, D], scaled by sqrt(D), plus positions, with dropout.
 
-    The tables are `table`, or `source_table` and `target_table`, and learned positions of each side.
+    The parameters are one `table` for sources and targets, or `source_table` and `target_table`. With learned positions
+    there are also `source_positions` and `target_positions`.
     """
 
     options: Seq2SeqOptions
@@ -99,14 +100,14 @@ class Embedding(nn.Module):
     def __call__(
         self, side: str, tokens: jax.Array, positions: jax.Array, num_positions: int, keys: jax.Array, train: bool
     ) -> jax.Array:
-        """Embeds the tokens of one side.
+        """Returns the embedding of source or target tokens, [b, L, D].
 
         Args:
-          side: `source` or `target`.
+          side: `source` or `target`, which selects the tables.
           tokens: int32 [b, L].
-          positions: int32 [b, L].
-          num_positions: rows in the table of learned positions of this side.
-          keys: a key for each sequence, keys [b].
+          positions: position of each token, int32 [b, L].
+          num_positions: number of rows in this side's table of learned positions.
+          keys: a random key for each sequence's dropout, [b].
           train: whether to apply dropout.
         """
         o, place, init = self.options, self.placement, normal(self.options.weight_std)
@@ -124,10 +125,11 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer: self-attention, cross-attention if there is a memory, mlp. [b, L, D] -> [b, L, D].
+    """A layer of the encoder or of the decoder, [b, L, D] -> [b, L, D].
 
-    With a memory (or its cache slots) it is a layer of the decoder, with causal self-attention. Without a memory it is
-    a layer of the encoder, with full self-attention.
+    A layer of the encoder has full self-attention and an mlp. A layer of the decoder has causal self-attention,
+    cross-attention to the encoder's output (memory), and an mlp. The layer belongs to the decoder if it is called with
+    a memory or with the memory's cache slots.
     """
 
     options: Seq2SeqOptions
@@ -147,20 +149,18 @@ class Layer(nn.Module):
         memory: Memory | None = None,
         memory_slots: Slots | None = None,
     ) -> tuple[jax.Array, None]:
-        """Applies the layer.
+        """Returns the output of the layer, [b, L, D], and None, because `nn.scan` has no outputs to stack.
 
         Args:
-          x: [b, L, D].
-          layer: int32 scalar, the layer's index in its stack, for dropout.
-          keys: a key for each sequence, keys [b], different for encoder and decoder.
-          angles: see `MultiHead`.
-          documents: see `MultiHead`: the pair of each token.
-          slots: see `MultiHead`: the cache slots of previous tokens.
-          memory: the encoder's output and its pairs.
-          memory_slots: see `MultiHead`: the cache slots of the memory, if its keys and values are in a cache.
-
-        Returns:
-          The activations, and None, because `nn.scan` has no outputs to stack.
+          x: activations [b, L, D].
+          layer: int32 scalar, the layer's index in encoder or decoder, for dropout.
+          keys: a random key for each sequence's dropout, [b], different for encoder and decoder.
+          angles: rotary angles float32 [b, L, H / 2]; None: no rotary positions.
+          documents: int32 [b, L], the pair to which each token belongs; None: one pair.
+          slots: cache slots of previous tokens in generation, for self-attention; None: no cache.
+          memory: the encoder's output and the pair of each source token; None in the encoder, or if the memory is in
+            the cache.
+          memory_slots: cache slots of the memory in generation, for cross-attention; None: no cache.
         """
         o, in_decoder = self.options, memory is not None or memory_slots is not None
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, layer + 1)
@@ -186,7 +186,15 @@ class Layer(nn.Module):
     def _added(
         self, name: str, function: Callable[[jax.Array], jax.Array], x: jax.Array, keys: jax.Array, site: int
     ) -> jax.Array:
-        """Returns x + dropout(function(norm(x))), or norm(x + dropout(function(x))) with post-norm."""
+        """Returns x + dropout(function(norm(x))), or norm(x + dropout(function(x))) with post-norm; [b, L, D].
+
+        Args:
+          name: prefix of the norm's name.
+          function: attention or mlp, [b, L, D] -> [b, L, D].
+          x: activations [b, L, D].
+          keys: a random key for each sequence's dropout, [b].
+          site: number that distinguishes the dropouts of a layer.
+        """
         o, place = self.options, self.placement
         norm = Norm(o.norm, o.norm_epsilon, o.biases, place, name=f"{name}_norm")
         y = norm(x) if o.norm_placement == "pre" else x
@@ -199,14 +207,14 @@ class Layer(nn.Module):
 
 
 class End(nn.Module):
-    """The last norm of a stack; post-norm has none. [b, L, D] -> [b, L, D]."""
+    """The norm after the last layer of encoder or decoder, [b, L, D] -> [b, L, D]; the identity with post-norm."""
 
     options: Seq2SeqOptions
     placement: Placement
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes each position; with post-norm returns the activations unchanged."""
+        """Returns `x` with each position normalized; with post-norm the values are unchanged."""
         o = self.options
         if o.norm_placement == "pre":
             x = Norm(o.norm, o.norm_epsilon, o.biases, self.placement, name="norm")(x)
@@ -214,7 +222,7 @@ class End(nn.Module):
 
 
 class Head(nn.Module):
-    """The logits: [b, T, D] -> [b, T, V]."""
+    """The head of the decoder, which computes logits: [b, T, D] -> [b, T, V]."""
 
     options: Seq2SeqOptions
     placement: Placement
@@ -223,7 +231,13 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, table: jax.Array | None, loss: vocabulary.Loss = vocabulary.logits) -> jax.Array:
-        """Returns the logits, or the result of `loss` applied to them; for the arguments see `decoder.Head`."""
+        """Returns logits [b, T, V] in the output dtype, or the result of another function `loss`.
+
+        Args:
+          x: activations after the last layer, [b, T, D].
+          table: embedding table [V, D], which is the head's weight if embeddings are tied; None: a separate weight.
+          loss: (settings of the matmul, x, weight) -> logits, or a loss that computes the logits in chunks.
+        """
         o = self.options
         product = vocabulary.Product(
             self.placement, vocabulary.KERNEL if table is None else vocabulary.TABLE, self.output_dtype
@@ -237,7 +251,7 @@ class Head(nn.Module):
 
 
 def sinusoids(positions: jax.Array, embed_dim: int) -> jax.Array:
-    """Returns the encoding of Vaswani et al. 2017, section 3.5, float32 [b, L, D].
+    """Returns the sinusoidal encoding of positions, float32 [b, L, D] (Vaswani et al. 2017, section 3.5).
 
     Channel 2i is sin(position / 10000^(2i / D)), and channel 2i + 1 is the cosine of the same angle.
 
@@ -250,17 +264,20 @@ def sinusoids(positions: jax.Array, embed_dim: int) -> jax.Array:
 
 
 def angles_of(options: Seq2SeqOptions, positions: jax.Array) -> jax.Array | None:
-    """Returns the RoPE angles of int32 positions [b, L], float32 [b, L, H / 2]; None with other position encodings."""
+    """Returns the rotary angles of positions int32 [b, L], float32 [b, L, H / 2]; None without rotary positions."""
     if options.positions != "rotary":
         return None
     return rotary_angles(positions, options.width_of_head, options.rope_base, None)
 
 
 def side_keys(keys: jax.Array, side: str) -> jax.Array:
-    """Derives the keys of one side from the keys of the sequences, keys [b]."""
+    """Returns separate random keys for the encoder (`source`) or the decoder (`target`), [b].
+
+    They are derived from the keys of the sequences, [b].
+    """
     return jax.vmap(functools.partial(jax.random.fold_in, data=(SOURCE, TARGET).index(side)))(keys)
 
 
 def params_of(params: Params, name: str) -> dict[str, Params]:
-    """Returns the variables of a module for `apply`; empty if the module has no parameters."""
+    """Returns the Linen variables of a module for `apply`: its parameters `params[name]`, or {} if there are none."""
     return {"params": params[name]} if name in params else {}

@@ -8,7 +8,7 @@ A sequence contains several pairs. Tokens of sources and targets with the same s
 
 params = {"embedding": {table [V, D], ...}, "encoder": {"layers": {... each leaf [layers, ...]}, "end": {"norm": ...}},
           "decoder": like "encoder", "head": {kernel [D, V]}}
-Post-norm has no "end", and tied embeddings have no "head".
+There is no "end" with post-norm, and no "head" with tied embeddings.
 """
 
 import dataclasses
@@ -82,10 +82,14 @@ def seq2seq(
     """Returns the task of an encoder-decoder. It has no stages, so it cannot run in a pipeline.
 
     Args:
-      options: the model's shape; for the other arguments see `transformer.task.decoder`.
+      options: options of the encoder-decoder.
       batch_size: B, sequences in the global batch.
-      sequence_length: T, tokens of targets.
-      remat: what the backward pass recomputes; `every` divides the number of layers of both stacks.
+      sequence_length: T, tokens of targets in a sequence.
+      dtype: compute dtype.
+      output_dtype: dtype of logits; None: `dtype`.
+      remat: activations that the backward pass recomputes; `every` must divide the number of layers of the encoder and
+        of the decoder.
+      placement: determines the shardings of weights and activations; None for a single device.
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the data"
     lengths = (options.source_length or sequence_length, sequence_length)
@@ -109,11 +113,17 @@ def seq2seq(
 
 
 def pair_batch(batch_size: int, source_length: int, target_length: int, vocab_size: int) -> dict[str, Entry]:
-    """Returns `Task.batch`: the entries of `token_batch` for the targets, and three entries for the sources.
+    """Returns `Task.batch` of packed pairs: the entries of `token_batch` for targets, and three entries for sources.
 
-    `tokens` are the decoder's inputs: a begin token and the target; `targets` are the target and an end token.
+    `tokens` are the decoder's inputs, a begin token and the target. `targets` are the target and an end token.
     `source_tokens`, `source_segment_ids` (0 is padding) and `source_positions` are int32 [B, S]. A begin token ends
     each source.
+
+    Args:
+      batch_size: B, sequences in the global batch.
+      source_length: S, tokens of sources in a sequence.
+      target_length: T, tokens of targets in a sequence.
+      vocab_size: exclusive upper bound of the ids of sources.
     """
     ints = Entry((batch_size, source_length), jnp.int32, ("batch", "sequence"))
     tokens = dataclasses.replace(ints, below=vocab_size)
@@ -123,7 +133,17 @@ def pair_batch(batch_size: int, source_length: int, target_length: int, vocab_si
 
 @dataclasses.dataclass(frozen=True)
 class Seq2Seq:
-    """The loss, the logits and the decoding functions of an encoder-decoder."""
+    """The functions of an encoder-decoder: loss, logits, and generation with a cache.
+
+    Attributes:
+      options: options of the model.
+      source_length: S, tokens of sources in a sequence.
+      target_length: T, tokens of targets in a sequence.
+      dtype: compute dtype.
+      output_dtype: dtype of logits.
+      placement: determines the shardings of weights and activations.
+      remat: activations that the backward pass recomputes.
+    """
 
     options: Seq2SeqOptions
     source_length: int
@@ -134,7 +154,14 @@ class Seq2Seq:
     remat: RematOptions
 
     def encode(self, params: Params, batch: Batch, keys: jax.Array, train: bool) -> Memory:
-        """Returns the memory for cross-attention: the encoder's output [b, S, D], and the pair of each token [b, S]."""
+        """Returns the memory for cross-attention: the encoder's output [b, S, D] and the segment ids of its tokens.
+
+        Args:
+          params: parameters of the model.
+          batch: source tokens, positions and segment ids, int32 [b, S].
+          keys: a random key for each sequence, [b].
+          train: whether to apply dropout and `remat`.
+        """
         tokens, positions = batch["source_tokens"], batch["source_positions"]
         segment_ids, keys = batch["source_segment_ids"], side_keys(keys, SOURCE)
         x = self.embed(params, SOURCE, tokens, positions, keys, train)
@@ -142,7 +169,15 @@ class Seq2Seq:
         return Memory(self.stack(params["encoder"], x, given, train), segment_ids)
 
     def decode(self, params: Params, memory: Memory, batch: Batch, keys: jax.Array, train: bool) -> jax.Array:
-        """Returns the decoder's output [b, T, D]."""
+        """Returns the decoder's output for the target tokens of a batch, [b, T, D].
+
+        Args:
+          params: parameters of the model.
+          memory: the encoder's output, which cross-attention reads.
+          batch: target tokens, positions and segment ids, int32 [b, T].
+          keys: a random key for each sequence, [b].
+          train: whether to apply dropout and `remat`.
+        """
         tokens, positions = batch["tokens"], batch["positions"]
         keys = side_keys(keys, TARGET)
         x = self.embed(params, TARGET, tokens, positions, keys, train)
@@ -152,19 +187,28 @@ class Seq2Seq:
     def embed(
         self, params: Params, side: str, tokens: jax.Array, positions: jax.Array, keys: jax.Array, train: bool
     ) -> jax.Array:
-        """Returns the activations [b, L, D] that enter the first layer of a side."""
+        """Returns the activations that enter the first layer of encoder or decoder, [b, L, D].
+
+        Args:
+          params: parameters of the model.
+          side: `source` for the encoder, `target` for the decoder.
+          tokens: int32 [b, L].
+          positions: position of each token, int32 [b, L].
+          keys: a random key for each sequence's dropout, [b].
+          train: whether to apply dropout.
+        """
         embedding = Embedding(self.options, self.placement, self.dtype)
         rows = self.source_length if side == SOURCE else self.target_length
         x: Activations = embedding.apply({"params": params["embedding"]}, side, tokens, positions, rows, keys, train)
         return x
 
     def stack(self, params: Params, x: jax.Array, given: tuple[Given, ...], train: bool) -> jax.Array:
-        """Returns the activations after all layers of a stack and its last norm, [b, L, D].
+        """Returns the output of encoder or decoder, [b, L, D]: the activations after all layers and the last norm.
 
         Args:
-          params: the parameters of the stack.
-          x: [b, L, D].
-          given: further arguments of each `Layer`: keys, angles, pairs, slots, and for the decoder the memory.
+          params: parameters of encoder or decoder: its layers and its last norm.
+          x: activations that enter the first layer, [b, L, D].
+          given: further arguments of each `Layer`: keys, angles, documents, slots, and for the decoder the memory.
           train: whether to apply dropout and `remat`.
         """
         layers, place, dtype, remat = params["layers"], self.placement, self.dtype, self.remat
@@ -176,16 +220,23 @@ class Seq2Seq:
         return y
 
     def columns(self, params: Params, x: jax.Array, loss: vocabulary.Loss = vocabulary.logits) -> jax.Array:
-        """Returns logits [b, T, V] in the output dtype, including padding, or the result of `loss` applied to them."""
+        """Returns logits [b, T, V] in the output dtype, including padding, or the result of another function `loss`.
+
+        Args:
+          params: parameters of the model.
+          x: output of the decoder, [b, T, D].
+          loss: (settings of the matmul, x, weight) -> logits, or a loss that computes the logits in chunks.
+        """
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
         module = Head(self.options, self.placement, self.dtype, self.output_dtype)
         result: Arrays = module.apply(params_of(params, "head"), x, table, loss)
         return result
 
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
-        """Returns (sum of cross-entropies over targets, number of targets, metrics).
+        """Returns (sum of cross-entropies over targets, number of targets, metrics), float32 scalars.
 
-        In an evaluation (without dropout) the metrics include `exact_match`; see this function.
+        In training the metrics are empty. In an evaluation they have `exact_match`, the share of pairs whose most
+        probable tokens are all correct.
         """
         keys = sequence_keys(rng, batch)
         memory = self.encode(params, batch, keys, train)
@@ -208,7 +259,7 @@ class Seq2Seq:
         return vocabulary.without_padding(self.columns(params, x), self.options.vocab_size)
 
     def decoding(self) -> Decode:
-        """Returns the functions that generate targets token by token."""
+        """Returns the functions that generate targets token by token, with a cache; see `Decode`."""
         # A single token cannot be sharded over axes that shard the sequence dim in training.
         unsharded = dataclasses.replace(self, placement=self.placement.for_decoding(("sequence", "residual_sequence")))
         is_learned = self.options.positions == "learned"
@@ -224,10 +275,16 @@ class Seq2Seq:
         )
 
     def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
-        """Returns the entries of an empty cache; see `Decode.cache`.
+        """Returns the shapes, dtypes and logical axes of the cache's arrays, by name.
 
-        The target's entries start with one token. `memory_keys` and `memory_values` [K, R, P + 1, N, H] belong to
-        cross-attention. `memory_filled` int32 [R, P + 1] is 1 at tokens of the source and its end.
+        `keys` and `values` are for self-attention, with slots for the begin token and `num_steps` further tokens of the
+        target. `memory_keys` and `memory_values` [K, R, P + 1, N, H] are for cross-attention. `memory_filled` int32
+        [R, P + 1] is 1 for tokens of the source and for the token that ends it, else 0.
+
+        Args:
+          num_rows: R, number of sources.
+          prompt_length: P, tokens of a source after padding.
+          num_steps: maximum number of calls of `step`.
         """
         o, num_sources = self.options, prompt_length + 1
         entries = functools.partial(caches.stack_entries, o.attends, o.num_layers, num_rows)
@@ -237,9 +294,16 @@ class Seq2Seq:
         return {**own, **caches.row_entries(num_rows, 1 + num_steps), **of_memory}
 
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Encodes sources, int32 [R, P], and starts their targets; returns logits [R, V] and the cache; see `Decode`.
+        """Encodes sources and returns the logits [R, V] of each target's first token, and the cache.
 
-        Appends the end token to each source. The keys and values of cross-attention are computed here, only once.
+        The token that ends a source is appended to each source. The keys and values of cross-attention are computed
+        only in this function.
+
+        Args:
+          params: parameters of the model.
+          tokens: sources, int32 [R, P], padded on the right.
+          lengths: number of tokens of each source, int32 [R].
+          cache: an empty cache.
         """
         tokens = jnp.pad(tokens, ((0, 0), (0, 1)))
         num_rows, num_sources = tokens.shape
@@ -263,7 +327,13 @@ class Seq2Seq:
         return self._next_logits(params, y), after
 
     def step(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Appends a token to each target, int32 [R]; returns the logits [R, V] of the next token, and the cache."""
+        """Appends a token to each target; returns the logits [R, V] of the next token, and the cache.
+
+        Args:
+          params: parameters of the model.
+          tokens: the appended tokens, int32 [R].
+          cache: the cache returned by `prefill` or by the previous `step`.
+        """
         slot, positions = cache["slot"], cache["positions"]
         filled = caches.next_slot(cache["filled"], slot)
         names = ("keys", "values")
@@ -287,14 +357,14 @@ class Seq2Seq:
         stored: Mapping[str, Arrays],
         given: tuple[Given, ...],
     ) -> tuple[jax.Array, Arrays]:
-        """Returns the decoder's output [R, 1, D] for one token of each row, int32 [R], and its keys and values.
+        """Returns the decoder's output [R, 1, D] for one token of each row, and the token's keys and values.
 
         Args:
-          params: the parameters of the model.
-          tokens: int32 [R].
-          positions: int32 [R], of the tokens.
-          stored: the collection CACHE of the layers, or {}.
-          given: further arguments of each `Layer`: pairs, slots, memory, slots of the memory.
+          params: parameters of the model.
+          tokens: one token of each row, int32 [R].
+          positions: positions of the tokens in their targets, int32 [R].
+          stored: Linen variables with the collection CACHE of the layers, or {} without a cache.
+          given: further arguments of each `Layer`: documents, slots, memory, slots of the memory.
         """
         tokens, positions, keys = tokens[:, None], positions[:, None], self._no_keys(tokens.shape[0])
         x = self.embed(params, TARGET, tokens, positions, keys, False)
@@ -315,7 +385,16 @@ class Seq2Seq:
 
 
 def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: jax.Array) -> Params:
-    """Returns initial float32 parameters, each boxed with its logical axes. The values depend only on `rng`."""
+    """Returns the initial float32 parameters of an encoder-decoder, each boxed with its logical axes.
+
+    The values depend only on `rng` and the options, not on the mesh.
+
+    Args:
+      options: options of the model.
+      source_length: number of learned positions of sources.
+      target_length: number of learned positions of targets.
+      rng: random key.
+    """
     nowhere, keys, dtype = Placement.single_device(), jax.random.split(rng, 6), jnp.float32
     ints, sequence = jnp.zeros((1, 1), jnp.int32), jax.random.split(rng, 1)
     x = jnp.zeros((1, 1, options.embed_dim))
@@ -340,23 +419,31 @@ def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: j
 
 
 def _params_of(name: str, variables: Mapping[str, Params]) -> dict[str, Params]:
-    """Returns {name: parameters}, or {} for a module without parameters."""
+    """Returns {name: parameters} from the variables of a module, or {} for a module without parameters."""
     return {name: variables["params"]} if variables else {}
 
 
 @functools.cache
 def initializer(options: Seq2SeqOptions, source_length: int, target_length: int) -> Callable[[jax.Array], Params]:
-    """Returns `Task.init`; the same function object for equal arguments, because JAX caches traces by function."""
+    """Returns the function `Task.init` of an encoder-decoder.
+
+    Returns the same function for equal arguments, because JAX caches traces by function.
+    """
     return functools.partial(init, options, source_length, target_length)
 
 
 def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: int) -> float:
-    """Returns model FLOPs of a forward and backward pass per token of a target, including its share of the sources.
+    """Returns the model FLOPs of a sequence's forward and backward pass, divided by its T target tokens.
 
-    6 for each weight that multiplies a token, times S or T tokens, divided by T. The encoder, and the keys and values
-    of cross-attention, read tokens of sources; the rest of the decoder and the head read tokens of targets. In addition
-    12 N H for each pair of a query and a key of full attention: S S in a layer of the encoder, T T and T S in a layer
-    of the decoder.
+    Each weight takes 6 FLOPs per token that it multiplies. The encoder, and the projections to keys and values of
+    cross-attention, multiply S source tokens; the other weights of the decoder and the head multiply T target tokens.
+    Full attention takes 12 N H FLOPs for each pair of a query and a key: there are S S pairs in a layer of the encoder,
+    and T T + T S pairs in a layer of the decoder.
+
+    Args:
+      options: options of the model.
+      source_length: S, tokens of sources in a sequence.
+      target_length: T, tokens of targets in a sequence.
     """
     params, _ = params_with_axes(initializer(options, source_length, target_length))
     total = 6.0 * target_length * options.vocab_size * options.embed_dim
@@ -372,20 +459,23 @@ def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: 
 
 
 def causal_flops_per_token(options: Seq2SeqOptions, target_length: int) -> float:
-    """Returns the FLOPs of the decoder's self-attention per target token, counted as full attention: 12 L T N H."""
+    """Returns the FLOPs of the decoder's self-attention per target token, forward and backward: 12 L T N H.
+
+    L is the number of decoder layers. Attention is counted as full attention: each query attends to T keys.
+    """
     return 12.0 * options.num_layers * target_length * options.num_heads * options.width_of_head
 
 
 def exact_match(logits: jax.Array, batch: Batch) -> Ratio:
-    """Returns the number of pairs whose most probable tokens are all correct, and the number of pairs.
+    """Returns the ratio (number of pairs whose most probable tokens are all correct, number of pairs).
 
-    This equals the number of pairs that greedy decoding solves: if all previous tokens are correct, its input is the
-    same as here.
+    The first number equals the number of pairs that greedy decoding solves: as long as all previous tokens are correct,
+    greedy decoding computes the same logits.
 
     Args:
-      logits: float32 [b, T, V], padding at minus infinity.
-      batch: with `targets`, `weights` and `segment_ids`. The tokens of a pair are adjacent. A pair counts if it has a
-        target of weight above 0, and only these targets must be correct.
+      logits: float32 [b, T, V], padding of the vocabulary at minus infinity.
+      batch: `targets`, `weights` and `segment_ids` of packed pairs, [b, T]; tokens of a pair are adjacent. A pair is
+        counted if it has a target with a weight above 0, and only these targets must be correct.
     """
     counts = batch["weights"] > 0
     wrong = counts & (jnp.argmax(logits, axis=-1) != batch["targets"])
@@ -399,7 +489,12 @@ def exact_match(logits: jax.Array, batch: Batch) -> Ratio:
 
 
 def _sum_in_pair(marks: jax.Array, is_first: jax.Array) -> jax.Array:
-    """Returns the cumulative number of marked tokens within each pair, int32 [b, T]; both arguments are bool [b, T]."""
+    """Returns the cumulative number of marked tokens within each pair, int32 [b, T].
+
+    Args:
+      marks: bool [b, T], the tokens to count.
+      is_first: bool [b, T], the first token of each pair.
+    """
     total = jnp.cumsum(marks.astype(jnp.int32), axis=1)
     before_pair = jax.lax.cummax(jnp.where(is_first, total - marks, 0), axis=1)
     return total - before_pair
@@ -413,8 +508,8 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each conflict between an encoder-decoder's options, or with the data or the mesh.
 
     Args:
-      config: with `Seq2SeqOptions` as its model, each field within its own bounds.
-      mesh_shape: the size of each mesh axis.
+      config: configuration with `Seq2SeqOptions` as its model; each field is within its bounds.
+      mesh_shape: mesh axis -> size.
     """
     options, found = config.model, source_problems(config, PAIRS, "pairs of a source and a target")
     if options.source_length:
