@@ -32,7 +32,7 @@ MATTERS_SHARE = 0.1  # of the bytes that a device sends along all axes
 LITTLE_OVERLAP = 0.5  # share of the bytes sent
 ADDED = 0.02  # share of the traced FLOPs
 MUCH_IDLE = 0.15  # share of a pipeline's clock ticks
-BACKWARD_SHARE = 2 / 3  # share of a microbatch's time
+BACKWARD_SHARE = 2 / 3  # of a microbatch's time: the share of its backward pass
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 APART = "model.within_documents=false, if neighbouring documents may see each other"
 SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length that is a multiple of 128"

@@ -40,7 +40,7 @@ POLL_SECONDS = 0.05
 OF_THREAD, PARAMETER, OUTPUT, MEMORY, CONSTANT = 3, 5, 7, 8, 12  # field numbers of a BufferAllocationProto
 Pickled: TypeAlias = Any  # a value sent between processes
 Datum: TypeAlias = Any  # value of a message's field: an int, or the bytes of a text or message
-Work = Callable[..., Pickled]  # run by a separate process
+Work = Callable[..., Pickled]  # a function that a separate process runs
 FREE, SHARE = 1, 2  # kinds of a HeapSimulatorTrace.Event; 0 allocates
 
 

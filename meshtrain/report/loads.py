@@ -13,7 +13,7 @@ from meshtrain.observe.charts import WIDTH_INCHES, svg
 from meshtrain.observe.run_files import OF_EACH, OF_LAYER
 from meshtrain.report.logs import Log
 
-_MOST_COLUMNS = 400  # more would be narrower than a pixel
+_MOST_COLUMNS = 400  # more columns would be narrower than a pixel
 _MOST_LABELS = 20
 
 

@@ -14,7 +14,7 @@ from meshtrain.errors import is_finite
 from meshtrain.files import Json, JsonObject
 from meshtrain.observe.run_files import has_goodput, row_of, seconds_since_start
 
-_MOST_STEPS = 1 << 53  # above, float64 would merge neighbouring steps
+_MOST_STEPS = 1 << 53  # above this step, float64 would merge neighboring steps
 
 
 @dataclasses.dataclass(frozen=True)

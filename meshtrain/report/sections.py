@@ -19,10 +19,10 @@ from meshtrain.report.curves import figure, metrics
 from meshtrain.report.runs import Run
 from meshtrain.sharding.rules import sizes_text
 
-CURVES = "curves"  # the id of their HTML element
+CURVES = "curves"  # id of the HTML element with the curves
 _HELD = {"parameters": "parameters", "gradients": "gradients", "moments": "optimizer", "batch": "batch"}
 _ABSENT = "-"
-MOST_DEVICES = 1 << 18  # more than a cluster has
+MOST_DEVICES = 1 << 18  # a mesh with more devices is not plausible
 _T = TypeVar("_T")
 
 

@@ -116,7 +116,7 @@ def open_cluster(text: str) -> Cluster:
     if jax.config.values["jax_platforms"] != "cpu":
         jax.config.update("jax_platforms", "cpu")
     if name == "cpu":
-        with capture_stderr():  # see `_describe`
+        with capture_stderr():  # hides long warnings, as in `_describe`
             devices, _ = distributed.start(sizes[0])
         return Cluster(text, "cpu", devices, 1, None)
     if name in GPUS:

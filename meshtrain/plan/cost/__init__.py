@@ -1,1 +1,1 @@
-"""Costs of a step by arithmetic: lower bounds of the bytes sent, and the memory of one device."""
+"""Computes costs of a step by formulas: lower bounds of the bytes sent, and the memory of one device."""

@@ -175,7 +175,13 @@ def _collective(
 
 
 def _full_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> float:
-    """Returns the bytes of the full arrays: the results of a gather, or the operands of other collectives."""
+    """Returns the bytes of a collective's full arrays: the results of a gather, or the operands of other collectives.
+
+    Args:
+      line: the instruction.
+      kind: one of `KINDS`.
+      shapes: name of each operand -> its shape.
+    """
     if kind == "all-gather":
         shape = parts(line.shape)[1] if line.opcode.endswith("-start") else line.shape
         return num_bytes(shape)

@@ -187,7 +187,7 @@ def _cudnn_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attention
         return None
     batch, heads, queries, keys = (int(size.strip(' "')) for size in probabilities.split(","))
     full = kernel.flops((batch, queries, heads, dims(line.shape)[-1]), (batch, keys))
-    # Without a window its length is written as 0, or left out.
+    # Without a sliding window, the call states the length 0 or no length.
     if window := int(first_group(SLIDING_WINDOW, line) or 0):
         return full * window * (2 * keys - window) / (2 * keys**2), full
     return full / 2 if "CAUSAL" in line.rest else full, full

@@ -25,7 +25,7 @@ TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 NAME = re.compile(r"%([\w.\-]+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
 SECTIONS = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-# jax 0.12 starts fusions that only slice before they are used.
+# jax 0.12 starts a fusion that only slices before its result is needed.
 FUSIONS = ("fusion", "fusion-start")
 # These operations pass on a number unchanged; a loop counter may go through them.
 TRANSPARENT = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "copy-done", "copy-start")
@@ -66,7 +66,7 @@ class Instruction:
 
     @property
     def attributes(self) -> str:
-        """The text after the operands."""
+        """The text of the instruction's attributes, which follow the operands."""
         return self.rest[_closing(self.rest) + 1 :]
 
     @property
@@ -353,7 +353,7 @@ def _sources(sections: Mapping[str, list[str]], is_helper: IsHelper) -> dict[int
             skipped = "site-packages" in file or "<" in file or is_helper(file, functions[place["function_name_id"]])
             if not skipped:
                 folders = file.split("/")
-                # The path from the package folder on, the innermost folder of this name; else the file's name.
+                # The path from the innermost folder `meshtrain` on; without this folder, only the file's name.
                 start = max((at for at, folder in enumerate(folders) if folder == "meshtrain"), default=-1)
                 result[number] = f"{'/'.join(folders[start:])}:{place['line']}"
                 break

@@ -1,8 +1,8 @@
-"""Matrix products of a compiled program outside of attention kernels: dims and FLOPs. Uses no JAX.
+"""Finds the dims and FLOPs of the matrix products of a compiled program, outside of attention kernels. Uses no JAX.
 
-GPU and CPU programs write them as `dot`, TPU programs as `convolution`, libraries as `custom-call`. Kernels of experts
-multiply blocks of rows that each belong to one expert (`models/moe/grouped_matmul.py`). A program shows the maximum
-number of blocks, and the kernels skip blocks without rows.
+GPU and CPU programs write matrix products as `dot`, TPU programs as `convolution`, libraries as `custom-call`. Kernels
+of experts multiply blocks of rows; each block belongs to one expert (`models/moe/grouped_matmul.py`). A program shows
+the maximum number of blocks, and the kernels skip blocks without rows.
 """
 
 import dataclasses

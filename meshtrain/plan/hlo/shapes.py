@@ -32,7 +32,7 @@ def num_bytes(shape: str) -> float:
 
 
 def dtypes(shape: str) -> tuple[str, ...]:
-    """Returns the dtype of each array in a shape."""
+    """Returns the dtype of each array in a shape, such as `bf16`."""
     return tuple(dtype for dtype, _ in ARRAY.findall(shape))
 
 

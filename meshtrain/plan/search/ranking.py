@@ -23,8 +23,8 @@ from meshtrain.plan.text_report import to_json as plan_json
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.rules import sizes_text
 
-COMPILED = 12  # candidates of a search; a number, not a time, so that every machine gets the same result
-MOST_COMPILED = 1000  # that a user may ask for
+COMPILED = 12  # default of --search-compiles; a number, not a time, so that every machine gets the same result
+MOST_COMPILED = 1000  # maximum of --search-compiles
 MOST_OF_A_MESH = 2  # candidates of one mesh that are compiled before a third
 SURE = 0.75  # an estimate below this share of the capacity surely fits: estimates may be too low
 

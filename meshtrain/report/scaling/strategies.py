@@ -1,8 +1,8 @@
-"""The strategies whose scaling is compared, and how each of them uses a number of devices.
+"""Defines the strategies whose scaling is compared, and how each strategy uses a number of devices.
 
     data      complete weights on each device, the batch split over all devices
     fsdp      weights and batch split over all devices
-    hybrid    weights split over a host, or over as many hosts as they need; a copy on each group
+    hybrid    weights split over a group of devices: a host, or several hosts if they need more; a copy on each group
     best      the mesh and options that a search has found, its data axis (or fsdp, if data is 1) resized
 
 Strong scaling keeps the configured batch at every number of devices. Weak scaling keeps the configured sequences per
@@ -188,13 +188,13 @@ def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
         return Point(way, kind, num_devices, basis.config.batch_size, problem=problem)
     parts = _parts(basis.config, shape)
     batch = basis.config.batch_size
-    if kind == WEAK:  # the next multiple of the parts
+    if kind == WEAK:  # rounded up to a multiple of the batch's shards
         batch = parts * math.ceil(batch * num_devices / (basis.num_devices * parts))
     if batch % parts:
         problem = f"{batch:,} sequences do not divide over {parts:,} devices"
         return Point(way, kind, num_devices, batch, problem=problem)
     problem = ""
-    # The largest microbatch that divides the sequences of a part is tried first.
+    # The largest microbatch that divides the sequences of a batch shard is tried first.
     for microbatch in reversed([size for size in divisors(batch // parts) if size <= way.microbatch]):
         number = batch // parts // microbatch
         config = with_change(basis.config, _change(way, shape, batch, number))
