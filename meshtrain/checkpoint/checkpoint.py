@@ -46,7 +46,7 @@ from meshtrain.store.buckets import Place, wrap_bucket_errors
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"
-AVERAGES = "opt_state/averaged_weights"  # see `optim/average.py`
+AVERAGES = "opt_state/averaged_weights"  # path of the weight averages in the state, see `optim/average.py`
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 5.0  # interval of asking the other processes whether their part of a save failed
 _saves = itertools.count()  # every process counts saves in the same order
@@ -62,12 +62,12 @@ class _Save(NamedTuple):
     Attributes:
       step: number of completed training steps.
       failure: the key that a process announces to the other processes if its part of the save fails.
-      has_failed: set in this process after its part has failed; it ends the thread's wait.
+      has_failed: set in this process after its part has failed; it ends the wait of the background thread.
       sealed: the result of `_seal`: whether the manifest was written.
     """
 
     step: int
-    failure: str  # the announcement of a process whose part of the save fails
+    failure: str
     has_failed: threading.Event
     sealed: futures.Future[bool]
 
@@ -135,7 +135,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def refuse_lost(self) -> None:
-        """Raises FolderLost if the run's folder or the directory was deleted or replaced during the run."""
+        """Raises FolderLost if the run's folder or the checkpoint folder was deleted or replaced during the run."""
         if line := self._lost():
             raise FolderLost(line)
 
@@ -147,7 +147,7 @@ class Checkpoints:
         Args:
           step: number of completed training steps.
           state: pytree of jax.Array with any shardings. Convert typed random keys with `jax.random.key_data`.
-          extra: any JSON object: data position, configuration, corpus, versions.
+          extra: a JSON object to save with the state: data position, configuration, corpus, versions.
 
         Returns:
           False if this step is already saved; then nothing is written.
@@ -170,7 +170,7 @@ class Checkpoints:
             if integrity.is_sealed(self.directory / str(step)):
                 self.newest_failure = None
                 return False
-            if self.newest_failure and not isinstance(self.directory, Path):  # it may have been unreachable
+            if self.newest_failure and not isinstance(self.directory, Path):  # the bucket may have been unreachable
                 self._manager = self._new_manager()
             buckets.make(self.directory)
             start_save(self._manager, step, items)
@@ -206,7 +206,7 @@ class Checkpoints:
                 warn(f"{error}; step {step} is not among the best")
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
-        """Returns the newest undamaged step, or None, and an error line for each newer checkpoint, which is damaged.
+        """Returns the newest undamaged step, or None, and an error line for each newer, damaged checkpoint.
 
         In an undamaged checkpoint, all checksums match the manifest, and the step in the state matches the folder's
         name. A checkpoint without a manifest counts as damaged. All processes call this together; each reads a part of
@@ -503,7 +503,8 @@ def _refuse_mismatches(
       rounded: paths of arrays whose dtype may differ.
 
     Raises:
-      UserError: an array is missing, superfluous, or has another shape or dtype; the first five are named.
+      UserError: an array is missing in the checkpoint or in the run, or has another shape or dtype. The error lists the
+        first five of these arrays.
     """
     problems = []
     for path, leaf in wanted.items():

@@ -91,7 +91,7 @@ def _seal_listed(directory: epath.Path, index: int, is_cancelled: Callable[[], b
     mark = directory / (MANIFEST if index else buckets.COMMITTED)
 
     def is_there() -> bool:
-        with contextlib.suppress(Unreached), wrap_bucket_errors(mark):  # it may answer later; Orbax reports failures
+        with contextlib.suppress(Unreached), wrap_bucket_errors(mark):  # the bucket may answer later
             return mark.exists()
         return False
 

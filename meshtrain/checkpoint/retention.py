@@ -21,7 +21,7 @@ DAMAGED = "damaged"  # folder next to the checkpoints, for checkpoints whose che
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # part of the name of a folder that is being written or deleted
 _ROUNDS, _ROUND_SECONDS = 5, 0.2
 Ratings = Mapping[int, Mapping[str, float]]  # step -> metric of its evaluation -> value
-RATINGS = "ratings.json"  # next to the steps: {step: {metric: value}}
+RATINGS = "ratings.json"  # file next to the checkpoints: {step: {metric: value}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +153,7 @@ def remove_rest(directory: Path, above: Path) -> None:
 
 
 def set_aside(directory: Place, step: int) -> None:
-    """Moves a damaged checkpoint into the folder `damaged`, for inspection, under a name such as 5 or 5-2."""
+    """Moves the checkpoint of a step into the folder `damaged`, for inspection; adds -2 if the name exists there."""
     one, aside = directory / str(step), (directory.parent if isinstance(directory, Path) else directory) / DAMAGED
     names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
     new = next(aside / name for name in names if not (aside / name).exists())

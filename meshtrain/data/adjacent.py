@@ -165,7 +165,14 @@ def _is_not_blank(value: Any) -> bool:
 
 
 def _matches(part: Any, one: str, properties: Sequence[str], ignores_case: bool) -> bool:
-    """Returns whether a part of an expression matches the character `one`; the part matches one character at a time."""
+    """Returns whether a part of an expression, such as a character class, matches the character `one`.
+
+    Args:
+      part: a part of Python's parse tree that matches a single character.
+      one: the character.
+      properties: the Unicode properties that private characters in the parse tree replace, from `_parse`.
+      ignores_case: whether the match ignores case.
+    """
     kind, value = part
     forms = {one, one.lower(), one.upper()} if ignores_case else {one}
     if kind is ops.ANY:

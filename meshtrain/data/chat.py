@@ -297,7 +297,7 @@ def tokenize(tokenizer: Tokenizer, lines: Sequence[Written]) -> list[Tokens]:
 
 
 def in_spans(places: np.ndarray, spans: Spans) -> np.ndarray:
-    """Returns which tokens have at least one character in a span, bool [N].
+    """Returns a mask of the tokens that have at least one character in a span, bool [N].
 
     Args:
       places: int [N, 2], (start, stop) of each token in characters of the text. A token of blanks only may have an

@@ -16,7 +16,7 @@ from meshtrain.files import Json, JsonObject, is_utf8, read_json
 PAIR = ("prompt", "completion")
 ALPACA = ("instruction", "output")
 MESSAGES, SHAREGPT = "messages", "conversations"
-ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT}  # of ShareGPT
+ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT}  # keys: ShareGPT
 
 # Fields of a message, with value 0 or 1, that select it for training. OpenAI, Mistral, Together; Axolotl; ms-swift.
 SWITCHES = ("weight", "train", "training", "loss_weight", "loss", "loss_scale")

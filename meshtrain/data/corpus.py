@@ -42,10 +42,10 @@ from meshtrain.data.weighted_paths import PATH, Part, named_parts
 from meshtrain.errors import Problem, Problems, UserError, refuse
 from meshtrain.store.buckets import Place
 
-# Of synthetic data.
+# Synthetic data: numbers of examples, largest step of the counting, share of random tokens.
 NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES = 1 << 20, 1 << 10
 _LARGEST_STEP, _NOISE = 4, 0.1
-LARGEST_VOCAB = 512  # of a bigram model
+LARGEST_VOCAB = 512  # largest vocabulary of a bigram model
 # Synthetic data has a million examples: this many chunks are enough for V x V counts.
 _MOST_TRAIN_CHUNKS = 1 << 12
 _STRENGTHS = tuple(2.0**power for power in range(-6, 13))

@@ -42,7 +42,7 @@ class Shaped(Protocol):
 
 
 class Examples(Protocol):
-    """Numbered examples, each a dict of NumPy arrays; several threads may read them at once."""
+    """Numbered examples, each a dict of NumPy arrays; several threads may read them at the same time."""
 
     def __len__(self) -> int: ...
 

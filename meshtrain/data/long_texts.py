@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 PIECE_CHARACTERS = 1 << 16
 BATCH_CHARACTERS = 1 << 20
-MOST_CHARACTERS = 1 << 24  # maximum in a piece that has no safe place; it needs 3 GB of memory
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel
-_WORDS = r"\w+|[^\w\s]+"  # of Whitespace
+MOST_CHARACTERS = 1 << 24  # maximum length of a piece; tokenizing a piece of this length needs 3 GB of memory
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # used by ByteLevel
+_WORDS = r"\w+|[^\w\s]+"  # used by Whitespace
 _ASCII = frozenset(string.printable[:95])
 _JAMO = range(0x1160, 0x1200)  # Korean letters that compose with the preceding syllable
 
@@ -92,7 +92,7 @@ class Cuts:
           name: the name of the tokenizer, for the error.
 
         Raises:
-          UserError: the text has no safe place within `MOST_CHARACTERS` characters.
+          UserError: a piece would be longer than `MOST_CHARACTERS`, because no safe place in it is known.
         """
         pieces, start = list[tuple[int, int]](), 0
         while len(text) - start > 2 * PIECE_CHARACTERS:
@@ -186,9 +186,10 @@ def cuts_of(loaded: "tokenizers.Tokenizer") -> Cuts:
 
 
 def _is_simple(one: str) -> bool:
-    """Returns whether a character stays separate in every normal form, and is not a control character.
+    """Returns whether a character never combines with the character before it, and is not a control character.
 
-    False for marks, control characters and unassigned characters. True for line breaks and tabs.
+    False for marks, Korean vowels and final consonants, control characters, and unassigned characters. True for line
+    breaks and tabs.
     """
     category = unicodedata.category(one)
     return one in "\n\r\t" or not (category[0] in "MC" or unicodedata.combining(one) or ord(one) in _JAMO)

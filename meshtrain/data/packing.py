@@ -80,12 +80,12 @@ class TokenStream:
             start, part = end, part + 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns tokens start..stop as int32 [stop - start]."""
+        """Reads the tokens at positions start .. stop - 1, int32 [stop - start]."""
         spans = [np.asarray(span, dtype=np.int32) for span in self._spans(start, stop)]
         return spans[0] if len(spans) == 1 else np.concatenate([np.empty(0, np.int32), *spans])
 
     def cut(self, start: int, stop: int) -> "TokenStream":
-        """Returns the part start..stop as a stream, without reading tokens."""
+        """Returns the part at positions start .. stop - 1 as a stream, without reading tokens."""
         find_ends = functools.partial(self._ends_between, start, stop) if self.find_ends else None
         first, last = np.searchsorted(self.inner_ends, (start, stop))
         inner_ends = self.inner_ends[first:last] - start
@@ -119,7 +119,7 @@ class TokenStream:
         return np.concatenate(ends)
 
     def pairs(self, stop: int) -> TokenPairs:
-        """Yields (tokens, next tokens) in chunks, for tokens 0..stop, except tokens that end a document."""
+        """Yields (tokens, next tokens) in chunks, for positions 0 .. stop - 1, without tokens that end a document."""
         for start in range(0, stop, _CHUNK_TOKENS):
             chunk = self.read(start, min(start + _CHUNK_TOKENS, stop) + 1)
             inside = ~self.ends_documents(start, chunk[:-1])

@@ -1,6 +1,7 @@
 """Writes text as token files: `python -m meshtrain prepare --path='books/*.txt' --output=books.bin`.
 
-An output that ends in / is a folder with a token file for each file of text; complete token files are kept.
+If the output ends in /, it is a folder, and each file of text becomes a token file in it. Token files that are already
+complete are not written again.
 """
 
 import collections
@@ -526,7 +527,7 @@ def _as_flag(key: re.Match[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, writes the token file, and prints its counts and the options to train on it."""
+    """Runs the command `prepare`: writes token files, and prints their counts and the options to train on them."""
     parser = flags.Parser(prog="python -m meshtrain prepare", description=__doc__, allow_abbrev=False)
     kinds = ".txt, .py, .jsonl, .parquet, and text as .gz or .zst"
     parser.add_argument(

@@ -179,7 +179,7 @@ def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[st
 
     Args:
       options: the options of the source.
-      inputs: those of the options `path`, `validation_path`, `tokenizer` and `chat_template` that the source reads.
+      inputs: the names among `path`, `validation_path`, `tokenizer` and `chat_template` that the source reads.
       source_of: path of a file -> name of the data source that reads it, for the error lines.
     """
     problems, got = [], f"with data.source={options.source}"

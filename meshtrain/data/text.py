@@ -36,9 +36,7 @@ _ZEROS_IN = 1 << 16  # bytes at the start of a file that are searched for zero b
 def standard_library() -> list[tuple[str, str]]:
     """Reads Python's standard library; returns (path, text) of each .py file, sorted by path: about 11 MB in total.
 
-    Paths are relative to the library's folder.
-
-    Tests, installed packages, and files that cannot be read as UTF-8 are left out.
+    Paths are relative to the library's folder. Tests, installed packages, and files that are not UTF-8 are left out.
 
     Raises:
       UserError: this Python installation has no source files of its library.
@@ -358,8 +356,8 @@ def _row_text(row: bytes | JsonObject, text_field: str) -> str:
     """Returns the document in the field `text_field` of a JSON line or table row.
 
     Raises:
-      UserError: the line or row has no text in this field. The problem has the placeholder `{where}` for the file and
-        the line, see `Problems.add_at`.
+      UserError: the line is no JSON object, or has no valid text in this field. The problem has the placeholder
+        `{where}` for the file and the line, see `Problems.add_at`.
     """
     try:
         fields = json.loads(row) if isinstance(row, bytes) else row

@@ -108,7 +108,7 @@ def read_sidecar(path: Path) -> TokenFile:
 
 
 def _malformed(fault: str) -> Problem:
-    """Returns the problem for a token file, its description or its tokenizer.json that `prepare` did not write so.
+    """Returns the problem for a token file, description or tokenizer.json that differs from the output of `prepare`.
 
     Args:
       fault: the error, as text.
@@ -215,8 +215,9 @@ class Index:
       digest: hexadecimal sha256 over the dtype, the number of ids, and the ids; for files above 4 GiB, over samples of
         the ids.
       largest_id: the maximum of the ids that were read: all ids, or samples of a file above 4 GiB.
-      is_whole: whether all ids were read; otherwise `lengths` is empty.
-      lengths: unsigned [number of end ids], the distance in tokens of each end id from the previous end id.
+      is_whole: whether `lengths` was computed from all ids; otherwise `lengths` is empty.
+      lengths: unsigned [number of end ids], the distance in tokens of each end id from the previous end id; the first
+        is the number of tokens up to and including the first end id.
     """
 
     size: int
@@ -390,7 +391,7 @@ class OpenFile:
             self._close()
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Reads the ids at positions start..stop - 1, as a read-only array of the file's dtype.
+        """Reads the ids at positions start .. stop - 1, as a read-only array of the file's dtype.
 
         Raises:
           UserError: the file has changed since it was opened.

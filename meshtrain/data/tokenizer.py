@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 NUM_BYTES = 256
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-NO_TOKEN = "none"  # of `data.begin_token`
+NO_TOKEN = "none"  # the value of `data.begin_token` for no token
 _NUM_PROBES = 16  # number of tokens of a vocabulary whose texts `_added_ids` tries to encode
-_NO_CHARACTER = "\U0010ffff"  # no vocabulary has it
+_NO_CHARACTER = "\U0010ffff"  # a character that no vocabulary contains
 
 # Tokens that end a document in well-known tokenizers, best known first.
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -117,7 +117,7 @@ def _characters(text: str) -> np.ndarray:
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
-    """Returns the tokenizer of synthetic data, in whose texts decimal numbers, separated by spaces, are the ids.
+    """Returns the tokenizer of synthetic data: a text is a list of ids as decimal numbers, separated by spaces.
 
     The method `encode` raises UserError for a word that is no number below `vocab_size`.
     """

@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[Problem]]:
-    """Parses the two options; returns sources, then validation sets, and an error line for each problem.
+    """Parses `data.path` and `data.validation_path`; returns the sources, then the validation sets, and error lines.
 
     No file is read.
 
@@ -53,7 +53,7 @@ def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[Probl
         weights, wrong = _integer_weights(items)
         problems += wrong
         parts = [part._replace(weight=weight) for part, weight in zip(parts, weights, strict=False)] or parts
-        if len(items) == 1:  # it is no mixture
+        if len(items) == 1:  # a single source is no mixture
             parts = [parts[0]._replace(name="")]
     else:
         files, problems = find_files(path)

@@ -124,7 +124,7 @@ def answers(
     """Generates texts; returns all samples for the first prompt, then all samples for the second prompt, and so on.
 
     Args:
-      generator: generates tokens.
+      generator: the token generator.
       decode: ids -> text.
       prompts: the token ids of each prompt, at least one prompt.
       wanted: the number, length and sampling of the texts.
