@@ -27,7 +27,7 @@ class Compiling:
     """The compiler options of a step, and the facts from which they were chosen.
 
     Attributes:
-      options: options of the devices' compiler.
+      options: the options with which XLA compiles the step for these devices.
       layer_bytes: bytes of gradients that a device reduces across data-parallel replicas in one iteration of the
         backward loop over layers; 0: the loop reduces no gradients.
       gathers_early: whether XLA may gather the next layer's weights while it computes the current layer.

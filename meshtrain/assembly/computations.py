@@ -33,7 +33,7 @@ class Computations:
 
 
 def computations(config: Config, placed: Placed) -> Computations:
-    """Returns the functions that compute with a task's weights and a batch on a mesh.
+    """Returns the functions that compute gradients, evaluation sums and logits of a batch on a mesh.
 
     `gradients` and `evaluate` split the batch into microbatches.
 

@@ -38,8 +38,8 @@ from meshtrain.sharding.trees import Arrays
 
 LARGEST = 127.0  # largest int8 magnitude in use; symmetric around 0
 SMALL_BYTES = 64 * 1024  # smaller arrays are sent together: each would need padding to n blocks
-SCALE_BYTES = 4  # of a block's float32 scale
-PAIR_BYTES = 4  # for each element that topk sends: a bfloat16 and its uint16 index in the block
+SCALE_BYTES = 4  # bytes of a block's float32 scale
+PAIR_BYTES = 4  # bytes of each element that topk sends: a bfloat16 and its uint16 index in the block
 MAX_BLOCK = 2**16  # an index in a block fits 16 bits
 # Memory traffic in bytes per element, with and without feedback. Gradient and residual are read once for the scales and
 # once for packing; the packed bytes are written and read; sum and residual are written. This is an estimate: kernels
@@ -150,7 +150,8 @@ def reduce(
     """
     leaves, structure = jax.tree.flatten(gradients)
     waiting = jax.tree.leaves(residual)
-    # A single device sends nothing and loses nothing. It adds the residual that a larger mesh has left.
+    # A single device sends no gradients, so there is no residual of this step. It adds the residual that was saved when
+    # the run had several replicas.
     if jax.lax.axis_size(over) == 1:
         whole = [leaf + left for leaf, left in zip(leaves, waiting, strict=True)] if waiting else leaves
         return jax.tree.unflatten(structure, whole), jax.tree.map(jnp.zeros_like, residual)

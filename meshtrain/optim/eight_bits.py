@@ -62,7 +62,12 @@ def extents(shape: Sequence[int], axes: Names, block: int) -> tuple[int, ...] | 
 
 
 def num_blocks(shape: Sequence[int], extent: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of blocks of a weight along each dim, which is the shape of its scales."""
+    """Returns the number of blocks of a weight along each dim, which is the shape of its scales.
+
+    Args:
+      shape: the weight's shape.
+      extent: the size of a block along each dim.
+    """
     return tuple(size // part for size, part in zip(shape, extent, strict=True))
 
 

@@ -211,7 +211,8 @@ def to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
       random: random bits, uint16 in the shape of `x`.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # bfloat16 lacks the lower half of a float32: adding a random half carries with the right probability.
+    # bfloat16 is the upper half of a float32. If random bits are added to the lower half, the sum carries into the
+    # upper half with the probability that makes the mean exact.
     rounded = (bits + random.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
     exact = jax.lax.bitcast_convert_type(rounded, jnp.float32)
     return jnp.where(jnp.isfinite(x), exact, x).astype(jnp.bfloat16)

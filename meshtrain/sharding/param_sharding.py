@@ -195,6 +195,12 @@ def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shap
 
     It is the first dim whose shard according to `spec` is divisible by the size of the data axis. A dim that stacks
     layers is never split, because the layers are computed one after the other.
+
+    Args:
+      spec: the array's spec according to the rules, without the split over the data axis.
+      shape: the array's global shape.
+      names: a logical axis or None for each dim.
+      mesh_shape: the size of each mesh axis.
     """
     dims = axes_of_dims(spec, len(shape))
     if mesh_shape[DATA] == 1 or any(DATA in axes for axes in dims):
@@ -316,7 +322,7 @@ def spec_of_dims(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
 
 
 def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
-    """Returns the mesh axes that split each dim of an array, () for none."""
+    """Returns the mesh axes in a spec for each of the `num_dims` dims of an array; () for a dim that is not split."""
     parts = (*spec, *(None,) * (num_dims - len(spec)))
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in parts]
 
@@ -324,9 +330,15 @@ def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
 def split_further(
     spec: PartitionSpec, shape: Sequence[int], axes: tuple[str, ...], mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
-    """Returns a spec in which some mesh axes also split one dim: the first dim whose shards they divide.
+    """Returns a spec in which `axes` also split one dim: the first dim whose shard size they divide.
 
-    If they divide the shards of no dim, the spec is returned unchanged.
+    If there is no dim that they divide, the spec is returned unchanged.
+
+    Args:
+      spec: the spec to extend.
+      shape: the array's global shape.
+      axes: mesh axes that are not in the spec.
+      mesh_shape: the size of each mesh axis.
     """
     dims = axes_of_dims(spec, len(shape))
     for dim, (size, split) in enumerate(zip(shape, dims, strict=True)):
@@ -424,7 +436,14 @@ def name_problems(
 def uneven_dims(
     shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
 ) -> list[tuple[int, str]]:
-    """Returns (dim, logical axis) for each dim whose size its mesh axes do not divide; unknown names are skipped."""
+    """Returns (dim, logical axis) for each dim whose size is not divisible by its number of shards.
+
+    Args:
+      shape: the array's shape.
+      names: the logical axis of each dim; dims with None or an unknown name are skipped.
+      column: logical axis -> mesh axes: one column of the rules.
+      mesh_shape: the size of each mesh axis.
+    """
     return [
         (dim, name)
         for dim, (size, name) in enumerate(zip(shape, names, strict=True))
@@ -442,7 +461,7 @@ def uneven_line(
     legal: Mapping[str, int] | None = None,
     options: SizeOptions | None = None,
 ) -> Problem:
-    """Returns the error line for a dim whose size its mesh axes do not divide.
+    """Returns the error line for a dim whose size is not divisible by its number of shards.
 
     Args:
       path: the array's name in the line.

@@ -142,9 +142,10 @@ def _weights(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
 
 
 def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
-    """Returns for each mesh axis a number whose divisors are the axis sizes that split every weight evenly.
+    """Returns for each mesh axis a number; an axis size splits every weight evenly if it divides this number.
 
-    0 allows any size. For each axis, all other axes are assumed to have the sizes in `mesh_shape`.
+    If no weight is split over an axis, the number is 0: any size is possible. For each axis, all other axes are assumed
+    to have the sizes in `mesh_shape`.
     """
     common = dict.fromkeys(mesh_shape, 0)
     for one in weights:

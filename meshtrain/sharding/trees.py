@@ -41,7 +41,7 @@ def path_text(key_path: Sequence[KeyEntry]) -> str:
 
 
 def leaves_with_paths(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Leaf]]:
-    """Returns (path, leaf) for each leaf of a pytree, in the order of `jax.tree.leaves`."""
+    """Returns (path, leaf) for each leaf of a pytree, in the order of `jax.tree.leaves`; `is_leaf` as in `jax.tree`."""
     return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
 
 

@@ -23,7 +23,12 @@ class EarlyStopOptions:
 
 
 def check(options: EarlyStopOptions, eval_every: int) -> list[Problem]:
-    """Returns an error line if early stopping is on but the run makes no evaluations before its last step, else []."""
+    """Returns an error line if early stopping is on but the run makes no evaluations before its last step, else [].
+
+    Args:
+      options: the options of early stopping.
+      eval_every: the number of steps between two evaluations; 0: none before the last step.
+    """
     if not options.patience or eval_every:
         return []
     return [
