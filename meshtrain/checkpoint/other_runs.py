@@ -178,6 +178,6 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
 
 
 def _nearest_workdir(given: Path) -> str:
-    """Returns the suggested workdir for an error: the parent if `given` is the folder of a step."""
+    """Returns the suggested workdir for an error: the parent folder if `given` is the folder of a step, else a hint."""
     is_step = given.name.isdecimal() and (given / STATE).is_dir()
     return str(given.parent) if is_step else "the --workdir of a run that has saved"

@@ -36,7 +36,8 @@ _ZEROS_IN = 1 << 16  # bytes at the start of a file that are searched for zero b
 def standard_library() -> list[tuple[str, str]]:
     """Reads Python's standard library; returns (path, text) of each .py file, sorted by path: about 11 MB in total.
 
-    Paths are relative to the library's folder. Tests, installed packages, and files that are not UTF-8 are left out.
+    Paths are relative to the library's folder. Tests, installed packages, and files that cannot be read as UTF-8 are
+    left out.
 
     Raises:
       UserError: this Python installation has no source files of its library.
