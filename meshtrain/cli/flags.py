@@ -107,7 +107,11 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def without_urls(self, parsed: argparse.Namespace) -> list[Problem]:
-        """Replaces each path that is a URL by the argument's default, in place; returns a problem for each URL."""
+        """Replaces each path that is a URL by the argument's default, in place; returns a problem for each URL.
+
+        Args:
+          parsed: the parsed arguments.
+        """
         problems, command = list[Problem](), self.prog.split()[-1]
         for action in [action for action in self._actions if str(action.metavar).startswith(_PATHS)]:
             key, given = [action.metavar, *action.option_strings][-1], getattr(parsed, action.dest) or []
@@ -393,8 +397,7 @@ def collect(
 
     Returns:
       dotted key -> value for every entry, and a problem for each unknown key and each value of a wrong type. A wrong
-      text
-      is replaced by the value in `given`, and a wrong value by the default.
+      text is replaced by the value in `given`, and a wrong value by the default.
     """
     values = {key: entry.default for key, entry in entries.items()}
     all_given: Values = {**given, **texts}

@@ -226,7 +226,7 @@ TPU_RUNTIME_BYTES = 2**28
 def usable_bytes(accelerator: Accelerator) -> int:
     """Returns the bytes that a program can use: all memory minus the share of the runtime and the allocator.
 
-    On a GPU this requires that JAX allocates the share `POOL_FRACTION` of the memory, which runs configure.
+    On a GPU this requires that JAX may allocate the fraction `POOL_FRACTION` of the memory; runs set this fraction.
     """
     if accelerator.device_kinds[0].startswith("TPU"):
         return accelerator.memory_bytes - TPU_RUNTIME_BYTES

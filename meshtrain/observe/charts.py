@@ -1,4 +1,4 @@
-"""Draws static charts with matplotlib as SVG for a page: bars of bytes, memory over time, lines over devices."""
+"""Draws static charts with matplotlib as SVG for a page: bars of bytes, memory over step time, lines over devices."""
 
 import dataclasses
 import io
@@ -110,7 +110,7 @@ def scatter(points: Sequence[tuple[float, float, str, bool | None]], capacity: i
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a panel.
+    """A line in a panel of a chart.
 
     Attributes:
       label: the text of the line in the legend.

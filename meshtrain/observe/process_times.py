@@ -119,7 +119,7 @@ def lost_seconds(times: Mapping[int, Times], probes: Mapping[int, float]) -> dic
 
 
 class Judgement:
-    """Counts the consecutive logged steps at which each process was slow."""
+    """Decides which process is slow: counts the consecutive logged steps at which each process was slow."""
 
     def __init__(self) -> None:
         """Starts with a count of 0 for each process."""
@@ -159,7 +159,11 @@ class OwnTimes:
     """
 
     def __init__(self, *, now: Callable[[], float] = time.perf_counter) -> None:
-        """Compiles the product for this process's first device; `now` returns a monotonic time in seconds."""
+        """Compiles the fixed matrix product for this process's first device.
+
+        Args:
+          now: a function that returns a monotonic time in seconds.
+        """
         self._now = now
         self._device = jax.local_devices()[0]
         self._product, self._matrix = _compile(self._device)
@@ -201,8 +205,7 @@ class OwnTimes:
 
         Returns:
           The entries of `Slow.values` for the row of metrics. Empty if no process is slow, and in all processes except
-          the
-          first.
+          the first.
         """
         if "step_seconds" in values:
             own = Times(*(values[name] for name in _MEASURED))

@@ -16,7 +16,7 @@ from meshtrain.sharding.trees import Arrays
 
 @dataclasses.dataclass(frozen=True)
 class ProfileOptions:
-    """The training steps to trace."""
+    """Options of the profiler: the training steps to trace."""
 
     steps: str = option("", "first and last step to trace, as in 10,13 (or one step, as in 10); empty: no trace")
 
@@ -57,8 +57,8 @@ class Profiler:
                 state, result = train_step(state, batch)
                 profiler.after(step, result)
 
-    Does nothing if there are no steps to trace. The loop waits for the steps before and at the end of the trace, which
-    causes two short stalls. Processes that should write no trace get options without steps.
+    Does nothing if there are no steps to trace. The loop waits for the step before the trace and for the last traced
+    step, which causes two short stalls. Processes that should write no trace get options without steps.
     """
 
     def __init__(self, options: ProfileOptions, directory: str | os.PathLike[str]) -> None:

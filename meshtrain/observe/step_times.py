@@ -147,10 +147,8 @@ class StepClock:
 
         Returns:
           If a step other than the first completed: step_seconds, data_seconds, host_seconds (the host's work before a
-            step),
-          device_wait_seconds (how long the host then waited for the previous step), data_share (0 to 1) and
-          tokens_per_second
-          (with another unit: UNIT_per_second). In the call after the first step: first_step_seconds.
+          step), device_wait_seconds (how long the host then waited for the previous step), data_share (0 to 1) and
+          tokens_per_second (with another unit: UNIT_per_second). In the call after the first step: first_step_seconds.
         """
         steps, self._unaveraged = self._unaveraged, []
         host_seconds, device_wait_seconds = self._host_seconds, self._device_wait_seconds

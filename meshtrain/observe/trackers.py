@@ -56,7 +56,7 @@ class Tracker(Protocol):
     """The interface of a tracker, which stores rows of metrics."""
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Writes a row of metrics: metric name -> value."""
+        """Writes the row of metrics (name -> value) of a step."""
         ...
 
     def close(self) -> None:
@@ -437,8 +437,12 @@ def metrics_of_evaluation(directory: str | os.PathLike[str], step: int) -> dict[
 def keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
     """Removes all lines of `metrics.jsonl` except rows up to a step; returns the goodput of earlier processes.
 
-    Useful seconds and timed steps are counted up to this step. The passed time is that of the latest row before the
-    removal, because the removed steps took time too.
+    Useful seconds and timed steps are counted up to this step. The passed time is counted up to the latest row before
+    the removal, because the removed steps took time too.
+
+    Args:
+      path: the path of the file; it may be missing.
+      step: the step that the run resumes from.
     """
     if not path.exists():
         return Done()

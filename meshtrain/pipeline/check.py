@@ -101,7 +101,7 @@ def prove(schedule: Schedule) -> None:
 
 
 def _incomplete(schedule: Schedule) -> list[Problem]:
-    """Returns an error line if an action is missing, occurs twice, or has a microbatch or chunk out of range.
+    """Returns an error line for the first action that is missing, repeated, or has a microbatch or chunk out of range.
 
     The list is empty if every stage has exactly one forward and one backward action for each microbatch and chunk.
     """
@@ -272,8 +272,8 @@ def bubbles(schedule: Schedule, costs: Costs) -> tuple[float, float]:
 def peak_in_flight(schedule: Schedule) -> list[int]:
     """Returns, for each stage, the largest number of (microbatch, chunk) pairs in flight.
 
-    A pair is in flight from the start of its forward to the end of its backward. The number depends on the order of a
-    stage's actions only, not on their timing.
+    A pair is in flight from the start of its forward pass to the end of its backward pass. The number depends only on
+    the order of a stage's actions, not on their timing.
     """
     peaks = [0] * schedule.num_stages
     for stage in range(schedule.num_stages):

@@ -30,7 +30,7 @@ Place: TypeAlias = jax.Array | np.int32
 
 
 class Carry(NamedTuple):
-    """The arrays of one stage that are carried from row to row."""
+    """The arrays that one stage carries from one row (clock tick) of the schedule to the next."""
 
     inputs: Activations  # stage inputs, [slots + 1, b, ...] such as [slots + 1, b, T, D]; the last is the dump slot
     kept: list[jax.Array]  # saved residuals of units, each [(slots + 1) K / U, ...]; the last K / U are the dump slot
@@ -125,7 +125,8 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
 class ReducedChunks(NamedTuple):
     """Gradients of the chunks that have been reduced over data so far, in the order of `chunk_ends`.
 
-    At ZeRO level 0 no gradient is scattered: reduced gradients replace this replica's sums in `Carry.layers`.
+    At ZeRO level 0 no gradient is scattered: reduced gradients replace this replica's sums in `Carry.layers`. The
+    letters in shapes: V chunks per stage, K layers in a chunk, U layers in a unit.
     """
 
     scattered: Params  # float32 [V K / U, U, ...], this replica's shards; None for gradients that are not scattered
@@ -135,8 +136,9 @@ class ReducedChunks(NamedTuple):
 class ChunkReduction:
     """Reduces gradients over data chunk by chunk: `begin` is called before the rows to overlap with, `end` after them.
 
-    A stage finishes its chunks one after the other, S rows apart, and idles or works on other chunks meanwhile. So the
-    reductions of all chunks except the last can overlap rows, unlike a single reduction after the last row.
+    A stage finishes its chunks one after the other, S (the number of stages) rows apart, and idles or works on other
+    chunks meanwhile. So the reductions of all chunks except the last can overlap rows, unlike a single reduction after
+    the last row.
     """
 
     def __init__(self, program: Program, replicas: GradientSync, stored: ParamShardings, num_units: int) -> None:
@@ -146,7 +148,7 @@ class ChunkReduction:
           program: the schedule as a program.
           replicas: how gradients are reduced over data.
           stored: `ParamSharding` of each trained weight of the layers.
-          num_units: the number of units in a chunk, K / U.
+          num_units: the number of units in a chunk; a unit is a group of layers that are computed in one call.
         """
         self.replicas, self.stored, self.num_units = replicas, stored, num_units
         self.chunks = np.array([chunk for _, chunk in chunk_ends(program)], np.int32)
@@ -156,7 +158,7 @@ class ChunkReduction:
         """Returns the value of `Carry.reduced` before the first reduction: zeros, and 0 reduced chunks.
 
         Args:
-          units: the trained weights of this stage's layers, each leaf [V K / U, U, ...].
+          units: the trained weights of this stage's layers, each leaf [units of the stage, layers in a unit, ...].
         """
         scattered, stored = select(units, self.is_scattered)[0], select(self.stored, self.is_scattered)[0]
         return ReducedChunks(jax.tree.map(self.replicas.reduced_zeros, scattered, stored), jnp.int32(0))
@@ -165,12 +167,12 @@ class ChunkReduction:
         """Starts to reduce the gradients of the next chunk over data.
 
         Args:
-          layers: the gradient sums of this replica, [V K / U, U, ...].
+          layers: the gradient sums of this replica, [units of the stage, layers in a unit, ...].
           reduced: the result of earlier reductions.
 
         Returns:
-          `layers`; the reduced gradients of the chunk, [K / U, U, ...]; and the index of the chunk's first unit, int32
-          scalar.
+          `layers`; the reduced gradients of the chunk, [units of the chunk, layers in a unit, ...]; and the index of
+          the chunk's first unit, int32 scalar.
         """
         place = ring.take(jnp.asarray(self.chunks), reduced.num_chunks) * self.num_units
         part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, place, self.num_units), layers)
@@ -185,9 +187,9 @@ class ChunkReduction:
         """Returns (layers, reduced) with the reduced gradients of a chunk written into them.
 
         Args:
-          layers: the gradient sums of this replica, [V K / U, U, ...]; gradients that are not scattered are written
-            here.
-          reduced: the result of earlier reductions; scattered gradients are written here.
+          layers: the gradient sums of this replica, [units of the stage, layers in a unit, ...]; gradients that are not
+            scattered are written into these arrays.
+          reduced: the result of earlier reductions; scattered gradients are written into its arrays.
           parts: the reduced gradients of the chunk, from `begin`.
           place: the index of the chunk's first unit, from `begin`.
         """
@@ -202,17 +204,17 @@ class ChunkReduction:
         return merge(with_sums, jax.tree.map(put, without, replicated)), after
 
     def finished(self, layers: Params, reduced: ReducedChunks) -> Params:
-        """Returns the reduced gradients of all chunks, [V K / U, U, ...], after the last call of `end`.
+        """Returns the reduced gradients of all chunks, [units of the stage, layers in a unit, ...].
 
         Args:
-          layers: as returned by the last `end`.
-          reduced: as returned by the last `end`.
+          layers: the gradient sums of this replica, from the last call of `end`.
+          reduced: the reduced chunks, from the last call of `end`.
         """
         return merge(reduced.scattered, select(layers, self.is_scattered)[1])
 
 
 class Rows:
-    """Runs the rows of a schedule on one stage: `forward` runs an F row, `backward` a B row."""
+    """Runs the rows (clock ticks) of a schedule on one stage: `forward` a forward row, `backward` a backward row."""
 
     def __init__(
         self,
@@ -268,7 +270,10 @@ class Rows:
         return cell._replace(active=cell.active > 0)
 
     def start(self) -> Carry:
-        """Returns the first carry: empty buffers, except for the embedded first microbatch in slot 0, and zero sums."""
+        """Returns the carry before the first row: zeros, except for the embedded first microbatch.
+
+        The embedding of the first microbatch is in slot 0 of `Carry.inputs`.
+        """
         x, program = self.first_input, self.program
         cotangent = ring.zeros_like(floating(x))
         buffer = lambda tree, size: jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), tree)  # noqa: E731
@@ -287,11 +292,22 @@ class Rows:
         )
 
     def embed(self, outer: Params, m: jax.Array) -> Activations:
-        """Returns the activations of microbatch `m` before the first layer, on every stage."""
+        """Returns the embedding of microbatch `m`, the activations before the first layer, on every stage.
+
+        Args:
+          outer: the parameters except those of the layers.
+          m: the index of the microbatch, int32 scalar.
+        """
         return self.stages.first(outer, ring.microbatch(self.batch, m), self.rng, True, PIPELINE)
 
     def head(self, outer: Params, y: Activations, m: jax.Array) -> Loss:
-        """Returns (loss, weight, metrics) of microbatch `m`, on every stage; `y` is the output of the last layer."""
+        """Returns (loss, weight, metrics) of microbatch `m`, on every stage.
+
+        Args:
+          outer: the parameters except those of the layers.
+          y: the activations after the last layer.
+          m: the index of the microbatch, int32 scalar.
+        """
         return self.stages.last(outer, y, ring.microbatch(self.batch, m), PIPELINE)
 
     def run_layers(
@@ -300,7 +316,7 @@ class Rows:
         """Returns the output of a unit of layers, and the (loss, metrics) that these layers add, or None.
 
         Args:
-          weights: the parameters of the unit's layers, each leaf [U, ...].
+          weights: the parameters of the unit's layers, each leaf [layers in a unit, ...].
           x: the activations before the unit.
           given: int32 scalars: the microbatch, the index of the unit's first layer in the model, and the index of the
             unit on this stage.
@@ -338,7 +354,7 @@ class Rows:
         return np.int32(0) if self.num_chunks == 1 else cell.chunk * self.num_units
 
     def forward(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
-        """Runs an F row: reads a stage input, saves the layers' residuals, sends the output to the next stage.
+        """Runs a forward row: reads a stage input, saves the layers' residuals, sends the output to the next stage.
 
         Args:
           row: the parts of the row's body.
@@ -367,7 +383,7 @@ class Rows:
         return self.embed_next(row, carry, cell)
 
     def backward(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
-        """Runs a B row: computes the stage's backward pass from saved residuals.
+        """Runs a backward row: computes the stage's backward pass from saved residuals.
 
         Sends the cotangent of the stage's input to the previous stage.
 
@@ -458,7 +474,13 @@ class Rows:
         return carry, ring.where(is_last, floating(final_cotangent), cotangent)
 
     def embed_next(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
-        """Embeds a microbatch for a later row into a slot of stage 0, if the row's body has an embedding."""
+        """Embeds a microbatch for a later row into a slot of stage 0, if the row's body has an embedding.
+
+        Args:
+          row: the parts of the row's body.
+          carry: the stage's arrays.
+          cell: the action of this stage, with the microbatch and the slot.
+        """
         if not row.embed:
             return carry
         x = self.embed(self.outer, jnp.maximum(cell.embed_microbatch, 0))

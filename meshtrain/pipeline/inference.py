@@ -108,8 +108,8 @@ def forward_only(
 ) -> tuple[Total, LayerSums]:
     """Runs all microbatches through all stages and saves nothing for a backward pass.
 
-    Each chunk is a pass of M + S - 1 rows (clock ticks): in row r stage s runs microbatch r - s, or idles if there is
-    no such microbatch.
+    Each chunk is a pass of M + S - 1 rows (clock ticks), for M microbatches and S stages. In row r stage s runs
+    microbatch r - s, or idles if there is no such microbatch.
 
     Args:
       stages: the model, split into stages.
@@ -117,7 +117,8 @@ def forward_only(
       batch: microbatches [b, M, ...], the same on every stage.
       rng: a typed key.
       num_chunks: chunks per stage, V.
-      finish: (carry, activations of microbatch m after the last layer, on every stage, m) -> carry.
+      finish: a function (carry, activations of microbatch m after the last layer, m) -> carry. All stages call it, with
+        the same activations.
       initial: the first carry.
 
     Returns:
@@ -170,7 +171,7 @@ def _one_pass(run_layers: RunLayers, source: Source, finish: Finish, state: Stat
       num_parts: the number of microbatches, M.
 
     Returns:
-      The state after M + S - 1 rows.
+      The state after M + S - 1 rows (clock ticks), for S stages.
     """
     num_stages, stage = jax.lax.axis_size(PIPELINE), jax.lax.axis_index(PIPELINE)
 

@@ -191,13 +191,20 @@ _SLOT_TABLES = {
 
 
 def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.ndarray:
-    """Returns the microbatch that `stage` runs in each row: [R] int32; -1 in rows of another kind or chunk."""
+    """Returns the microbatch that `stage` runs in each row: [R] int32; -1 in rows of another kind or chunk.
+
+    Args:
+      rows: the rows (clock ticks) of a schedule.
+      kind: `F` for forward rows, `B` for backward rows.
+      stage: the index of the stage.
+      chunk: the index of the chunk on the stage.
+    """
     cells = [row[stage] for row in rows]
     return np.array([a.microbatch if a and (a.kind, a.chunk) == (kind, chunk) else -1 for a in cells], np.int32)
 
 
 def _prefetch_rows(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
-    """Distributes the work of stage 0 that each microbatch needs in advance (its embedding) over earlier rows.
+    """Assigns each microbatch's work on stage 0 that can be done in advance (the embedding) to an earlier row.
 
     The work for a microbatch is done after the previous row that needs such work: in the last row with a head before
     the microbatch's row, or in the previous row itself if there is no head between them. The first microbatch is
@@ -287,10 +294,7 @@ def _assign_slots(
 
 
 def chunk_ends(program: Program) -> list[tuple[int, int]]:
-    """Returns a pair (row, chunk) for each chunk, sorted by row.
-
-    The row is the last backward row of the chunk on any stage.
-    """
+    """Returns (row, chunk) for each chunk, sorted by row: the last backward row of the chunk on any stage."""
     is_backward = np.array([kind == "B" for kind in program.kinds])[:, None] & program.cells.active
     last = [
         int(np.flatnonzero((is_backward & (program.cells.chunk == chunk)).any(axis=1))[-1])
@@ -323,8 +327,8 @@ def worth_reducing_early(program: Program, reduction_seconds: float, computing_s
 def segments(program: Program) -> tuple[Segment, ...]:
     """Returns the rows of a program as loops with common bodies, in order.
 
-    If chunks are reduced separately, the rows are split at the end of each chunk. Iterations that reduce have the order
-    of `chunk_ends`, one for each chunk.
+    If chunks are reduced separately (`program.reduces_chunks`), the rows are split at the end of each chunk. Each chunk
+    has an iteration that reduces its gradients, in the order of `chunk_ends`.
     """
     if not program.reduces_chunks:
         return _loops(program, 0, len(program.kinds))
@@ -370,7 +374,7 @@ def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
 def _signature(program: Program, first: int, step: int, times: int, outer_step: int, outer_times: int) -> Signature:
     """Returns the body that can run all rows first + i step + j outer_step, for i < times and j < outer_times.
 
-    The body has each part that at least one of these rows needs.
+    The body has each part (embedding, head, backward pass of the embedding) that at least one of these rows needs.
     """
     rows = [first + i * step + j * outer_step for j in range(outer_times) for i in range(times)]
     flags = program.cells.embed_microbatch, program.cells.head_microbatch, program.cells.embed_backward_microbatch

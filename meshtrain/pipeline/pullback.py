@@ -1,9 +1,9 @@
-"""Splits a layer into a forward pass that returns its residuals, and a backward pass that starts from them.
+"""Splits a layer into a forward pass that returns its residuals, and a backward pass that starts from these residuals.
 
-The two run in different rows of a schedule, so residuals are stored in a buffer. They are the residuals that `jax.vjp`
-saves under the model's `jax.checkpoint` policies. Residuals that do not depend on the activations (weights, casts of
-them, rotary angles, masks of documents or of dropout, random keys) are not stored: the backward pass recomputes them
-from the weights and the microbatch.
+The two passes run in different rows of a schedule, so residuals are stored in a buffer. They are the residuals that
+`jax.vjp` saves under the model's `jax.checkpoint` policies. Residuals that do not depend on the activations (weights,
+casts of them, rotary angles, masks of documents or of dropout, random keys) are not stored: the backward pass
+recomputes them from the weights and the microbatch.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,8 @@ class SplitLayer:
     ) -> tuple[Activations, LayerSums, list[jax.Array]]:
         """Returns (output, sums, residuals) of a layer.
 
-        Also stores the structure in `self`, with which `backward` rebuilds the `jax.vjp` function from residuals.
+        The residuals are the leaves of the function from `jax.vjp`; the structure of this function is stored in `self`,
+        so that `backward` can rebuild it.
         """
         trained, frozen = select(weights, mask)
 

@@ -51,7 +51,7 @@ class Schedule(NamedTuple):
 
     @property
     def text(self) -> str:
-        """A short text with the schedule's name and numbers."""
+        """The schedule's name, and its numbers of microbatches and chunks, as text."""
         return f"{self.name}, {self.num_microbatches} microbatches, {self.num_chunks} chunks a stage"
 
 
@@ -65,9 +65,9 @@ def layers_in_chunk(num_layers: int, num_stages: int, num_chunks: int) -> int:
 
 
 def spreads_evenly(num_layers: int, num_stages: int, num_chunks: int) -> bool:
-    """Returns whether layers are spread evenly over all chunks, so that their numbers differ by at most one.
+    """Returns whether layers are spread evenly over all chunks, so that the numbers of layers differ by at most one.
 
-    This is the case if there are enough layers for all chunks, but K layers in each chunk would leave a stage, or the
+    This is the case if there are enough layers for all chunks, but filling chunks in order would leave a stage, or the
     last chunk of every stage, empty.
 
     >>> spreads_evenly(7, 4, 1), spreads_evenly(6, 4, 1), spreads_evenly(3, 4, 1)
@@ -77,17 +77,20 @@ def spreads_evenly(num_layers: int, num_stages: int, num_chunks: int) -> bool:
 
 
 def leaves_stage_empty(num_layers: int, num_stages: int, num_chunks: int) -> bool:
-    """Returns whether filling chunks in order would leave a stage, or the last chunk of every stage, without layers."""
+    """Returns whether filling chunks in order would leave a stage, or the last chunk of every stage, without layers.
+
+    In this order each chunk gets K layers (`layers_in_chunk`), until no layer remains.
+    """
     in_chunk = layers_in_chunk(num_layers, num_stages, num_chunks)
     num_empty = in_chunk * num_stages * num_chunks - num_layers
     return num_empty >= (in_chunk * num_stages if num_chunks > 1 else in_chunk)
 
 
 def layers_of_chunks(num_layers: int, num_stages: int, num_chunks: int) -> tuple[range, ...]:
-    """Returns the layers of each chunk; chunk c of stage s has the index c S + s.
+    """Returns the layers of each chunk, with chunk c of stage s at index c S + s, where S is the number of stages.
 
-    Chunks are filled in order with K layers each, and the last ones with the remaining layers. If `spreads_evenly`, the
-    numbers of layers differ by at most one.
+    Chunks are filled in order with K layers each (`layers_in_chunk`), and the last chunks with the remaining layers. If
+    `spreads_evenly`, the numbers of layers differ by at most one.
 
     >>> [len(layers) for layers in layers_of_chunks(7, 4, 1)], [len(layers) for layers in layers_of_chunks(6, 4, 1)]
     ([2, 2, 2, 1], [2, 2, 1, 1])
@@ -111,7 +114,8 @@ def describe(action: Action | None, num_chunks: int = 1) -> str:
 def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -> list[tuple[int, Action]]:
     """Returns the (stage, action) pairs that have to finish before `action` starts on `stage`.
 
-    With v the virtual stage: F(m, v) needs F(m, v-1); B(m, v) needs F(m, v) and B(m, v+1).
+    For microbatch m in the virtual stage v = chunk * num_stages + stage: F(m, v) needs F(m, v-1); B(m, v) needs F(m, v)
+    and B(m, v+1).
     """
     virtual = action.chunk * num_stages + stage
 
@@ -126,8 +130,9 @@ def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -
 def _forward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
     """Returns forward row `row`, in which stage s runs unit u = row - s; the stage idles if there is no such unit.
 
-    Microbatches form groups of S, and each group passes through all chunks before the next group starts. Unit u is
-    microbatch (u // (S V)) S + u mod S in chunk (u // S) mod V (Narayanan et al. 2021, figure 4).
+    A unit is one microbatch in one chunk. Microbatches form groups of S, the number of stages, and each group passes
+    through all V chunks before the next group starts. Unit u is microbatch (u // (S V)) S + u mod S in chunk (u // S)
+    mod V (Narayanan et al. 2021, figure 4).
     """
     cells: list[Action | None] = []
     for stage in range(num_stages):
@@ -151,14 +156,14 @@ def _backward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: 
 
 
 def _one_kind_rows(num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[list[Row], list[Row]]:
-    """Returns all forward rows and all backward rows, V M + S - 1 of each."""
+    """Returns all forward rows and all backward rows: V M + S - 1 rows of each kind."""
     numbers = num_stages, num_microbatches, num_chunks
     count = num_chunks * num_microbatches + num_stages - 1
     return [_forward_row(row, *numbers) for row in range(count)], [_backward_row(row, *numbers) for row in range(count)]
 
 
 def _one_chunk(name: str, num_chunks: int) -> None:
-    """Raises UserError if there are several chunks, for a schedule that supports only one per stage."""
+    """Raises UserError if there are several chunks per stage, for the schedule `name`, which supports only one."""
     if num_chunks > 1:
         raise UserError(
             Problem(
@@ -211,13 +216,13 @@ def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -
 
 
 def _align_rows(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Returns rows of a single kind each, with each backward row as early as its dependencies allow.
+    """Returns the rows of (interleaved) 1F1B: each backward row is as early as its dependencies allow.
 
-    Groups have S microbatches. The first S backward rows of a group start in the last virtual stage: the first of them
-    needs forward row V S - 1 of the group, each later one needs one more forward row. The other backward rows, for
-    earlier chunks, need no further forward rows. A group therefore has S forward rows, S pairs of a forward and a
-    backward row, and S (V - 1) backward rows. The bubble is (S-1)/(V M + S-1), with V S + S - 1 - 2 s units in flight
-    on stage s, at most V M.
+    Each row has actions of a single kind. Groups have S microbatches. The first S backward rows of a group start in the
+    last virtual stage: the first of them needs forward row V S - 1 of the group, each later one needs one more forward
+    row. The other backward rows, for earlier chunks, need no further forward rows. A group therefore has S forward
+    rows, S pairs of a forward and a backward row, and S (V - 1) backward rows. The bubble is (S-1)/(V M + S-1), with V
+    S + S - 1 - 2 s units in flight on stage s, at most V M.
     """
     forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
     group, rows, done = num_chunks * num_stages, list[Row](), 0
@@ -254,7 +259,7 @@ class PipelineOptions:
 
 
 def is_own(name: str) -> bool:
-    """Returns whether a schedule's name refers to a user's function."""
+    """Returns whether a schedule's name refers to a user's function, as `package.module:function`."""
     return ":" in name
 
 
@@ -333,7 +338,7 @@ def _user_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: in
       num_chunks: chunks of layers on each stage.
 
     Raises:
-      UserError: the function raises an error, or its result has not the form of rows.
+      UserError: the function cannot be imported, raises an error, or does not return a list of valid rows.
     """
     given = call_user_function(
         KEY,

@@ -69,12 +69,12 @@ def with_cast_layers(stages: Stages, params: Params) -> Params:
 
 
 def split_layers(params: Params) -> tuple[Params, Params]:
-    """Returns (the layers, all other parameters)."""
+    """Returns the parameters of the layers, and a dict of all other parameters."""
     return params["layers"], {name: value for name, value in params.items() if name != "layers"}
 
 
 def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
-    """Returns the layers of chunk `chunk` of this stage, each leaf [K, ...]."""
+    """Returns the parameters of the layers in chunk `chunk` of this stage, each leaf [layers in a chunk, ...]."""
     return layers if num_chunks == 1 else take(layers, chunk)
 
 
@@ -99,27 +99,27 @@ def num_units(stages: Stages, num_stages: int, num_chunks: int) -> int:
 
 
 def in_units(layers: Params, num_chunks: int, num_in_unit: int) -> Params:
-    """Returns the layers of this stage as [V K / U, U, ...]: units of U layers that are computed in one call.
+    """Reshapes the layers of this stage to [V K / U, U, ...]: units of U layers that are computed in one call.
 
     A unit is a slice of the first dim only, so that products and sums can read and write it in place.
 
     Args:
-      layers: each leaf [K, ...], or [V, K, ...] if there are several chunks.
-      num_chunks: V.
-      num_in_unit: U, a divisor of K.
+      layers: the parameters of the layers, each leaf [K, ...], or [V, K, ...] if there are several chunks.
+      num_chunks: the number of chunks per stage, V.
+      num_in_unit: the number of layers in a unit, U, a divisor of the K layers in a chunk.
     """
     num_dims = 1 if num_chunks == 1 else 2
     return jax.tree.map(lambda leaf: leaf.reshape(-1, num_in_unit, *leaf.shape[num_dims:]), layers)
 
 
 def from_units(units: Params, num_chunks: int) -> Params:
-    """Reshapes arrays [V K / U, U, ...] to the stored shape of layers; the inverse of `in_units`."""
+    """Reshapes arrays from units, [V K / U, U, ...], to the stored shape of layers; the inverse of `in_units`."""
     leading = (-1,) if num_chunks == 1 else (num_chunks, -1)
     return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[2:]), units)
 
 
 def flat(units: Params) -> Params:
-    """Reshapes arrays [V K / U, U, ...] to [V K, ...], one entry for each layer."""
+    """Reshapes arrays from units, [number of units, U, ...], to [number of layers, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), units)
 
 
@@ -180,18 +180,18 @@ def run_chunk(
     start: jax.Array,
     end: jax.Array | int,
 ) -> tuple[Activations, LayerSums]:
-    """Runs a chunk without dropout, if the model's layers end at index `end`: later layers of the chunk are padding.
+    """Runs the layers of a chunk without dropout; padding layers of the chunk pass the activations through.
 
     Layers are computed one by one, so that each padding layer can be skipped. The result has the form of `run_layers`.
 
     Args:
       stages: the model, split into stages.
-      layers: the chunk's parameters, each leaf [K, ...].
+      layers: the chunk's parameters, each leaf [layers in a chunk, ...].
       x: the activations before the chunk.
       batch: a microbatch [b, ...].
       rng: a typed key.
       start: the index of the chunk's first layer in the model.
-      end: the index from which on layers are padding.
+      end: the index of the first padding layer, counted like `start`.
     """
 
     def one(state: tuple[Activations, jax.Array], weights: Params) -> tuple[tuple[Activations, jax.Array], LayerSums]:
@@ -206,7 +206,7 @@ def run_chunk(
 
 
 def pass_by(is_layer: jax.Array, x: Activations, y: Activations, sums: LayerSums) -> tuple[Activations, LayerSums]:
-    """Returns (y, sums) for a layer; for a padding layer, its input `x` and zero sums."""
+    """Returns the output `y` and the sums of a layer; for a padding layer, its input `x` and zeros."""
     return where(is_layer, (y, sums), (x, zeros_like(sums)))
 
 
@@ -221,11 +221,12 @@ def _are_sums(sums: Tree) -> bool:
 
 
 def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> Params:
-    """Adds the gradients of one unit to the accumulators of all units of this stage, if `active`.
+    """Adds the gradients of one unit (a group of layers) to the accumulators of this stage, if `active`.
 
     Args:
-      total: the accumulators, each leaf [V K / U, U, ...].
-      part: the gradients of the unit, each leaf [U, ...]; may contain infinities and NaN if `active` is false.
+      total: the accumulators, each leaf [units of this stage, layers in a unit, ...].
+      part: the gradients of the unit, each leaf [layers in a unit, ...]; may contain infinities and NaN if `active` is
+        false.
       place: index of the unit, int32 scalar.
       active: whether to add the gradients, bool scalar.
     """
@@ -245,7 +246,7 @@ def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> 
 def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array:
     """Returns the model-wide index of the first layer of this stage's chunk `chunk`.
 
-    It is (c S + s) K if chunks are filled in order.
+    If chunks are filled in order, it is (c S + s) K for chunk c of stage s, with S stages and K layers in a chunk.
     """
     in_chunk, index = layers_in_chunk(num_layers, num_stages, num_chunks), chunk * num_stages + _stage()
     if not spreads_evenly(num_layers, num_stages, num_chunks):
@@ -256,7 +257,7 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
 def end_of_layers(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array | int:
     """Returns the model-wide index after the last layer of this stage's chunk `chunk`.
 
-    If chunks are filled in order, returns L, an upper bound.
+    If chunks are filled in order, returns the number of layers in the model, an upper bound.
     """
     if not spreads_evenly(num_layers, num_stages, num_chunks):
         return num_layers
@@ -299,12 +300,12 @@ def where(condition: jax.Array, chosen: Arrays, otherwise: Arrays) -> Arrays:
 
 
 def add_if(condition: jax.Array, total: Arrays, part: Arrays) -> Arrays:
-    """Adds `part` if the condition is true; safe even if an unused `part` is inf or NaN."""
+    """Returns `total` + `part` if the condition is true, else `total`; safe even if an unused `part` is inf or NaN."""
     return jax.tree.map(lambda total, part: jnp.where(condition, total + part, total), total, part)
 
 
 def zeros_like(tree: Arrays) -> Arrays:
-    """Returns zeros for a pytree of arrays or of abstract arrays."""
+    """Returns a pytree of zeros with the shapes and dtypes of a pytree of arrays or abstract arrays."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
@@ -318,7 +319,10 @@ CHUNKS = "chunks"
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The memory layout of a pipeline's stacked layers: L layers on S stages with V chunks each."""
+    """The memory layout of a pipeline's stacked layers: L layers on S stages with V chunks of K layers each.
+
+    If S V K is larger than L, the other places contain padding layers.
+    """
 
     num_layers: int
     num_stages: int
@@ -326,7 +330,7 @@ class Stack:
 
     @property
     def num_places(self) -> int:
-        """The number of layers in memory, including padding layers: K S V."""
+        """The number of places for layers in memory, including padding layers: K S V."""
         return self.num_stages * self.num_chunks * layers_in_chunk(self.num_layers, self.num_stages, self.num_chunks)
 
     @property
@@ -336,7 +340,7 @@ class Stack:
 
     @property
     def names(self) -> Names:
-        """The logical axes of the dims in `shape`."""
+        """The logical axes of the dims in `shape`: (layers,), or (chunks, layers)."""
         return (CHUNKS, LAYERS)[-len(self.shape) :]
 
     @property
@@ -364,13 +368,19 @@ class Stack:
         return tuple(self.num_places if is_stack(*dim) else dim[0] for dim in zip(shape, names, strict=True))
 
     def places(self, layers: Params) -> Params:
-        """Returns abstract arrays [K S V, ...] for a pytree of arrays [L, ...]."""
+        """Returns abstract arrays [K S V, ...], with padding layers, for a pytree of arrays [L, ...]."""
         place = lambda leaf: jax.ShapeDtypeStruct((self.num_places, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
         return jax.tree.map(place, layers)
 
 
 def stack_of(stages: Stages | None, num_stages: int, num_chunks: int) -> Stack | None:
-    """Returns the memory layout of stacked layers; None for a pipeline of one stage, or a model that has no stages."""
+    """Returns the memory layout of stacked layers; None for a pipeline of one stage, or a model that has no stages.
+
+    Args:
+      stages: the model, split into stages; None if the model cannot be split.
+      num_stages: size of the mesh's pipeline axis.
+      num_chunks: chunks of layers on each stage.
+    """
     return None if stages is None or num_stages == 1 else Stack(stages.num_layers, num_stages, num_chunks)
 
 

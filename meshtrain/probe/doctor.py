@@ -199,7 +199,8 @@ def _as_job(
 
     Args:
       arguments: the parsed command line.
-      exchange: sends a value to all processes and returns the values of all of them.
+      exchange: a function (name, value, seconds) that sends the value to all processes, waits at most `seconds` for
+        their values of this name, and returns process -> value.
       num_processes: the number of processes of the job.
       shared: findings about the workdirs. They are added to the result unless the job saves checkpoints in a bucket,
         where each machine may have another workdir.

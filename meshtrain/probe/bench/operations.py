@@ -82,11 +82,7 @@ def ring_all_reduce(x: jax.Array, axis: str, size: int) -> jax.Array:
 
 
 def base(num_elements: int) -> np.ndarray:
-    """Returns the common part of all devices' arrays, float32 [E]: whole numbers, so that float32 sums are exact.
-
-    Args:
-      num_elements: E.
-    """
+    """Returns the common part of all devices' arrays, float32 [num_elements]: whole numbers, so that sums are exact."""
     return np.resize((np.arange(251) * 7 % 251).astype(np.float32), num_elements)
 
 
@@ -104,7 +100,8 @@ def expected(name: str, common: np.ndarray, rows: Sequence[int], mine: int) -> n
 
     Args:
       name: an element of `links.OPERATIONS`.
-      common: the array `base(E)`; before the collective, the device with mesh index r has common + shift(r).
+      common: the common part of all arrays, `base(E)`. Before the collective, the device with mesh index r has the
+        array common + shift(r).
       rows: the mesh indices of the n devices of the group, in the order along the axis.
       mine: the device's index in the group.
     """

@@ -35,8 +35,8 @@ class Timed:
     """The measurements of one collective of one size.
 
     Attributes:
-      axis: an axis of the mesh.
-      operation: an element of `links.OPERATIONS`.
+      axis: the axis of the mesh along which the collective ran.
+      operation: the name of the collective, an element of `links.OPERATIONS`.
       group_size: the number of devices along the axis.
       num_bytes: the bytes of the larger of a device's input and output (S in nccl-tests).
       seconds: the time of one collective in each round, in the slowest process.

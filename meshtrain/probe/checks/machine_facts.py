@@ -148,8 +148,7 @@ def gpus(environ: Mapping[str, str], limit: float) -> tuple[list[str], str]:
 
     Returns:
       The identifier of each GPU, and ""; or an empty list and the reason of the failure. Without the program
-      `nvidia-smi`,
-      the list and the reason are empty.
+      `nvidia-smi`, the list and the reason are empty.
     """
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:

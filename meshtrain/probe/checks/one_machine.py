@@ -69,7 +69,7 @@ def is_loopback(addresses: Sequence[str]) -> bool:
 
 
 def proxy(meeting: Meeting, environ: Mapping[str, str]) -> Finding:
-    """Checks that the connection to process 0 does not use a proxy, with which it would hang."""
+    """Checks that the connection to process 0 does not use a proxy, because it would hang with a proxy."""
     used = [name for name in _PROXIES if environ.get(name)]
     excepted = [word.strip().lstrip(".") for name in _NO_PROXIES for word in (environ.get(name) or "").split(",")]
     if not used or any(word and (word == "*" or f".{meeting.host}".endswith(f".{word}")) for word in excepted):
@@ -179,7 +179,7 @@ def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
 
 
 def disk(path: str, free_bytes: int, free_files: int) -> Finding:
-    """Checks that the disk of a folder has free space.
+    """Checks that the disk of a folder has free space, at least 1 GiB.
 
     Args:
       path: the path of the folder.
@@ -194,7 +194,7 @@ def disk(path: str, free_bytes: int, free_files: int) -> Finding:
 
 
 def memory(available_bytes: int, total_bytes: int) -> Finding:
-    """Checks that the machine or the container has free memory."""
+    """Checks that the machine or the container has free memory, at least 1 GiB."""
     seen = f"{format_bytes(available_bytes)} of {format_bytes(total_bytes)} available"
     if available_bytes < LEAST_BYTES:
         return error("memory", seen, "end other programs on this machine, or ask for more memory")
@@ -220,7 +220,7 @@ def memory_fraction(environ: Mapping[str, str], num_gpus: int) -> Finding:
 
 
 def shared_memory(total_bytes: int, num_gpus: int) -> Finding:
-    """Checks /dev/shm, through which NCCL connects GPUs of one machine."""
+    """Checks the size of /dev/shm, through which NCCL connects GPUs of one machine."""
     seen = f"/dev/shm has {format_bytes(total_bytes)}"
     if num_gpus > 1 and total_bytes < _LEAST_SHARED_BYTES:
         return warning(

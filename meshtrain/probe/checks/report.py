@@ -70,7 +70,12 @@ def lines(findings: Sequence[Finding], hosts: Mapping[int, str]) -> list[str]:
 
 
 def last_line(findings: Sequence[Finding], what: str) -> str:
-    """Returns the summary of all findings; `what` describes the checked set, such as `2 processes on 1 machine`."""
+    """Returns the last line of the report: the numbers of errors and warnings, and whether a job would fail.
+
+    Args:
+      findings: the results of all checks in all processes.
+      what: the checked processes or machines as text, such as `2 processes on 1 machine`.
+    """
     counts = collections.Counter(verdict for verdict, *_ in set(map(_words, findings)))
     if not counts[ERROR] + counts[WARNING]:
         return f"doctor: nothing is wrong with {what}"
