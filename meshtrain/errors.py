@@ -231,7 +231,7 @@ class Problems:
         self._num_told += 1
 
     def is_enough(self) -> bool:
-        """Returns whether to stop reading, because 1,000 problems were counted."""
+        """Returns whether 1,000 problems were counted, so that the caller should stop reading its input."""
         return self.count >= _ENOUGH
 
     def lines(self) -> list[Problem]:

@@ -61,7 +61,10 @@ def text(assembly: Assembly) -> str:
 
 
 def reduction_text(assembly: Assembly) -> list[str]:
-    """Returns one line with the name and the sent bytes of a custom or compressed gradient reduction; [] for a sum."""
+    """Returns one line with the name and the sent bytes of a custom or compressed gradient reduction.
+
+    Returns [] if gradients are summed by JAX, without compression.
+    """
     replicas, shape = assembly.placed.replicas, assembly.mesh.shape
     reduction = assembly.extension.costs.reduction
     if reduction is None:
@@ -103,7 +106,7 @@ def trainable_text(assembly: Assembly) -> list[str]:
 
 
 def user_options_text(config: Config) -> list[str]:
-    """Returns a line for each user function that adds options to its group, with their values."""
+    """Returns a line for each option that names a user's function, with the values of the function's options."""
     lines = []
     for group, options in groups(config).items():
         field = function_field(options)

@@ -130,7 +130,7 @@ def download_command(name: str) -> str:
 
 
 def snapshot_of(folder: str | os.PathLike[str]) -> str:
-    """Returns the newest snapshot in a cache folder `models--OWNER--NAME` of huggingface_hub; '' if there is none."""
+    """Returns the newest snapshot folder in a cache folder `models--OWNER--NAME` of huggingface_hub; '' for none."""
     at = expand_user(folder) / "snapshots"
     if what_is_at(at) != "a folder":
         return ""
@@ -164,7 +164,7 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
 
 
 def real(path: str | os.PathLike[str]) -> str:
-    """Returns the path without links and `..`; unchanged if it is an impossible file name."""
+    """Returns the absolute path with links and `..` resolved; unchanged if it is an impossible file name."""
     with contextlib.suppress(ValueError):
         return os.path.realpath(path)
     return str(path)

@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _number_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Returns an error line for each number outside its bounds."""
+    """Returns an error line for each flag whose number is outside its bounds."""
     bounds = (
         ("--num-tokens", arguments.num_tokens, 1, MAX_TEXT_TOKENS),
         ("--temperature", arguments.temperature, 0, MAX_TEMPERATURE),
@@ -150,12 +150,13 @@ def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
 
 
 def _heads(prompts: Sequence[Prompt], num_samples: int, *, continues: bool) -> list[str]:
-    """Returns the text to print before each generated text: a title if there are several texts, and the prompt.
+    """Returns the text to print before each generated text: a title if there are several texts, and perhaps the prompt.
 
     Args:
       prompts: the prompts.
       num_samples: the number of texts for each prompt.
-      continues: whether texts continue their prompts. If texts answer prompts, the shortened prompt is in the title.
+      continues: whether texts continue their prompts. Then the prompt is printed before its text; otherwise its start
+        is a part of the title.
     """
     heads = []
     for index, prompt in enumerate(prompts, start=1):

@@ -191,7 +191,7 @@ class NoOptions:
 
 
 def function_field(options: Options) -> str:
-    """Returns the field of these options that selects a function with additional options; '' if there is none."""
+    """Returns the name of the field that selects a function with additional options; '' if there is no such field."""
     fields = [one.name for one in dataclasses.fields(options) if one.metadata.get("names") == WITH_OPTIONS]
     return fields[0] if fields else ""
 

@@ -44,7 +44,7 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
 
     Args:
       argv: the arguments of `launch`, then `--` and the arguments of `python`.
-      gpus: identifiers of the GPUs that may be used; empty: the processes simulate CPU devices.
+      gpus: identifiers of the GPUs that may be used; empty if there are none.
 
     Raises:
       UserError: all problems of the arguments.

@@ -124,7 +124,7 @@ def full_size(environ: Mapping[str, str], num_processes: int) -> int:
 
     Args:
       environ: the environment of this process.
-      num_processes: the current number; the default if the environment does not state the complete number.
+      num_processes: the current number of processes; the result if MESHTRAIN_FULL_PROCESSES is not set.
 
     Raises:
       UserError: MESHTRAIN_FULL_PROCESSES is not a number, or is below `num_processes`.
@@ -142,7 +142,9 @@ def full_size(environ: Mapping[str, str], num_processes: int) -> int:
 def meeting(
     environ: Mapping[str, str], num_processes: int | None = None, full_name: Callable[[], str] = socket.getfqdn
 ) -> Meeting | None:
-    """Returns the coordinator address that JAX would use, and the number of processes; None for a single process.
+    """Returns the coordinator address that JAX would use, the number of processes and this process's index.
+
+    Returns None for a single process.
 
     Args:
       environ: the environment of this process.

@@ -43,7 +43,7 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
         devices are used.
 
     Returns:
-      The devices of all processes, and lines about them for the user (often none).
+      The devices of the mesh in all processes, and lines about them to print (often none).
 
     Raises:
       UserError: there are too few devices; with several processes, any other number than required; the processes cannot

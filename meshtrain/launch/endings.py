@@ -89,7 +89,7 @@ def ending_of_others(endings: dict[int, JsonObject], own_number: int) -> tuple[i
     """Returns the exit code and the error lines with which this process must end, or None to continue.
 
     Args:
-      endings: process number -> the exit code and error lines that this process has published.
+      endings: process number -> the exit code and error lines that the process has published.
       own_number: the number of this process.
     """
     for process, ending in sorted(endings.items()):

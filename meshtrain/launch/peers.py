@@ -238,11 +238,11 @@ class Exchange:
             self._thread.join(_LAST_SECONDS)
 
     def do(self, job: Callable[[], None]) -> None:
-        """Queues a function, which the exchange's thread calls after the functions that were queued before; returns."""
+        """Queues a function and returns; the exchange's thread calls the queued functions in order."""
         self._jobs.put(job)
 
     def publish(self, number: int, report: Callable[[], Json]) -> None:
-        """Queues a report of this process, which the exchange's thread computes and sends to process 0; returns.
+        """Queues a report of this process and returns; the exchange's thread computes it and sends it to process 0.
 
         Args:
           number: the number of the report, such as a step: larger than all previous numbers of this exchange, and the

@@ -190,10 +190,14 @@ def _listening(meeting: Meeting, environ: Mapping[str, str]) -> "Hub":
 
 
 def retry(act: Callable[[], _T], seconds: float) -> _T:
-    """Calls `act` until it raises no OSError or UnicodeError, and returns its result.
+    """Calls `act` repeatedly until it raises no OSError or UnicodeError, and returns its result.
+
+    Args:
+      act: a function without arguments, such as an attempt to connect.
+      seconds: how long to retry.
 
     Raises:
-      OSError: `act` has failed for this number of seconds; `strerror` is the reason of the last failure.
+      OSError: `act` still fails after this time; `strerror` is the reason of its last failure.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -126,7 +126,7 @@ def _wait(reading: int, heeded: frozenset[int], said: str) -> None:
 
 @contextlib.contextmanager
 def interruptions(agreed: Callable[[int], bool] | None = None) -> Iterator[Callable[[int], bool]]:
-    """Yields a function step -> whether to save and stop after this step. Call it once after each step.
+    """Context manager: yields a function step -> whether to save and stop after this step. Call it after each step.
 
     So signals take effect only between steps. A second SIGINT ends the program immediately. After SIGHUP the terminal
     is closed: its output is discarded, because a failed write would end the run before its save.

@@ -72,7 +72,9 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
 
 
 def read(assembly: Assembly) -> Params:
-    """Returns the weights of `init_from` in layer order, with None for each weight that `init_from` does not contain.
+    """Returns the weights of `init_from`, with None for each weight that `init_from` does not contain.
+
+    Stacked layers are in layer order, before they are regrouped for pipeline stages.
 
     Raises:
       UserError: the weights have other shapes or dtypes than the model.

@@ -120,7 +120,7 @@ def spread(
     num_devices = math.prod(mesh_shape.values())
 
     def shards(num_processes_then: int) -> int:
-        """Returns into how many microbatch shards one accumulation step's batch is split on this number of processes.
+        """Returns the number of parts into which the batch of an accumulation step is split on this many processes.
 
         It is the number of batch shards times the number of pipeline microbatches; 0 if these processes cannot form a
         mesh.

@@ -72,7 +72,7 @@ from meshtrain.run.weights import assemble_run, configuration
 
 EOS, BOS = "eos_token", "bos_token"
 ACTIONS = ("config", "import", "export")
-ORIGINAL = "hugging_face"  # a folder in an imported workdir: all files of the Hugging Face folder except the weights
+ORIGINAL = "hugging_face"  # folder in an imported workdir: config.json and tokenizer files of the Hugging Face folder
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -150,7 +150,7 @@ def has_evaluated(checkpoints: Checkpoints, options: CheckpointOptions, run: Pat
 
     Args:
       checkpoints: the run's checkpoints.
-      options: the options of `checkpoint`.
+      options: the configuration's group `checkpoint`.
       run: the run's folder.
       step: the step from which the run resumes.
     """

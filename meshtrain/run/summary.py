@@ -92,7 +92,7 @@ def metrics_of_evaluation(values: Mapping[str, float | None]) -> dict[str, float
 def bigram_of(config: Config, corpus: Corpus, run: Path) -> float | None:
     """Returns the loss of a bigram model, in nats a token, on the validation examples that the run's evaluations use.
 
-    It is None if the vocabulary is too large for a table of bigrams. It is computed once and stored in corpus.json.
+    It is None for data with more than 512 token ids or without targets. It is computed once and stored in corpus.json.
 
     Args:
       config: the configuration, whose `num_eval_batches` limits the examples.
@@ -133,7 +133,7 @@ def sample(
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
 ) -> str:
-    """Generates texts after a few prompts; returns the prompts with the texts, each in a line.
+    """Generates texts after a few prompts; returns the prompts with the texts, separated by line breaks.
 
     A text that continues its prompt is sampled at a temperature of 0.7. An answer to a prompt is decoded greedily.
 
