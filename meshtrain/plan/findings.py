@@ -242,9 +242,9 @@ def _attention(plan: Plan) -> list[Finding]:
 def compression_advice(
     assembly: Assembly, cluster: Cluster, assumptions: Assumptions, compute_seconds: float
 ) -> list[Finding]:
-    """Returns a finding for each reason to use another gradient reduction than the configured custom reduction.
+    """Returns a finding for each reason against the configured `reduction.name`; [] for the built-in sum.
 
-    The built-in sum is preferred if compression takes more modelled seconds than it saves on the wire.
+    One reason is that compression takes more modelled seconds than it saves on the wire.
 
     Args:
       assembly: the assembled step.

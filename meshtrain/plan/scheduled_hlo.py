@@ -105,10 +105,11 @@ def ends_early(config: Config, name: str) -> bool:
 
 
 def server(config: Config, name: str) -> Work | None:
-    """Starts a process that runs work in copies of itself; returns a function (work, *arguments) -> result.
+    """Starts a process that runs work in copies of itself; returns a function (work, *arguments) -> result of the work.
 
     The process keeps the present state, before JAX is started, and forks for each call. So the function works after
-    this process has started JAX. For the work and its result see `start_copy`. Returns None if `ends_early` is false.
+    this process has started JAX. The work is a function (by, *arguments), where `by` is a compiler to pass to
+    `compile_step`; its result is None if the copy fails. Returns None instead of a function if `ends_early` is false.
 
     Args:
       config: the configuration of the steps to compile.
@@ -140,8 +141,8 @@ def start_copy(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
     The result is pickled on its way to this process. It is None if the copy fails.
 
     Args:
-      work: function; its argument `by` is the compiler to pass to `compile_step`.
-      arguments: the other arguments of `work`.
+      work: function (by, *arguments) -> result; `by` is a compiler to pass to `compile_step`.
+      arguments: the arguments of `work` after `by`.
     """
     folder = tempfile.TemporaryDirectory(prefix="meshtrain-plan-", ignore_cleanup_errors=True)
     fork = multiprocessing.get_context("fork")
@@ -162,13 +163,13 @@ def start_copy(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
 
 
 def _send(writing: Connection, folder: Path, work: Work, *arguments: Pickled) -> None:
-    """Runs `work`, sends its result through a pipe, and ends the process.
+    """Runs `work` in a copy of the process, sends its result through a pipe, and ends the copy.
 
     Args:
       writing: the end of the pipe to write to.
       folder: folder for XLA's dump and temporary files.
-      work: see `start_copy`.
-      arguments: see `start_copy`.
+      work: function (by, *arguments) -> result; `by` is a compiler to pass to `compile_step`.
+      arguments: the arguments of `work` after `by`.
     """
     os.environ["TMPDIR"] = str(folder)  # XLA leaves temporary files here if the process ends early
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache is not dumped

@@ -47,7 +47,11 @@ class Log:
     clock: Curve
 
     def units_at(self, steps: np.ndarray) -> np.ndarray:
-        """Returns the number of units up to each step, float64 [N]; NaN if the log does not state it."""
+        """Returns the number of units (such as tokens) up to each step, float64 [N]; NaN if the units per step are unknown.
+
+        Args:
+          steps: int64 [N].
+        """
         return steps * (self.units_per_step or math.nan)
 
     def seconds_at(self, steps: np.ndarray) -> np.ndarray:

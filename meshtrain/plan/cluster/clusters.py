@@ -53,7 +53,7 @@ class Name(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Devices to compile for.
+    """The devices of a cluster, for which a step is compiled.
 
     Attributes:
       text: the cluster's name as the user wrote it.

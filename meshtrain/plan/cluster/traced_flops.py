@@ -45,13 +45,13 @@ def _flops(
     shares: Mapping[str, float],
     above: str = "",
 ) -> float:
-    """Returns the FLOPs of one device in a traced function.
+    """Returns the FLOPs of matrix products of a traced function on one device.
 
     Args:
       jaxpr: the traced function.
       mesh_shape: mesh axis -> size.
       automatic: the axes left to the partitioner; traced shapes are global along them.
-      shares: see `traced_flops`; empty: all unknown.
+      shares: name scope -> share of runs or rows, or iterations of a loop; empty: all unknown.
       above: the path of name scopes of the enclosing calls, outermost first.
     """
     total = 0.0

@@ -302,7 +302,13 @@ def sent_along(rows: Iterable[Traffic], axes: str) -> float:
 
 
 def traffic(found: Iterable[Collective]) -> list[Traffic]:
-    """Returns the sums of collectives with the same axes and kind, most wire bytes first."""
+    """Returns a row for all collectives with the same axes and kind, with the sums of their counts and bytes.
+
+    Rows with most wire bytes come first.
+
+    Args:
+      found: the collectives of a program.
+    """
     groups: dict[tuple[str, str], list[Collective]] = {}
     for one in found:
         groups.setdefault((one.axes, one.kind), []).append(one)

@@ -144,7 +144,7 @@ def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float
 
 
 def _splash_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attention) -> tuple[float, float] | None:
-    """Returns the (FLOPs without, FLOPs with skipped blocks) of a splash kernel; None if its dims are unknown.
+    """Returns the FLOPs of a splash kernel (without skipped blocks, with skipped blocks); None if its dims are unknown.
 
     The operands are queries [.., heads, T, H], keys [.., kv heads, T, H], and integer masks. A mask has the dims [1,
     blocks of queries, maximum number of key blocks that a query block reads], or the last two in reverse. With a
@@ -166,9 +166,9 @@ def _splash_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attentio
 
 
 def _triton_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attention) -> tuple[float, float] | None:
-    """Returns the (FLOPs without, FLOPs with skipped blocks) of JAX's GPU kernel; None if its dims are unknown.
+    """Returns the FLOPs of a Triton kernel (without skipped blocks, with skipped blocks); None if its dims are unknown.
 
-    A causal kernel computes blocks on the diagonal completely.
+    The kernel is JAX's for GPUs. If it is causal, it computes blocks on the diagonal completely.
     """
     blocks, heads = first_group(TRITON_BLOCKS[kernel.part], line), line.operands[:2]
     if not blocks or not all(name in shapes for name in heads):
@@ -178,7 +178,7 @@ def _triton_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attentio
 
 
 def _cudnn_flops(line: Instruction, shapes: Mapping[str, str], kernel: Attention) -> tuple[float, float] | None:
-    """Returns the (FLOPs without, FLOPs with skipped blocks) of cuDNN's kernel; None if its dims are unknown.
+    """Returns the FLOPs of cuDNN's kernel (without skipped blocks, with skipped blocks); None if its dims are unknown.
 
     The call states the dims [batch, heads, queries, keys].
     """

@@ -76,7 +76,7 @@ def product_flops(line: Instruction, shapes: Mapping[str, str], shares: Mapping[
 
 
 def product_of(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> Product | None:
-    """Returns the dims of a matrix product; None for other operations, and for convolutions, with which TPUs multiply.
+    """Returns the dims of a matrix product; None for convolutions (matrix products of TPUs) and for other operations.
 
     Args:
       line: the operation.

@@ -75,7 +75,7 @@ class Weights:
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the parameters that belongs to experts. The expert axis splits them and does not gather them."""
+        """The share of the parameters that belongs to experts. The expert axis splits them and never gathers them."""
         return sum(math.prod(leaf.shape) for _, leaf, axes in self.leaves if EXPERTS in axes) / self.num_parameters
 
     @property
@@ -109,7 +109,7 @@ def placement_problems(config: Config, shape: Mapping[str, int], weights: Weight
     """Returns an error for each weight that the sharding rules cannot place on a mesh.
 
     Args:
-      config: the configuration, with the layout and the pipeline.
+      config: the configuration; its layout and pipeline are used.
       shape: mesh axis -> size.
       weights: the abstract training state of the task.
     """
@@ -214,7 +214,7 @@ def estimate_seconds(
     accelerator: Accelerator | None,
     devices_each: int,
 ) -> float:
-    """Returns the estimated seconds of a step: products with idle clock ticks, gradient sums, half of the transfers.
+    """Returns the estimated seconds of a step: matrix products, idle clock ticks, gradient sums, half of the transfers.
 
     Args:
       config: the configuration.

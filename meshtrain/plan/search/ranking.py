@@ -31,7 +31,7 @@ SURE = 0.75  # an estimate below this share of the capacity surely fits: estimat
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """The result of a search for the fastest configuration.
 
     Attributes:
       cluster: the target cluster.

@@ -272,7 +272,7 @@ def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) 
 
 
 def link_lines(used: Mapping[tuple[str, str], Link | None]) -> list[str]:
-    """Returns a line of text for each measured link, and for each kind of collective that was not measured.
+    """Returns a line of text for each kind of collective: its measured link, or a note that it was not measured.
 
     Args:
       used: (axes, kind of collective) -> its measured link or None, from `links_of`.
@@ -531,10 +531,16 @@ def sending_of(streams: Streams, found: Iterable[Collective], factor: float = 1.
 def _ends(
     program: Program, accelerator: Accelerator, transfers: Mapping[str, float], assumptions: Assumptions
 ) -> tuple[float, float]:
-    """Returns the seconds of a step at the (fast, slow) end of the interval.
+    """Returns the modelled seconds of a step at the (fast end, slow end) of the interval.
 
     At the fast end, kernels are fast and all asynchronous transfers are hidden. At the slow end, kernels are slow and
     no transfer is hidden.
+
+    Args:
+      program: the scheduled program.
+      accelerator: the published peaks of a device.
+      transfers: name of a collective -> its seconds without overlap.
+      assumptions: the assumptions of the time model.
     """
     fast, slow = (
         dataclasses.replace(accelerator, product_share=accelerator.product_share + change)

@@ -43,7 +43,7 @@ class Spent:
 
 
 def spent(program: Program, mesh: Mesh, cluster: Cluster, assumptions: Assumptions, idle_share: float) -> Spent:
-    """Returns the seconds of a step by cause.
+    """Returns the modelled seconds of a step by cause: computing, idle, waiting for links, and latency.
 
     Args:
       program: the scheduled program.
@@ -107,18 +107,18 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Modelled seconds of a step; requires a timing."""
+        """Modelled seconds of a step; `timing` must not be None."""
         assert self.timing is not None
         return self.timing.step_seconds
 
     @property
     def rate(self) -> float:
-        """Throughput in sequences per second; requires a timing."""
+        """Throughput in sequences per second; `timing` must not be None."""
         return self.point.batch_size / self.seconds
 
     @property
     def is_usable(self) -> bool:
-        """Whether the row has a timing and its step may fit."""
+        """Whether the row has a `timing` and its step may fit."""
         return self.timing is not None and self.fits is not False
 
 

@@ -129,8 +129,8 @@ def scaling(
       sizes: numbers of devices, ascending.
       assumptions: the assumptions of the time model.
       programs: maximum number of compiled programs.
-      say: prints a line before the first compilation, and a line after each.
-      plan_point: plans a point, see `plan_point`.
+      say: function that prints a line; called before the first compilation and after each compilation.
+      plan_point: function that plans a strategy on one number of devices and returns its row.
 
     Raises:
       UserError: the mesh does not fit the cluster, or a size or the kind of device is not possible.

@@ -88,7 +88,7 @@ def _share(seconds: float, row: Row) -> str:
 
 
 def _without_time(curve: Curve) -> list[str]:
-    """Returns a line of text for each range of consecutive numbers of devices without a time for the same reason."""
+    """Returns a line of text for each range of numbers of devices that have no modelled time for the same reason."""
     lines: list[tuple[list[int], str]] = []
     for row in curve.rows:
         if row.spent is None:

@@ -90,7 +90,7 @@ class Point:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Mesh axis -> size."""
+        """Mesh axis -> size; the number of devices must be a multiple of the strategy's fixed sizes."""
         shape = self.way.shape(self.num_devices)
         assert shape is not None
         return shape
@@ -126,7 +126,7 @@ def basic_ways(basis: Basis, shape: Mapping[str, int], largest: int) -> list[Way
     Args:
       basis: the configuration to scale.
       shape: mesh axis -> size, as configured.
-      largest: the largest number of devices.
+      largest: the largest number of devices to plan, which limits the group of hybrid.
     """
     microbatch = microbatch_of(basis.config, shape)
     copy = _devices_of_a_copy(basis, largest)
