@@ -47,7 +47,7 @@ class Log:
     clock: Curve
 
     def units_at(self, steps: np.ndarray) -> np.ndarray:
-        """Returns the number of units (such as tokens) up to each step, float64 [N]; NaN if the units per step are unknown.
+        """Returns the number of units (such as tokens) up to each step, float64 [N]; NaN if `units_per_step` is 0.
 
         Args:
           steps: int64 [N].
