@@ -33,8 +33,8 @@ _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 _OFF = ("", "false", "no", "0", "off", "none", "null")  # case-folded values that switch an option off
 _PATHS = ("FILE", "DIR", "RUN")  # prefixes of the metavars of arguments that are paths, and must not be URLs
 _STATED = ("text", "choices", "names", "minimum", "maximum")  # the metadata of a field, see `option`
-_MOST_LISTED = 20  # files of a folder in an error
-_DEEPEST = 20  # nested groups; limits the recursion for a mapping that contains itself
+_MOST_LISTED = 20  # the maximum number of a folder's files in an error
+_DEEPEST = 20  # the maximum depth of nested groups; limits the recursion for a mapping that contains itself
 _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
 `{} config` lists the fields with their types, defaults and meanings.

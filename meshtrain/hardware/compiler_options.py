@@ -64,8 +64,8 @@ GPU_OPTIONS = (
 )
 
 
-# For layers whose gradients are larger than LARGE_BYTES on a device. jaxlib 0.12 copies the carry of pipelined loops,
-# which takes smaller layers more time than it hides (modelled).
+# For layers whose gradients are larger than LARGE_BYTES on a device. jaxlib 0.12 copies the carry of pipelined loops;
+# for smaller layers these copies take more time than the pipelining hides (modelled).
 LARGE_BYTES = 128 * 2**20
 LARGE_GPU_OPTIONS = tuple(
     CompilerOption(f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON", why, since="0.12")

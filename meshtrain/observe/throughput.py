@@ -49,7 +49,7 @@ class Throughput:
 
 @dataclasses.dataclass
 class Uneven:
-    """Warns once if the experts' load was uneven for a long time: devices had to process their tokens in several parts.
+    """Warns once if the experts' load was uneven for a long time, so that devices process tokens in several parts.
 
     Attributes:
       metric: the name of the metric that counts the parts in which a device processes its tokens.

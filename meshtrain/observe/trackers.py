@@ -158,7 +158,10 @@ class MetricsFile:
             raise UserError(problem) from None
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Appends a row: `step`, then the values in their order."""
+        """Appends a row: `step`, then the values in their order. Writes nothing if the file was deleted or replaced.
+
+        If the row cannot be written, for example on a full disk, the first error prints a warning.
+        """
         if self.lost or not is_same(self.path, self._file.fileno()):
             what = "another file" if self.path.exists() else "nothing"
             self.lost = self.lost or (
@@ -276,11 +279,11 @@ class Guarded:
         self._name, self._tracker, self._has_warned = name, tracker, False
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Writes a row of metrics to the tracker; an exception of the tracker is only printed."""
+        """Writes a row of metrics to the tracker; an exception of the tracker does not end the run."""
         self._attempt(lambda: self._tracker.write(step, dict(values)))  # a copy, since the tracker may change it
 
     def close(self) -> None:
-        """Closes the tracker; an exception of the tracker is only printed."""
+        """Closes the tracker; an exception of the tracker does not end the run."""
         self._attempt(self._tracker.close)
 
     def _attempt(self, action: Callable[[], object]) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # imported where it is used, because it takes half a second
     from matplotlib.figure import Figure
 
 MAX_TEXT_COLUMNS = 200_000
-# Fills a cell after its label, so that its duration is visible.
+# The character that fills an action's cell after the label, so that the action's duration is visible.
 FILL = {"F": " ", "B": "-"}
 WORDS = {"F": "forward", "B": "backward"}
 # Colours that also differ in grayscale and for colour-blind readers.

@@ -27,7 +27,7 @@ from meshtrain.probe.checks import all_processes, machine_facts, one_machine, re
 from meshtrain.probe.checks.report import Finding
 
 _LIMIT_SECONDS = 120.0
-_FACT_SECONDS = 60.0  # to read one fact of this machine
+_FACT_SECONDS = 60.0  # the time limit for reading one fact of this machine
 _END_SECONDS, _POLL_SECONDS = 5.0, 0.05
 _NUM_CLOCK_ROUNDS = 8
 _Exchange = Callable[[str, Json, float], Said]  # (name, value, seconds) -> process -> value

@@ -38,7 +38,8 @@ def fit(rows: Sequence[Timed], num_hosts: int) -> Fit:
     """Fits seconds = latency + wire bytes / bandwidth by least squares of the relative errors.
 
     With absolute errors, the largest size would dominate. There is no fit if a result was wrong, if the machine was
-    busy (the times of one size vary), or if the times are not close to a rising line.
+    busy (the times of one size vary), if fewer than three sizes were measured, or if the times are not close to a
+    rising line.
 
     Args:
       rows: the measurements of one operation along one axis, one per size; at least one.

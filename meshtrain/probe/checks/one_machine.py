@@ -12,7 +12,7 @@ from meshtrain.hardware.accelerators import FRACTION_VARIABLES, POOL_FRACTION
 from meshtrain.launch.cluster import Meeting
 from meshtrain.probe.checks.report import Finding, error, ok, warning
 
-LEAST_BYTES = 2**30  # of disk and of memory: less is not enough for a small checkpoint, or for the program
+LEAST_BYTES = 2**30  # minimum of free disk and of free memory, for a small checkpoint and for the program
 _LEAST_SHARED_BYTES = 2**28
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 # Variables of gRPC, which JAX's processes use to connect.
