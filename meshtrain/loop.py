@@ -109,7 +109,7 @@ def run(
     actions: Actions,
     observers: Observers,
 ) -> tuple[TrainState, dict[str, float | None]]:
-    """Runs the steps up to `when.num_steps`, or up to an evaluation that ends the run.
+    """Runs the steps to the end of the run; returns the last state, and the values of the last row and evaluation.
 
     Args:
       state: the state after `start_step` steps; its buffers are donated, so the caller cannot use it afterwards.
@@ -117,11 +117,8 @@ def run(
       batches: yields the global batch of each step after `start_step`, in order.
       when: the steps at which the loop logs, evaluates, saves and stops.
       throughput: computes the metrics of speed in each row.
-      actions: the functions that the loop calls.
+      actions: the functions that the loop calls; `reason` may end the run after an evaluation.
       observers: objects that observe the steps.
-
-    Returns:
-      The state after the last step, and metric name -> value in the last logged row and the last evaluation.
 
     Raises:
       TrainingStopped: more consecutive steps were skipped than the timetable allows, or the last step was not finite.
