@@ -1,1 +1,1 @@
-"""The decoder: its layers and cache, and the task built from them."""
+"""The decoder-only transformer: its layers, its KV cache, its cost, and the task that trains it."""
