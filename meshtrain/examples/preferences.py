@@ -146,8 +146,9 @@ def open_pairs(options: DataOptions, asked: DataRequest) -> Dataset:
     answer.
 
     Raises:
-      UserError: has one line for each line of a file that is not a pair, whose answers are equal, or whose texts have
-        more than `sequence_length` tokens. The error is also raised if the tokenizer or the task does not fit.
+      UserError: has one line for each line of a file that is not a pair, whose answers are equal, or whose two texts
+        have more than `sequence_length` tokens together. The error is also raised if the tokenizer or the task does not
+        fit.
     """
     files = check_files(options, like="chat") if options.path else []
     tokenizer = tokenizer_of(options)

@@ -131,7 +131,8 @@ def of_transformer(
     layer = KEPT_SEEN * residual / 2 * (10 + 24 / tensor)
     kept, working = layer, 0.0
     if remat.policy != "none":
-        # Layer input and middle; queries, keys, values, heads and the mlp before its activation (`remat.py`).
+        # With `selective` these are the layer's input and middle, queries, keys, values, heads, and the mlp before its
+        # activation function (`remat.py`).
         kept, working = residual / 2 * (4 + 16 / tensor) if remat.policy == "selective" else residual, layer
         if remat.policy == "save_attention":
             kept += residual * options.num_heads * options.width_of_values / (options.embed_dim * tensor)
@@ -153,8 +154,8 @@ def _reductions(remat: RematOptions, placement: Placement) -> float:
 
     A reduce-scatter or an all-gather counts as half. The number is a mean over layers with and without recomputation.
     """
-    # Halves of the two reductions of a layer's forward pass; the backward pass does not need the sum at the layer's
-    # end.
+    # The backward pass repeats halves (scatter or gather) of the two all-reduces of a layer's forward pass. It does not
+    # need the sum at the layer's end.
     sums, gathers = remat.policy in SUMS_AGAIN, remat.policy in (*SUMS_AGAIN, *GATHERS_AGAIN)
     splits_sequence = TENSOR in placement.rules.activations["residual_sequence"]
     repeated = (2 * gathers + sums) / 2 if splits_sequence else float(sums)

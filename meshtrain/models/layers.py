@@ -172,7 +172,7 @@ def sums_spec(place: Placement, shape: tuple[int, ...], over: tuple[str, ...]) -
 def reduce_rows(x: jax.Array, over: tuple[str, ...], scatters: bool) -> jax.Array:
     """Returns `x`, [b, T, D], summed over the manual mesh axes `over`; unchanged if `over` is empty.
 
-    If `scatters` is true, the sum is a reduce-scatter: each device gets a part of the sequence, [b, T / n, D].
+    If `scatters` is true, the sum is a reduce-scatter: each of n devices gets a part of the sequence, [b, T / n, D].
     """
     if scatters:
         return jax.lax.psum_scatter(x, over, scatter_dimension=1, tiled=True)
@@ -284,13 +284,13 @@ def normal(std: float) -> Initializer:
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array, site: int) -> jax.Array:
-    """Sets entries of `x` to zero with probability `rate` and scales the others by 1 / (1 - rate).
+    """Returns `x` with elements set to zero with probability `rate`, and other elements divided by 1 - rate.
 
     Args:
-      x: [b, ...].
+      x: activations [b, ...].
       rate: probability of zero, below 1; at 0 `x` is returned unchanged.
-      keys: one key for each sequence [b], with step, sequence and layer already folded in.
-      site: a number that distinguishes the dropouts of one layer, folded into the keys.
+      keys: a random key for each sequence, [b], with step, sequence and layer already folded in.
+      site: number that distinguishes the dropouts of one layer, folded into the keys.
     """
     if rate == 0.0:
         return x

@@ -248,7 +248,7 @@ class Task:
 
     @property
     def num_units(self) -> int:
-        """Units in a global batch: `units_per_step`, or a count from the batch's shapes if it is 0.
+        """The number of units (such as tokens) in a global batch: `units_per_step`, or a count from shapes if it is 0.
 
         The count is B T if the unit is tokens and the batch has an entry `tokens` [B, T], and B otherwise.
         """

@@ -56,8 +56,8 @@ Computed = tuple[jax.Array, jax.Array | None, jax.Array | None]
 Residuals = tuple[Arrays, ...]
 Totals = tuple[jax.Array, Arrays]  # the loss so far, and the gradient of the weight (None if not needed)
 
-# Bytes of the logits of a chunk. With bfloat16 and 128 k columns it is 2,048 tokens: enough that the products take
-# several times longer than adding to the gradient of the weight.
+# Bytes of the logits of a chunk. With bfloat16 and 128 k columns a chunk has 2,048 tokens: enough that the products
+# take several times longer than adding to the gradient of the weight.
 CHUNK_BYTES = 512 * 2**20
 # Scale of the gradient of logits in float16, whose smallest number is 6e-8. The cotangent of the loss, which contains
 # the loss scale, is unknown in the forward pass.

@@ -18,7 +18,7 @@ from meshtrain.models.attention import kernel
 from meshtrain.models.attention.attention import Attention, Documents, pad, pad_documents, same_document
 from meshtrain.sharding.trees import Arrays
 
-# Scores of a block take b N 512 512 numbers; larger blocks compute more of the diagonal than is visible.
+# Scores of a block take b N 512 512 numbers. Larger blocks on the diagonal would compute more scores that are masked.
 LARGEST_BLOCK = 512
 # Minimum tokens for `auto` to select this implementation. Scores of shorter sequences take little memory, and loops
 # take longer to compile.

@@ -51,7 +51,7 @@ def attend(
     elif window and mask is None and is_global is None and not cap and sinks is None:
         local = (window - 1, 0)
     elif window:
-        # cuDNN's kernel takes either a window or a mask. Both need `is_causal`, because its window has no upper end.
+        # cuDNN's kernel takes either a window or a mask. Both need `is_causal`: a window does not exclude later keys.
         seen = distance < reach
     if seen is not None:
         mask = seen[None, None] if mask is None else mask & seen

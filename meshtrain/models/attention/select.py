@@ -90,8 +90,8 @@ def _unsupported(kernel: str, case: Case) -> list[str]:
     if attention.head_dim % 8 or attention.head_dim > (128 if kernel == "cudnn" else triton.LARGEST_HEAD_DIM):
         refused.append(f"heads of {attention.head_dim}")
     if kernel == "cudnn" and case.masks_documents:
-        # It supports documents only as a [T, S] mask: its packed form needs the maximum number of documents in a
-        # sequence, and stores the softmax's sums for each.
+        # cuDNN's kernel supports documents only as a [T, S] mask. Its form for packed sequences needs the maximum
+        # number of documents in a sequence, and stores the softmax's sums for each document.
         refused.append("documents")
     refused += [words for field, (words, _) in _CANNOT[kernel].items() if getattr(attention, field)]
     if kernel == "triton":

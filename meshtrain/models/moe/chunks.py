@@ -116,7 +116,9 @@ def num_turns(num_tokens: int, num_sharing: int, num_chosen: int, num_experts: i
 
 
 class Index(NamedTuple):
-    """The assignment of tokens and their choices (chosen experts) to the rows of all P parts.
+    """The assignment of tokens and their choices (chosen experts) to rows; a row is computed by one expert.
+
+    t: tokens, k: experts per token, e: experts on this device, P: parts, R: rows of a part, m: rows of a block.
 
     Attributes:
       choices: int32 [P R], the choice in each row: k times its token plus its rank among the token's experts; t k for
@@ -137,8 +139,8 @@ def arrange_rows(cut: Parts, chosen: jax.Array, num_here: int) -> Index:
 
     Args:
       cut: the split of rows into parts.
-      chosen: int32 [t, k], the experts of each token, from 0 to e. A token's experts on this device are distinct; e
-        means an expert of another device.
+      chosen: int32 [t, k], the k experts of each of t tokens, from 0 to e. A token's experts on this device are
+        distinct; e means an expert of another device.
       num_here: number of experts on this device, e.
     """
     flat, num_choices = chosen.reshape(-1), chosen.size
@@ -183,6 +185,8 @@ class How(NamedTuple):
 
 def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index, stacks: Stacks) -> jax.Array:
     """Returns the gated sum of the results of this device's experts for each token, [t, D].
+
+    t: tokens, k: experts per token, e: experts on this device, D: embed dim, F: inner dim of an expert.
 
     Args:
       how: static settings: parts, activation function and platform.
@@ -318,7 +322,9 @@ def of_rows(
 # The next two functions are transposes of each other.
 @jax.custom_vjp
 def spread(x: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the activations of each row's token, [R, D]; zeros for padding.
+    """Returns the activations of each row's token, [R, D]; zeros for padding. A row is computed by one expert.
+
+    t: tokens, k: experts per token, R: rows, D: embed dim.
 
     Args:
       x: activations of the tokens, [t, D].
@@ -332,8 +338,10 @@ def spread(x: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
 def sum_rows(rows: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
     """Returns the sum of each token's rows, [t, D], computed in float32 and rounded to the dtype of `rows`.
 
+    t: tokens, k: experts per token, R: rows, D: embed dim.
+
     Args:
-      rows: [R, D].
+      rows: results of experts, one row for each choice of an expert by a token, [R, D].
       tokens: int32 [R], the token of each row, t for padding; used by the backward pass.
       places: int32 [t, k], the row of each choice; R for a choice without a row.
     """

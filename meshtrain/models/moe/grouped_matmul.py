@@ -23,7 +23,7 @@ WITH_ROWS = "blocks_with_rows"  # the scope of all products, see `Cost.shares`
 
 
 class Blocks(NamedTuple):
-    """The assignment of choices (an expert chosen by a token) to rows, and of blocks of rows to experts.
+    """The assignment of C choices (an expert chosen by a token) to R rows, and of blocks of m rows to E experts.
 
     Attributes:
       rows: int32 [R], the index of the choice in each row; C for padding.
@@ -54,7 +54,7 @@ def arrange_blocks(chosen: jax.Array, num_experts: int, block_rows: int) -> Bloc
     counts = (sizes + block_rows - 1) // block_rows
     ends = jnp.cumsum(counts)
     owners = jnp.sum(jnp.arange(num_blocks)[:, None] >= ends, axis=1, dtype=jnp.int32)
-    # Blocks without an expert use the last expert's numbers; `is_real` is false for them.
+    # Blocks without an expert read the last expert's entries; `is_real` is false for these blocks.
     safe = jnp.minimum(owners, num_experts - 1)
     place = (jnp.arange(num_blocks) - (ends - counts)[safe])[:, None] * block_rows + jnp.arange(block_rows)
     is_real = (place < sizes[safe][:, None]) & (owners < num_experts)[:, None]
@@ -71,7 +71,7 @@ def first_of(ordered: jax.Array, num: int) -> jax.Array:
       ordered: one-dimensional array of integers in ascending order.
       num: the largest number n.
     """
-    # Comparing all takes one pass; a binary search is a loop, which is more expensive on accelerators.
+    # `compare_all` takes one pass over the array; a binary search is a loop, which is slower on accelerators.
     wanted = jnp.arange(num + 1, dtype=ordered.dtype)
     return jnp.searchsorted(ordered, wanted, method="compare_all").astype(jnp.int32)
 

@@ -80,7 +80,7 @@ def route(
     scores = jax.nn.softmax(logits) if kind == "softmax" else jax.nn.sigmoid(logits)
     ranked = in_best_groups(scores if bias is None else scores + bias, *groups)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(ranked), num_chosen)
-    # Saved by every policy: a recomputation in the backward pass could round, and so choose, differently.
+    # Every remat policy saves the choices, because a recomputation could round differently and choose other experts.
     chosen = checkpoint_name(chosen.astype(jnp.int32), CHOSEN)
     gates = jnp.take_along_axis(scores, chosen, axis=-1)
     gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
