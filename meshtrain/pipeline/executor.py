@@ -232,8 +232,8 @@ class Rows:
           stages: the model, split into stages.
           program: the schedule with its buffer slots.
           replicas: the shardings of parameters, and how gradients are reduced over data.
-          params: this stage's shards of the parameters.
-          batch: this replica's microbatches [b, M, ...].
+          params: the shards of the parameters on this stage.
+          batch: microbatches [b, M, ...], this device's shard along the manual axes.
           rng: a typed key.
           seed: the cotangent of the loss, float32 scalar.
         """

@@ -136,7 +136,7 @@ class Segment:
 
 
 def executable(schedule: Schedule) -> Program:
-    """Returns the program of a schedule, with buffer slots and without idle rows.
+    """Returns the program of a schedule, with buffer slots and without rows in which all stages idle.
 
     Each array gets the lowest free slot, so equal tables give equal programs. Buffer sizes are the maximum over stages.
 
@@ -204,18 +204,18 @@ def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.n
 
 
 def _prefetch_rows(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
-    """Assigns each microbatch's work on stage 0 that can be done in advance (the embedding) to an earlier row.
+    """Assigns the embedding of each microbatch, which can be computed in advance, to an earlier row.
 
-    The work for a microbatch is done after the previous row that needs such work: in the last row with a head before
-    the microbatch's row, or in the previous row itself if there is no head between them. The first microbatch is
-    prefetched before all rows.
+    The embedding is computed after the previous row that needs one: in the last row with a head before the microbatch's
+    row, or in the previous row itself if there is no head between them. The first microbatch is embedded before all
+    rows. With rows in reverse order, the function assigns the backward pass of each embedding to a later row.
 
     Args:
       wanted: [R] int32; the microbatch that a row needs at its start, else -1.
       heads: [R] int32; the microbatch whose loss a row computes, else -1.
 
     Returns:
-      The microbatch to prefetch in each row, int32 [R], else -1; and the microbatch to prefetch before the first row.
+      The microbatch to embed in each row, int32 [R], else -1; and the microbatch to embed before the first row.
     """
     rows, prefetched = np.flatnonzero(wanted >= 0), np.full_like(wanted, -1)
     for previous, row in itertools.pairwise(rows):
