@@ -166,10 +166,10 @@ def token_losses(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: A
 def losses_and_residuals(
     logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Returns `token_losses`, and the residuals for the backward pass; for the arguments see `cross_entropy`.
+    """Returns the loss of each token, and the residuals for the backward pass; for the arguments see `cross_entropy`.
 
     Returns:
-      (float32 [b, T], (logits, targets, logarithms of the softmax's sums float32 [b, T])).
+      (-log softmax(logits)[target] float32 [b, T], (logits, targets, logarithms of the softmax's sums float32 [b, T])).
     """
     masked, is_target = _mask_logits(logits, targets, vocab_size, axis)
     maximum = jnp.max(masked, axis=-1)

@@ -69,7 +69,7 @@ class Attention:
 
     @property
     def scale(self) -> float:
-        """The factor by which the products of queries and keys are multiplied, the inverse of a square root."""
+        """The factor of products of queries and keys: 1 / sqrt(`scalar`), or 1 / sqrt(`head_dim`) if `scalar` is 0."""
         return 1 / math.sqrt(self.scalar or self.head_dim)
 
     def among(self, num_keys: int) -> "Attention":

@@ -97,10 +97,11 @@ def attend(
     largest_block: int = LARGEST_BLOCK,
     first: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the heads of attention, [b, T, N, H], computed block by block; for the arguments see `attention.py`.
+    """Returns the attention output of each head, [b, T, N, H], computed block by block.
 
-    Blocks of keys outside of the window are not computed. The heads of a query that attends to no key are zeros;
-    implementations that store all scores return the mean of all values. A block has at most `largest_block` tokens.
+    Blocks of keys outside of the window are not computed. The output of a query that attends to no key is zeros;
+    implementations that store all scores return the mean of all values. For the arguments see `attention.py`;
+    `largest_block` is the maximum number of tokens in a block.
     """
     (num_sequences, length, num_heads, head_dim), (num_tokens, num_groups), dtype = q.shape, k.shape[1:3], q.dtype
     causal = attention.causal
@@ -134,7 +135,9 @@ def _blocks(length: int, largest: int) -> tuple[int, int]:
 def blockwise_forward(
     blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, first: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns heads [b, T, G, R, H] and the logarithms of the softmax's sums, float32 [b, G, T, R].
+    """Returns the attention output of each head, [b, T, G, R, H], and the logarithms of the softmax's sums.
+
+    The logarithms are float32 [b, G, T, R].
 
     Args:
       blocks: the pairs of blocks to compute.
@@ -189,7 +192,7 @@ def blockwise_backward(
       v: values [b, S, G, H].
       documents: document ids of queries and of keys, see `blockwise_forward`.
       first: position of the first query, see `blockwise_forward`.
-      heads: heads [b, T, G, R, H], returned by `blockwise_forward`.
+      heads: attention output of each head, [b, T, G, R, H], returned by `blockwise_forward`.
       log_sums: logarithms of the softmax's sums, float32 [b, G, T, R], returned by `blockwise_forward`.
       cotangent: cotangent of the heads, [b, T, G, R, H].
     """

@@ -24,7 +24,7 @@ def attend(
     first: jax.Array | None = None,
     is_global: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the heads of attention, [b, T, N, H].
+    """Returns the attention output of each head, [b, T, N, H].
 
     Args:
       q: queries [b, T, N, H].
@@ -72,7 +72,7 @@ def _plain_attention(
     attention: Attention,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Returns the heads of attention, [b, T, N, H], by einsums that store all scores.
+    """Returns the attention output of each head, [b, T, N, H], by einsums that store all scores.
 
     Args:
       q: queries [b, T, N, H].

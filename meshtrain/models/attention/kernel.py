@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
 
 
 def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given) -> jax.Array:
-    """Returns the heads of attention computed by a kernel, with sinks, in the shape of q.
+    """Returns the attention output of each head computed by a kernel, with sinks, in the shape of q.
 
     Args:
       kernel: forward and backward pass.
@@ -57,7 +57,10 @@ def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> jax.Array:
-    """Returns the heads of attention in the shape of q; `sinks` is None or has the shape of the kernel's logarithms."""
+    """Returns the attention output of each head, with sinks, in the shape of q.
+
+    `sinks` is None or has the shape of the kernel's logarithms.
+    """
     return _forward(kernel, sinks, *given)[0]
 
 
@@ -83,10 +86,10 @@ _attend.defvjp(_forward, _backward)
 
 
 def fold_sinks(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns heads and the logarithms of the softmax's sums after sinks are included in the softmax.
+    """Returns the attention output of heads and the logarithms of the softmax's sums, with sinks in the softmax.
 
     Args:
-      heads: heads without sinks, [..., H].
+      heads: attention output without sinks, [..., H].
       log_sums: natural logarithms of the softmax's sums without sinks, float32 [...].
       sinks: scores of the sinks, float32 [...].
     """
@@ -98,7 +101,7 @@ def cotangent(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array, of_heads:
     """Returns the cotangent of the sinks, float32 [...]: -exp(sink - log_sum) sum(heads of_heads).
 
     Args:
-      heads: heads with sinks included, [..., H].
+      heads: attention output with sinks included, [..., H].
       log_sums: natural logarithms of the softmax's sums with sinks included, float32 [...].
       sinks: scores of the sinks, float32 [...].
       of_heads: cotangent of `heads`, [..., H].

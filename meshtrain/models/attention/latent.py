@@ -117,7 +117,7 @@ class LatentAttention(MultiHead):
         return self.attention.head_dim - self.latent.rotary
 
     def _among_latents(self, q: jax.Array, of_rotary: jax.Array, latents: jax.Array, slots: Slots) -> jax.Array:
-        """Returns the heads [b, 1, N, W] of one token per row, which attends to the latents in the cache.
+        """Returns the attention output of each head, [b, 1, N, W], for one token per row that attends to the cache.
 
         Args:
           q: channels of the query without rotary positions, [b, 1, N, H - P].

@@ -129,7 +129,9 @@ class MultiHead(nn.Module):
         is_global: jax.Array | None,
         has_memory: bool = False,
     ) -> jax.Array:
-        """Returns the heads of attention, [b, T, N, width of v], by the implementation that `select.chosen` returns.
+        """Returns the attention output of each head, [b, T, N, width of v].
+
+        The implementation is the result of `select.chosen`.
 
         Args:
           q: queries [b, T, N, H], rotated.
@@ -161,7 +163,7 @@ class MultiHead(nn.Module):
         return heads if is_saved else checkpoint_name(heads, HEADS)
 
     def _output(self, heads: jax.Array, embed_dim: int) -> jax.Array:
-        """Returns the output projection of heads [b, T, N, H], [b, T, D]."""
+        """Returns the output projection, [b, T, D], of the attention output of each head, [b, T, N, H]."""
         outer, zeros, place, dtype = normal(self.output_std), nn.initializers.zeros, self.placement, self.dtype
         shape, axes = (*heads.shape[2:], embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, place, dtype)
@@ -209,7 +211,7 @@ class MultiHead(nn.Module):
         how: str,
         is_global: jax.Array | None,
     ) -> jax.Array:
-        """Returns the heads of attention, [b, T, N, width of v]; runs a kernel on each device's shards.
+        """Returns the attention output of each head, [b, T, N, width of v]; runs a kernel on each device's shards.
 
         Args:
           q: queries [b, T, N, H].

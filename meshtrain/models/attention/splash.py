@@ -40,7 +40,7 @@ def attend(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """Returns the heads of attention, [b, T, N, H], by the TPU kernel; for the arguments see `attention.py`.
+    """Returns the attention output of each head, [b, T, N, H], by the TPU kernel; for the arguments see `attention.py`.
 
     Blocks of keys outside of the window are skipped. The kernel gets one sink per head, from the first query, because
     sinks are equal for all queries.

@@ -54,7 +54,7 @@ def attend(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """Returns the heads of attention, [b, T, N, H], by the GPU kernel; for the arguments see `attention.py`.
+    """Returns the attention output of each head, [b, T, N, H], by the GPU kernel; for the arguments see `attention.py`.
 
     The kernel supports neither windows nor capped scores. Queries and keys must be the same tokens (S is T).
 
