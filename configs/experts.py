@@ -25,10 +25,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.embed_dim = 64
     config.model.num_heads = 4
     config.model.num_kv_heads = 4
-    config.model.num_experts = 8
-    config.model.experts_per_token = 2
-    config.model.expert_dim = 128
-    config.model.balance_weight = 0.02
+    config.model.moe.num_experts = 8
+    config.model.moe.experts_per_token = 2
+    config.model.moe.expert_dim = 128
+    config.model.moe.balance_weight = 0.02
     config.learning_rate.peak = 3e-3
     config.learning_rate.warmup_steps = 20
     return config

@@ -41,7 +41,7 @@ def get_config() -> ml_collections.ConfigDict:
     # The vocabulary is split over 14 stages x 8 tensor devices.
     config.model.vocab_multiple = 112
     config.model.vocab_size = 128256
-    config.model.rope_base = 500_000.0
+    config.model.rope.base = 500_000.0
     # With a mask for documents, the fused attention kernels would lose their memory advantage.
     config.model.within_documents = False
     config.learning_rate.peak = 8e-5

@@ -30,7 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.num_heads = 64
     config.model.num_kv_heads = 8
     config.model.vocab_size = 128256
-    config.model.rope_base = 500_000.0
+    config.model.rope.base = 500_000.0
     # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 1.5e-4

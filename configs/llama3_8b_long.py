@@ -31,9 +31,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.num_heads = 32
     config.model.num_kv_heads = 8
     config.model.vocab_size = 128256
-    config.model.rope_base = 500_000.0
-    config.model.rope_factor = 8.0
-    config.model.rope_original_length = 8192
+    config.model.rope.base = 500_000.0
+    config.model.rope.factor = 8.0
+    config.model.rope.original_length = 8192
     # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 8e-5

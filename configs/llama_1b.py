@@ -30,13 +30,13 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.mlp_dim = 8192
     config.model.num_heads = 32
     config.model.tied_embeddings = True
-    config.model.rope_factor = 32.0
-    config.model.rope_low = 1.0
-    config.model.rope_high = 4.0
-    config.model.rope_original_length = 8192
+    config.model.rope.factor = 32.0
+    config.model.rope.low = 1.0
+    config.model.rope.high = 4.0
+    config.model.rope.original_length = 8192
     config.model.num_kv_heads = 8
     config.model.vocab_size = 128256
-    config.model.rope_base = 500_000.0
+    config.model.rope.base = 500_000.0
     # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 1e-3

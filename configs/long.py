@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.num_kv_heads = 4
     config.model.window = 32
     config.model.global_every = 2
-    config.model.qk_norm = True
+    config.model.norm.qk = True
     config.optimizer.name = "muon"
     config.learning_rate.name = "linear"
     config.learning_rate.peak = 0.02

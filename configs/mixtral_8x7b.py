@@ -27,15 +27,15 @@ def get_config() -> ml_collections.ConfigDict:
     config.remat.policy = "full"
     config.model.num_layers = 32
     config.model.embed_dim = 4096
-    config.model.num_experts = 8
-    config.model.experts_per_token = 2
-    config.model.expert_dim = 14336
+    config.model.moe.num_experts = 8
+    config.model.moe.experts_per_token = 2
+    config.model.moe.expert_dim = 14336
     config.model.num_heads = 32
     config.model.num_kv_heads = 8
     config.model.vocab_size = 32000
-    config.model.rope_base = 1_000_000.0
-    config.model.balance_weight = 0.02
-    config.model.z_weight = 0.0
+    config.model.rope.base = 1_000_000.0
+    config.model.moe.balance_weight = 0.02
+    config.model.moe.z_weight = 0.0
     # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 3e-4

@@ -41,7 +41,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.init_std = 4e-3
     config.model.vocab_size = 50257
     config.model.positions = "learned"
-    config.model.norm = "layernorm"
+    config.model.norm.name = "layernorm"
     config.model.activation = "gelu"
     config.model.tied_embeddings = True
     config.model.biases = True

@@ -27,18 +27,18 @@ def get_config() -> ml_collections.ConfigDict:
     config.remat.policy = "save_attention"
     config.model.num_layers = 48
     config.model.embed_dim = 2048
-    config.model.num_experts = 128
-    config.model.experts_per_token = 8
-    config.model.expert_dim = 768
+    config.model.moe.num_experts = 128
+    config.model.moe.experts_per_token = 8
+    config.model.moe.expert_dim = 768
     config.model.num_heads = 32
     config.model.num_kv_heads = 4
     config.model.head_dim = 128
     config.model.vocab_size = 151936
-    config.model.rope_base = 1_000_000.0
-    config.model.norm_epsilon = 1e-6
-    config.model.qk_norm = True
-    config.model.balance_weight = 0.001
-    config.model.z_weight = 0.0
+    config.model.rope.base = 1_000_000.0
+    config.model.norm.epsilon = 1e-6
+    config.model.norm.qk = True
+    config.model.moe.balance_weight = 0.001
+    config.model.moe.z_weight = 0.0
     # cuDNN's kernel does not support documents; JAX's kernel does, but was half as fast on an H100.
     config.model.within_documents = False
     config.learning_rate.peak = 3e-4

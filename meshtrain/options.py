@@ -11,6 +11,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import operator
 import os
 import sys
 import traceback
@@ -131,9 +132,9 @@ def option(
       minimum: the smallest legal number.
       maximum: the largest legal number; None for the largest int32 or float32.
       only_for: condition -> the values of the condition for which this option is used; None: it is always used. A
-        condition is a field of the same class, the dotted key of another field, `mesh.NAME`, or a statement such as
-        "all weights are trained" (see `config/unused_options.py`). If several conditions fail, users see the last of
-        them as the reason.
+        condition is the name of a field of the same class or of a group that contains it, the dotted key of another
+        field, `mesh.NAME`, or a statement such as "all weights are trained" (see `config/unused_options.py`). If
+        several conditions fail, users see the last of them as the reason.
       dim: the logical axis of weights whose size is this number or a multiple of it; error lines about that size name
         this option. '': the option sets no size.
       names: the kind of name in a text: `path` (not a URL), `function` (imported from `package.module:function`),
@@ -155,7 +156,12 @@ def option(
 
 
 def unused(
-    options: Options, path: str, known: Mapping[str, Value] | None = None, inherited: Conditions | None = None
+    options: Options,
+    path: str,
+    known: Mapping[str, Value] | None = None,
+    *,
+    around: Sequence[tuple[str, Options]] = (),
+    inherited: str = "",
 ) -> dict[str, str]:
     """Returns dotted key -> reason for each option that has no effect because a condition in its `only_for` fails.
 
@@ -166,22 +172,53 @@ def unused(
       path: the dotted key of `options` in the configuration; '' for a complete configuration.
       known: condition -> value, for conditions that are not fields of `options`. Conditions without a value are
         considered true.
-      inherited: conditions that apply to all fields: `only_for` of the field that contains these options.
+      around: (path, options) of the groups that contain these options, the innermost first.
+      inherited: the reason why the group of these options is unused; '' if it is used.
     """
-    prefix, known, result = f"{path}." if path else "", known or {}, dict[str, str]()
+    result, groups = dict[str, str](), [(path, options), *around]
     for field in dataclasses.fields(options):
-        conditions = {**(inherited or {}), **(field.metadata.get("only_for") or {})}
+        key = f"{path}.{field.name}" if path else field.name
+        reason = inherited or _reason(field.metadata.get("only_for") or {}, groups, known or {})
         if dataclasses.is_dataclass(inner := getattr(options, field.name)):
-            result |= unused(inner, f"{prefix}{field.name}", known, conditions)
-            continue
-        for other, values in conditions.items():
-            is_beside = hasattr(options, other)
-            if not is_beside and other not in known:
-                continue
-            key, value = (f"{prefix}{other}", getattr(options, other)) if is_beside else (other, known[other])
-            if value not in values:
-                # Statements have no value, and the value of a text that must be empty may be too long to show.
-                result[f"{prefix}{field.name}"] = key if " " in key or values == ("",) else f"{key}={value}"
+            result |= unused(inner, key, known, around=groups if path or not known else (), inherited=reason)
+        elif reason:
+            result[key] = reason
+    return result
+
+
+def _reason(conditions: Conditions, groups: Sequence[tuple[str, Options]], known: Mapping[str, Value]) -> str:
+    """Returns the last condition that is false, as `key=value` or a statement; '' if all are true."""
+    reason = ""
+    for name, values in conditions.items():
+        key, value = _named(name, groups, known)
+        if key and value not in values:
+            # Statements have no value, and the value of a text that must be empty may be too long to show.
+            reason = key if " " in key or values == ("",) else f"{key}={value}"
+    return reason
+
+
+def _named(name: str, groups: Sequence[tuple[str, Options]], known: Mapping[str, Value]) -> tuple[str, Value]:
+    """Returns key and value of the field that a condition names; ('', None) if there is none.
+
+    A field of the same class comes first, then `known`, then fields of the groups around it.
+    """
+    if name in known and not hasattr(groups[0][1], name):
+        return name, known[name]
+    for path, options in groups:
+        with contextlib.suppress(AttributeError):
+            return f"{path}.{name}" if path else name, operator.attrgetter(name)(options)
+    return "", None
+
+
+def dims(options: Options, path: str) -> dict[str, tuple[str, Value]]:
+    """Returns logical axis -> (dotted key, value) of the option that sets its size; groups are included."""
+    result = dict[str, tuple[str, Value]]()
+    for field in dataclasses.fields(options):
+        key, value = f"{path}.{field.name}", getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            result |= dims(value, key)
+        elif field.metadata and field.metadata["dim"]:
+            result[field.metadata["dim"]] = key, value
     return result
 
 
@@ -239,6 +276,8 @@ def user_options(options: Options) -> Values:
 def options_problem(key: str, name: str, options: UserObject) -> Problem | None:
     """Returns a problem if the options of a user's function are not a frozen dataclass of `option`s, else None.
 
+    A field may also be a group: another such dataclass.
+
     Args:
       key: the option that names the function.
       name: `package.module:function`.
@@ -251,7 +290,11 @@ def options_problem(key: str, name: str, options: UserObject) -> Problem | None:
         return Problem(key, got=got, allowed=wanted, nearest="@dataclass(frozen=True)")
     kinds = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
-        if kinds[field.name] not in (int, float, bool, str) or "text" not in field.metadata:
+        has_default = not field.default is field.default_factory is dataclasses.MISSING
+        if dataclasses.is_dataclass(kinds[field.name]) and has_default:
+            if problem := options_problem(key, name, kinds[field.name]):
+                return problem
+        elif kinds[field.name] not in (int, float, bool, str) or "text" not in field.metadata:
             kind = "option(default, text) of type int, float, bool or str"
             return Problem(
                 key,

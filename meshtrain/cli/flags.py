@@ -485,7 +485,7 @@ def _unknown_keys(given: Mapping[str, Value], entries: Mapping[str, Entry]) -> l
 
 
 def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> Problem:
-    groups = {name.partition(".")[0] for name in entries if "." in name}
+    groups = {name[:place] for name in entries for place, letter in enumerate(name) if letter == "."}
     top, _, last = key.rpartition(".")
     other_names = [key, *(part for part in (last, key.partition(".")[0]) if part not in groups)]
     if any(fold(name) == fold(key) for name in entries):  # `nearest` will suggest it
@@ -494,6 +494,7 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> Proble
     fix = _assignment(ours[0], value, entries) if ours else ""
     if key in groups:
         fields = [name for name in entries if name.startswith(f"{key}.")]
+        fix = fix or (_assignment(fields[0], value, entries) if "." in key else "")  # of a group inside `model`
         return Problem(
             key,
             got=_text_of(value),

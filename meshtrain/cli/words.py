@@ -1,7 +1,8 @@
 """Maps option names and values of other programs to ours, for error messages about unknown keys and values.
 
 The names come from PyTorch (DDP, FSDP), DeepSpeed, Megatron-LM, MaxText, torchtitan, Axolotl, and Hugging Face's
-Trainers. They are not accepted as aliases: the message suggests our name, and the user types it.
+Trainers; some are former names of ours. They are not accepted as aliases: the message suggests our name, and the user
+types it.
 """
 
 from meshtrain.errors import fold
@@ -56,6 +57,22 @@ model.embed_dim: hidden_size d_model dim n_embd emb_dim base_emb_dim
 model.mlp_dim: intermediate_size ffn_hidden_size d_ff hidden_dim base_mlp_dim
 model.num_heads: n_heads num_attention_heads n_head base_num_query_heads
 model.num_kv_heads: n_kv_heads num_key_value_heads num_query_groups base_num_kv_heads
+reduction.name: compression.kind
+reduction.block: compression.block
+reduction.kept: compression.kept
+reduction.feedback: compression.feedback
+reduction.name=one_step_late: local_steps.delay
+model.moe.num_experts: num_local_experts n_routed_experts num_moe_experts
+model.moe.experts_per_token: num_experts_per_tok moe_router_topk num_experts_per_token
+model.moe.biases: expert_biases
+model.rope.base: rope_theta rotary_base rope_max_timescale
+model.latent.dim: kv_lora_rank
+model.latent.query_dim: query_latent_dim q_lora_rank
+model.norm.epsilon: rms_norm_eps layer_norm_eps layernorm_epsilon normalization_layer_epsilon
+model.norm.post: post_norms
+model.norm.pre: pre_norms
+model.norm.qk: qk_norm qk_layernorm use_qk_norm
+model.norm.qk_of_all: qk_norm_of_all
 observe.tracker: report_to
 observe.tracker=wandb: wandb use_wandb
 batch_size (global) and accumulation_steps: micro_batch_size per_device_train_batch_size per_device_batch_size mbs

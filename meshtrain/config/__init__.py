@@ -2,7 +2,8 @@
 
 Each package declares its own options. Here they are combined, filled from a file, a notebook or the command line, and
 checked against each other, the data and the mesh, with all problems reported at once. Tasks are found by name. Further
-tables list options without effect, options that may change when a run resumes, and keys of former versions.
+tables list options without effect and options that may change when a run resumes. `version_0_2` reads the configuration
+of a run of version 0.2.
 """
 
 from meshtrain.config.build import default as default

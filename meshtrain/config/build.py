@@ -18,7 +18,8 @@ from typing import TypeAlias
 import ml_collections
 
 from meshtrain.cli import flags
-from meshtrain.config import data_sources, former, meanings, tasks
+from meshtrain.config import data_sources, tasks
+from meshtrain.config.records import without_version
 from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.sources import DataOptions
@@ -27,16 +28,6 @@ from meshtrain.options import Options, Value, Values, add_user_options, function
 
 # What a configuration file returns; fields that a mapping lacks have their defaults.
 Given: TypeAlias = Config | ml_collections.ConfigDict | Mapping[str, Value]
-
-
-class _Defaults(ml_collections.ConfigDict):
-    """Defaults in which a file may also set fields of a group that older versions had: `config.compression.kind`."""
-
-    def __getitem__(self, key: str) -> Value:
-        """Returns a field or a group; creates a group of an older version when it is first read."""
-        if key in former.GROUPS and key not in self:
-            self[key] = ml_collections.ConfigDict(type_safe=False)
-        return super().__getitem__(key)
 
 
 def default(task: str = "decoder") -> ml_collections.ConfigDict:
@@ -59,7 +50,7 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
       UserError: there is no such task, see `tasks.find`.
     """
     config = Config(task=task, model=tasks.find(task).options())
-    return _Defaults(dataclasses.asdict(config), type_safe=False)
+    return ml_collections.ConfigDict(dataclasses.asdict(config), type_safe=False)
 
 
 def build(
@@ -76,7 +67,7 @@ def build(
         options = type(given.model) if isinstance(given, Config) else type(Config().model)
         given = given.to_dict() if isinstance(given, ml_collections.ConfigDict) else given
         given = dataclasses.asdict(given) if isinstance(given, Config) else given
-        values = flags.flatten(meanings.without_version(given)) if isinstance(given, Mapping) else None
+        values = flags.flatten(without_version(given)) if isinstance(given, Mapping) else None
     except ml_collections.config_dict.RequiredValueError as error:
         raise UserError(right.with_parts(got=f"no value where one is required ({error})")) from error
     except Exception as error:  # a user's mapping may raise any exception
@@ -104,8 +95,7 @@ def build(
                 del given_here[key]
     if isinstance(values.get("model"), Mapping) and not dataclasses.fields(start.model):
         del values["model"]  # the task has options, but no fields
-    problems += _drop_other_defaults(start, values, texts)
-    problems += former.rename(values, texts, flags.flatten(dataclasses.asdict(start))).values()
+    problems += _drop_other_defaults(start, values, is_named=make_task is None)
     start, lines = _with_own_options(start, values, texts)
     problems += lines
     typed, wrong = flags.collect(flags.schema(start), values, texts)
@@ -168,39 +158,34 @@ def groups(config: Config) -> dict[str, Options]:
     return {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
 
 
-def _drop_other_defaults(start: Config, values: Values, texts: Mapping[str, str]) -> list[Problem]:
-    """Removes defaults of another task from `values`, in place; returns a problem if a value is ambiguous.
+def _drop_other_defaults(start: Config, values: Values, *, is_named: bool) -> list[Problem]:
+    """Returns a problem if `model` has the decoder's options, from `default()`, although the task is another task.
 
-    A file that starts with `default()` and then names another task contains all `model` options of the decoder. A value
-    that equals the decoder's default was not chosen by the user. It is ambiguous if this task has a field of the same
-    name with another default.
+    Removes the decoder's options from `values`, in place. For a task function of the caller there is no problem if all
+    of them have their defaults: the function may have no name for `default(task=...)`.
+
+    Args:
+      start: the task's defaults.
+      values: dotted key -> value.
+      is_named: whether the configuration names the task.
     """
-    own = flags.flatten({"model": dataclasses.asdict(start.model)})
-    held = {key for key in values if key.startswith("model.")}
-    # A configuration with exactly this task's options does not need the other tasks, whose modules may be slow to
-    # import.
-    for name in tasks.names() if held and held != set(own) else ():
-        others = flags.flatten({"model": dataclasses.asdict(tasks.find(name).options())})
-        only_here = set(own) - set(others)
-        if not held >= set(others) or set(own) == set(others) or (only_here and held >= only_here):
-            continue  # not all of the other task's fields, or this task's
-        # A comparison with an array, or with an object of the user's, may raise.
-        plain = [key for key in others if isinstance(values[key], int | float | str)]
-        same = [key for key in plain if values[key] == others[key]]
-        unclear = [key for key in same if key in own and own[key] != others[key] and key not in texts]
-        for key in same:
-            del values[key]
-        begins = f"'{start.task}' in a configuration that begins with the options of '{name}'"
-        return [
-            Problem(
-                "task",
-                got=f"{begins}, and {key} = {others[key]} is a default of both or a choice",
-                allowed=f"default(task='{start.task}'), whose model is this task's",
-                nearest="that",
-            )
-            for key in unclear[:1]
-        ]
-    return []
+    own, others = (flags.flatten({"model": dataclasses.asdict(config.model)}) for config in (start, Config()))
+    strange = others.keys() - own.keys()
+    if not strange or not strange <= values.keys():
+        return []
+    given = {key: values.pop(key) for key in others if key in values}
+    is_default = all(type(value) is type(others[key]) and value == others[key] for key, value in given.items())
+    if is_default and not is_named:
+        return []
+    return [
+        Problem(
+            "task",
+            got=f"'{start.task}' in a configuration that starts with default(), whose model has the options of the "
+            f"task '{Config.task}'",
+            allowed=f"default(task='{start.task}'), whose model has this task's",
+            nearest="that",
+        )
+    ]
 
 
 def file_content(path: str | None) -> Given:

@@ -15,7 +15,7 @@ from meshtrain.errors import Problem, UserError, nearest_multiple
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries, stack_problems
 from meshtrain.optim import moments, optimizers
-from meshtrain.options import user_check
+from meshtrain.options import dims, user_check
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline.stages import Stack, stack_of
 from meshtrain.sharding import trainable
@@ -250,14 +250,9 @@ def weight_problems(
     if chosen.moments == moments.EIGHT_BITS and not moments.check_block(chosen.moment_block):
         (of_trained, _), (axes_of_trained, _) = select(params, mask), select(axes, mask)
         problems += moments.problems(chosen.moment_block, of_trained, axes_of_trained, rules.parameters, mesh_shape)
-    sizes = {
-        field.metadata["dim"]: (f"model.{field.name}", getattr(config.model, field.name))
-        for field in dataclasses.fields(config.model)
-        if field.metadata and field.metadata["dim"]
-    }
     level = min(config.zero.effective_level, MAX_LEVEL)
     return problems + tree_problems(
-        params, axes, rules, mesh_shape, level, options=sizes, trained=mask, elsewhere=("layers",)
+        params, axes, rules, mesh_shape, level, options=dims(config.model, "model"), trained=mask, elsewhere=("layers",)
     )
 
 

@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 
 from meshtrain.cli import flags
-from meshtrain.config import data_sources, meanings, tasks
+from meshtrain.config import data_sources, tasks
 from meshtrain.config.build import Given, build, default, defaults_of, file_content
 from meshtrain.config.mesh_checks import on_mesh
+from meshtrain.config.records import record
 from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.sources import is_own
@@ -197,5 +198,5 @@ def parse(
 
 
 def to_json(config: Config) -> str:
-    """Returns the configuration as the text of `config.json`, see `meanings.record`."""
-    return json.dumps(meanings.record(config), indent=2) + "\n"
+    """Returns the configuration as the text of `config.json`, see `records.record`."""
+    return json.dumps(record(config), indent=2) + "\n"

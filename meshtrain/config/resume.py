@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping
 
 from meshtrain.cli import flags, foreign
-from meshtrain.config import former, meanings, tasks
+from meshtrain.config import tasks, version_0_2
 from meshtrain.config.build import build, defaults_of
+from meshtrain.config.records import VERSION, without_version
 from meshtrain.config.schema import CONFIG_FILE, Config
 from meshtrain.config.unused_options import without_effect
 from meshtrain.errors import Problem, UserError, refuse
@@ -55,10 +56,10 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
 
 
 def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
-    """Returns the configuration of another run, with types checked. Missing fields get their (former) defaults.
+    """Returns the configuration of another run, with types checked. Missing fields get their defaults.
 
-    Values of a former version are converted to their present meaning. The function that it names as `task` is imported,
-    unless `overrides` (dotted key -> text) replaces it.
+    `version_0_2.today` converts a file of version 0.2. The function that it names as `task` is imported, unless
+    `overrides` (dotted key -> text) replaces it.
 
     Raises:
       UserError: the text is not JSON, or has an unknown key or a value of a wrong type.
@@ -69,10 +70,9 @@ def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
         raise UserError(
             Problem(CONFIG_FILE, fault=f"not JSON ({error})", allowed="what a run wrote", nearest="--config")
         ) from error
-    given = meanings.today(given)[0] if isinstance(given, dict) else given
-    absent = former.IN_FORMER_RUNS.keys() - flags.flatten(given).keys() if isinstance(given, dict) else set()
-    texts = {key: str(former.IN_FORMER_RUNS[key]) for key in absent}
-    config, problems = build(given, texts | dict(overrides or {}))
+    if isinstance(given, dict) and VERSION not in given:
+        given = version_0_2.today(given)
+    config, problems = build(given, dict(overrides or {}))
     refuse(problem.at(CONFIG_FILE) for problem in problems)
     return config
 
@@ -83,15 +83,12 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[Problem
     Options without effect (such as options of another optimizer) are not compared.
 
     Args:
-      old: the nested dict of the run to resume, as `json.loads` reads its config.json; its keys may be former keys.
+      old: the nested dict of the run to resume, as `json.loads` reads its config.json.
       new: the nested dict of the new configuration. A key that is missing in one of them has its default.
     """
-    then, after = flags.flatten(meanings.today(old)[0]), flags.flatten(meanings.without_version(new))
+    then, after = (flags.flatten(without_version(values)) for values in (old, new))
     defaults = _defaults(new)
-    after = defaults | after
-    today = dict(then)
-    renamed = former.rename(today, {}, after).items()
-    before = defaults | today
+    before, after = defaults | then, defaults | after
     alike = {key: before[key] == after[key] for key in ("task", "reduction.name")}
     # A function that only the old run names is not imported; the configurations differ anyway.
     named = foreign.outside(dict(old), CONFIG_FILE, ())
@@ -99,7 +96,7 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[Problem
     idle = _idle(new) | (_idle(then) if is_built else set())
     if not alike["reduction.name"]:  # the name already reports it: reductions have different options
         idle |= {key for key in before | after if key.startswith("reduction.") and key != "reduction.name"}
-    result = [problem for key, problem in renamed if not is_free(key) and key not in idle]
+    result = list[Problem]()
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
         # The table names the decoder's options. A user's option of the same name is a different option, and may not

@@ -159,7 +159,7 @@ def _make(config: Config, placement: Placement) -> Task:
     pairs, copies = Preferences(task.stages, task.stages.logits, config.model), not config.lora.rank
     stages = dataclasses.replace(
         task.stages, first=pairs.first, repeated=pairs.repeated, last=pairs.last, logits=pairs.logits,
-        loss_name="preference_loss" if config.model.num_experts else "",
+        loss_name="preference_loss" if config.model.moe.num_experts else "",
     )  # fmt: skip
     prefill, step, length = _of_policy(task.decode.prefill), _of_policy(task.decode.step), config.sequence_length
     return dataclasses.replace(

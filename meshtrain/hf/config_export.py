@@ -1,6 +1,7 @@
 """Writes decoder options as a config.json, with newer and older key names; the inverse of `hf.config_json`."""
 
 import contextlib
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -68,16 +69,16 @@ def as_json(
     """
     rows = FAMILIES[family]
     stated: JsonObject = {"architectures": [rows.architecture], "model_type": family}
-    values = {key: getattr(options, name) for key, name in rows.fields.items()}
+    values = {key: operator.attrgetter(name)(options) for key, name in rows.fields.items()}
     stated |= values | {rows.activation[0]: rows.activation[1][0]}
     if rows.is_rotary:
         stated |= {"head_dim": options.width_of_head, "max_position_embeddings": length, **_rope(options)}
         in_turns = family in TURNS
         stated |= _turns(options, family) if in_turns else _window(options, family)
-        stated |= _gemma(options) if in_turns and options.centered_scales else {}
+        stated |= _gemma(options) if in_turns and options.norm.centered_scales else {}
         stated |= _rope_layer_keys(options) if family == SMOLLM3 else {}
-        stated |= _latent(options, stated) if options.latent_dim else {}
-        stated |= _experts(options, family) if options.num_experts and not options.latent_dim else {}
+        stated |= _latent(options, stated) if options.latent.dim else {}
+        stated |= _experts(options, family) if options.moe.num_experts and not options.latent.dim else {}
         stated |= {"use_bias": True} if options.biases else {}
     else:
         stated["n_positions"] = options.max_positions or length
@@ -94,18 +95,18 @@ def as_json(
 
 def _rope(options: DecoderOptions) -> JsonObject:
     """Returns the RoPE keys with their newer and their older names."""
-    theta, scaling = {"rope_theta": options.rope_base}, None
-    if options.rope_factor != 1.0:
-        kind = options.rope_scaling
-        values = {key: getattr(options, name) for key, name in SCALINGS[kind].items()}
+    theta, scaling = {"rope_theta": options.rope.base}, None
+    if options.rope.factor != 1.0:
+        kind = options.rope.scaling
+        values = {key: operator.attrgetter(name)(options) for key, name in SCALINGS[kind].items()}
         scaling = {"rope_type": kind, **{key: value for key, value in values.items() if value != 0.0 or value is False}}
     return {"rope_parameters": (scaling or {"rope_type": "default"}) | theta, "rope_scaling": scaling, **theta}
 
 
 def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json], family: str) -> JsonObject:
     """Returns the RoPE keys of layers with a window and of layers without, with newer and older names."""
-    has_own = options.window > 0 and options.rope_local_base > 0
-    base = options.rope_local_base if has_own else options.rope_base
+    has_own = options.window > 0 and options.rope.local_base > 0
+    base = options.rope.local_base if has_own else options.rope.base
     local = {"rope_type": "default", "rope_theta": base}
     halves: JsonObject = {"rope_parameters": {FULL: stated["rope_parameters"], WINDOWED: local}}
     return halves | ({LOCAL_BASE: base} if family == GEMMA3 else {})
@@ -121,9 +122,9 @@ def _turns(options: DecoderOptions, family: str) -> JsonObject:
 def _latent(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
     """Returns the latent-attention keys of DeepSeek; they replace the head and RoPE keys in `stated`."""
     found: JsonObject = {name: values[0] for name, values in FAMILIES[DEEPSEEK].only.items()}
-    found |= {"head_dim": options.rope_dim, "v_head_dim": options.width_of_values, "attention_bias": False}
-    found |= {"qk_nope_head_dim": options.width_of_head - options.rope_dim}
-    found |= {"q_lora_rank": options.query_latent_dim or None}
+    found |= {"head_dim": options.latent.rope_dim, "v_head_dim": options.width_of_values, "attention_bias": False}
+    found |= {"qk_nope_head_dim": options.width_of_head - options.latent.rope_dim}
+    found |= {"q_lora_rank": options.latent.query_dim or None}
     for key in ("rope_parameters", "rope_scaling"):
         inner = stated[key]
         found[key] = {**inner, **MSCALES} if isinstance(inner, dict) and inner["rope_type"] == "yarn" else inner
@@ -132,7 +133,7 @@ def _latent(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
 
 def _rope_layer_keys(options: DecoderOptions) -> JsonObject:
     """Returns the keys that state which layers of SmolLM 3 use RoPE; none of its layers has a window."""
-    every = options.unrotated_every
+    every = options.rope.unrotated_every
     layers: JsonObject = {"no_rope_layers": rope_layers(options.num_layers, every), "use_sliding_window": False}
     return layers | ({"no_rope_layer_interval": every} if every else {})
 

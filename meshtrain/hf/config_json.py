@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,14 +27,15 @@ from meshtrain.options import Options, Value, Values
 CONFIG_FILE = "config.json"
 QUANTIZED = "quantization_config"
 TIED = "tie_word_embeddings"
+_DEFAULTS = DecoderOptions()
 _MOST_DIFFERING, _LONGEST_KIND = 6, 100  # keys in a line, characters of a model_type
 # Sizes for which 0 means "none" in the decoder, but that must be at least 1 in a family that has the key.
-_NEEDED = ("vocab_size", "num_experts", "latent_dim")
+_NEEDED = ("vocab_size", "moe.num_experts", "latent.dim")
 ADAPTERS_FILE = "adapter_config.json"  # replaces config.json in a folder that contains only adapters
 # Options that a user may choose freely: the weights remain valid for every value.
 _FREE = (
-    "vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk", "balance_weight",
-    "z_weight",
+    "vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk", "moe.balance_weight",
+    "moe.z_weight",
 )  # fmt: skip
 
 
@@ -191,7 +193,7 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
         fields |= part[0]
         found += part[1]
     if not found:
-        shape = DecoderOptions(**fields)
+        shape = flags.construct(_DEFAULTS, flags.flatten(_DEFAULTS) | fields)
         keys = positions.KEYS | {name: key for key, name in FAMILIES[kind].fields.items()}
         found += [
             problem.with_parts(key=keys.get(problem.key) or problem.key, nearest=PUBLISHED)
@@ -270,7 +272,7 @@ def differences(
 def differing(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int) -> dict[str, tuple[Value, Value]]:
     """Returns option -> (our value, their value) for the options with which the same weights give different results."""
     idle = options.unused(ours, "").keys() & options.unused(theirs, "")
-    names = [field.name for field in dataclasses.fields(DecoderOptions) if field.name not in (*_FREE, *idle)]
+    names = [name for name in flags.flatten(_DEFAULTS) if name not in (*_FREE, *idle)]
     both = {name: tuple(_effective(shape, name, sequence_length) for shape in (ours, theirs)) for name in names}
     return {name: (own, wanted) for name, (own, wanted) in both.items() if own != wanted}
 
@@ -278,19 +280,19 @@ def differing(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int
 def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Value:
     if name == "head_dim":
         return shape.width_of_head
-    if name == "value_dim":
+    if name == "latent.value_dim":
         return shape.width_of_values
     if name == "attention_scalar":
         return shape.attention_scalar or shape.width_of_head
-    if name == "rope_local_base" and shape.rope_factor == 1.0:
-        return shape.rope_local_base or shape.rope_base
+    if name == "rope.local_base" and shape.rope.factor == 1.0:
+        return shape.rope.local_base or shape.rope.base
     if name == "window":
         return shape.window if shape.num_global < shape.num_layers else 0
     if name == "global_every":
         return shape.global_every if 0 < shape.num_global < shape.num_layers else 0
     if name == "max_positions":
         return (shape.max_positions or sequence_length) if shape.positions == "learned" else 0
-    return getattr(shape, name)
+    return operator.attrgetter(name)(shape)
 
 
 def _load(path: Path) -> JsonObject:
@@ -402,7 +404,8 @@ def _strange(given: Mapping[str, Json], ignore: str) -> list[Problem]:
 
 def _contradictions(shape: DecoderOptions, family: Family) -> list[Problem]:
     """Returns an error line for each required size that is 0, and for each impossible combination of values."""
-    needed = {key: name for key, name in family.fields.items() if name in _NEEDED and not getattr(shape, name)}
+    sizes = flags.flatten(shape)
+    needed = {key: name for key, name in family.fields.items() if name in _NEEDED and not sizes[name]}
     found = [Problem(key, got=0, allowed="at least 1", nearest=PUBLISHED) for key in needed]
     if shape.num_dense >= shape.num_layers:
         found.append(
@@ -433,9 +436,9 @@ def _contradictions(shape: DecoderOptions, family: Family) -> list[Problem]:
         )
     if shape.positions == "rotary" and shape.width_of_head % 2:
         found.append(Problem("head_dim", got=shape.width_of_head, allowed="an even number", nearest=PUBLISHED))
-    scaling = shape.scaling
+    scaling = shape.rope.frequency_scaling
     if scaling and scaling.kind != "linear" and not scaling.high > scaling.low > 0:
-        low, high = (key for key, name in positions.SCALINGS[scaling.kind].items() if name in ("rope_low", "rope_high"))
+        low, high = (key for key, name in positions.SCALINGS[scaling.kind].items() if name in ("rope.low", "rope.high"))
         found.append(
             Problem(
                 f"rope_parameters.{high}",
@@ -444,12 +447,12 @@ def _contradictions(shape: DecoderOptions, family: Family) -> list[Problem]:
                 nearest=PUBLISHED,
             )
         )
-    if shape.experts_per_token > shape.num_experts > 0:
+    if shape.moe.experts_per_token > shape.moe.num_experts > 0:
         found.append(
             Problem(
                 "num_experts_per_tok",
-                got=shape.experts_per_token,
-                allowed=f"at most the {shape.num_experts} experts",
+                got=shape.moe.experts_per_token,
+                allowed=f"at most the {shape.moe.num_experts} experts",
                 nearest=PUBLISHED,
             )
         )

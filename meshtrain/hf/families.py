@@ -54,14 +54,14 @@ _LLAMA_FIELDS = {
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
     "vocab_size": "vocab_size",
-    "rms_norm_eps": "norm_epsilon",
+    "rms_norm_eps": "norm.epsilon",
     "tie_word_embeddings": "tied_embeddings",
 }
 _BIASES = {"attention_bias": "attention_biases", "mlp_bias": "mlp_biases"}
 _NO_BIASES: Mapping[str, Json] = dict.fromkeys(_BIASES, False)
 _STARCODER2_FIELDS = {
-    **{key: name for key, name in _LLAMA_FIELDS.items() if name != "norm_epsilon"},
-    "norm_epsilon": "norm_epsilon",
+    **{key: name for key, name in _LLAMA_FIELDS.items() if name != "norm.epsilon"},
+    "norm_epsilon": "norm.epsilon",
 }
 _GPT2_FIELDS = {
     "n_embd": "embed_dim",
@@ -70,7 +70,7 @@ _GPT2_FIELDS = {
     "n_head": "num_heads",
     "n_positions": "max_positions",
     "vocab_size": "vocab_size",
-    "layer_norm_epsilon": "norm_epsilon",
+    "layer_norm_epsilon": "norm.epsilon",
     "tie_word_embeddings": "tied_embeddings",
 }
 _GEMMA_FIELDS = {
@@ -81,46 +81,46 @@ _GEMMA_FIELDS = {
 }
 _MIXTRAL_FIELDS = {
     **{key: name for key, name in _LLAMA_FIELDS.items() if name != "mlp_dim"},
-    "intermediate_size": "expert_dim",
-    "num_local_experts": "num_experts",
-    "num_experts_per_tok": "experts_per_token",
+    "intermediate_size": "moe.expert_dim",
+    "num_local_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.experts_per_token",
 }
 _DEEPSEEK_FIELDS = {
     "hidden_size": "embed_dim",
-    "intermediate_size": "dense_dim",
+    "intermediate_size": "moe.dense_dim",
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
     "qk_nope_head_dim": "head_dim",
-    "qk_rope_head_dim": "rope_dim",
-    "v_head_dim": "value_dim",
-    "kv_lora_rank": "latent_dim",
-    "q_lora_rank": "query_latent_dim",
+    "qk_rope_head_dim": "latent.rope_dim",
+    "v_head_dim": "latent.value_dim",
+    "kv_lora_rank": "latent.dim",
+    "q_lora_rank": "latent.query_dim",
     "vocab_size": "vocab_size",
     "tie_word_embeddings": "tied_embeddings",
-    "moe_intermediate_size": "expert_dim",
-    "n_routed_experts": "num_experts",
-    "n_shared_experts": "shared_experts",
-    "num_experts_per_tok": "experts_per_token",
-    "n_group": "router_groups",
-    "topk_group": "groups_per_token",
-    "routed_scaling_factor": "router_scale",
-    "first_k_dense_replace": "dense_layers",
+    "moe_intermediate_size": "moe.expert_dim",
+    "n_routed_experts": "moe.num_experts",
+    "n_shared_experts": "moe.shared_experts",
+    "num_experts_per_tok": "moe.experts_per_token",
+    "n_group": "moe.router_groups",
+    "topk_group": "moe.groups_per_token",
+    "routed_scaling_factor": "moe.router_scale",
+    "first_k_dense_replace": "moe.dense_layers",
 }
 _QWEN3_MOE_FIELDS = {
     **_LLAMA_FIELDS,
     "attention_bias": "attention_biases",
-    "moe_intermediate_size": "expert_dim",
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "moe.expert_dim",
+    "num_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.experts_per_token",
 }
 # The router loss does not change logits. Its coefficient has the same meaning in transformers, see `moe.experts`.
 COEFFICIENT = "router_aux_loss_coef"
-_BALANCE: Mapping[str, str] = {COEFFICIENT: "balance_weight"}
+_BALANCE: Mapping[str, str] = {COEFFICIENT: "moe.balance_weight"}
 _BALANCE_ABSENT: Mapping[str, Json] = {COEFFICIENT: 0.001}
 _OF_ROUTERS = ("output_router_logits",)
-_GEMMA1: Mapping[str, Value] = {"activation": "geglu", "centered_scales": True, "scaled_embeddings": True}
-_GEMMA: Mapping[str, Value] = {**_GEMMA1, "post_norms": True}
+_GEMMA1: Mapping[str, Value] = {"activation": "geglu", "norm.centered_scales": True, "scaled_embeddings": True}
+_GEMMA: Mapping[str, Value] = {**_GEMMA1, "norm.post": True}
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _TANH = ("gelu_pytorch_tanh",)
 _LIKE_GEMMA = ("max_position_embeddings", ("hidden_activation", _TANH))
@@ -130,7 +130,7 @@ _SWIGLU = ("hidden_act", ("silu",))
 _UNTIED: Mapping[str, Json] = {"head_dim": None, "tie_word_embeddings": False}
 _LIKE_LLAMA = ("max_position_embeddings", _SWIGLU)
 _OLMO_FIELDS = _LLAMA_FIELDS | {"attention_bias": "attention_biases"}
-_OLMO: Mapping[str, Value] = {"qk_norm": True, "qk_norm_of_all": True, "post_norms": True, "pre_norms": False}
+_OLMO: Mapping[str, Value] = {"norm.qk": True, "norm.qk_of_all": True, "norm.post": True, "norm.pre": False}
 _OLMO_ABSENT: Mapping[str, Json] = {**_UNTIED, "num_key_value_heads": None, "attention_bias": False}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -145,7 +145,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _LLAMA_FIELDS | {"attention_bias": "attention_biases"},
-        {"qk_norm": True},
+        {"norm.qk": True},
         {"tie_word_embeddings": False, "attention_bias": False},
         *_LIKE_LLAMA,
     ),
@@ -160,7 +160,7 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         _STARCODER2_FIELDS,
-        {"norm": "layernorm", "activation": "gelu", "biases": True},
+        {"norm.name": "layernorm", "activation": "gelu", "biases": True},
         {"head_dim": None, "tie_word_embeddings": True},
         "max_position_embeddings",
         ("hidden_act", _TANH),
@@ -169,7 +169,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": Family(
         "GptOssForCausalLM",
         {**_MIXTRAL_FIELDS, "attention_bias": "attention_biases", **_BALANCE},
-        {"sinks": True, "expert_biases": True, "activation": "clamped_swiglu"},
+        {"sinks": True, "moe.biases": True, "activation": "clamped_swiglu"},
         {"attention_bias": True, "tie_word_embeddings": False, **_BALANCE_ABSENT},
         *_LIKE_LLAMA,
         off=(COEFFICIENT,),
@@ -219,7 +219,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _GEMMA_FIELDS,
-        {**_GEMMA, "qk_norm": True},
+        {**_GEMMA, "norm.qk": True},
         {"tie_word_embeddings": True, **dict.fromkeys(_CAPS)},
         *_LIKE_GEMMA,
         only=_GEMMA_ONLY,
@@ -237,7 +237,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         {**_QWEN3_MOE_FIELDS, **_BALANCE},
-        {"qk_norm": True},
+        {"norm.qk": True},
         {"tie_word_embeddings": False, "attention_bias": False, "norm_topk_prob": False, **_BALANCE_ABSENT},
         *_LIKE_LLAMA,
         off=(COEFFICIENT,),
@@ -253,7 +253,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         _DEEPSEEK_FIELDS,
-        {"router": "sigmoid", "norm_epsilon": 1e-6},
+        {"moe.router": "sigmoid", "norm.epsilon": 1e-6},
         {"tie_word_embeddings": False, "num_key_value_heads": None},
         *_LIKE_LLAMA,
         off=("q_lora_rank",),
@@ -280,7 +280,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         "GPT2LMHeadModel",
         _GPT2_FIELDS,
-        {"norm": "layernorm", "activation": "gelu", "positions": "learned", "biases": True},
+        {"norm.name": "layernorm", "activation": "gelu", "positions": "learned", "biases": True},
         {"n_inner": None, "tie_word_embeddings": True},
         "n_positions",
         ("activation_function", ("gelu_new", "gelu_pytorch_tanh")),

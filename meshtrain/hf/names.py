@@ -240,9 +240,9 @@ _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 
 def _deepseek(options: DecoderOptions) -> list[Weight]:
     """Returns the rows of models with latent attention; the first layers have a dense mlp, the others experts."""
-    attention = [row for row in _OF_LATENT if options.query_latent_dim or not row[0].startswith("attention/query")]
-    attention += [] if options.query_latent_dim else [_WHOLE_QUERY]
-    experts = [row for row in _OF_EXPERTS if options.shared_experts or "/shared/" not in row[0]]
+    attention = [row for row in _OF_LATENT if options.latent.query_dim or not row[0].startswith("attention/query")]
+    attention += [] if options.latent.query_dim else [_WHOLE_QUERY]
+    experts = [row for row in _OF_EXPERTS if options.moe.shared_experts or "/shared/" not in row[0]]
     stacks = {_FIRST: (*attention, *_DENSE), "layers": (*attention, *experts)}
     rows = [
         Weight(f"{stack}/{path}", f"model.layers.{{}}.{name}", layout, stored)
@@ -255,14 +255,14 @@ def _deepseek(options: DecoderOptions) -> list[Weight]:
 
 def weights(family: str, options: DecoderOptions) -> list[Weight]:
     """Returns a row for each weight of the decoder with these options; a family is a key of `families.FAMILIES`."""
-    if options.latent_dim:
+    if options.latent.dim:
         return [*_deepseek(options), *(() if options.tied_embeddings else (_HEAD,))]
     table = [*(_TABLES[family] if family in _TABLES else _LLAMA), *(() if options.tied_embeddings else (_HEAD,))]
     table += _QKV_BIASES if options.qkv_biases or options.attention_biases else ()
     table += (_OUTPUT_BIAS,) if options.attention_biases else ()
     table += _MLP_BIASES if options.mlp_biases else ()
-    norms = _QK_NORM_OF_ALL if options.qk_norm_of_all else _QK_NORM
-    return table + [*(norms if options.qk_norm else ())]
+    norms = _QK_NORM_OF_ALL if options.norm.qk_of_all else _QK_NORM
+    return table + [*(norms if options.norm.qk else ())]
 
 
 def table_and_head(family: str, options: DecoderOptions, names: Collection[str]) -> tuple[str, str]:
@@ -304,7 +304,7 @@ def is_of_images(name: str) -> bool:
 def is_ignored(name: str, options: DecoderOptions) -> bool:
     """Returns whether a tensor without a table row is ignored: a constant, an image weight, a copy of a tied table."""
     is_copy = options.tied_embeddings and name.endswith(_HEAD.name)
-    layer = re.match(r"model\.layers\.(\d+)\.", name) if options.latent_dim else None
+    layer = re.match(r"model\.layers\.(\d+)\.", name) if options.latent.dim else None
     if layer and int(layer[1]) >= options.num_layers:
         return True  # layers for multi-token prediction
     return is_copy or is_of_images(name) or _CONSTANTS.fullmatch(name) is not None
@@ -322,15 +322,15 @@ def sizes(options: DecoderOptions) -> dict[str, int]:
         "F": options.mlp_dim,
         "V": options.vocab_size,
         "P": options.max_positions,
-        "E": options.num_experts,
-        "X": options.expert_dim,
-        "Q": options.query_latent_dim,
-        "R": options.latent_dim,
-        "A": options.latent_dim + options.rope_dim,
-        "B": options.width_of_head - options.rope_dim + options.width_of_values,
+        "E": options.moe.num_experts,
+        "X": options.moe.expert_dim,
+        "Q": options.latent.query_dim,
+        "R": options.latent.dim,
+        "A": options.latent.dim + options.latent.rope_dim,
+        "B": options.width_of_head - options.latent.rope_dim + options.width_of_values,
         "W": options.width_of_values,
-        "I": options.dense_dim,
-        "S": options.shared_experts * options.expert_dim,
+        "I": options.moe.dense_dim,
+        "S": options.moe.shared_experts * options.moe.expert_dim,
         _JOINT: options.num_heads + 2 * options.num_kv_heads,
         **_SIDE_BY_SIDE,
     }

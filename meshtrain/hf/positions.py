@@ -11,23 +11,23 @@ from meshtrain.hf.families import FAMILIES, Family
 from meshtrain.hf.values import PUBLISHED, refusal, take, text_of
 from meshtrain.options import Value, Values
 
-_ROPE_KEYS = {"rope_type": "", "rope_theta": "rope_base"}
+_ROPE_KEYS = {"rope_type": "", "rope_theta": "rope.base"}
 # `rope_type` -> key -> option.
 SCALINGS: Mapping[str, Mapping[str, str]] = {
     "llama3": {
-        "factor": "rope_factor",
-        "low_freq_factor": "rope_low",
-        "high_freq_factor": "rope_high",
-        "original_max_position_embeddings": "rope_original_length",
+        "factor": "rope.factor",
+        "low_freq_factor": "rope.low",
+        "high_freq_factor": "rope.high",
+        "original_max_position_embeddings": "rope.original_length",
     },
-    "linear": {"factor": "rope_factor"},
+    "linear": {"factor": "rope.factor"},
     "yarn": {
-        "factor": "rope_factor",
-        "beta_slow": "rope_low",
-        "beta_fast": "rope_high",
-        "original_max_position_embeddings": "rope_original_length",
-        "attention_factor": "rope_attention",
-        "truncate": "rope_whole_pairs",
+        "factor": "rope.factor",
+        "beta_slow": "rope.low",
+        "beta_fast": "rope.high",
+        "original_max_position_embeddings": "rope.original_length",
+        "attention_factor": "rope.attention",
+        "truncate": "rope.whole_pairs",
     },
 }
 _KINDS = ("default", *SCALINGS)
@@ -46,7 +46,7 @@ WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 WINDOWED, FULL = "sliding_attention", "full_attention"
 GEMMA3, OLMO3, SMOLLM3, DEEPSEEK = "gemma3_text", "olmo3", "smollm3", "deepseek_v3"
-# DeepSeek's YaRN keys for the growth of queries and keys; these values equal `rope_attention` of 0.
+# DeepSeek's YaRN keys for the growth of queries and keys; these values equal `rope.attention` of 0.
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 IN_HALVES = (GEMMA3, OLMO3)  # separate RoPE settings for layers with and without a window
 LOCAL_BASE = "rope_local_base_freq"
@@ -56,7 +56,7 @@ UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
 _UNROTATED_EVERY = 4
 # Option of the decoder -> its key in config.json.
 KEYS = {name: key for each in (_ROPE_KEYS, *SCALINGS.values()) for key, name in each.items() if name}
-KEYS |= {"window": "sliding_window", "rope_local_base": LOCAL_BASE}
+KEYS |= {"window": "sliding_window", "rope.local_base": LOCAL_BASE}
 
 
 def keys(kind: str) -> set[str]:
@@ -94,15 +94,15 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]
     local_key = LOCAL_BASE if kind == GEMMA3 else "rope_theta"
     base = given[local_key] if local_key in given else None
     local, wrong = _rope({"rope_parameters": halves[WINDOWED], "rope_theta": base}, family)
-    if "rope_factor" in local:
-        wrong.append(refusal("rope_parameters.rope_type", local["rope_scaling"], "default"))
+    if "rope.factor" in local:
+        wrong.append(refusal("rope_parameters.rope_type", local["rope.scaling"], "default"))
     for problem in wrong:
         if problem.key == "rope_theta":
             problems.append(problem.with_parts(key=local_key))
         else:
             fault = problem.fault.replace("rope_theta or rope_scaling say", f"{local_key} says")
             problems.append(_in_half(WINDOWED, problem.with_parts(fault=fault)))
-    return fields | ({"rope_local_base": local["rope_base"]} if "rope_base" in local else {}), problems
+    return fields | ({"rope.local_base": local["rope.base"]} if "rope.base" in local else {}), problems
 
 
 def _in_half(kind: str, problem: Problem) -> Problem:
@@ -125,11 +125,11 @@ def _of_latent(given: Mapping[str, Json], family: Family) -> tuple[Values, list[
 
 
 def _rope_interval(given: Mapping[str, Json]) -> tuple[Values, list[Problem]]:
-    """Returns `unrotated_every`, from the list of layers (1: with RoPE) or, if it is absent, from the interval."""
+    """Returns `rope.unrotated_every`, from the list of layers (1: with RoPE) or, if it is absent, from the interval."""
     layers, every = (given.get(key) for key in UNROTATED)
     if layers is None:
         fields, problems = dict[str, Value](), list[Problem]()
-        take(fields, problems, "unrotated_every", UNROTATED[1], _UNROTATED_EVERY if every is None else every)
+        take(fields, problems, "rope.unrotated_every", UNROTATED[1], _UNROTATED_EVERY if every is None else every)
         return fields, problems
     every = layers.index(0) + 1 if isinstance(layers, list) and 0 in layers else 0
     num_layers = given.get("num_hidden_layers")
@@ -138,7 +138,7 @@ def _rope_interval(given: Mapping[str, Json]) -> tuple[Values, list[Problem]]:
         not _has_length(layers, num_layers) or layers != rope_layers(num_layers, every)
     ):
         return {}, [refusal(UNROTATED[0], layers, f"{num_layers} layers, of which every nth is 0 and the others are 1")]
-    return {"unrotated_every": every}, []
+    return {"rope.unrotated_every": every}, []
 
 
 def _has_length(layers: Json, num_layers: int) -> bool:
@@ -189,7 +189,7 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Probl
     if kind not in kinds:
         return {}, [*problems, refusal(f"{where}.rope_type", kind, ", ".join(kinds))]
     wanted = {**_ROPE_KEYS, **(SCALINGS[kind] if kind in SCALINGS else {})}
-    fields: Values = {"rope_scaling": kind} if kind in SCALINGS else {}
+    fields: Values = {"rope.scaling": kind} if kind in SCALINGS else {}
     if kind == "yarn":
         stated = {**_YARN_ABSENT, "original_max_position_embeddings": given.get(family.length), **stated}
     for name, option in wanted.items():
@@ -199,7 +199,7 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Probl
     for name in stated.keys() - wanted.keys():
         if (name, stated[name]) != ("partial_rotary_factor", 1.0):
             problems.append(refusal(f"{where}.{name}", stated[name], f"{', '.join(wanted)} with {kind}"))
-    if kind == "yarn" and fields.get("rope_factor") == 1.0 and fields.get("rope_attention") not in (0.0, 1.0):
+    if kind == "yarn" and fields.get("rope.factor") == 1.0 and fields.get("rope.attention") not in (0.0, 1.0):
         problems.append(refusal(f"{where}.attention_factor", stated["attention_factor"], "none with a factor of 1"))
     return fields, problems
 

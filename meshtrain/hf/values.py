@@ -1,13 +1,12 @@
 """Converts values of a config.json to the types of the decoder's options; formats errors about other values."""
 
-import typing
-
 from meshtrain.cli import flags
 from meshtrain.errors import Problem, UserError
 from meshtrain.files import Json
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.options import Values
 
+_OPTIONS = flags.schema(DecoderOptions())
 NO_WAY = "none, this model cannot be imported"
 PUBLISHED = "the config.json that was published with the weights"
 UNQUANTIZED = "the copy of this model that is not quantized, in bfloat16 or float32"
@@ -15,7 +14,7 @@ UNQUANTIZED = "the copy of this model that is not quantized, in bfloat16 or floa
 
 def take(fields: Values, problems: list[Problem], name: str, key: str, value: Json) -> None:
     """Adds an option of the decoder to `fields`; if the value has the wrong type, adds an error line to `problems`."""
-    kind = typing.get_type_hints(DecoderOptions)[name]
+    kind = _OPTIONS[name].kind
     if value is None:
         problems.append(Problem(key, got="nothing", allowed=kind.__name__, nearest=PUBLISHED))
         return

@@ -8,15 +8,150 @@ from meshtrain.models.rotary import Scaling
 from meshtrain.options import Conditions, Except, option
 
 ROTARY = {"positions": ("rotary",)}
-_SCALED: Conditions = {"rope_factor": Except(1.0), **ROTARY}
-_RAMPED: Conditions = {"rope_scaling": ("llama3", "yarn"), **_SCALED}
-_YARN: Conditions = {"rope_scaling": ("yarn",), **_SCALED}
+_SCALED: Conditions = {"factor": Except(1.0)}
+_RAMPED: Conditions = {"scaling": ("llama3", "yarn"), **_SCALED}
+_YARN: Conditions = {"scaling": ("yarn",), **_SCALED}
 _WITHOUT_BIASES: Conditions = {"biases": (False,)}
-_WINDOWED, _OF_EXPERTS = {"window": Except(0)}, {"num_experts": Except(0)}
-_LATENT: Conditions = {"latent_dim": Except(0)}
-_GROUPED: Conditions = {"router_groups": Except(1), **_OF_EXPERTS}
-_WITH_DENSE: Conditions = {"dense_layers": Except(0), **_OF_EXPERTS}
+_WINDOWED = {"window": Except(0)}
 ROUTERS = ("softmax", "sigmoid")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeOptions:
+    """Rotary positions."""
+
+    base: float = option(10000.0, "rotary base (theta)", minimum=1.0)
+    factor: float = option(1.0, "rope scaling: divisor of low frequencies; 1: no scaling", minimum=1.0)
+    scaling: str = option(
+        "llama3", "which frequencies rope scaling divides: as Llama 3, as YaRN, or all (linear)",
+        choices=("llama3", "yarn", "linear"), only_for=_SCALED,
+    )  # fmt: skip
+    low: float = option(
+        1.0,
+        "rope scaling: frequencies with fewer turns in the original length are divided (low_freq_factor; beta_slow)",
+        only_for=_RAMPED,
+    )
+    high: float = option(
+        4.0,
+        "rope scaling: frequencies with more turns stay (high_freq_factor; beta_fast, 32 as published)",
+        only_for=_RAMPED,
+    )
+    original_length: int = option(
+        8192, "rope scaling: original sequence length, in tokens", minimum=1, only_for=_RAMPED
+    )
+    attention: float = option(
+        0.0, "YaRN: factor of rotated queries and keys; 0: 0.1 ln(factor) + 1", minimum=0.0,
+        only_for=_YARN,
+    )  # fmt: skip
+    whole_pairs: bool = option(
+        True, "YaRN: the range of frequencies between both limits is rounded outwards to complete pairs", only_for=_YARN
+    )
+    local_base: float = option(
+        0.0, "rotary base of layers with a window, without scaling, as in Gemma 3; 0: as other layers",
+        minimum=0.0, only_for=_WINDOWED,
+    )  # fmt: skip
+    unrotated_every: int = option(
+        0,
+        "every n-th layer has no rotary positions (4 in SmolLM 3); 0: all layers have them",
+        minimum=0,
+    )
+
+    @property
+    def frequency_scaling(self) -> Scaling | None:
+        """How frequencies are scaled; None: they are not."""
+        if self.factor == 1.0:
+            return None
+        return Scaling(self.factor, self.low, self.high, self.original_length, self.scaling, self.whole_pairs)
+
+    @property
+    def stretch(self) -> float | None:
+        """The factor of rotated queries and keys (Peng et al. 2023, section 3.4); None: they are not multiplied."""
+        if self.factor == 1.0 or self.scaling != "yarn":
+            return None
+        return self.attention or 0.1 * math.log(self.factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentOptions:
+    """Latent attention, as in DeepSeek-V3: keys and values of all heads are projected from one narrow vector."""
+
+    dim: int = option(
+        0,
+        "width of the latent from which keys and values of all heads are projected, and which the cache stores, as "
+        "in DeepSeek-V3; 0: none",
+        minimum=0,
+    )
+    query_dim: int = option(0, "width of the latent from which queries are projected; 0: none", minimum=0)
+    rope_dim: int = option(
+        0, "additional rotary channels of a head, whose key is shared by all heads; an even number", minimum=0,
+    )  # fmt: skip
+    value_dim: int = option(0, "width of a value head; 0: head_dim", minimum=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormOptions:
+    """Norms of layers, and of queries and keys."""
+
+    name: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
+    epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
+    centered_scales: bool = option(False, "norms multiply by 1 + scale, as in Gemma; scales start at 0")
+    post: bool = option(False, "also normalize the outputs of attention and mlp, as in Gemma 2 and 3")
+    pre: bool = option(
+        True, "with post, also normalize the inputs of attention and mlp; OLMo 2 and 3 do not",
+        only_for={"post": (True,)},
+    )  # fmt: skip
+    qk: bool = option(False, "RMSNorm of each head's queries and keys before rotary positions, as in Qwen 3")
+    qk_of_all: bool = option(
+        False, "one norm over all heads of the queries, one over all heads of the keys, as in OLMo 2 and 3",
+        only_for={"qk": (True,)},
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeOptions:
+    """Mixture of experts: experts in place of each mlp."""
+
+    num_experts: int = option(
+        0,
+        "experts that replace each mlp; a token is sent to some of them; 0: none",
+        minimum=0,
+        maximum=2**20,  # the ends of their rows are int32, and there is one more end than experts
+        dim="experts",
+    )
+    experts_per_token: int = option(2, "experts that a token is sent to", minimum=1)
+    expert_dim: int = option(512, "inner width of an expert", minimum=1, dim="expert_mlp")
+    shared_experts: int = option(0, "shared experts, computed as one mlp, that every token passes through", minimum=0)
+    biases: bool = option(False, "biases of experts and of the router's logits, as in gpt-oss")
+    router: str = option(
+        "softmax",
+        "scores of experts: softmax of logits, as in Mixtral and Qwen3-MoE, or their sigmoid with a bias that "
+        "balances the load, as in DeepSeek-V3",
+        choices=ROUTERS,
+    )
+    router_groups: int = option(
+        1, "groups of experts; a token uses only groups whose two best experts score highest", minimum=1,
+    )  # fmt: skip
+    groups_per_token: int = option(
+        1, "groups of experts that a token may use", minimum=1, only_for={"router_groups": Except(1)}
+    )
+    dense_layers: int = option(
+        0, "number of first layers with one mlp instead of experts, as in DeepSeek-V3", minimum=0
+    )
+    dense_dim: int = option(
+        512, "inner width of the mlp in these first layers", minimum=1, only_for={"dense_layers": Except(0)}
+    )
+    router_scale: float = option(1.0, "factor of the gates, which add up to 1", minimum=0.0)
+    balance_weight: float = option(
+        0.01,
+        "weight of the loss that balances the load of experts in each sequence: a mean over layers and a sum over "
+        "the experts of a token, as router_aux_loss_coef in transformers; 0: none",
+        minimum=0.0,
+    )
+    z_weight: float = option(
+        0.001,
+        "weight of the router z-loss, the squared log-sum-exp of router logits, summed over layers",
+        minimum=0.0,
+    )
 
 
 class TransformerShape:
@@ -66,7 +201,7 @@ class DecoderOptions(TransformerShape):
 
     num_layers: int = option(4, "transformer layers", minimum=1, maximum=100_000)
     embed_dim: int = option(128, "width of the residual stream", minimum=1, dim="embed")
-    mlp_dim: int = option(512, "inner width of the mlp", minimum=1, dim="mlp", only_for={"num_experts": (0,)})
+    mlp_dim: int = option(512, "inner width of the mlp", minimum=1, dim="mlp", only_for={"moe.num_experts": (0,)})
     num_heads: int = option(4, "query heads", minimum=1, dim="heads")
     num_kv_heads: int = option(
         4, "key and value heads; fewer than num_heads is grouped-query attention", minimum=1, dim="kv_heads"
@@ -75,20 +210,9 @@ class DecoderOptions(TransformerShape):
         0, "width of a head (in latent attention, without rotary channels); 0: embed_dim / num_heads",
         minimum=0,
     )  # fmt: skip
-    latent_dim: int = option(
-        0,
-        "width of the latent from which keys and values of all heads are projected, and which the cache stores, as "
-        "in DeepSeek-V3; 0: none",
-        minimum=0,
+    latent: LatentOptions = dataclasses.field(
+        default_factory=LatentOptions, metadata={"only_for": {"latent.dim": Except(0)}}
     )
-    query_latent_dim: int = option(
-        0, "width of the latent from which queries are projected; 0: none", minimum=0, only_for=_LATENT
-    )
-    rope_dim: int = option(
-        0, "additional rotary channels of a head, whose key is shared by all heads; an even number", minimum=0,
-        only_for=_LATENT,
-    )  # fmt: skip
-    value_dim: int = option(0, "width of a value head; 0: head_dim", minimum=0, only_for=_LATENT)
     vocab_size: int = option(
         0, "tokens in the vocabulary, without padding; 0: the size of the data's tokenizer (bytes: 257)", minimum=0
     )
@@ -102,48 +226,8 @@ class DecoderOptions(TransformerShape):
     max_positions: int = option(
         0, "rows of learned positions; 0 means sequence_length", minimum=0, only_for={"positions": ("learned",)}
     )
-    rope_base: float = option(10000.0, "rotary base (theta)", minimum=1.0, only_for=ROTARY)
-    rope_factor: float = option(
-        1.0, "rope scaling: divisor of low frequencies; 1: no scaling", minimum=1.0, only_for=ROTARY
-    )
-    rope_scaling: str = option(
-        "llama3", "which frequencies rope scaling divides: as Llama 3, as YaRN, or all (linear)",
-        choices=("llama3", "yarn", "linear"), only_for=_SCALED,
-    )  # fmt: skip
-    rope_low: float = option(
-        1.0,
-        "rope scaling: frequencies with fewer turns in the original length are divided (low_freq_factor; beta_slow)",
-        only_for=_RAMPED,
-    )
-    rope_high: float = option(
-        4.0,
-        "rope scaling: frequencies with more turns stay (high_freq_factor; beta_fast, 32 as published)",
-        only_for=_RAMPED,
-    )
-    rope_original_length: int = option(
-        8192, "rope scaling: original sequence length, in tokens", minimum=1, only_for=_RAMPED
-    )
-    rope_attention: float = option(
-        0.0, "YaRN: factor of rotated queries and keys; 0: 0.1 ln(rope_factor) + 1", minimum=0.0,
-        only_for=_YARN,
-    )  # fmt: skip
-    rope_whole_pairs: bool = option(
-        True, "YaRN: the range of frequencies between both limits is rounded outwards to complete pairs", only_for=_YARN
-    )
-    unrotated_every: int = option(
-        0,
-        "every n-th layer has no rotary positions (4 in SmolLM 3); 0: all layers have them",
-        minimum=0,
-        only_for=ROTARY,
-    )
-    norm: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
-    norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
-    centered_scales: bool = option(False, "norms multiply by 1 + scale, as in Gemma; scales start at 0")
-    post_norms: bool = option(False, "also normalize the outputs of attention and mlp, as in Gemma 2 and 3")
-    pre_norms: bool = option(
-        True, "with post_norms, also normalize the inputs of attention and mlp; OLMo 2 and 3 do not",
-        only_for={"post_norms": (True,)},
-    )  # fmt: skip
+    rope: RopeOptions = dataclasses.field(default_factory=RopeOptions, metadata={"only_for": ROTARY})
+    norm: NormOptions = dataclasses.field(default_factory=NormOptions)
     activation: str = option(
         "swiglu",
         "activation function of the mlp: gelu, or gated with silu (swiglu; clamped_swiglu of gpt-oss) or gelu (geglu)",
@@ -158,12 +242,7 @@ class DecoderOptions(TransformerShape):
     )
     mlp_biases: bool = option(
         False, "biases only on the projections of the mlp, a key of Llama's",
-        only_for={**_WITHOUT_BIASES, "num_experts": (0,)},
-    )  # fmt: skip
-    qk_norm: bool = option(False, "RMSNorm of each head's queries and keys before rotary positions, as in Qwen 3")
-    qk_norm_of_all: bool = option(
-        False, "one norm over all heads of the queries, one over all heads of the keys, as in OLMo 2 and 3",
-        only_for={"qk_norm": (True,)},
+        only_for={**_WITHOUT_BIASES, "moe.num_experts": (0,)},
     )  # fmt: skip
     window: int = option(
         0, "number of tokens that a token attends to, itself included, as in Mistral; 0: all before it", minimum=0
@@ -174,10 +253,6 @@ class DecoderOptions(TransformerShape):
         minimum=0,
         only_for=_WINDOWED,
     )
-    rope_local_base: float = option(
-        0.0, "rotary base of layers with a window, without scaling, as in Gemma 3; 0: as other layers",
-        minimum=0.0, only_for={**ROTARY, **_WINDOWED},
-    )  # fmt: skip
     attention_scalar: int = option(
         0, "attention scores are divided by its square root, as in Gemma 2 and 3; 0: the head dim's root",
         minimum=0,
@@ -187,50 +262,8 @@ class DecoderOptions(TransformerShape):
     )
     logit_cap: float = option(0.0, "logits become cap tanh(logit / cap), as in Gemma 2; 0: no cap", minimum=0.0)
     sinks: bool = option(False, "attention sinks: a learned score of each head in the softmax, as in gpt-oss")
-    num_experts: int = option(
-        0,
-        "experts that replace each mlp; a token is sent to some of them; 0: none",
-        minimum=0,
-        maximum=2**20,  # the ends of their rows are int32, and there is one more end than experts
-        dim="experts",
-    )
-    experts_per_token: int = option(2, "experts that a token is sent to", minimum=1, only_for=_OF_EXPERTS)
-    expert_dim: int = option(512, "inner width of an expert", minimum=1, dim="expert_mlp", only_for=_OF_EXPERTS)
-    shared_experts: int = option(
-        0, "shared experts, computed as one mlp, that every token passes through", minimum=0, only_for=_OF_EXPERTS
-    )
-    expert_biases: bool = option(
-        False, "biases of experts and of the router's logits, as in gpt-oss", only_for=_OF_EXPERTS
-    )
-    router: str = option(
-        "softmax",
-        "scores of experts: softmax of logits, as in Mixtral and Qwen3-MoE, or their sigmoid with a bias that "
-        "balances the load, as in DeepSeek-V3",
-        choices=ROUTERS,
-        only_for=_OF_EXPERTS,
-    )
-    router_groups: int = option(
-        1, "groups of experts; a token uses only groups whose two best experts score highest", minimum=1,
-        only_for=_OF_EXPERTS,
-    )  # fmt: skip
-    groups_per_token: int = option(1, "groups of experts that a token may use", minimum=1, only_for=_GROUPED)
-    dense_layers: int = option(
-        0, "number of first layers with one mlp instead of experts, as in DeepSeek-V3", minimum=0, only_for=_OF_EXPERTS
-    )
-    dense_dim: int = option(512, "inner width of the mlp in these first layers", minimum=1, only_for=_WITH_DENSE)
-    router_scale: float = option(1.0, "factor of the gates, which add up to 1", minimum=0.0, only_for=_OF_EXPERTS)
-    balance_weight: float = option(
-        0.01,
-        "weight of the loss that balances the load of experts in each sequence: a mean over layers and a sum over "
-        "the experts of a token, as router_aux_loss_coef in transformers; 0: none",
-        minimum=0.0,
-        only_for=_OF_EXPERTS,
-    )
-    z_weight: float = option(
-        0.001,
-        "weight of the router z-loss, the squared log-sum-exp of router logits, summed over layers",
-        minimum=0.0,
-        only_for=_OF_EXPERTS,
+    moe: MoeOptions = dataclasses.field(
+        default_factory=MoeOptions, metadata={"only_for": {"moe.num_experts": Except(0)}}
     )
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     loss_chunk: int = option(
@@ -257,7 +290,7 @@ class DecoderOptions(TransformerShape):
     @property
     def num_dense(self) -> int:
         """Number of layers before the layers with experts; they are a separate stack."""
-        return self.dense_layers if self.num_experts else 0
+        return self.moe.dense_layers if self.moe.num_experts else 0
 
     @property
     def num_repeated(self) -> int:
@@ -267,49 +300,35 @@ class DecoderOptions(TransformerShape):
     @property
     def of_dense(self) -> "DecoderOptions":
         """The options of the first layers: the same options without experts."""
-        return dataclasses.replace(self, num_experts=0, mlp_dim=self.dense_dim)
+        return dataclasses.replace(self, moe=MoeOptions(), mlp_dim=self.moe.dense_dim)
 
     @property
     def width_of_head(self) -> int:
         """The width of a query and a key head, including rotary channels."""
-        return super().width_of_head + (self.rope_dim if self.latent_dim else 0)
+        return super().width_of_head + (self.latent.rope_dim if self.latent.dim else 0)
 
     @property
     def width_of_values(self) -> int:
         """The width of a value head."""
-        return (self.latent_dim and self.value_dim) or super().width_of_head
+        return (self.latent.dim and self.latent.value_dim) or super().width_of_head
 
     @property
     def width_of_rotary(self) -> int:
         """The number of a head's channels with rotary positions."""
-        return self.rope_dim if self.latent_dim else self.width_of_head
+        return self.latent.rope_dim if self.latent.dim else self.width_of_head
 
     @property
-    def latent(self) -> Latent | None:
+    def latent_widths(self) -> Latent | None:
         """The widths of latent attention; None without it."""
-        if not self.latent_dim:
+        if not self.latent.dim:
             return None
-        return Latent(self.latent_dim, self.query_latent_dim, self.rope_dim, self.width_of_values, self.norm_epsilon)
+        of = self.latent
+        return Latent(of.dim, of.query_dim, of.rope_dim, self.width_of_values, self.norm.epsilon)
 
     @property
     def share_of_experts(self) -> float:
         """The share of the experts that process a token; 1 without experts."""
-        return self.experts_per_token / self.num_experts if self.num_experts else 1.0
-
-    @property
-    def scaling(self) -> Scaling | None:
-        """The scaling of rotary frequencies; None: they are not scaled."""
-        if self.rope_factor == 1.0:
-            return None
-        ramp = (self.rope_low, self.rope_high, self.rope_original_length)
-        return Scaling(self.rope_factor, *ramp, self.rope_scaling, self.rope_whole_pairs)
-
-    @property
-    def stretch(self) -> float | None:
-        """The factor of rotated queries and keys (Peng et al. 2023, section 3.4); None: no factor."""
-        if self.rope_factor == 1.0 or self.rope_scaling != "yarn":
-            return None
-        return self.rope_attention or 0.1 * math.log(self.rope_factor) + 1.0
+        return self.moe.experts_per_token / self.moe.num_experts if self.moe.num_experts else 1.0
 
     @property
     def attends(self) -> Attention:
@@ -324,8 +343,8 @@ class DecoderOptions(TransformerShape):
             cap=self.attention_cap,
             qkv_biases=self.biases or self.qkv_biases or self.attention_biases,
             output_bias=self.biases or self.attention_biases,
-            qk_epsilon=self.norm_epsilon if self.qk_norm else None,
-            qk_of_all=self.qk_norm_of_all,
+            qk_epsilon=self.norm.epsilon if self.norm.qk else None,
+            qk_of_all=self.norm.qk_of_all,
             sinks=self.sinks,
-            centered_scales=self.centered_scales,
+            centered_scales=self.norm.centered_scales,
         )

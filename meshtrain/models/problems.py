@@ -1,11 +1,12 @@
 """Checks the options of decoder and encoder-decoder against each other and the mesh; returns error lines."""
 
 import math
+import operator
 from collections.abc import Mapping
 
 from meshtrain.errors import Problem, nearest_divisor, nearest_multiple
 from meshtrain.models.attention import select
-from meshtrain.models.decoder_options import DecoderOptions, TransformerShape
+from meshtrain.models.decoder_options import DecoderOptions, MoeOptions, RopeOptions, TransformerShape
 from meshtrain.models.layers import GATES
 from meshtrain.options import MOST
 
@@ -44,19 +45,24 @@ def of_decoder(
                 depends_on=["model.max_positions", "model.positions"],
             )
         )
-    scaling = options.scaling
+    return problems + _of_rope(options.rope)
+
+
+def _of_rope(rope: RopeOptions) -> list[Problem]:
+    """Returns an error line for each option that contradicts rope scaling; [] without it."""
+    problems, scaling = list[Problem](), rope.frequency_scaling
     if scaling and scaling.kind != "linear" and not 0 < scaling.low < scaling.high:
         problems.append(
             Problem(
-                "model.rope_low, model.rope_high",
-                got=f"{options.rope_low}, {options.rope_high}",
-                allowed="0 < rope_low < rope_high",
+                "model.rope.low, model.rope.high",
+                got=f"{rope.low}, {rope.high}",
+                allowed="0 < model.rope.low < model.rope.high",
                 nearest="1.0, 4.0",
-                depends_on=["model.rope_low", "model.rope_high"],
+                depends_on=["model.rope.low", "model.rope.high"],
             )
         )
-    if scaling and scaling.kind == "yarn" and options.rope_base == 1.0:
-        problems.append(Problem("model.rope_base", got="1.0", allowed="above 1 with YaRN", nearest="10000.0"))
+    if scaling and scaling.kind == "yarn" and rope.base == 1.0:
+        problems.append(Problem("model.rope.base", got="1.0", allowed="above 1 with YaRN", nearest="10000.0"))
     return problems
 
 
@@ -102,71 +108,73 @@ def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapp
 
 def _of_latent(options: DecoderOptions) -> list[Problem]:
     """Returns an error line for each option that contradicts latent attention; [] without it."""
-    if not options.latent_dim:
+    latent = options.latent
+    if not latent.dim:
         return []
-    problems, width, rotary = list[Problem](), options.width_of_head, options.rope_dim
+    problems, width, rotary = list[Problem](), options.width_of_head, latent.rope_dim
+    with_latent = f"with model.latent.dim = {latent.dim}"
     if rotary < 2 or rotary % 2:
         problems.append(
             Problem(
-                "model.rope_dim",
-                got=f"{rotary} with model.latent_dim = {options.latent_dim}",
+                "model.latent.rope_dim",
+                got=f"{rotary} {with_latent}",
                 allowed="an even number, at least 2",
                 nearest=max(2, rotary + 1),
-                depends_on=["model.latent_dim"],
+                depends_on=["model.latent.dim"],
             )
         )
     if options.width_of_values > width:
         problems.append(
             Problem(
-                "model.value_dim",
-                got=options.value_dim,
+                "model.latent.value_dim",
+                got=latent.value_dim,
                 allowed=f"at most {width}, the width of queries and keys",
                 nearest=width,
-                depends_on=["model.head_dim", "model.embed_dim", "model.num_heads", "model.latent_dim"],
+                depends_on=["model.head_dim", "model.embed_dim", "model.num_heads", "model.latent.dim"],
             )
         )
     biases = dict.fromkeys(("biases", "qkv_biases", "attention_biases"), False)
-    fits = {"num_kv_heads": options.num_heads, "positions": "rotary", "qk_norm": False, **biases}
+    fits = {"num_kv_heads": options.num_heads, "positions": "rotary", "norm.qk": False, **biases}
     of_heads, of_biases = "each query head has keys of its own, made of the latent", "projections of latents have none"
     for name, allowed in fits.items():
-        if (got := getattr(options, name)) != allowed:
+        if (got := operator.attrgetter(name)(options)) != allowed:
             problems.append(
                 Problem(
                     f"model.{name}",
-                    got=f"{got} with model.latent_dim = {options.latent_dim}",
+                    got=f"{got} {with_latent}",
                     allowed=f"{allowed}, as {of_biases if name in biases else of_heads}",
                     nearest=f"model.{name}={allowed}",
-                    depends_on=["model.latent_dim"],
+                    depends_on=["model.latent.dim"],
                 )
             )
     return problems
 
 
-def _of_groups(options: DecoderOptions) -> list[Problem]:
+def _of_groups(moe: MoeOptions) -> list[Problem]:
     """Returns an error line for each contradiction between the number of experts and the groups of the router."""
     problems = list[Problem]()
-    groups, kept = options.router_groups, options.groups_per_token
-    if options.num_experts % groups:
+    groups, kept = moe.router_groups, moe.groups_per_token
+    if moe.num_experts % groups:
         problems.append(
             Problem(
-                "model.router_groups",
+                "model.moe.router_groups",
                 got=groups,
-                allowed=f"a divisor of model.num_experts = {options.num_experts}",
-                nearest=nearest_divisor(options.num_experts, groups),
-                depends_on=["model.num_experts"],
+                allowed=f"a divisor of model.moe.num_experts = {moe.num_experts}",
+                nearest=nearest_divisor(moe.num_experts, groups),
+                depends_on=["model.moe.num_experts"],
             )
         )
-    least = math.ceil(options.experts_per_token * groups / options.num_experts)
+    least = math.ceil(moe.experts_per_token * groups / moe.num_experts)
     if groups > 1 and not least <= kept <= groups:
         problems.append(
             Problem(
-                "model.groups_per_token",
+                "model.moe.groups_per_token",
                 got=kept,
                 allowed=(
-                    f"{least} to {groups}, model.router_groups, so that they have {options.experts_per_token} experts"
+                    f"{least} to {groups}, model.moe.router_groups, so that they have {moe.experts_per_token} experts"
                 ),
                 nearest=min(max(kept, least), groups),
-                depends_on=["model.router_groups", "model.experts_per_token", "model.num_experts"],
+                depends_on=["model.moe.router_groups", "model.moe.experts_per_token", "model.moe.num_experts"],
             )
         )
     return problems
@@ -174,25 +182,26 @@ def _of_groups(options: DecoderOptions) -> list[Problem]:
 
 def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[Problem]:
     """Returns an error line for each option that contradicts the options of experts; [] without experts."""
-    if not options.num_experts:
+    moe = options.moe
+    if not moe.num_experts:
         return []
-    problems = list[Problem]()
-    if options.experts_per_token > options.num_experts:
+    problems, with_experts = list[Problem](), f"model.moe.num_experts = {moe.num_experts}"
+    if moe.experts_per_token > moe.num_experts:
         problems.append(
             Problem(
-                "model.experts_per_token",
-                got=options.experts_per_token,
-                allowed=f"at most model.num_experts = {options.num_experts}",
-                nearest=options.num_experts,
-                depends_on=["model.num_experts"],
+                "model.moe.experts_per_token",
+                got=moe.experts_per_token,
+                allowed=f"at most {with_experts}",
+                nearest=moe.num_experts,
+                depends_on=["model.moe.num_experts"],
             )
         )
-    problems += _of_groups(options)
-    if options.dense_layers >= options.num_layers:
+    problems += _of_groups(moe)
+    if moe.dense_layers >= options.num_layers:
         problems.append(
             Problem(
-                "model.dense_layers",
-                got=options.dense_layers,
+                "model.moe.dense_layers",
+                got=moe.dense_layers,
                 allowed=f"below model.num_layers = {options.num_layers}",
                 nearest=options.num_layers - 1,
                 depends_on=["model.num_layers"],
@@ -202,30 +211,30 @@ def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[Problem]:
         problems.append(
             Problem(
                 "model.activation",
-                got=f"{options.activation} with model.num_experts = {options.num_experts}",
+                got=f"{options.activation} with {with_experts}",
                 allowed=f"{', '.join(GATES)}, as mlps of experts are gated",
                 nearest="model.activation=swiglu",
-                depends_on=["model.num_experts"],
+                depends_on=["model.moe.num_experts"],
             )
         )
     if options.biases:
         problems.append(
             Problem(
                 "model.biases",
-                got=f"True with model.num_experts = {options.num_experts}, which have none",
+                got=f"True with {with_experts}, which have none",
                 allowed="False",
                 nearest="model.biases=False, and model.qkv_biases=True for those of attention",
-                depends_on=["model.num_experts"],
+                depends_on=["model.moe.num_experts"],
             )
         )
     if in_fp8:
         problems.append(
             Problem(
                 "precision.policy",
-                got=f"fp8 with model.num_experts = {options.num_experts}, whose products have no 8-bit form",
+                got=f"fp8 with {with_experts}, whose products have no 8-bit form",
                 allowed="float32, bfloat16, float16",
                 nearest="precision.policy=bfloat16",
-                depends_on=["model.num_experts"],
+                depends_on=["model.moe.num_experts"],
             )
         )
     return problems

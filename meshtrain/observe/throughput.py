@@ -77,6 +77,6 @@ class Uneven:
         self._has_said = True
         return (
             f"{self.metric} is {parts:.0f} and has been above 1 since step {self.since}: a device has many more "
-            "tokens than under an even load of experts, so steps take longer; a larger model.balance_weight or "
+            "tokens than under an even load of experts, so steps take longer; a larger model.moe.balance_weight or "
             "optimizer.balance_rate balances the load"
         )

@@ -186,9 +186,9 @@ class OptimizerOptions:
     )
     balance_rate: float = option(
         0.001,
-        "change of an expert's bias in each step, against its load, with model.router=sigmoid",
+        "change of an expert's bias in each step, against its load, with model.moe.router=sigmoid",
         minimum=0.0,
-        only_for={"model.router": ("sigmoid",), "model.num_experts": Except(0)},
+        only_for={"model.moe.router": ("sigmoid",), "model.moe.num_experts": Except(0)},
     )
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
     trainable: str = option(

@@ -180,7 +180,7 @@ def _experts(plan: Plan) -> list[Finding]:
     chosen = _kernel(plan, EXPERTS)
     if chosen is None or chosen.by != LOOP:
         return []
-    change = "model.expert_dim / mesh.tensor and model.embed_dim that are such multiples, or more microbatches"
+    change = "model.moe.expert_dim / mesh.tensor and model.embed_dim that are such multiples, or more microbatches"
     return [Finding(f"products of experts run in a loop in plain JAX, slower than a kernel: {chosen.why}", change)]
 
 

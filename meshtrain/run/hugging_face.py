@@ -22,7 +22,7 @@ from meshtrain.cli import flags, foreign
 from meshtrain.config.build import build
 from meshtrain.config.data_sources import find
 from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
-from meshtrain.config.meanings import record
+from meshtrain.config.records import record
 from meshtrain.config.resolve import resolve, to_json
 from meshtrain.config.schema import CONFIG_FILE, Config
 from meshtrain.config.tasks import abstract_task
@@ -284,7 +284,7 @@ def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[Problem]:
             )
         ]
     of_experts = [f"layers/experts/{name}" for name in MATRICES]
-    if config.model.num_experts and any(re.search(config.lora.targets, path) for path in of_experts):
+    if config.model.moe.num_experts and any(re.search(config.lora.targets, path) for path in of_experts):
         return [
             Problem(
                 "--adapters",

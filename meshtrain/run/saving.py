@@ -19,7 +19,7 @@ from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import extra_of_newest
 from meshtrain.checkpoint.owner import own_folder
 from meshtrain.checkpoint.retention import CheckpointOptions
-from meshtrain.config.meanings import record
+from meshtrain.config.records import record
 from meshtrain.data.dataset import Dataset
 from meshtrain.data.loader import next_sample
 from meshtrain.errors import FolderLost, Interrupted, Problem, SaveFailed, UserError, refuse, unknown, warn

@@ -18,7 +18,6 @@ from meshtrain.checkpoint import other_runs
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.cli import flags, foreign
 from meshtrain.config.build import build, file_content
-from meshtrain.config.former import FORMER
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.config.resolve import configure, resolve
 from meshtrain.config.resume import from_json
@@ -130,8 +129,7 @@ def _change(
       UserError: the text is not a configuration, or names functions or files outside of the run's folder.
     """
     overrides = arguments.overrides
-    instead = {key: value for key, value in overrides.items() if key in FORMER}
-    instead |= {key: value for key, value in overrides.items() if _names_function(key)}
+    instead = {key: value for key, value in overrides.items() if _names_function(key)}
     content = JsonObject()
     with contextlib.suppress(ValueError, TypeError):  # `from_json` reports the error
         content = dict(read_json(text))

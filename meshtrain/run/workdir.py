@@ -28,7 +28,7 @@ from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.checkpoint.other_runs import extra_of_newest, find
 from meshtrain.checkpoint.owner import OWNER
 from meshtrain.cli import flags, foreign
-from meshtrain.config import meanings
+from meshtrain.config import records, version_0_2
 from meshtrain.config.resolve import to_json
 from meshtrain.config.resume import difference, from_json
 from meshtrain.config.schema import CONFIG_FILE, Config
@@ -72,33 +72,18 @@ def check(run: Path, config: Config, *, is_saved: bool) -> list[Problem]:
     place = config.checkpoint.directory
     if place and "config" in (there := extra_of_newest(place)):  # it may be a copy of the place that it names
         before[place] = {**there["config"], "checkpoint": now["checkpoint"]}
-    if former := [where for where, was in before.items() if was and meanings.is_former(was)]:
-        return [_former_run(former[0], before[former[0]], run, is_saved=is_saved)]
+    for where, was in before.items():
+        if was and not records.is_of_this_release(was):
+            words = [f"--config.init_from={run}"] if is_saved else []
+            converted = {} if records.VERSION in was else version_0_2.converted(was)
+            words += [f"--config.{key}={json.dumps(value)}" for key, value in converted.items()]
+            fix = " ".join([*words, *(["in"] if words else []), "a new workdir"])
+            return [records.version_problem(was, where if where == place else CONFIG_FILE, fix)]
     changed = {where: difference(was, now) for where, was in before.items() if was}
     problems = [one.at(f"{where} holds another run") for where, differing in changed.items() for one in differing]
     ending = "allowed: the run's own configuration"  # of all options above
     ends = [where for where, differing in changed.items() if differing]
     return problems + [Problem(where, fault=ending, nearest="another --workdir") for where in ends]
-
-
-def _former_run(where: str, was: JsonObject, run: Path, *, is_saved: bool) -> Problem:
-    """Returns the problem that a folder contains a run of version 0.2 or earlier, which cannot be resumed.
-
-    The suggested fix lists the options whose meaning has changed, converted to today's meaning.
-
-    Args:
-      where: the workdir or bucket, for the error.
-      was: the configuration of the former run.
-      run: the run's folder.
-      is_saved: whether the run has a complete checkpoint, from which a new run can start.
-    """
-    converted = meanings.today(was)[1]
-    words = [f"--config.{key}={str(value).lower()}" for key, value in converted.items()]
-    fix = " ".join(["another --workdir", *(["with", f"--config.init_from={run}"] if is_saved else []), *words])
-    changed = f", whose {', '.join(converted)} had another meaning" if converted else ""
-    return Problem(
-        None, fault=f"{where} holds a run of version 0.2 or earlier{changed}", allowed="runs since 0.3", nearest=fix
-    )
 
 
 def _out_of_place(run: Path) -> list[Problem]:
@@ -274,7 +259,7 @@ def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
     Raises:
       UserError: the folder cannot be written.
     """
-    foreign.record_written(meanings.record(config))  # on each machine of the run
+    foreign.record_written(records.record(config))  # on each machine of the run
     if not peers.is_main_process():
         return
     try:
@@ -476,7 +461,8 @@ def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> No
     given = read_json((run / CONFIG_FILE).read_bytes())
     # Only these options are read: other options may be of a task that is not installed, or of a former version.
     name = {"learning_rate.name": now.learning_rate.name}  # a function that only this file names is not imported
-    was = from_json(json.dumps({key: given[key] for key in ("num_steps", "learning_rate") if key in given}), name)
+    used = (records.VERSION, "num_steps", "learning_rate")
+    was = from_json(json.dumps({key: given[key] for key in used if key in given}), name)
     options = dataclasses.replace(now.learning_rate, decay_steps=was.learning_rate.decay_steps)
     before = dataclasses.replace(now, num_steps=was.num_steps, learning_rate=options)
     # Local-SGD groups have separate counts: the group with the fewest skipped steps is used.

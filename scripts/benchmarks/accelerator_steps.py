@@ -51,7 +51,7 @@ MODELS = {
     "llama_1b": [
         "--config=configs/llama_1b.py", *ONE, "--config.batch_size=2", "--config.sequence_length=2048",
         "--config.accumulation_steps=1", "--config.remat.policy=none", "--config.model.tied_embeddings=no",
-        "--config.model.rope_base=10000", "--config.model.rope_factor=1",
+        "--config.model.rope.base=10000", "--config.model.rope.factor=1",
     ],
     # The share of one of the configuration's eight devices; plain JAX needs too much memory for it.
     LONG: ["--config=configs/llama_1b.py", *ONE, "--config.batch_size=8"],
@@ -123,7 +123,11 @@ def fp8(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
 
 def experts(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
     """Returns the differences of loss and gradients between the experts' kernels and a loop over blocks of rows."""
-    words = [*words_of(MIXTURE, tiny), "--config.model.num_layers=1", f"--config.model.num_experts={8 if tiny else 32}"]
+    words = [
+        *words_of(MIXTURE, tiny),
+        "--config.model.num_layers=1",
+        f"--config.model.moe.num_experts={8 if tiny else 32}",
+    ]
     if not tiny:
         words.append("--config.batch_size=1")
     _, wanted, state, batch = opened(words)

@@ -49,7 +49,7 @@ def get_config():
     config.num_steps, config.batch_size, config.sequence_length, config.sample_tokens = {steps}, 4, 16, 0
     config.model.num_layers, config.model.embed_dim, config.model.mlp_dim = 1, 16, 16
     config.model.num_heads = config.model.num_kv_heads = 2
-    config.model.num_experts, config.model.experts_per_token, config.optimizer.average = 4, 2, 0.99
+    config.model.moe.num_experts, config.model.moe.experts_per_token, config.optimizer.average = 4, 2, 0.99
     config.learning_rate.name, config.learning_rate.warmup_steps, config.learning_rate.peak = "constant", 0, 1e-3
     config.checkpoint.every = {every}
     config.data.source, config.data.path, config.log_every = "text", "{mixture}", 1

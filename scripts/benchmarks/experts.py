@@ -21,6 +21,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.loader import batches
 from meshtrain.errors import run
 from meshtrain.launch import distributed
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.run.dataset import open_data
 from meshtrain.run.evaluation import evaluate
 from meshtrain.sharding.rules import AXES
@@ -37,8 +38,8 @@ Curve = list[tuple[int, float]]
 def dense(config: Config) -> Config:
     """Returns the configuration with one mlp, as wide as all experts of a token together."""
     model = config.model
-    width = (model.experts_per_token + model.shared_experts) * model.expert_dim
-    return dataclasses.replace(config, model=dataclasses.replace(model, num_experts=0, mlp_dim=width))
+    width = (model.moe.experts_per_token + model.moe.shared_experts) * model.moe.expert_dim
+    return dataclasses.replace(config, model=dataclasses.replace(model, moe=MoeOptions(num_experts=0), mlp_dim=width))
 
 
 def trained(assembly: Assembly, step: object, seed: int, what: str) -> Curve:

@@ -19,6 +19,7 @@ from meshtrain.assembly.assemble import assemble
 from meshtrain.config.schema import Config
 from meshtrain.errors import run
 from meshtrain.launch import distributed
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.rules import AXES
 from scripts.benchmarks.step import compare, example_batch, median_ratio, turns
@@ -29,7 +30,9 @@ DENSE = DecoderOptions(num_layers=4, embed_dim=256, mlp_dim=768, num_heads=8, nu
 
 def configurations(batch_size: int, sequence_length: int) -> dict[str, Config]:
     """Returns the runs to compare: 8 experts with 2 per token, and an mlp as wide as two experts."""
-    experts = dataclasses.replace(DENSE, num_experts=8, experts_per_token=2, expert_dim=DENSE.mlp_dim // 2)
+    experts = dataclasses.replace(
+        DENSE, moe=MoeOptions(num_experts=8, experts_per_token=2, expert_dim=DENSE.mlp_dim // 2)
+    )
     models = {"program": experts, "plain": DENSE}
     return {
         name: Config(batch_size=batch_size, sequence_length=sequence_length, model=model)

@@ -30,6 +30,7 @@ from meshtrain.config.resolve import parse
 from meshtrain.config.schema import Config
 from meshtrain.errors import run
 from meshtrain.launch import distributed
+from meshtrain.models.decoder_options import NormOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import learning_rate
 from meshtrain.sharding.rules import AXES
@@ -50,7 +51,7 @@ GPT2 = DecoderOptions(
     num_heads=8,
     num_kv_heads=8,
     positions="learned",
-    norm="layernorm",
+    norm=NormOptions(name="layernorm"),
     activation="gelu",
     tied_embeddings=True,
     biases=True,

@@ -171,7 +171,7 @@ def test_problems_found_elsewhere_come_first():
 
 
 def test_json_goes_there_and_back():
-    config = resolve(default(), {"mesh.data": "2", "model.rope_base": "500000", "data.path": ""})
+    config = resolve(default(), {"mesh.data": "2", "model.rope.base": "500000", "data.path": ""})
     text = to_json(config)
     assert from_json(text) == config
     assert json.loads(text)["mesh"] == dict.fromkeys(AXES, 1) | {"data": 2}
@@ -179,7 +179,7 @@ def test_json_goes_there_and_back():
 
 def test_json_of_another_version():
     older = json.loads(to_json(Config()))
-    del older["model"]["rope_base"], older["remat"]
+    del older["model"]["rope"]["base"], older["remat"]
     assert from_json(json.dumps(older)) == Config()
     with pytest.raises(UserError, match=r"config.json: model.colour: unknown key"):
         from_json(json.dumps(older | {"model": {"colour": 1}}))
@@ -205,10 +205,10 @@ def test_what_may_change_on_resume_and_what_may_not():
 
 def test_a_run_older_than_a_field_goes_on_with_its_default():
     old = json.loads(to_json(resolve({})))
-    del old["model"]["rope_base"]
+    del old["model"]["rope"]["base"]
     assert difference(old, dataclasses.asdict(resolve({}))) == []
-    changed = dataclasses.asdict(resolve(default(), {"model.rope_base": "2"}))
-    assert difference(old, changed) == ["model.rope_base: was 10000.0, now 2.0"]
+    changed = dataclasses.asdict(resolve(default(), {"model.rope.base": "2"}))
+    assert difference(old, changed) == ["model.rope.base: was 10000.0, now 2.0"]
     assert difference(old | {"gone": 1}, dataclasses.asdict(resolve({}))) == ["gone: was 1, now absent"]
 
 
@@ -250,7 +250,7 @@ def test_the_table_of_fields(capsys, monkeypatch):
     assert max(map(len, lines)) <= 120
     [line] = [line for line in lines if line.startswith("mesh.data")]
     assert line.split()[:4] == ["mesh.data", "int", "1", "2"]
-    [line] = [line for line in lines if line.startswith("model.norm ")]
+    [line] = [line for line in lines if line.startswith("model.norm.name ")]
     assert "rmsnorm, layernorm" in line
     monkeypatch.setenv("COLUMNS", "90")  # a narrower terminal
     fields.main([])

@@ -34,7 +34,7 @@ def reported_across(monkeypatch, problem):
 
 def test_there_are_options_whose_keys_contain_other_keys():
     assert len(SIMILAR) > 8
-    assert ("model.router", "model.router_groups") in SIMILAR
+    assert ("model.moe.router", "model.moe.router_groups") in SIMILAR
 
 
 @pytest.mark.parametrize(("part", "key"), SIMILAR)
@@ -60,17 +60,26 @@ def test_a_value_in_place_of_a_group_hides_the_problems_of_its_options(monkeypat
 
 
 def test_two_problems_of_experts_are_reported():
-    found = lines({"model.num_experts": "8", "model.router_groups": "3", "model.router": "sigmod"})
+    found = lines({"model.moe.num_experts": "8", "model.moe.router_groups": "3", "model.moe.router": "sigmod"})
     assert found == (
-        "model.router: got 'sigmod'; allowed: softmax, sigmoid; did you mean 'sigmoid'?",
-        "model.router_groups: got 3; allowed: a divisor of model.num_experts = 8; nearest: 4",
+        "model.moe.router: got 'sigmod'; allowed: softmax, sigmoid; did you mean 'sigmoid'?",
+        "model.moe.router_groups: got 3; allowed: a divisor of model.moe.num_experts = 8; nearest: 4",
     )
 
 
 def test_options_that_problems_depend_on_exist(monkeypatch):
     """`depends_on` compares exactly, so that a misspelt key would have no effect."""
     known = {*SCHEMA, *(field.name for field in dataclasses.fields(Config))}
-    overrides = {"model.num_experts": "8", "model.router_groups": "3", "model.num_kv_heads": "3", "batch_size": "7"}
-    for problem in lines(overrides | {"mesh.data": "2", "mesh.pipeline": "3", "model.dropout_rate": "1"}):
+    of_experts = {"model.moe.num_experts": "8", "model.moe.router_groups": "3"}
+    for problem in lines(
+        of_experts
+        | {
+            "model.num_kv_heads": "3",
+            "batch_size": "7",
+            "mesh.data": "2",
+            "mesh.pipeline": "3",
+            "model.dropout_rate": "1",
+        }
+    ):
         assert problem.key in known
         assert problem.depends_on <= known

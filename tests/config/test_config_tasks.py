@@ -126,21 +126,19 @@ def test_options_of_a_named_task_are_checked_like_all_others():
     assert lines({"task": OWN, "mesh": {"tensor": 3}, "batch_size": 3}) == [], "the decoder's heads do not count"
 
 
-def test_the_command_line_may_name_another_task_than_the_file():
+def test_another_task_than_that_of_the_defaults_is_one_line():
     given = default()
-    given.model.num_heads = 8
-    [line] = lines(given, {"task": OWN, "model.num_layers": "3"})
-    assert line.startswith("model.num_heads: unknown key")
-    assert resolve(default(), {"task": OWN, "model.num_layers": "3"}).model.num_layers == 3
-
-
-def test_a_field_of_two_tasks_with_two_defaults_has_to_be_said():
-    given = default()
-    given.task = OWN
-    [line] = lines(given)
-    assert line.startswith(f"task: got '{OWN}' in a configuration that begins with the options of 'decoder'")
-    assert "model.num_layers = 4" in line
-    assert f"default(task='{OWN}')" in line
+    wanted = (
+        f"task: got '{OWN}' in a configuration that starts with default(), whose model has the options of the task "
+        f"'decoder'; allowed: default(task='{OWN}'), whose model has this task's; nearest: that"
+    )
+    assert lines(given, {"task": OWN, "model.num_layers": "3"}) == [wanted]
+    assert lines(given, {"task": "seq2seq", "data.source": "numbers", "seed": "-1"})[0] == wanted.replace(
+        OWN, "seq2seq"
+    )
+    given.task, given.model.num_heads = OWN, 8
+    assert lines(given) == [wanted]
+    assert resolve({}, {"task": OWN, "model.num_layers": "3"}).model.num_layers == 3
 
 
 def test_a_pipeline_needs_a_task_with_stages():

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from meshtrain.cli import flags
 from meshtrain.config import unused_options
 from meshtrain.config.build import default
 from meshtrain.config.resolve import resolve
@@ -43,13 +44,17 @@ def without_effect(*overrides, **shape):
         (["model.max_positions=512"], "model.positions=rotary", ["model.positions=learned"]),
         (["model.qkv_biases=true", "model.biases=true"], "model.biases=True", ["model.biases=false"]),
         (["model.global_every=2"], "model.window=0", ["model.window=64"]),
-        (["model.rope_local_base=50.0"], "model.window=0", ["model.window=64"]),
-        (["model.rope_low=2.0"], "model.rope_factor=1.0", ["model.rope_factor=8"]),
-        (["optimizer.balance_rate=0.01", "model.num_experts=4"], "model.router=softmax", ["model.router=sigmoid"]),
+        (["model.rope.local_base=50.0"], "model.window=0", ["model.window=64"]),
+        (["model.rope.low=2.0"], "model.rope.factor=1.0", ["model.rope.factor=8"]),
         (
-            ["optimizer.balance_rate=0.01", "model.router=softmax"],
-            "model.num_experts=0",
-            ["model.num_experts=4", "model.router=sigmoid"],
+            ["optimizer.balance_rate=0.01", "model.moe.num_experts=4"],
+            "model.moe.router=softmax",
+            ["model.moe.router=sigmoid"],
+        ),
+        (
+            ["optimizer.balance_rate=0.01", "model.moe.router=softmax"],
+            "model.moe.num_experts=0",
+            ["model.moe.num_experts=4", "model.moe.router=sigmoid"],
         ),
         (["data.text_field=body"], "data.source=python", ["data.source=text", "data.path=x.jsonl"]),
         (["data.packing=first_fit", "data.source=synthetic"], "data.source=synthetic", ["data.source=python"]),
@@ -105,13 +110,19 @@ def test_what_options_name_as_the_condition_of_their_use_is_there(monkeypatch):
     monkeypatch.setattr(unused_options, "unused", lambda options, path, known: asked.append(known) or {})
     unused_options.without_effect(Config(), dict.fromkeys(AXES, 1))
 
-    def conditions(options):
+    def conditions(options, *around):
         for field in dataclasses.fields(options):
             inner = getattr(options, field.name)
-            yield from ((options, name) for name in field.metadata.get("only_for") or {})
-            yield from conditions(inner) if dataclasses.is_dataclass(inner) else ()
+            yield from ((name, options, *around) for name in field.metadata.get("only_for") or {})
+            yield from conditions(inner, options, *around) if dataclasses.is_dataclass(inner) else ()
 
-    found = [name for options, name in conditions(Config()) if not hasattr(options, name)]
+    def is_inside(name, options):
+        """Whether a group has a field, or a group in it has the field of a dotted name."""
+        return hasattr(options, name) or name in flags.flatten(options)
+
+    found = [
+        name for name, *groups, _ in conditions(Config()) if not any(is_inside(name, options) for options in groups)
+    ]
     assert len(found) > 10
     assert set(found) <= asked[0].keys()
 

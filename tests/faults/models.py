@@ -72,8 +72,8 @@ FAULTS = (
     ),
     Fault(
         "models/transformer/decoder.py",
-        "options.rope_local_base, None)",
-        "options.rope_local_base, options.scaling)",
+        "options.rope.local_base, None)",
+        "options.rope.local_base, options.rope.frequency_scaling)",
         "layers with a window have the scaled rotary positions of those without one",
         "models/test_models_layers.py::test_options_reach_the_angles",
     ),
@@ -95,8 +95,8 @@ FAULTS = (
     ),
     Fault(
         "models/problems.py",
-        "options.experts_per_token > options.num_experts",
-        "options.experts_per_token >= options.num_experts",
+        "moe.experts_per_token > moe.num_experts",
+        "moe.experts_per_token >= moe.num_experts",
         "as many experts a token as there are is refused",
         "config/test_config_experts.py::test_a_token_may_go_through_all_experts",
     ),

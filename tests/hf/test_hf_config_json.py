@@ -12,6 +12,7 @@ from meshtrain.hf import folder, names
 from meshtrain.hf.config_export import as_json
 from meshtrain.hf.config_json import config_of_text, describe_model, differences, is_described, of_json
 from meshtrain.hf.families import HARMLESS as HARMLESS_KEYS
+from meshtrain.models.decoder_options import MoeOptions, NormOptions, RopeOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from tests.hf.models import FIXTURES, NAMES
 
@@ -45,7 +46,7 @@ def test_a_llama_in_the_decoders_words():
     found = describe_model(FIXTURES / "llama3-rope-scaled")
     assert found.options == DecoderOptions(
         num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=119,
-        rope_base=500.0, rope_factor=8.0, rope_low=1.0, rope_high=4.0, rope_original_length=16,
+        rope=RopeOptions(base=500.0, factor=8.0, low=1.0, high=4.0, original_length=16),
     )  # fmt: skip
     assert (found.max_length, found.dtype) == (64, "float32")
 
@@ -55,7 +56,7 @@ def test_what_an_absent_key_means_is_what_transformers_says(tmp_path):
     for key in ("rope_parameters", "num_key_value_heads", "head_dim", "tie_word_embeddings"):
         del llama[key]
     options = of(tmp_path, llama).options
-    assert (options.rope_base, options.num_kv_heads, options.head_dim) == (10000.0, 4, 0)
+    assert (options.rope.base, options.num_kv_heads, options.head_dim) == (10000.0, 4, 0)
     assert not options.tied_embeddings
     gpt2 = given("gpt2")
     del gpt2["tie_word_embeddings"], gpt2["n_inner"]
@@ -429,8 +430,8 @@ def test_the_text_beside_images_may_leave_out_what_transformers_knows(tmp_path):
     assert (found.family, found.dtype, found.max_length) == ("gemma3_text", "bfloat16", 131072)
     o = found.options
     assert (o.num_heads, o.num_kv_heads, o.head_dim, o.vocab_size, o.attention_scalar) == (8, 4, 256, 262208, 256)
-    assert (o.rope_base, o.rope_local_base, o.rope_factor, o.rope_scaling) == (1e6, 1e4, 8.0, "linear")
-    assert (o.window, o.global_every, o.tied_embeddings, o.norm_epsilon) == (1024, 6, True, 1e-6)
+    assert (o.rope.base, o.rope.local_base, o.rope.factor, o.rope.scaling) == (1e6, 1e4, 8.0, "linear")
+    assert (o.window, o.global_every, o.tied_embeddings, o.norm.epsilon) == (1024, 6, True, 1e-6)
     lines = refused(tmp_path, {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}})
     assert lines[0].startswith("model_type: got 'ministral3'; allowed: ")
     lines = refused(tmp_path, outer | {"text_config": text, "quantization_config": {}, "x": 1})
@@ -529,21 +530,25 @@ def test_a_model_of_more_tensors_than_the_files_can_have_is_one_line(tmp_path):
 
 def test_experts_in_the_decoders_words(tmp_path):
     shape = {"num_layers": 2, "embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 119}
-    of_both = {**shape, "num_experts": 4, "expert_dim": 16, "balance_weight": 0.001}
+    of_experts = MoeOptions(num_experts=4, expert_dim=16, balance_weight=0.001)
     qwen = given("qwen3-moe")
     assert describe_model(FIXTURES / "qwen3-moe").options == DecoderOptions(
-        mlp_dim=48, head_dim=8, qk_norm=True, **of_both
+        mlp_dim=48, head_dim=8, norm=NormOptions(qk=True), moe=of_experts, **shape
     )
     qwen["num_experts"] = qwen.pop("num_local_experts")
     assert of(tmp_path, qwen) == describe_model(FIXTURES / "qwen3-moe")
     mixtral = describe_model(FIXTURES / "mixtral").options
-    assert mixtral == DecoderOptions(mlp_dim=mixtral.mlp_dim, **of_both)
+    assert mixtral == DecoderOptions(mlp_dim=mixtral.mlp_dim, moe=of_experts, **shape)
     # The width of an mlp that there is not is no difference, nor are losses of routers.
-    ours = DecoderOptions(mlp_dim=7, **{**of_both, "balance_weight": 0.5, "z_weight": 0.0})
+    of_experts = dataclasses.replace(of_experts, balance_weight=0.5, z_weight=0.0)
+    ours = DecoderOptions(mlp_dim=7, moe=of_experts, **shape)
     assert differences(ours, mixtral, 32, "DIR") == []
     for name, value, wanted in (("experts_per_token", 1, 2), ("num_experts", 8, 4)):
-        [line] = differences(DecoderOptions(**{**vars(ours), name: value}), mixtral, 32, "DIR")
-        assert line.startswith(f"model.{name}: got {value}, and the model in DIR has {wanted}; allowed: {wanted}; near")
+        other = dataclasses.replace(ours, moe=dataclasses.replace(of_experts, **{name: value}))
+        [line] = differences(other, mixtral, 32, "DIR")
+        assert line.startswith(
+            f"model.moe.{name}: got {value}, and the model in DIR has {wanted}; allowed: {wanted}; near"
+        )
 
 
 def test_the_coefficient_of_the_routers_loss_is_read_and_written_with_the_meaning_of_transformers(tmp_path):
@@ -551,8 +556,8 @@ def test_the_coefficient_of_the_routers_loss_is_read_and_written_with_the_meanin
         for stated, weight in (({"router_aux_loss_coef": 0.02}, 0.02), ({}, 0.001), ({"router_aux_loss_coef": 0}, 0.0)):
             keys = {key: value for key, value in given(name).items() if key != "router_aux_loss_coef"}
             options = of(tmp_path, keys | stated).options
-            assert options.balance_weight == weight
-            changed = dataclasses.replace(options, balance_weight=0.3)
+            assert options.moe.balance_weight == weight
+            changed = dataclasses.replace(options, moe=dataclasses.replace(options.moe, balance_weight=0.3))
             written = as_json(changed, family, "float32", 24, 0, keys | stated)
             assert written["router_aux_loss_coef"] == 0.3, "the run's, whatever the original has"
 
@@ -640,9 +645,10 @@ def test_adapters_without_their_model_are_named(tmp_path):
 
 def test_options_that_compute_something_else_are_named():
     theirs = describe_model(FIXTURES / "llama").options
-    ours = DecoderOptions(**{**vars(theirs), "rope_base": 5.0, "dropout_rate": 0.1, "init_std": 0.5, "head_dim": 0})
+    rope = dataclasses.replace(theirs.rope, base=5.0)
+    ours = dataclasses.replace(theirs, rope=rope, dropout_rate=0.1, init_std=0.5, head_dim=0)
     [line] = differences(ours, theirs, 64, "DIR")
-    assert line.startswith("model.rope_base: got 5.0, and the model in DIR has 10000.0; allowed: 10000.0; nearest: mo")
+    assert line.startswith("model.rope.base: got 5.0, and the model in DIR has 10000.0; allowed: 10000.0; nearest: mo")
     learned = describe_model(FIXTURES / "gpt2").options
     assert differences(DecoderOptions(**{**vars(learned), "max_positions": 0}), learned, 32, "DIR") == []
     [line] = differences(DecoderOptions(**{**vars(learned), "max_positions": 0}), learned, 16, "DIR")

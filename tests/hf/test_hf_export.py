@@ -21,6 +21,7 @@ from meshtrain.errors import UserError
 from meshtrain.hf import export, folder, tensor_files
 from meshtrain.hf.config_export import as_json, family_of
 from meshtrain.hf.config_json import config_of_text, describe_model, differences
+from meshtrain.models.decoder_options import NormOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.run import hugging_face
@@ -121,8 +122,10 @@ def test_turns_of_which_two_layers_have_one_kind_alone_are_a_gemma(global_every)
 
 
 def test_options_that_no_family_has_are_refused():
-    with pytest.raises(UserError, match=r"model: got model.norm=layernorm, beside .*: model.norm=rmsnorm for llama$"):
-        family_of(DecoderOptions(norm="layernorm", vocab_size=257))
+    with pytest.raises(
+        UserError, match=r"model: got model.norm.name=layernorm, beside .*: model.norm.name=rmsnorm for llama$"
+    ):
+        family_of(DecoderOptions(norm=NormOptions(name="layernorm"), vocab_size=257))
     gpt2 = describe_model(FIXTURES / "gpt2").options
     with pytest.raises(UserError, match=r"got model.num_kv_heads=2, beside .* nearest: model.num_kv_heads=4 for gpt2$"):
         family_of(dataclasses.replace(gpt2, num_kv_heads=2))  # no key of its config.json could say it

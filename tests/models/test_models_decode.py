@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax.core import meta
 
+from meshtrain.models.decoder_options import LatentOptions, MoeOptions, NormOptions, RopeOptions
 from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -23,19 +24,17 @@ GROUPED = DecoderOptions(
 FAMILIES = {
     "rotary positions, grouped queries": GROUPED,
     "window, biases and norms of queries and keys": dataclasses.replace(
-        GROUPED, qkv_biases=True, qk_norm=True, window=3
+        GROUPED, qkv_biases=True, norm=NormOptions(qk=True), window=3
     ),
     "layers with a window and without, caps, four norms": dataclasses.replace(
         GROUPED,
-        centered_scales=True,
-        post_norms=True,
+        norm=NormOptions(centered_scales=True, post=True, qk=True),
         activation="geglu",
         tied_embeddings=True,
-        qk_norm=True,
         scaled_embeddings=True,
         window=3,
         global_every=2,
-        rope_local_base=50.0,
+        rope=RopeOptions(local_base=50.0),
         attention_scalar=9,
         attention_cap=5.0,
         logit_cap=3.0,
@@ -44,29 +43,23 @@ FAMILIES = {
         GROUPED,
         num_kv_heads=4,
         positions="learned",
-        norm="layernorm",
+        norm=NormOptions(name="layernorm"),
         activation="gelu",
         tied_embeddings=True,
         biases=True,
     ),
-    "experts": dataclasses.replace(GROUPED, num_experts=4, expert_dim=8, router="sigmoid", shared_experts=1),
+    "experts": dataclasses.replace(
+        GROUPED, moe=MoeOptions(num_experts=4, expert_dim=8, router="sigmoid", shared_experts=1)
+    ),
     "latents, a dense layer before experts in groups": dataclasses.replace(
         GROUPED,
         num_layers=3,
         num_kv_heads=4,
-        latent_dim=6,
-        query_latent_dim=5,
+        latent=LatentOptions(dim=6, query_dim=5, rope_dim=2, value_dim=3),
         head_dim=3,
-        rope_dim=2,
-        value_dim=3,
-        num_experts=8,
-        expert_dim=8,
-        router_groups=4,
-        groups_per_token=2,
-        dense_layers=1,
-        dense_dim=12,
+        moe=MoeOptions(num_experts=8, expert_dim=8, router_groups=4, groups_per_token=2, dense_layers=1, dense_dim=12),
     ),
-    "latents, sinks": dataclasses.replace(GROUPED, num_kv_heads=4, latent_dim=6, rope_dim=2, sinks=True),
+    "latents, sinks": dataclasses.replace(GROUPED, num_kv_heads=4, latent=LatentOptions(dim=6, rope_dim=2), sinks=True),
 }
 
 
@@ -117,7 +110,7 @@ def test_cached_logits_are_those_of_the_whole_sequence(options):
 
 
 def test_a_cache_has_the_dtype_of_the_activations_and_weights_are_cast_once():
-    normed = dataclasses.replace(GROUPED, qk_norm=True)
+    normed = dataclasses.replace(GROUPED, norm=NormOptions(qk=True))
     task = decoder(normed, batch_size=NUM_ROWS, sequence_length=LENGTH, dtype=jnp.bfloat16)
     entries = task.decode.cache(NUM_ROWS, 5, 7)
     assert entries["keys"].shape == entries["values"].shape == (2, NUM_ROWS, 12, 2, 4)
@@ -137,8 +130,11 @@ def test_a_cache_of_latents_has_no_heads():
 
 
 def test_adapters_count_where_latents_are_attended_to():
-    options = dataclasses.replace(FAMILIES["latents, a dense layer before experts in groups"], num_layers=1,
-                                  num_experts=0)  # fmt: skip
+    options = dataclasses.replace(
+        FAMILIES["latents, a dense layer before experts in groups"],
+        num_layers=1,
+        moe=dataclasses.replace(FAMILIES["latents, a dense layer before experts in groups"].moe, num_experts=0),
+    )
     task = with_adapters(decoder(options, batch_size=NUM_ROWS, sequence_length=LENGTH), LoraOptions(rank=2))
     params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
     params = jax.tree.map(lambda x: x + 0.1, params)  # factors that start at zero count as well

@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from flax.core import meta
 
+from meshtrain.models.decoder_options import NormOptions, RopeOptions
 from meshtrain.models.metrics import Load
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -24,12 +25,27 @@ LLAMA = DecoderOptions(
     num_layers=2, embed_dim=16, mlp_dim=24, num_heads=4, num_kv_heads=2, vocab_size=11, vocab_multiple=16, init_std=0.5
 )
 GPT2 = dataclasses.replace(
-    LLAMA, num_kv_heads=4, positions="learned", norm="layernorm", activation="gelu", tied_embeddings=True, biases=True
+    LLAMA,
+    num_kv_heads=4,
+    positions="learned",
+    norm=NormOptions(name="layernorm"),
+    activation="gelu",
+    tied_embeddings=True,
+    biases=True,
 )
 GEMMA = dataclasses.replace(
-    LLAMA, centered_scales=True, post_norms=True, activation="geglu", tied_embeddings=True, scaled_embeddings=True,
-    qk_norm=True, window=3, global_every=2, rope_local_base=50.0, attention_scalar=9, attention_cap=5.0, logit_cap=3.0,
-)  # fmt: skip
+    LLAMA,
+    norm=NormOptions(centered_scales=True, post=True, qk=True),
+    activation="geglu",
+    tied_embeddings=True,
+    scaled_embeddings=True,
+    window=3,
+    global_every=2,
+    rope=RopeOptions(local_base=50.0),
+    attention_scalar=9,
+    attention_cap=5.0,
+    logit_cap=3.0,
+)
 POLICIES = dataclasses.fields(RematOptions)[0].metadata["choices"]
 
 
@@ -143,36 +159,113 @@ def test_policies_compute_again_what_they_say():
 
 SIZES = {
     "gpt2": (
-        dataclasses.replace(GPT2, num_layers=12, embed_dim=768, mlp_dim=3072, num_heads=12, num_kv_heads=12,
-                            vocab_size=50257, vocab_multiple=128), 1024, 124_439_808,
+        dataclasses.replace(
+            GPT2,
+            num_layers=12,
+            embed_dim=768,
+            mlp_dim=3072,
+            num_heads=12,
+            num_kv_heads=12,
+            vocab_size=50257,
+            vocab_multiple=128,
+        ),
+        1024,
+        124_439_808,
     ),
     "llama 3 8b": (
-        dataclasses.replace(LLAMA, num_layers=32, embed_dim=4096, mlp_dim=14336, num_heads=32, num_kv_heads=8,
-                            vocab_size=128256, vocab_multiple=1000), 8192, 8_030_261_248,
+        dataclasses.replace(
+            LLAMA,
+            num_layers=32,
+            embed_dim=4096,
+            mlp_dim=14336,
+            num_heads=32,
+            num_kv_heads=8,
+            vocab_size=128256,
+            vocab_multiple=1000,
+        ),
+        8192,
+        8_030_261_248,
     ),
     "mistral 7b": (
-        dataclasses.replace(LLAMA, num_layers=32, embed_dim=4096, mlp_dim=14336, num_heads=32, num_kv_heads=8,
-                            vocab_size=32000, vocab_multiple=128 * 3, window=4096), 8192, 7_241_732_096,
+        dataclasses.replace(
+            LLAMA,
+            num_layers=32,
+            embed_dim=4096,
+            mlp_dim=14336,
+            num_heads=32,
+            num_kv_heads=8,
+            vocab_size=32000,
+            vocab_multiple=128 * 3,
+            window=4096,
+        ),
+        8192,
+        7_241_732_096,
     ),
     "qwen 2 0.5b": (
-        dataclasses.replace(LLAMA, num_layers=24, embed_dim=896, mlp_dim=4864, num_heads=14, num_kv_heads=2,
-                            vocab_size=151936, vocab_multiple=1000, tied_embeddings=True, qkv_biases=True),
-        8192, 494_032_768,
+        dataclasses.replace(
+            LLAMA,
+            num_layers=24,
+            embed_dim=896,
+            mlp_dim=4864,
+            num_heads=14,
+            num_kv_heads=2,
+            vocab_size=151936,
+            vocab_multiple=1000,
+            tied_embeddings=True,
+            qkv_biases=True,
+        ),
+        8192,
+        494_032_768,
     ),
     "qwen 3 0.6b": (
-        dataclasses.replace(LLAMA, num_layers=28, embed_dim=1024, mlp_dim=3072, num_heads=16, num_kv_heads=8,
-                            head_dim=128, vocab_size=151936, vocab_multiple=1000, tied_embeddings=True, qk_norm=True),
-        8192, 596_049_920,
+        dataclasses.replace(
+            LLAMA,
+            num_layers=28,
+            embed_dim=1024,
+            mlp_dim=3072,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+            vocab_multiple=1000,
+            tied_embeddings=True,
+            norm=NormOptions(qk=True),
+        ),
+        8192,
+        596_049_920,
     ),
     "gemma 2 2b": (
-        dataclasses.replace(GEMMA, num_layers=26, embed_dim=2304, mlp_dim=9216, num_heads=8, num_kv_heads=4,
-                            head_dim=256, vocab_size=256000, vocab_multiple=384, qk_norm=False), 8192, 2_614_341_888,
+        dataclasses.replace(
+            GEMMA,
+            num_layers=26,
+            embed_dim=2304,
+            mlp_dim=9216,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=256,
+            vocab_size=256000,
+            vocab_multiple=384,
+            norm=dataclasses.replace(GEMMA.norm, qk=False),
+        ),
+        8192,
+        2_614_341_888,
     ),
     "gemma 3 1b": (
-        dataclasses.replace(GEMMA, num_layers=26, embed_dim=1152, mlp_dim=6912, num_heads=4, num_kv_heads=1,
-                            head_dim=256, vocab_size=262144, vocab_multiple=1000), 8192, 999_885_952,
+        dataclasses.replace(
+            GEMMA,
+            num_layers=26,
+            embed_dim=1152,
+            mlp_dim=6912,
+            num_heads=4,
+            num_kv_heads=1,
+            head_dim=256,
+            vocab_size=262144,
+            vocab_multiple=1000,
+        ),
+        8192,
+        999_885_952,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -214,11 +307,11 @@ def test_flops_of_a_token_in_a_window():
     assert alternating == pytest.approx(2 * of_layer[0] + 3 * of_layer[1], rel=1e-12)
 
 
-QWEN = dataclasses.replace(LLAMA, qkv_biases=True, qk_norm=True)
+QWEN = dataclasses.replace(LLAMA, qkv_biases=True, norm=NormOptions(qk=True))
 
 
 def test_norms_after_attention_and_mlp_are_the_only_weights_more():
-    options = dataclasses.replace(GEMMA, qk_norm=False, tied_embeddings=False)
+    options = dataclasses.replace(GEMMA, norm=dataclasses.replace(GEMMA.norm, qk=False), tied_embeddings=False)
     trees = (meta.unbox(jax.eval_shape(task_of(one).init, jax.random.key(0))) for one in (LLAMA, options))
     without, shapes = ({path: leaf.shape for path, leaf in leaves_with_paths(tree)} for tree in trees)
     more = {path: shapes[path] for path in shapes.keys() - without.keys()}

@@ -10,6 +10,7 @@ import pytest
 from flax.core import meta
 from jax.extend.core import Var
 
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.metrics import Load, number_to_log
 from meshtrain.models.moe import chunks, experts, routing
 from meshtrain.models.moe.chunks import Parts
@@ -26,9 +27,17 @@ from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 
 NUM_SEQUENCES, NUM_TOKENS, WIDTH = 2, 7, 8
 OPTIONS = DecoderOptions(
-    num_layers=2, embed_dim=WIDTH, num_heads=2, num_kv_heads=2, vocab_size=11, vocab_multiple=16, init_std=0.5,
-    num_experts=5, experts_per_token=2, expert_dim=6, shared_experts=2, router="sigmoid", router_scale=2.0,
-)  # fmt: skip
+    num_layers=2,
+    embed_dim=WIDTH,
+    num_heads=2,
+    num_kv_heads=2,
+    vocab_size=11,
+    vocab_multiple=16,
+    init_std=0.5,
+    moe=MoeOptions(
+        num_experts=5, experts_per_token=2, expert_dim=6, shared_experts=2, router="sigmoid", router_scale=2.0
+    ),
+)
 TOKENS = Tokens(jnp.ones((NUM_SEQUENCES, NUM_TOKENS)), jnp.ones((NUM_SEQUENCES, NUM_TOKENS)))
 
 
@@ -51,9 +60,9 @@ def dense(weights, x):
     def one(matrices):
         return (jax.nn.silu(x @ matrices["gate"]) * (x @ matrices["up"])) @ matrices["down"]
 
-    hot = jax.nn.one_hot(to.chosen, OPTIONS.num_experts) * to.gates[..., None]
+    hot = jax.nn.one_hot(to.chosen, OPTIONS.moe.num_experts) * to.gates[..., None]
     of_experts = jnp.stack(
-        [one({name: weights[name][e] for name in experts.MATRICES}) for e in range(OPTIONS.num_experts)]
+        [one({name: weights[name][e] for name in experts.MATRICES}) for e in range(OPTIONS.moe.num_experts)]
     )
     return jnp.einsum("btke,ebtd->btd", hot, of_experts) + one(weights["shared"])
 
@@ -77,11 +86,14 @@ def test_results_and_gradients_are_those_of_a_loop_over_all_experts():
 
 def test_sums_weight_the_losses_and_counts_are_those_of_the_layer():
     x, weights = given()
-    options = dataclasses.replace(OPTIONS, balance_weight=0.3, z_weight=0.2)
+    options = dataclasses.replace(OPTIONS, moe=dataclasses.replace(OPTIONS.moe, balance_weight=0.3, z_weight=0.2))
     _, (loss, metrics) = layer_of(options).apply({"params": weights}, x, jnp.int32(1), TOKENS)
     assert set(metrics) == {"balance_loss", "z_loss", "router_entropy", "expert_load", "expert_parts"}
     np.testing.assert_array_equal(metrics["expert_parts"].counts, [0, 1])
-    balance, z = 0.3 * options.experts_per_token * metrics["balance_loss"], 0.2 * options.num_layers * metrics["z_loss"]
+    balance, z = (
+        0.3 * options.moe.experts_per_token * metrics["balance_loss"],
+        0.2 * options.num_layers * metrics["z_loss"],
+    )
     np.testing.assert_allclose(loss, balance + z, rtol=1e-6)
     counts = metrics["expert_load"].counts
     assert counts.shape == (2, 5)
@@ -106,9 +118,18 @@ def load_balancing_loss(logits, num_chosen):
 def test_the_balance_loss_is_that_of_transformers_with_its_coefficient(num_dense, num_chosen):
     """A mean over layers with experts and over sequences without their padding, a sum over the choices of a token."""
     options = dataclasses.replace(
-        OPTIONS, num_layers=2 + num_dense, dense_layers=num_dense, experts_per_token=num_chosen, router="softmax",
-        router_scale=1.0, balance_weight=0.02, z_weight=0.0,
-    )  # fmt: skip
+        OPTIONS,
+        num_layers=2 + num_dense,
+        moe=dataclasses.replace(
+            OPTIONS.moe,
+            dense_layers=num_dense,
+            experts_per_token=num_chosen,
+            router="softmax",
+            router_scale=1.0,
+            balance_weight=0.02,
+            z_weight=0.0,
+        ),
+    )
     x, weights = given()
     weights = {name: leaf for name, leaf in weights.items() if name != "router_bias"}
     lengths = (NUM_TOKENS, NUM_TOKENS - 3)
@@ -224,7 +245,7 @@ def test_a_turn_sends_while_the_other_computes_forward_and_backward(monkeypatch)
     """Gathers need nothing of other devices, and a scatter needs the gathers of its own turn alone."""
     monkeypatch.setattr(chunks, "LEAST_ROWS_OF_TURN", 1)
     mesh = make_mesh(dict.fromkeys(AXES, 1) | {"expert": 2}, jax.devices()[:2])
-    options = dataclasses.replace(OPTIONS, num_experts=4, shared_experts=0)
+    options = dataclasses.replace(OPTIONS, moe=dataclasses.replace(OPTIONS.moe, num_experts=4, shared_experts=0))
     layer = Experts(options, 0.5, Placement(default_rules(LayoutOptions()), mesh), jnp.float32)
     x = jnp.ones((4, NUM_TOKENS, WIDTH))
     weights = meta.unbox(jax.eval_shape(layer.init, jax.random.key(2), x, jnp.int32(0), None))
@@ -251,7 +272,10 @@ def test_after_an_update_biases_have_moved_against_the_load_of_their_layer_and_n
     np.testing.assert_array_equal(bias, [[6.75, 7.25, 7, 7.25, 7], [7] * 5])
     del params["layers"]["experts"]["router_bias"]
     jax.tree.map(np.testing.assert_array_equal, after, params)
-    for options in (dataclasses.replace(OPTIONS, router="softmax"), dataclasses.replace(OPTIONS, num_experts=0)):
+    for options in (
+        dataclasses.replace(OPTIONS, moe=dataclasses.replace(OPTIONS.moe, router="softmax")),
+        dataclasses.replace(OPTIONS, moe=dataclasses.replace(OPTIONS.moe, num_experts=0)),
+    ):
         assert decoder(options, batch_size=2, sequence_length=NUM_TOKENS).after_update is None
 
 
@@ -265,7 +289,11 @@ def task_and_batch(remat="none", dtype=jnp.float32):
 
 @pytest.mark.parametrize("num_experts", [5, 0])
 def test_training_measures_the_loss_of_an_evaluation_beside_those_of_routers(num_experts):
-    options = dataclasses.replace(OPTIONS, num_experts=num_experts, balance_weight=0.3, z_weight=0.2, dropout_rate=0.0)
+    options = dataclasses.replace(
+        OPTIONS,
+        moe=dataclasses.replace(OPTIONS.moe, num_experts=num_experts, balance_weight=0.3, z_weight=0.2),
+        dropout_rate=0.0,
+    )
     task = decoder(options, batch_size=2, sequence_length=4)
     _, batch = task_and_batch()
     params = meta.unbox(task.init(jax.random.key(0)))
@@ -276,7 +304,10 @@ def test_training_measures_the_loss_of_an_evaluation_beside_those_of_routers(num
         return
     metrics = of_training[2]
     np.testing.assert_allclose(metrics["cross_entropy"], of_evaluation[0], rtol=1e-6)
-    balance, z = 0.3 * options.experts_per_token * metrics["balance_loss"], 0.2 * options.num_layers * metrics["z_loss"]
+    balance, z = (
+        0.3 * options.moe.experts_per_token * metrics["balance_loss"],
+        0.2 * options.num_layers * metrics["z_loss"],
+    )
     np.testing.assert_allclose(of_training[0], metrics["cross_entropy"] + balance + z, rtol=1e-6)
     assert of_training[0] > 1.05 * metrics["cross_entropy"]
 

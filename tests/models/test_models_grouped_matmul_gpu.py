@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config.schema import Config
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.moe.grouped_matmul import WITH_ROWS, arrange_blocks, product
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan.cluster.clusters import open_cluster
@@ -61,9 +62,13 @@ def test_the_work_is_that_of_active_rows_and_padding_and_nothing_is_stored_besid
 def test_a_step_on_an_expert_axis_counts_an_even_load_and_none_of_the_room_beyond():
     """Four devices have the tokens of all four, and room for all of their choices."""
     model = DecoderOptions(
-        num_layers=2, embed_dim=512, num_heads=4, num_kv_heads=2, vocab_size=1024, num_experts=8, experts_per_token=2,
-        expert_dim=256,
-    )  # fmt: skip
+        num_layers=2,
+        embed_dim=512,
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=1024,
+        moe=MoeOptions(num_experts=8, experts_per_token=2, expert_dim=256),
+    )
     config = Config(
         batch_size=8,
         sequence_length=1024,

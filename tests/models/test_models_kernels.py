@@ -8,6 +8,7 @@ import pytest
 from flax.core import meta
 
 from meshtrain.models.cost import LOOP, Kernel
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.decoder_cost import kernels
@@ -16,7 +17,7 @@ from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import AXES
 
 ONE = dict.fromkeys(AXES, 1)
-MODEL = DecoderOptions(1, 128, 64, 2, 2, vocab_size=16, num_experts=4, expert_dim=128, attention="xla")
+MODEL = DecoderOptions(1, 128, 64, 2, 2, vocab_size=16, moe=MoeOptions(num_experts=4, expert_dim=128), attention="xla")
 
 
 def by(model, platform, **sizes):
@@ -35,7 +36,7 @@ def by(model, platform, **sizes):
     ],
 )
 def test_the_kernel_is_that_of_the_traced_step(monkeypatch, platform, width, name):
-    model = dataclasses.replace(MODEL, expert_dim=width)
+    model = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, expert_dim=width))
     assert by(model, platform).by == name
     monkeypatch.setattr(Placement, "platform", platform)
     task = decoder(model, batch_size=2, sequence_length=64, dtype=jnp.bfloat16)
@@ -47,13 +48,13 @@ def test_the_kernel_is_that_of_the_traced_step(monkeypatch, platform, width, nam
 
 
 def test_the_width_is_that_of_one_device():
-    wide = dataclasses.replace(MODEL, expert_dim=64)
+    wide = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, expert_dim=64))
     assert by(wide, "cuda", tensor=4, expert=2).by == "products by Pallas"
     found = by(wide, "gpu", tensor=8)
     why = "the kernels need widths on a device that are multiples of 16"
     assert (found.by, found.why.split(",")[0]) == (LOOP, why)
     assert by(wide, "cpu") == Kernel("experts", LOOP, "there is no kernel for cpu")
-    dense = dataclasses.replace(MODEL, num_experts=0)
+    dense = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, num_experts=0))
     assert [kernel.part for kernel in kernels(dense, 64, jnp.bfloat16, "cuda", ONE, 128)] == ["attention"]
 
 

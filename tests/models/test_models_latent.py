@@ -10,7 +10,7 @@ from flax.core import meta
 from meshtrain.hf.names import is_ignored
 from meshtrain.models.attention.attention import Attention, Latent
 from meshtrain.models.attention.latent import LatentAttention
-from meshtrain.models.decoder_options import DecoderOptions
+from meshtrain.models.decoder_options import DecoderOptions, LatentOptions
 from meshtrain.sharding.placement import Placement
 
 LENGTH, WIDTH, HEADS, OWN, ROTARY, VALUES = 5, 12, 3, 4, 2, 3
@@ -54,7 +54,10 @@ def test_heads_are_those_of_the_formula():
 
 
 def test_only_layers_for_further_tokens_are_left_out_of_a_file():
-    options = DecoderOptions(num_layers=2, latent_dim=4, rope_dim=2)
+    options = DecoderOptions(num_layers=2, latent=LatentOptions(dim=4, rope_dim=2))
     assert is_ignored("model.layers.2.mlp.gate_proj.weight", options)
     assert not is_ignored("model.layers.1.mlp.gate_proj.weight", options)
-    assert not is_ignored("model.layers.2.mlp.gate_proj.weight", dataclasses.replace(options, latent_dim=0))
+    assert not is_ignored(
+        "model.layers.2.mlp.gate_proj.weight",
+        dataclasses.replace(options, latent=dataclasses.replace(options.latent, dim=0)),
+    )

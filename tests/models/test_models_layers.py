@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax.core import meta
 
+from meshtrain.models.decoder_options import RopeOptions
 from meshtrain.models.layers import Norm, dropout
 from meshtrain.models.rotary import Scaling, rotary_angles, rotate
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -50,17 +51,19 @@ def test_llama3_scaling_of_rotary_frequencies():
 
 def test_options_reach_the_angles():
     positions = jnp.array([[0, 3, 700]])
-    plain = DecoderOptions(embed_dim=128, num_heads=1, rope_base=BASE, rope_original_length=ORIGINAL)
+    plain = DecoderOptions(embed_dim=128, num_heads=1, rope=RopeOptions(base=BASE, original_length=ORIGINAL))
     frequencies = BASE ** (-np.arange(0, 128, 2) / 128)
     np.testing.assert_allclose(angles_of(plain, positions), np.asarray(positions)[..., None] * frequencies, rtol=1e-5)
-    scaled = DecoderOptions(embed_dim=128, num_heads=1, rope_base=BASE, rope_original_length=ORIGINAL, rope_factor=8.0)
+    scaled = DecoderOptions(
+        embed_dim=128, num_heads=1, rope=RopeOptions(base=BASE, original_length=ORIGINAL, factor=8.0)
+    )
     np.testing.assert_allclose(
         angles_of(scaled, positions), np.asarray(positions)[..., None] * scaled_frequencies()[0], rtol=1e-5
     )
     assert angles_of(DecoderOptions(positions="learned"), positions) is None
-    local = dataclasses.replace(scaled, rope_local_base=BASE / 2)
+    local = dataclasses.replace(scaled, rope=dataclasses.replace(scaled.rope, local_base=BASE / 2))
     assert angles_of(local, positions).shape == (1, 3, 64), "no layer has a window"
-    unscaled = angles_of(dataclasses.replace(plain, rope_base=BASE / 2), positions)
+    unscaled = angles_of(dataclasses.replace(plain, rope=dataclasses.replace(plain.rope, base=BASE / 2)), positions)
     np.testing.assert_array_equal(angles_of(dataclasses.replace(local, window=4), positions), unscaled)
     both = angles_of(dataclasses.replace(local, window=4, global_every=2), positions)
     np.testing.assert_array_equal(both.local, unscaled)

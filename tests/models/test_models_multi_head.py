@@ -13,6 +13,7 @@ from jax.extend import core
 from meshtrain.models.attention import splash, triton
 from meshtrain.models.attention.attention import Attention
 from meshtrain.models.attention.select import Case, chosen
+from meshtrain.models.decoder_options import NormOptions
 from meshtrain.models.remat import HEADS, RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -46,7 +47,14 @@ def inside(jaxpr, in_kernel):
 
 
 MODEL = DecoderOptions(
-    num_layers=1, embed_dim=32, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=11, qk_norm=True, window=40
+    num_layers=1,
+    embed_dim=32,
+    mlp_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=11,
+    norm=NormOptions(qk=True),
+    window=40,
 )
 SHAPE = (8, 128)
 

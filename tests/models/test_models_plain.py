@@ -10,6 +10,7 @@ import pytest
 from flax.core import meta
 
 from meshtrain.config.schema import Config
+from meshtrain.models.decoder_options import NormOptions
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
@@ -24,13 +25,13 @@ GPT2 = dataclasses.replace(
     LLAMA,
     num_kv_heads=4,
     positions="learned",
-    norm="layernorm",
+    norm=NormOptions(name="layernorm"),
     activation="gelu",
     tied_embeddings=True,
     biases=True,
 )
 WINDOW = 5  # tokens; a document has more
-QWEN = dataclasses.replace(LLAMA, qkv_biases=True, qk_norm=True, window=WINDOW)
+QWEN = dataclasses.replace(LLAMA, qkv_biases=True, norm=NormOptions(qk=True), window=WINDOW)
 FAMILIES = {
     "llama": (LLAMA, plain_decoder.llama_loss),
     "gpt2": (GPT2, plain_decoder.gpt2_loss),

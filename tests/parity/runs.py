@@ -12,6 +12,7 @@ import optax
 
 from meshtrain.assembly.assemble import assemble
 from meshtrain.config.schema import Config
+from meshtrain.models.decoder_options import NormOptions, RopeOptions
 from meshtrain.models.metrics import EXPERT_PARTS, all_logged
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -43,14 +44,32 @@ LLAMA = DecoderOptions(
 )
 # With chunks of the loss that divide no device's tokens; the reference has no chunks.
 GPT = dataclasses.replace(
-    LLAMA, loss_chunk=23, tied_embeddings=True, positions="learned", norm="layernorm", biases=True, activation="gelu"
+    LLAMA,
+    loss_chunk=23,
+    tied_embeddings=True,
+    positions="learned",
+    norm=NormOptions(name="layernorm"),
+    biases=True,
+    activation="gelu",
 )
-QWEN = dataclasses.replace(LLAMA, loss_chunk=23, qkv_biases=True, qk_norm=True, window=10, attention="blockwise")
+QWEN = dataclasses.replace(
+    LLAMA, loss_chunk=23, qkv_biases=True, norm=NormOptions(qk=True), window=10, attention="blockwise"
+)
 GEMMA = dataclasses.replace(
-    LLAMA, num_layers=4, num_kv_heads=4, centered_scales=True, post_norms=True, activation="geglu", qk_norm=True,
-    tied_embeddings=True, scaled_embeddings=True, window=10, global_every=3, rope_local_base=50.0, attention_scalar=9,
-    attention_cap=5.0, logit_cap=3.0,
-)  # fmt: skip
+    LLAMA,
+    num_layers=4,
+    num_kv_heads=4,
+    norm=NormOptions(centered_scales=True, post=True, qk=True),
+    activation="geglu",
+    tied_embeddings=True,
+    scaled_embeddings=True,
+    window=10,
+    global_every=3,
+    rope=RopeOptions(local_base=50.0),
+    attention_scalar=9,
+    attention_cap=5.0,
+    logit_cap=3.0,
+)
 
 CONFIG = Config(
     num_steps=NUM_STEPS,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assembly.assemble import assemble
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.plan.search.estimate import state_bytes, weights_of
 from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.trees import leaves_with_paths
@@ -18,7 +19,7 @@ from tests.parity.comparison import CHANGE_BOUND, slices, within
 DECAY = 0.7
 PLAIN = dataclasses.replace(runs.CONFIG, num_steps=3, model=dataclasses.replace(runs.LLAMA, num_layers=4))
 EXPERTS = dataclasses.replace(
-    PLAIN, model=dataclasses.replace(PLAIN.model, num_experts=4, expert_dim=16, router="sigmoid")
+    PLAIN, model=dataclasses.replace(PLAIN.model, moe=MoeOptions(num_experts=4, expert_dim=16, router="sigmoid"))
 )
 RUNS = [
     (PLAIN, 1, {"data": 2, "pipeline": 2}),

@@ -10,6 +10,7 @@ import pytest
 from meshtrain.assembly.assemble import assemble
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Request
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.moe import chunks
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
@@ -20,9 +21,15 @@ from tests.parity import runs
 from tests.quick import QUICK
 
 MIXTRAL = dataclasses.replace(
-    runs.LLAMA, num_layers=2, num_kv_heads=4, num_experts=8, expert_dim=16, balance_weight=0.1, z_weight=0.01
+    runs.LLAMA,
+    num_layers=2,
+    num_kv_heads=4,
+    moe=MoeOptions(num_experts=8, expert_dim=16, balance_weight=0.1, z_weight=0.01),
 )
-DEEPSEEK = dataclasses.replace(MIXTRAL, router="sigmoid", router_scale=2.5, shared_experts=1, experts_per_token=3)
+DEEPSEEK = dataclasses.replace(
+    MIXTRAL,
+    moe=dataclasses.replace(MIXTRAL.moe, router="sigmoid", router_scale=2.5, shared_experts=1, experts_per_token=3),
+)
 CONFIG = dataclasses.replace(runs.CONFIG, model=MIXTRAL)
 IN_CHUNKS = PipelineOptions(schedule="interleaved_1f1b", num_microbatches=4, num_chunks=2)
 SCATTERED, AGAIN = LayoutOptions(sequence_parallel=True), RematOptions("full")
@@ -84,7 +91,7 @@ def test_experts_alone_are_trained_where_a_pattern_says_so():
 
 def test_all_tokens_on_one_device_are_computed_in_parts():
     """The bias sends all tokens to the same three experts, which stand on the first of four devices."""
-    model = dataclasses.replace(DEEPSEEK, num_layers=1, num_experts=16)
+    model = dataclasses.replace(DEEPSEEK, num_layers=1, moe=dataclasses.replace(DEEPSEEK.moe, num_experts=16))
     found = []
     for num_devices in (1, 4):
         config = dataclasses.replace(CONFIG, model=model, remat=AGAIN if num_devices > 1 else CONFIG.remat)

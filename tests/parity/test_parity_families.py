@@ -8,30 +8,46 @@ import dataclasses
 
 import pytest
 
+from meshtrain.models.decoder_options import LatentOptions, MoeOptions, RopeOptions
 from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import LayoutOptions
 from tests.parity import runs
 
 SINKS = dataclasses.replace(
     runs.LLAMA, num_layers=2, num_kv_heads=4, sinks=True, attention_biases=True, window=10, global_every=2,
-    rope_factor=4.0, rope_scaling="yarn", rope_low=0.1, rope_high=2.0, rope_original_length=16,
+    rope=RopeOptions(factor=4.0, scaling="yarn", low=0.1, high=2.0, original_length=16),
     activation="clamped_swiglu",
 )  # fmt: skip
 GPT_OSS = dataclasses.replace(
-    SINKS, num_experts=4, experts_per_token=2, expert_dim=16, expert_biases=True, balance_weight=0.1
+    SINKS, moe=MoeOptions(num_experts=4, experts_per_token=2, expert_dim=16, biases=True, balance_weight=0.1)
 )
 # Fewer heads than devices of a sequence: keys are gathered.
 SINKS_IN_BLOCKS = dataclasses.replace(SINKS, num_heads=2, num_kv_heads=2, attention="blockwise")
 
 LATENT = dataclasses.replace(
-    runs.LLAMA, num_layers=2, head_dim=4, latent_dim=16, query_latent_dim=24, rope_dim=2, value_dim=4
+    runs.LLAMA, num_layers=2, head_dim=4, latent=LatentOptions(dim=16, query_dim=24, rope_dim=2, value_dim=4)
 )
 # Groups of two experts.
 DEEPSEEK = dataclasses.replace(
-    LATENT, num_layers=3, num_experts=8, experts_per_token=3, expert_dim=16, router="sigmoid", router_scale=2.5,
-    router_groups=4, groups_per_token=2, shared_experts=1, dense_layers=1, dense_dim=48, balance_weight=0.1,
-)  # fmt: skip
-LATENT_IN_BLOCKS = dataclasses.replace(LATENT, query_latent_dim=0, attention="blockwise")
+    LATENT,
+    num_layers=3,
+    moe=MoeOptions(
+        num_experts=8,
+        experts_per_token=3,
+        expert_dim=16,
+        router="sigmoid",
+        router_scale=2.5,
+        router_groups=4,
+        groups_per_token=2,
+        shared_experts=1,
+        dense_layers=1,
+        dense_dim=48,
+        balance_weight=0.1,
+    ),
+)
+LATENT_IN_BLOCKS = dataclasses.replace(
+    LATENT, latent=dataclasses.replace(LATENT.latent, query_dim=0), attention="blockwise"
+)
 
 SEQUENCE_PARALLEL = LayoutOptions(sequence_parallel=True)
 FAST = [

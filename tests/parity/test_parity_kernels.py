@@ -9,9 +9,9 @@ from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.sharding.param_sharding import ZeroOptions
 from tests.parity.test_parity_experts import CONFIG, IN_CHUNKS, LITTLE, MIXTRAL
 
-SMALL = dataclasses.replace(MIXTRAL, num_layers=1, num_experts=4)
+SMALL = dataclasses.replace(MIXTRAL, num_layers=1, moe=dataclasses.replace(MIXTRAL.moe, num_experts=4))
 # Megablox takes widths that are multiples of a TPU's lanes.
-WIDE = dataclasses.replace(SMALL, embed_dim=128, expert_dim=128)
+WIDE = dataclasses.replace(SMALL, embed_dim=128, moe=dataclasses.replace(SMALL.moe, expert_dim=128))
 IN_STACK = {"pipeline": 2, "data": 2, "expert": 2}
 PIPELINES = [
     (IN_STACK, IN_CHUNKS, 4),
@@ -64,5 +64,5 @@ def test_kernels_in_a_pipeline_read_weights_in_the_stack_unless_they_are_gathere
     reference(config)
     found = asked("gpu")
     assert (assert_parity(config, **mesh).expert_parts > 1) == is_in_stack
-    of_layer = SMALL.num_experts // mesh.get("expert", 1)
+    of_layer = SMALL.moe.num_experts // mesh.get("expert", 1)
     assert {weights[0] for _, weights in found} == ({of_layer, 2 * of_layer} if is_in_stack else {of_layer})

@@ -41,7 +41,7 @@ CONFIG = {
     "data": {"source": "synthetic"},
 }
 IN_CHUNKS = {"schedule": "interleaved_1f1b", "num_microbatches": 2, "num_chunks": 2}
-EXPERTS = {"num_experts": 4, "expert_dim": 24, "shared_experts": 1, "router": "sigmoid"}
+EXPERTS = {"moe": {"num_experts": 4, "expert_dim": 24, "shared_experts": 1, "router": "sigmoid"}}
 OF_EXPERTS = {"model": CONFIG["model"] | EXPERTS}
 MESHES = {
     "data, context and tensor": (

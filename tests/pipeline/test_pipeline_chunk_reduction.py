@@ -113,7 +113,7 @@ def test_which_of_the_large_configurations_reduce_early(name, kind, is_early):
 
 @pytest.mark.parametrize("expert", [1, 2])
 def test_options_for_collectives_beside_rows_go_with_experts_in_pipelines_too(expert):
-    sizes = {"mesh.pipeline": 2, "mesh.expert": expert, "model.num_experts": 4, "batch_size": 8}
+    sizes = {"mesh.pipeline": 2, "mesh.expert": expert, "model.moe.num_experts": 4, "batch_size": 8}
     config, _ = parse([f"--config.{name}={size}" for name, size in sizes.items()], reads_data=False)
     devices = [AbsentDevice(i, device_kind="NVIDIA H100 80GB HBM3") for i in range(2 * expert)]
     assembly = assemble(config, mesh_shape(config.mesh, 2 * expert, simulated=True), devices)

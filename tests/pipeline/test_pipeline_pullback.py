@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain.errors import UserError
+from meshtrain.models.decoder_options import NormOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import LayerSums
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -118,7 +119,7 @@ def kept_by_decoder(policy, every=1, **options) -> tuple[list[tuple[tuple[int, .
 STREAM, HEADS, MLP = ((2, 6, 32), "bfloat16"), ((2, 6, 2, 16), "bfloat16"), ((2, 6, 48), "bfloat16")
 
 
-@pytest.mark.parametrize("options", [{"dropout_rate": 0.1}, {"norm": "layernorm", "biases": True}])
+@pytest.mark.parametrize("options", [{"dropout_rate": 0.1}, {"norm": NormOptions(name="layernorm"), "biases": True}])
 def test_each_policy_keeps_what_it_names(options):
     """Masks of dropout and of documents, rotary angles and keys depend on no activation: they are made again."""
     assert kept_by_decoder("full", **options) == [STREAM]

@@ -6,6 +6,7 @@ import pytest
 
 from meshtrain.config.tasks import abstract_task
 from meshtrain.hardware import accelerators
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.moe import chunks
 from meshtrain.models.remat import RematOptions
 from meshtrain.plan import findings
@@ -16,7 +17,7 @@ from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import MODEL, assembled, shape_of
 
 BFLOAT16 = PrecisionOptions("bfloat16")
-EXPERTS = dataclasses.replace(MODEL, num_experts=8, experts_per_token=2, expert_dim=32)
+EXPERTS = dataclasses.replace(MODEL, moe=MoeOptions(num_experts=8, experts_per_token=2, expert_dim=32))
 ATTENTION, ROUTER, OF_EXPERTS = 2 * 4 * 64 * 64, 2 * 64 * 8, 2 * 8 * 3 * 64 * 32  # of both layers
 TABLE_AND_HEAD = 2 * 256 * 64
 
@@ -100,7 +101,7 @@ def test_room_for_rows_is_that_of_an_even_load_and_a_quarter_more(small, sizes, 
 
 def test_what_rows_keep_counts_in_the_guess(small):
     def guessed(policy, num_experts):
-        model = dataclasses.replace(EXPERTS, num_experts=num_experts)
+        model = dataclasses.replace(EXPERTS, moe=dataclasses.replace(EXPERTS.moe, num_experts=num_experts))
         config = small(model=model, remat=RematOptions(policy), precision=BFLOAT16)
         shape = shape_of(expert=8)
         weights = estimate.weights_of(config)
@@ -118,7 +119,7 @@ def test_memory_of_a_step_is_that_of_an_even_load(small, monkeypatch):
     """The same program computes any load. With room for the worst one at once it takes far more."""
 
     def temporary_bytes():
-        model = dataclasses.replace(EXPERTS, num_layers=1, expert_dim=256)
+        model = dataclasses.replace(EXPERTS, num_layers=1, moe=dataclasses.replace(EXPERTS.moe, expert_dim=256))
         assembly = assembled(small(model=model, batch_size=64, remat=RematOptions("full")), expert=8)
         compiled = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -135,7 +136,7 @@ def test_a_search_splits_experts_inside_a_host_and_only_where_there_are_some(sma
     assert tried(MODEL, 8) == [1]
     assert tried(EXPERTS, 8) == [1, 2, 4, 8]
     assert tried(EXPERTS, 4) == [1, 2, 4]
-    assert tried(dataclasses.replace(EXPERTS, num_experts=6), 8) == [1, 2]
+    assert tried(dataclasses.replace(EXPERTS, moe=dataclasses.replace(EXPERTS.moe, num_experts=6)), 8) == [1, 2]
     sizes = {shape["expert"] for shape in candidates.meshes(16, [1], [1, 2, 8])}
     assert sizes == {1, 2, 8}
 
@@ -172,7 +173,10 @@ def test_the_guess_gathers_experts_over_the_axes_that_store_them_alone(small):
     h100 = accelerators.ACCELERATORS[0]
 
     def seconds(expert_dim, **sizes):
-        config = small(model=dataclasses.replace(EXPERTS, expert_dim=expert_dim), precision=BFLOAT16)
+        config = small(
+            model=dataclasses.replace(EXPERTS, moe=dataclasses.replace(EXPERTS.moe, expert_dim=expert_dim)),
+            precision=BFLOAT16,
+        )
         sent = estimate._sending_seconds(config, shape_of(**sizes), estimate.weights_of(config), h100, 4)
         return sent[estimate.STORED]
 

@@ -20,6 +20,7 @@ from meshtrain.config.resolve import resolve
 from meshtrain.hardware import compiler_options
 from meshtrain.hardware.links import Link, Links
 from meshtrain.lab.compression import CompressionOptions
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import planner, text_report
@@ -329,7 +330,11 @@ def test_temporaries_grow_as_sequences_do():
 
 
 EXPERTS = dataclasses.replace(
-    small().model, num_layers=8, embed_dim=256, num_experts=8, experts_per_token=2, expert_dim=256, head_dim=64
+    small().model,
+    num_layers=8,
+    embed_dim=256,
+    moe=MoeOptions(num_experts=8, experts_per_token=2, expert_dim=256),
+    head_dim=64,
 )
 
 

@@ -14,6 +14,7 @@ import pytest
 from meshtrain.assembly.assemble import assemble
 from meshtrain.config.schema import Config
 from meshtrain.hardware import compiler_options
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan.cluster import compile as compiling
 from meshtrain.sharding.rules import AXES
@@ -140,7 +141,7 @@ def test_options_of_split_experts_are_given_only_where_there_are_some(
     asked = ("splits_experts", "by_chunk", "is_deterministic")
     monkeypatch.setattr(module, "options_of", lambda *_, **named: given.append([named[one] for one in asked]) or ())
     model = DecoderOptions(num_layers=2, embed_dim=32, num_heads=4, vocab_size=257, mlp_dim=16)
-    model = dataclasses.replace(model, num_experts=num_experts, expert_dim=16)
+    model = dataclasses.replace(model, moe=MoeOptions(num_experts=num_experts, expert_dim=16))
     precision = PrecisionOptions(deterministic=of_loops)
     config = Config(batch_size=8, sequence_length=16, model=model, precision=precision)
     assemble(config, dict.fromkeys(AXES, 1) | sizes, jax.devices()[: math.prod(sizes.values())])

@@ -73,7 +73,7 @@ def test_what_trains_names_no_algorithm_and_no_function_is_wide(find):
 
 def test_the_core_names_lab_in_the_table_of_extension_points_only():
     """A configuration has the group `local_steps`; former keys name what they have become."""
-    allowed = {"options.py", "config/former.py", "config/schema.py", "config/resume.py"}
+    allowed = {"options.py", "config/schema.py", "config/resume.py"}
     found = {str(file.relative_to(PACKAGE)): names_of_lab(file.read_text()) for file in core()}
     assert {file: what for file, what in found.items() if what and file not in allowed} == {}
     assert found["options.py"]

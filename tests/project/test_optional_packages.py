@@ -21,7 +21,6 @@ import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
 from meshtrain.__main__ import COMMANDS, main
 from meshtrain.config.resolve import resolve
-from meshtrain.config.former import FORMER, Gone
 from meshtrain.errors import UserError
 from meshtrain.options import FLAGS
 
@@ -55,8 +54,6 @@ for name in names:
         assert re.match(name.replace("=", ": got '?") + "'?; allowed: ", line), line
     else:
         raise AssertionError(name)
-gone = {key: one.default for key, one in FORMER.items() if isinstance(one, Gone)}
-assert resolve(gone) == resolve({})
 assert not [name for name in sys.modules if name.startswith(tuple(f"meshtrain.{package}" for package in packages))]
 """
 

@@ -59,7 +59,7 @@ TOP_LEVEL = {
     "tests",
 }
 # The only places of files that are not text: pictures, a data set that comes with the package, with its source,
-# small models with their logits, and runs of a former version.
+# small models with their logits, and a run of a former version.
 NOT_TEXT = ("docs/", "meshtrain/examples/digits/", "tests/hf/fixtures/", "tests/run/fixtures/")
 BATCH = batch_axes()
 # The table of rules says which axes split which dim, and is where a list of them belongs.
@@ -175,13 +175,17 @@ def stubs(path: pathlib.Path) -> list[str]:
 
 
 def odd_options(path: pathlib.Path) -> list[str]:
-    """Fields of an options class that do not go through `option`, with one line of text, or are of another type."""
+    """Fields of an options class that are neither an `option` of a plain type with one line of text, nor a group."""
     found = []
     for node in ast.walk(parsed(path)):
         if not (isinstance(node, ast.ClassDef) and node.name.endswith("Options")):
             continue
         for field in (part for part in node.body if isinstance(part, ast.AnnAssign)):
-            where = f"{field.lineno}: {node.name}.{ast.unparse(field.target)}"
+            where, group = f"{field.lineno}: {node.name}.{ast.unparse(field.target)}", ast.unparse(field.annotation)
+            if group.endswith("Options"):  # a group, with its defaults
+                if f"dataclasses.field(default_factory={group}" not in ast.unparse(field):
+                    found.append(f"{where}: is not a group with default_factory={group}")
+                continue
             if ast.unparse(field.annotation) not in ("int", "float", "bool", "str"):
                 found.append(f"{where}: of type {ast.unparse(field.annotation)}")
             call = field.value

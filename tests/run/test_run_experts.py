@@ -11,9 +11,9 @@ from scripts.benchmarks import experts, experts_step
 
 
 def test_the_dense_model_has_the_work_of_the_experts_of_a_token():
-    config, _ = parse(["--config=configs/experts.py", "--config.model.shared_experts=1"])
+    config, _ = parse(["--config=configs/experts.py", "--config.model.moe.shared_experts=1"])
     sparse, dense = abstract_task(config), abstract_task(experts.dense(config))
-    routers = config.model.num_layers * config.model.embed_dim * config.model.num_experts
+    routers = config.model.num_layers * config.model.embed_dim * config.model.moe.num_experts
     assert sparse.num_active_parameters == dense.num_parameters + routers
     assert dense.num_active_parameters == 0
 
@@ -38,7 +38,7 @@ def test_the_verdict_says_who_wins(pairs, line):
 
 @pytest.mark.slow
 def test_three_steps_of_experts_and_dense(tmp_path, capsys):
-    small = {"num_layers": 1, "embed_dim": 16, "expert_dim": 16, "num_heads": 2, "num_kv_heads": 2}
+    small = {"num_layers": 1, "embed_dim": 16, "moe.expert_dim": 16, "num_heads": 2, "num_kv_heads": 2}
     words = ["--seeds=1", f"--out={tmp_path / 'chart.png'}", "--config.num_steps=3"]
     assert experts.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
     row, _, said = capsys.readouterr().out.splitlines()[2:]

@@ -17,7 +17,7 @@ FSDP = ("mesh.fsdp=2",)
 CONTEXT = ("mesh.context=4",)
 INTERLEAVED = ("mesh.pipeline=2", "pipeline.schedule=interleaved_1f1b", "pipeline.num_chunks=2")
 EXPERTS = (
-    *(f"model.{name}" for name in ("num_layers=1", "num_experts=8", "expert_dim=16", "router=sigmoid")),
+    *(f"model.{name}" for name in ("num_layers=1", "moe.num_experts=8", "moe.expert_dim=16", "moe.router=sigmoid")),
     "learning_rate.name=constant",  # its rates do not depend on the number of steps
     "eval_every=0",
 )

@@ -65,11 +65,18 @@ def test_a_run_begins_with_the_weights_of_a_folder(assembly, params):
 def test_options_that_no_shape_shows_are_compared(tmp_path):
     config = Config(model=describe_model(LLAMA).options, init_from=str(LLAMA), sequence_length=24)
     assert preflight.check(config, tmp_path, 0) == []
-    other = dataclasses.replace(config, model=dataclasses.replace(config.model, rope_base=5e5, norm_epsilon=1e-6))
+    other = dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            config.model,
+            rope=dataclasses.replace(config.model.rope, base=5e5),
+            norm=dataclasses.replace(config.model.norm, epsilon=1e-6),
+        ),
+    )
     lines = preflight.check(other, tmp_path, 0)
     assert [line.partition(": got")[0] for line in lines] == [
-        "init_from: model.rope_base",
-        "init_from: model.norm_epsilon",
+        "init_from: model.rope.base",
+        "init_from: model.norm.epsilon",
     ]
     assert preflight.check(other, tmp_path, 1) == [] or "init_from" not in str(preflight.check(other, tmp_path, 1))
 

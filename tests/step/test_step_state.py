@@ -10,6 +10,7 @@ import pytest
 from meshtrain.assembly.assemble import assemble
 from meshtrain.config.schema import Config, LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.rules import AXES
@@ -55,7 +56,7 @@ def test_every_array_of_the_training_state_has_as_many_axes_as_dims():
     model = DecoderOptions(num_layers=2, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2, vocab_size=32)
     compressed = CompressionOptions("int8"), LocalStepsOptions(period=2, groups=2)
     late = ReductionOptions("one_step_late"), LocalStepsOptions()
-    routed = dataclasses.replace(model, num_experts=2, experts_per_token=1, router="sigmoid")
+    routed = dataclasses.replace(model, moe=MoeOptions(num_experts=2, experts_per_token=1, router="sigmoid"))
     held = set()
     for chosen, (reduction, local_steps) in ((model, compressed), (routed, late)):
         config = Config(batch_size=2, sequence_length=8, model=chosen, reduction=reduction, local_steps=local_steps)

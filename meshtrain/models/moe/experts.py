@@ -71,25 +71,26 @@ class Experts(nn.Module):
         Returns:
           The results, and the router's additions to the loss and to metrics, see `Stages.repeated`.
         """
-        o, place, zeros = self.options, self.placement, nn.initializers.zeros
+        o, moe = self.options, self.options.moe
+        place, zeros = self.placement, nn.initializers.zeros
         router = weight(
-            self, "router", (x.shape[-1], o.num_experts), ("embed", "router"), normal(o.init_std), place, jnp.float32
+            self, "router", (x.shape[-1], moe.num_experts), ("embed", "router"), normal(o.init_std), place, jnp.float32
         )
         bias = None
-        if o.router == "sigmoid":
-            bias = weight(self, BIAS, (o.num_experts,), ("router",), zeros, place, jnp.float32)
+        if moe.router == "sigmoid":
+            bias = weight(self, BIAS, (moe.num_experts,), ("router",), zeros, place, jnp.float32)
         logits = routing.logits(x, router)
-        if o.expert_biases:
-            logits = logits + weight(self, ROUTER_SHIFT, (o.num_experts,), ("norm",), zeros, place, jnp.float32)
-        groups = o.router_groups, min(o.groups_per_token, o.router_groups)
-        to = routing.route(logits, bias, o.experts_per_token, o.router, o.router_scale, groups)
+        if moe.biases:
+            logits = logits + weight(self, ROUTER_SHIFT, (moe.num_experts,), ("norm",), zeros, place, jnp.float32)
+        groups = moe.router_groups, min(moe.groups_per_token, moe.router_groups)
+        to = routing.route(logits, bias, moe.experts_per_token, moe.router, moe.router_scale, groups)
         result, seen = self._of_experts(x, to)
         sums = None
         if tokens is not None:
-            counts = routing.counts(to.chosen, tokens, o.num_experts)
+            counts = routing.counts(to.chosen, tokens, moe.num_experts)
             sums = _sums(o, to, counts, tokens, layer, seen)
-        if o.shared_experts:
-            width = o.shared_experts * o.expert_dim
+        if moe.shared_experts:
+            width = moe.shared_experts * moe.expert_dim
             shared = Mlp(width, o.activation, False, o.init_std, self.output_std, place, self.dtype, name="shared")
             result = result + shared(x)
         return result, sums
@@ -124,9 +125,9 @@ class Experts(nn.Module):
     def _matrices(self, embed_dim: int) -> dict[str, tuple[jax.Array, Names]]:
         """Returns the experts' matrices and the factors of their adapters, cast, with their logical axes."""
         o = self.options
-        sizes = {"experts": o.num_experts, "expert_embed": embed_dim, "expert_mlp": o.expert_dim}
+        sizes = {"experts": o.moe.num_experts, "expert_embed": embed_dim, "expert_mlp": o.moe.expert_dim}
         result: dict[str, tuple[jax.Array, Names]] = {}
-        for name, axes in {**(BIASES if o.expert_biases else {}), **MATRICES}.items():
+        for name, axes in {**(BIASES if o.moe.biases else {}), **MATRICES}.items():
             std = self.output_std if name == "down" else o.init_std
             start = nn.initializers.zeros if name in BIASES else normal(std)
             shape = tuple(sizes[str(axis)] for axis in axes)
@@ -156,7 +157,7 @@ def _sums(
       seen: float32 [P + 1], how many turns of devices took 0, 1, ... P parts.
     """
     balance, z, num_layers = routing.balance(to, counts, tokens), routing.z_loss(to, tokens), options.num_repeated
-    row = jnp.zeros((num_layers, options.num_experts), jnp.float32)
+    row = jnp.zeros((num_layers, options.moe.num_experts), jnp.float32)
     row = row.at[layer - options.num_dense].set(jnp.sum(counts, axis=0))
     metrics: dict[str, Metric] = {
         "balance_loss": balance / num_layers,
@@ -165,8 +166,8 @@ def _sums(
         LOAD: Load(jax.lax.stop_gradient(row)),
         EXPERT_PARTS: Largest(seen),
     }
-    weight = options.balance_weight * options.experts_per_token / num_layers
-    return weight * balance + options.z_weight * z, metrics
+    weight = options.moe.balance_weight * options.moe.experts_per_token / num_layers
+    return weight * balance + options.moe.z_weight * z, metrics
 
 
 def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:
@@ -263,7 +264,7 @@ class _Plan:
             matrices[DOWN_BIAS] = matrices[DOWN_BIAS] / jax.lax.axis_size(self.summed)
         flat = [array.reshape(-1, array.shape[-1]) for array in (x, chosen, gates)]
         num_sharing = jax.lax.axis_size(self.shared) if self.shared else 1
-        num = chunks.num_turns(flat[0].shape[0], num_sharing, chosen.shape[-1], self.options.num_experts)
+        num = chunks.num_turns(flat[0].shape[0], num_sharing, chosen.shape[-1], self.options.moe.num_experts)
         turns = zip(*(jnp.split(array, num) for array in flat), strict=True)
         results, seen = zip(*(self._turn(some, to, gate, matrices, stacks) for some, to, gate in turns), strict=True)
         y = reduce_rows(jnp.concatenate(results).reshape(x.shape), self.summed, self.result != self.x)
@@ -287,7 +288,7 @@ class _Plan:
         local = chosen - first
         local = jnp.where((local >= 0) & (local < num_here), local, num_here)
         num_tokens, num_chosen = chosen.shape
-        cut = Parts.of(num_tokens, num_chosen, num_here, o.num_experts)
+        cut = Parts.of(num_tokens, num_chosen, num_here, o.moe.num_experts)
         index = chunks.arrange_rows(cut, local, num_here)
         how = chunks.How(cut, o.activation, self.platform)
         y = chunks.results(how, self._from_all(x), gates.reshape(-1), matrices, index, stacks)

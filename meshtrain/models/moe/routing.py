@@ -72,7 +72,7 @@ def route(
       logits: router logits, float32 [b, T, E].
       bias: float32 [E], added to scores only to choose experts; None: no bias.
       num_chosen: number of experts per token, k.
-      kind: how scores are computed from logits, `softmax` or `sigmoid`.
+      kind: how scores are computed from logits, one of the choices of `model.moe.router`.
       scale: factor of the gates.
       groups: (number of groups of experts, number of groups from which a token's experts are chosen), see
         `in_best_groups`.

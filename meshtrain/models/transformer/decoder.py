@@ -85,8 +85,8 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [b, T, D] -> [b, T, D].
 
-    With `post_norms` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); the inner norms exist only with
-    `pre_norms`. With `num_experts` the mlp is a mixture of experts.
+    With `norm.post` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); the inner norms exist only with
+    `norm.pre`. With `moe.num_experts` above 0 the mlp is a mixture of experts.
     """
 
     options: DecoderOptions
@@ -125,32 +125,33 @@ class Layer(nn.Module):
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, layer + 1)
         is_global = (layer + 1) % o.global_every == 0 if o.alternates else None
         own_angles, own_slots = _of_layer(angles, is_global), _of_layer(slots, is_global)
-        norm = functools.partial(Norm, o.norm, o.norm_epsilon, o.biases, place, o.centered_scales)
+        norm = functools.partial(Norm, o.norm.name, o.norm.epsilon, o.biases, place, o.norm.centered_scales)
         how = (o.attends, o.init_std, output_std, place, self.dtype)
-        attention = LatentAttention(*how, o.latent, name="attention") if o.latent else MultiHead(*how, name="attention")
+        widths = o.latent_widths
+        attention = LatentAttention(*how, widths, name="attention") if widths else MultiHead(*how, name="attention")
         x = checkpoint_name(x, RESIDUAL)
-        before = o.pre_norms or not o.post_norms
+        before = o.norm.pre or not o.norm.post
         normed = gather_sequence(norm(name="attention_norm")(x) if before else x, place)
         attend = jax.named_scope(LOCAL_OR_GLOBAL)(attention) if o.alternates else attention
         stretch = self._stretch(is_global)
-        if o.unrotated_every and own_angles is not None:
-            is_rotated = (layer + 1) % o.unrotated_every != 0
+        if o.rope.unrotated_every and own_angles is not None:
+            is_rotated = (layer + 1) % o.rope.unrotated_every != 0
             own_angles = jnp.where(is_rotated, own_angles, 0.0)
             stretch = None if stretch is None else jnp.where(is_rotated, stretch, 1.0)
         added = attend(normed, own_angles, documents, slots=own_slots, is_global=is_global, stretch=stretch)
         added = self._residual(added)
-        added = norm(name="attention_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
+        added = norm(name="attention_post_norm")(checkpoint_name(added, MIDDLE)) if o.norm.post else added
         x = checkpoint_name(x + dropout(added, rate, keys, ATTENTION_SITE), MIDDLE)
         normed = gather_sequence(norm(name="mlp_norm")(x) if before else x, place)
         sums = None
-        if o.num_experts:
+        if o.moe.num_experts:
             added, sums = Experts(o, output_std, place, self.dtype, name="experts")(normed, layer, tokens)
         else:
             biases, stds = o.biases or o.mlp_biases, (o.init_std, output_std)
             mlp = Mlp(o.mlp_dim, o.activation, biases, *stds, place, self.dtype, o.mlp_biases, name="mlp")
             added = mlp(normed)
         added = self._residual(added)
-        added = norm(name="mlp_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
+        added = norm(name="mlp_post_norm")(checkpoint_name(added, MIDDLE)) if o.norm.post else added
         x = x + dropout(added, rate, keys, MLP_SITE)
         return self._residual(x), sums
 
@@ -160,9 +161,9 @@ class Layer(nn.Module):
     def _stretch(self, is_global: jax.Array | None) -> jax.Array | float | None:
         """Returns the factor of this layer's rotated queries and keys; a layer with a local rotary base has none."""
         o = self.options
-        if o.stretch is None or not (o.window and o.rope_local_base):
-            return o.stretch
-        return None if is_global is None else jnp.where(is_global, o.stretch, 1.0)
+        if o.rope.stretch is None or not (o.window and o.rope.local_base):
+            return o.rope.stretch
+        return None if is_global is None else jnp.where(is_global, o.rope.stretch, 1.0)
 
 
 class Watched(Layer):
@@ -197,7 +198,7 @@ class Head(nn.Module):
           loss: (product, its activations, its weight) -> the result.
         """
         o, place = self.options, self.placement
-        x = Norm(o.norm, o.norm_epsilon, o.biases, place, o.centered_scales, name="norm")(x)
+        x = Norm(o.norm.name, o.norm.epsilon, o.biases, place, o.norm.centered_scales, name="norm")(x)
         # Before the sequence is gathered: cotangents are summed over the manual axis while it is sharded, and the
         # gather moves the compute dtype, not the norm's float32.
         x = place.activation(vocabulary.copy_to_shards(x, axis), ("batch", "residual_sequence", "embed"))
@@ -314,10 +315,10 @@ def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | ByKi
     """
     if options.positions != "rotary":
         return None
-    angles = rotary_angles(positions, options.width_of_rotary, options.rope_base, options.scaling)
-    if not options.window or not options.rope_local_base:
+    angles = rotary_angles(positions, options.width_of_rotary, options.rope.base, options.rope.frequency_scaling)
+    if not options.window or not options.rope.local_base:
         return angles
-    local = rotary_angles(positions, options.width_of_rotary, options.rope_local_base, None)
+    local = rotary_angles(positions, options.width_of_rotary, options.rope.local_base, None)
     return ByKind(local, angles) if options.alternates else local
 
 

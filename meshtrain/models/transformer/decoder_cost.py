@@ -63,10 +63,10 @@ def cost(
     devices = placement.mesh is not None
     kept = working = 0.0
     of_experts = options.num_repeated / options.num_layers
-    if options.num_experts:
+    if options.moe.num_experts:
         cut, num_turns, _, _ = _parts(options, mesh_shape, units)
         rows = num_turns * cut.num_rows
-        wide, inner = options.embed_dim * itemsize, options.expert_dim / mesh_shape[TENSOR] * itemsize
+        wide, inner = options.embed_dim * itemsize, options.moe.expert_dim / mesh_shape[TENSOR] * itemsize
         if remat.policy in ("none", "selective", "dots"):
             kept = rows * 2 * inner  # outputs of both products with a row
         if remat.policy == "none":
@@ -105,10 +105,10 @@ def _token_bytes(
     options: DecoderOptions, itemsize: int, again: float, mesh_shape: Mapping[str, int], units: float
 ) -> float:
     """Returns the bytes that a device sends along `expert` in one layer; 0 without experts."""
-    if not options.num_experts:
+    if not options.moe.num_experts:
         return 0.0
     of_tokens = (OF_TOKENS + TOKENS_AGAIN * again) * options.embed_dim * itemsize
-    of_choices = (OF_CHOICES + CHOICES_AGAIN * again) * options.experts_per_token * CHOICE_BYTES
+    of_choices = (OF_CHOICES + CHOICES_AGAIN * again) * options.moe.experts_per_token * CHOICE_BYTES
     return (mesh_shape[EXPERT] - 1) * units * (of_tokens + of_choices)
 
 
@@ -119,11 +119,11 @@ def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float
     further part.
     """
     result = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
-    if options.num_experts:
+    if options.moe.num_experts:
         cut, _, num_here, num_tokens = _parts(options, mesh_shape, units)
-        here = num_here / options.num_experts
+        here = num_here / options.moe.num_experts
         # On average half of an expert's last block is padding.
-        used = round(num_tokens * options.experts_per_token * here / cut.block_rows + num_here / 2)
+        used = round(num_tokens * options.moe.experts_per_token * here / cut.block_rows + num_here / 2)
         result[grouped_matmul.WITH_ROWS] = max(1, min(used, cut.num_blocks)) / cut.num_blocks
         result |= {chunks.CHOICES: here, chunks.FURTHER: 0.0}
     return result
@@ -135,11 +135,11 @@ def _parts(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float)
     The result is (the parts of a turn, the number of turns, the device's number of experts, the tokens of a turn that
     may choose them).
     """
-    num_here, sharing = options.num_experts // num_parts(expert_axes(), mesh_shape), mesh_shape[EXPERT]
-    num_turns = chunks.num_turns(int(units), sharing, options.experts_per_token, options.num_experts)
+    num_here, sharing = options.moe.num_experts // num_parts(expert_axes(), mesh_shape), mesh_shape[EXPERT]
+    num_turns = chunks.num_turns(int(units), sharing, options.moe.experts_per_token, options.moe.num_experts)
     # The devices along the expert axis gather their tokens.
     num_tokens = max(1, int(units * sharing)) // num_turns
-    cut = Parts.of(num_tokens, options.experts_per_token, num_here, options.num_experts)
+    cut = Parts.of(num_tokens, options.moe.experts_per_token, num_here, options.moe.num_experts)
     return cut, num_turns, num_here, num_tokens
 
 
@@ -168,14 +168,14 @@ def kernels(
     everywhere = 6.0 * options.num_layers * options.num_heads * widths * sequence_length
     more = 2 * everywhere / attention_flops_per_token(options, sequence_length)
     found = Kernel(ATTENTION, *chosen(case), exchange(attention, more, mesh_shape))
-    return (found, _of_experts(options, dtype, platform, mesh_shape, units)) if options.num_experts else (found,)
+    return (found, _of_experts(options, dtype, platform, mesh_shape, units)) if options.moe.num_experts else (found,)
 
 
 def _of_experts(
     options: DecoderOptions, dtype: DTypeLike, platform: str, mesh_shape: Mapping[str, int], units: float
 ) -> Kernel:
     cut, _, num_here, _ = _parts(options, mesh_shape, units)
-    sizes = (num_here, options.embed_dim, options.expert_dim // mesh_shape[TENSOR])
+    sizes = (num_here, options.embed_dim, options.moe.expert_dim // mesh_shape[TENSOR])
     by = grouped_matmul.kernel_for(platform, (cut.num_rows, options.embed_dim), sizes, cut.block_rows, dtype)
     kind = "cuda" if platform == "gpu" else platform
     why_not = _WHY_NOT[kind] if kind in _WHY_NOT else f"there is no kernel for {platform}"

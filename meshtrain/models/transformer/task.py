@@ -91,7 +91,7 @@ def decoder(
     model = Decoder(options, num_positions, dtype, output_dtype or dtype, place, remat, watches)
     num_parameters = count_parameters(options, num_positions)
     num_active = num_parameters - num_idle_parameters(options)
-    has_biases = options.num_experts > 0 and options.router == "sigmoid"
+    has_biases = options.moe.num_experts > 0 and options.moe.router == "sigmoid"
     stages = model.stages()
     return Task(
         init=initializer(options, num_positions),
@@ -103,7 +103,7 @@ def decoder(
         flops_per_token=flops_per_token(options, num_active, num_positions, sequence_length),
         attention_flops_per_token=attention_flops_per_token(options, sequence_length),
         num_parameters=num_parameters,
-        num_active_parameters=num_active if options.num_experts else 0,
+        num_active_parameters=num_active if options.moe.num_experts else 0,
         cost=functools.partial(cost, options, sequence_length, dtype, model.output_dtype, remat, place),
         attends_within_segments=options.within_documents,
         after_update=functools.partial(with_moved_biases, balance_rate) if has_biases else None,
@@ -141,7 +141,7 @@ class Decoder:
 
     def stages(self) -> Stages:
         """Returns these functions as the stages of a pipeline."""
-        has_experts = self.options.num_experts > 0
+        has_experts = self.options.moe.num_experts > 0
         return Stages(
             self.options.num_repeated,
             self.first,
@@ -191,7 +191,7 @@ class Decoder:
         angles = angles_of(self.options, batch["positions"])
         documents = batch["segment_ids"] if self.options.within_documents else None
         tokens = None
-        if train and options.num_experts:
+        if train and options.moe.num_experts:
             tokens = Tokens(batch["weights"], (batch["segment_ids"] > 0).astype(jnp.float32))
         given = (sequence_keys(rng, batch), angles, documents, None, tokens)
         layer = Watched if train and self.watches else Layer
@@ -244,7 +244,7 @@ class Decoder:
     def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
         """Returns the entries of an empty cache; see `Decode.cache`."""
         o, num_slots = self.options, prompt_length + num_steps
-        stack = caches.stack_entries(o.attends, o.num_layers, num_rows, num_slots, self.dtype, o.latent)
+        stack = caches.stack_entries(o.attends, o.num_layers, num_rows, num_slots, self.dtype, o.latent_widths)
         return {**stack, **caches.row_entries(num_rows, num_slots)}
 
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -275,7 +275,7 @@ class Decoder:
         batch = {"tokens": tokens, "positions": positions, SEQUENCE_INDEX: index}
         rng = jax.random.key(0)  # key for dropout, which is off
         x, parts = self.embedded(params, batch, rng, False), list[Arrays]()
-        names = caches.stack_entries(o.attends, o.num_layers, 1, 1, self.dtype, o.latent)
+        names = caches.stack_entries(o.attends, o.num_layers, 1, 1, self.dtype, o.latent_widths)
         for options, start, stop, name in stacks(o):
             variables = {"params": params[name]}
             if slots is not None:
@@ -349,11 +349,11 @@ def num_idle_parameters(options: DecoderOptions) -> int:
 
     They are three matrices per expert, and biases.
     """
-    if not options.num_experts:
+    if not options.moe.num_experts:
         return 0
-    num_idle = options.num_experts - options.experts_per_token
-    width, inner = options.embed_dim, options.expert_dim
-    biases = 2 * inner + width if options.expert_biases else 0
+    num_idle = options.moe.num_experts - options.moe.experts_per_token
+    width, inner = options.embed_dim, options.moe.expert_dim
+    biases = 2 * inner + width if options.moe.biases else 0
     return options.num_repeated * num_idle * (3 * width * inner + biases)
 
 
