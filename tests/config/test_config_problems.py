@@ -33,7 +33,7 @@ def reported_across(monkeypatch, problem):
 
 
 def test_there_are_options_whose_keys_contain_other_keys():
-    assert len(SIMILAR) > 8
+    assert len(SIMILAR) >= 8
     assert ("model.moe.router", "model.moe.router_groups") in SIMILAR
 
 

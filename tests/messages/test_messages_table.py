@@ -122,7 +122,8 @@ def mended(line, key, words):
         elif flag := re.fullmatch(r"(--[a-z-]+)='?([^'\s]*[^A-Z'\s][^'\s]*)'?", fix):  # not --html=FILE
             found.append(given(words, flag[1], flag[2]))
         elif field := re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)=([^\s(]+)( \(.*\))?", fix):
-            kept = words if not field[1].startswith(f"{key}.") else [word for word in words if not is_set(word, key)]
+            instead = field[1].startswith(f"{key}.") or ": unknown key" in line  # of the option that was set
+            kept = [word for word in words if not (instead and is_set(word, key))]
             found.append(given(kept, field[1], field[2]))
         elif key != "arguments" and (value := re.fullmatch(r"'?([^'\s-][^'\s]*|-\d+)'?(, the default)?", fix)):
             found.append(given(words, key, value[1]))

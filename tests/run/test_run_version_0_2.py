@@ -11,7 +11,9 @@ import pytest
 
 from meshtrain import __version__
 from meshtrain.__main__ import main
+from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
+from meshtrain.run import workdir
 
 ARCHIVE = pathlib.Path(__file__).parent / "fixtures" / "version_0_2.tar.xz"
 # The configuration of the run in today's keys; the run has stopped at step 3.
@@ -72,3 +74,26 @@ def test_it_does_not_resume_and_is_left_as_it_is(run):
         f"--config.init_from={run.absolute()} in a new workdir"
     ]
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"optimizer": {"name": "muon"}}, "--config.optimizer.muon_bias_correction=true in a new workdir"),
+        (
+            {"model": {"num_experts": 4, "experts_per_token": 2, "num_layers": 3, "balance_weight": 0.01}},
+            "--config.model.moe.balance_weight=0.015 in a new workdir",
+        ),
+        (
+            {"model": {"num_experts": 0, "experts_per_token": 2, "num_layers": 3, "balance_weight": 0.01}},
+            "a new workdir",
+        ),
+        ({"version": "0.4.0", "optimizer": {"name": "muon"}}, "a new workdir"),
+    ],
+)
+def test_a_run_to_resume_names_the_options_with_another_meaning(record, words, tmp_path):
+    """`words` are those that give the options of the run the same effect in this version."""
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    version = record["version"] if "version" in record else "0.2 or earlier"
+    found = workdir.check(tmp_path, resolve({"data": {"source": "synthetic"}}), is_saved=False)
+    assert list(found) == [f"config.json: got version {version}; allowed: 0.3; nearest: {words}"]
