@@ -6,9 +6,11 @@ import pytest
 
 from meshtrain.__main__ import main
 from meshtrain.cli import flags, words
+from meshtrain.config.build import build
 from meshtrain.config.resolve import configure
 from meshtrain.config.schema import Config
 from meshtrain.errors import UserError, refusals
+from meshtrain.options import EXTENSION_POINTS
 
 pytestmark = pytest.mark.quick
 
@@ -77,7 +79,7 @@ def problems(assignment: str) -> list[str]:
 def test_each_row_of_the_table_names_an_option_and_no_name_is_listed_twice():
     entries = flags.schema(Config())
     for name in EXTENSION_POINTS["reduction.name"].optional_names:  # an option of a reduction is listed too
-        entries |= flags.schema(built({"reduction": {"name": name}}, {})[0])
+        entries |= flags.schema(build({"reduction": {"name": name}}, {})[0])
     names = {ours.partition("=")[0] for ours in words.OPTIONS.values() if " " not in ours}
     assert names <= set(entries)
     for (key, _), ours in words.VALUES.items():
