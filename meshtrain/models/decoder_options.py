@@ -18,7 +18,7 @@ ROUTERS = ("softmax", "sigmoid")
 
 @dataclasses.dataclass(frozen=True)
 class RopeOptions:
-    """Rotary positions."""
+    """The options of rotary positions."""
 
     base: float = option(10000.0, "rotary base (theta)", minimum=1.0)
     factor: float = option(1.0, "rope scaling: divisor of low frequencies; 1: no scaling", minimum=1.0)
@@ -58,14 +58,14 @@ class RopeOptions:
 
     @property
     def frequency_scaling(self) -> Scaling | None:
-        """How frequencies are scaled; None: they are not."""
+        """The scaling of rotary frequencies; None: no scaling."""
         if self.factor == 1.0:
             return None
         return Scaling(self.factor, self.low, self.high, self.original_length, self.scaling, self.whole_pairs)
 
     @property
     def stretch(self) -> float | None:
-        """The factor of rotated queries and keys (Peng et al. 2023, section 3.4); None: they are not multiplied."""
+        """The factor of rotated queries and keys with YaRN (Peng et al. 2023, section 3.4); None: no factor."""
         if self.factor == 1.0 or self.scaling != "yarn":
             return None
         return self.attention or 0.1 * math.log(self.factor) + 1.0
@@ -73,7 +73,10 @@ class RopeOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LatentOptions:
-    """Latent attention, as in DeepSeek-V3: keys and values of all heads are projected from one narrow vector."""
+    """The options of multi-head latent attention, as in DeepSeek-V3.
+
+    Keys and values of all heads are projected from one narrow vector per token.
+    """
 
     dim: int = option(
         0,
@@ -90,7 +93,7 @@ class LatentOptions:
 
 @dataclasses.dataclass(frozen=True)
 class NormOptions:
-    """Norms of layers, and of queries and keys."""
+    """The options of the norms in layers, and of the norms of queries and keys."""
 
     name: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
     epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
@@ -109,7 +112,7 @@ class NormOptions:
 
 @dataclasses.dataclass(frozen=True)
 class MoeOptions:
-    """Mixture of experts: experts in place of each mlp."""
+    """The options of a mixture of experts, which replaces the mlp of each layer."""
 
     num_experts: int = option(
         0,
@@ -155,7 +158,7 @@ class MoeOptions:
 
 
 class TransformerShape:
-    """The options that the built-in models with attention share."""
+    """The options and derived sizes that the decoder and the encoder-decoder share."""
 
     embed_dim: int
     num_heads: int
@@ -170,12 +173,12 @@ class TransformerShape:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        """The number of rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
     @property
     def width_of_head(self) -> int:
-        """The head dim: `head_dim`, or `embed_dim / num_heads` if it is 0."""
+        """The width of an attention head: `head_dim`, or `embed_dim / num_heads` if `head_dim` is 0."""
         return self.head_dim or self.embed_dim // self.num_heads
 
     @property
@@ -185,19 +188,19 @@ class TransformerShape:
 
     @property
     def width_of_rotary(self) -> int:
-        """The number of a head's channels with rotary positions, if the model has them."""
+        """The number of channels of a query or key head that rotary positions rotate: all channels."""
         return self.width_of_head
 
     @property
     def attends(self) -> Attention:
-        """The description of a layer's attention, with a key and a value head for each query head."""
+        """The settings of a layer's attention, with a key and a value head for each query head."""
         heads, biases = self.num_heads, self.biases
         return Attention(heads, heads, self.width_of_head, self.attention, qkv_biases=biases, output_bias=biases)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderOptions(TransformerShape):
-    """The architecture of the decoder."""
+    """The options of the decoder: its sizes and the variants of its layers."""
 
     num_layers: int = option(4, "transformer layers", minimum=1, maximum=100_000)
     embed_dim: int = option(128, "width of the residual stream", minimum=1, dim="embed")
@@ -279,27 +282,27 @@ class DecoderOptions(TransformerShape):
 
     @property
     def alternates(self) -> bool:
-        """Whether some layers have a sliding window and others may have none."""
+        """Whether every n-th layer has no sliding window while the other layers have one (`global_every` is set)."""
         return self.window > 0 and self.global_every > 0
 
     @property
     def num_global(self) -> int:
-        """Number of layers without a window in a model whose other layers have one."""
+        """The number of layers without a window in a model whose other layers have a window; else 0."""
         return self.num_layers // self.global_every if self.alternates else 0
 
     @property
     def num_dense(self) -> int:
-        """Number of layers before the layers with experts; they are a separate stack."""
+        """The number of first layers with one mlp instead of experts; 0 in a model without experts."""
         return self.moe.dense_layers if self.moe.num_experts else 0
 
     @property
     def num_repeated(self) -> int:
-        """Number of identical layers, which a pipeline splits into stages."""
+        """The number of identical layers that a pipeline splits into stages: all but the `num_dense` first layers."""
         return self.num_layers - self.num_dense
 
     @property
     def of_dense(self) -> "DecoderOptions":
-        """The options of the first layers: the same options without experts."""
+        """The options of the first layers, which have one mlp: these options without experts, with this mlp's width."""
         return dataclasses.replace(self, moe=MoeOptions(), mlp_dim=self.moe.dense_dim)
 
     @property
@@ -309,12 +312,12 @@ class DecoderOptions(TransformerShape):
 
     @property
     def width_of_values(self) -> int:
-        """The width of a value head."""
+        """The width of a value head, which differs from a query head in latent attention."""
         return (self.latent.dim and self.latent.value_dim) or super().width_of_head
 
     @property
     def width_of_rotary(self) -> int:
-        """The number of a head's channels with rotary positions."""
+        """The number of channels of a query or key head that rotary positions rotate."""
         return self.latent.rope_dim if self.latent.dim else self.width_of_head
 
     @property
@@ -332,7 +335,7 @@ class DecoderOptions(TransformerShape):
 
     @property
     def attends(self) -> Attention:
-        """The description of a layer's attention."""
+        """The settings of a layer's attention."""
         return Attention(
             self.num_heads,
             self.num_kv_heads,

@@ -17,11 +17,11 @@ def of_decoder(
     """Returns an error line for each contradiction of a decoder's options with each other or the mesh.
 
     Args:
-      options: each within its own bounds.
-      sequence_length: in tokens.
-      computes_in: the dtype of attention.
-      in_fp8: whether products with weights are in 8 bits.
-      mesh_shape: the size of each mesh axis.
+      options: the options to check; each is within its bounds.
+      sequence_length: tokens per sequence.
+      computes_in: name of the compute dtype of attention, such as `bfloat16`.
+      in_fp8: whether matmuls with weights use 8-bit floats.
+      mesh_shape: mesh axis -> size.
     """
     problems = of_transformer(options, computes_in, mesh_shape) + _of_experts(options, in_fp8) + _of_latent(options)
     heads, kv_heads = options.num_heads, options.num_kv_heads
@@ -49,7 +49,7 @@ def of_decoder(
 
 
 def _of_rope(rope: RopeOptions) -> list[Problem]:
-    """Returns an error line for each option that contradicts rope scaling; [] without it."""
+    """Returns an error line for each contradiction between the options of rope scaling; [] without rope scaling."""
     problems, scaling = list[Problem](), rope.frequency_scaling
     if scaling and scaling.kind != "linear" and not 0 < scaling.low < scaling.high:
         problems.append(
@@ -67,7 +67,13 @@ def _of_rope(rope: RopeOptions) -> list[Problem]:
 
 
 def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns an error line for each contradiction of the options that both transformers share; see `of_decoder`."""
+    """Returns an error line for each contradiction of the options that decoder and encoder-decoder share.
+
+    Args:
+      options: the options to check; each is within its bounds.
+      computes_in: name of the compute dtype of attention, such as `bfloat16`.
+      mesh_shape: mesh axis -> size.
+    """
     problems, heads, width = [], options.num_heads, options.width_of_head
     if not options.head_dim and options.embed_dim % heads:
         step = {"learned": heads, "sinusoidal": math.lcm(heads, 2), "rotary": 2 * heads}[options.positions]
@@ -107,7 +113,7 @@ def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapp
 
 
 def _of_latent(options: DecoderOptions) -> list[Problem]:
-    """Returns an error line for each option that contradicts latent attention; [] without it."""
+    """Returns an error line for each option that contradicts latent attention; [] without latent attention."""
     latent = options.latent
     if not latent.dim:
         return []
@@ -151,7 +157,7 @@ def _of_latent(options: DecoderOptions) -> list[Problem]:
 
 
 def _of_groups(moe: MoeOptions) -> list[Problem]:
-    """Returns an error line for each contradiction between the number of experts and the groups of the router."""
+    """Returns an error line for each contradiction between the numbers of experts and of the router's groups."""
     problems = list[Problem]()
     groups, kept = moe.router_groups, moe.groups_per_token
     if moe.num_experts % groups:
@@ -181,7 +187,7 @@ def _of_groups(moe: MoeOptions) -> list[Problem]:
 
 
 def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[Problem]:
-    """Returns an error line for each option that contradicts the options of experts; [] without experts."""
+    """Returns an error line for each option that a model with experts does not support; [] without experts."""
     moe = options.moe
     if not moe.num_experts:
         return []

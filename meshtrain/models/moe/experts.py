@@ -3,16 +3,17 @@
 b: sequences in a microbatch, T: tokens per sequence, n: tokens of a turn, D: embed dim, E: experts, e: experts on one
 device, F: expert dim, k: experts per token, P: parts of the worst load, N: devices with different tokens.
 
-No token is dropped, whatever the load. One manual region contains everything that depends on the routing. In it each
-device
+No token is dropped, whatever the load. One manual region contains everything that depends on the routing. In this
+region each device
 
-1. gathers its weights over the axes that store them, and the tokens of the devices with which it shares the experts;
-2. sorts the choices of its own experts into blocks of one expert each (`grouped_matmul.py`), and multiplies these rows,
-one part of them at a time (`chunks.py`);
-3. sums the results of each token, and sends each device the sums of its own tokens.
+1. gathers its experts' weights over the axes that split weights for storage, and the tokens of the devices with which
+it shares the experts;
+2. sorts the tokens that chose its experts into blocks of one expert each (`grouped_matmul.py`), and multiplies these
+rows in parts, one part after the other (`chunks.py`);
+3. sums the results of each token, and sends each device the sums of the device's tokens.
 
-If there are enough rows, tokens are processed in two halves (`chunks.num_turns`), so that communication of one half
-overlaps products of the other.
+If there are enough rows, tokens are processed in two turns of half of the tokens (`chunks.num_turns`), so that
+communication of one turn overlaps with products of the other turn.
 
 All gathers and sums have exact transposes, so the backward pass needs no separate code.
 """
@@ -51,7 +52,10 @@ class Experts(nn.Module):
     """A router, experts with gated mlps, and shared experts that process every token: [b, T, D] -> [b, T, D].
 
     Attributes:
-      output_std: of the initial weights of the last product.
+      options: options of the decoder.
+      output_std: standard deviation of the initial weights of `down`, the last matrix of each expert.
+      placement: determines the shardings of weights and activations.
+      dtype: compute dtype of the experts; the router computes in float32.
     """
 
     options: DecoderOptions
@@ -61,15 +65,16 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, layer: jax.Array, tokens: Tokens | None) -> tuple[jax.Array, LayerSums]:
-        """Applies the experts of each token.
+        """Returns the gated sum of the results of each token's experts, [b, T, D], and the router's losses and metrics.
 
         Args:
-          x: [b, T, D].
+          x: activations [b, T, D].
           layer: int32 scalar, the layer's index in the model.
-          tokens: for losses and counts; None: there are none, as in evaluation and generation.
+          tokens: weights of targets and padding, for losses and metrics; None: the second result is None, as in
+            evaluation and generation.
 
         Returns:
-          The results, and the router's additions to the loss and to metrics, see `Stages.repeated`.
+          (results, (auxiliary loss, metrics) as for `Stages.repeated`, or None).
         """
         o, moe = self.options, self.options.moe
         place, zeros = self.placement, nn.initializers.zeros
@@ -96,9 +101,15 @@ class Experts(nn.Module):
         return result, sums
 
     def _of_experts(self, x: jax.Array, to: Routing) -> tuple[jax.Array, jax.Array]:
-        """Returns the sums of the experts' results for each token, [b, T, D], and counts of parts.
+        """Returns the gated sum of the experts' results for each token, [b, T, D], and a histogram of computed parts.
 
-        The counts, float32 [P + 1], are the numbers of turns that took 0, 1, ... P parts.
+        A device processes its tokens in 1 or 2 turns, and the experts' rows of a turn in up to P parts of a fixed size
+        (`chunks.py`). The histogram, float32 [P + 1], is the number of turns on all devices that computed 0, 1, ... P
+        parts.
+
+        Args:
+          x: activations [b, T, D].
+          to: experts and gates of each token.
         """
         place = self.placement
         matrices = self._matrices(x.shape[-1])
@@ -114,7 +125,10 @@ class Experts(nn.Module):
         return result, jnp.sum(seen, axis=0)
 
     def _stacks(self, plan: "_Plan") -> Stacks:
-        """Returns the stacks of matrices of all layers, with this layer's index, if the module got them; else {}."""
+        """Returns the matrices of all layers as stacks by name, with this layer's index; {} without `with_stacks`.
+
+        A matrix that must be gathered before a product has no stack.
+        """
         if not self.has_variable("params", PLACE):
             return {}
         layer: Arrays = self.get_variable("params", PLACE)
@@ -123,7 +137,7 @@ class Experts(nn.Module):
         return {name: Stack(self.get_variable("params", name + STACK), layer) for name in names}
 
     def _matrices(self, embed_dim: int) -> dict[str, tuple[jax.Array, Names]]:
-        """Returns the experts' matrices and the factors of their adapters, cast, with their logical axes."""
+        """Returns name -> (array in the compute dtype, logical axes) of the experts' matrices, biases and adapters."""
         o = self.options
         sizes = {"experts": o.moe.num_experts, "expert_embed": embed_dim, "expert_mlp": o.moe.expert_dim}
         result: dict[str, tuple[jax.Array, Names]] = {}
@@ -142,19 +156,20 @@ class Experts(nn.Module):
 def _sums(
     options: DecoderOptions, to: Routing, counts: jax.Array, tokens: Tokens, layer: jax.Array, seen: jax.Array
 ) -> LayerSums:
-    """Returns the addition of one layer to the loss sum, and its metrics; logged losses are means over layers.
+    """Returns the auxiliary loss of one layer's router, a float32 scalar, and the layer's metrics.
 
     `balance_weight` has the meaning of `router_aux_loss_coef` in transformers (`load_balancing_loss_func`): a mean over
     the layers with experts and a sum over the k choices of a token, which is k for an even load. `routing.balance` is 1
-    for an even load, so it is multiplied by k. The z loss is a sum over layers.
+    for an even load, so it is multiplied by k. The z loss is a sum over layers. The metrics `balance_loss` and `z_loss`
+    are means over layers.
 
     Args:
-      options: the weights of the losses.
-      to: the routing of the tokens.
-      counts: float32 [b, E], the tokens of each sequence that chose each expert.
-      tokens: their weights.
-      layer: the layer's index.
-      seen: float32 [P + 1], how many turns of devices took 0, 1, ... P parts.
+      options: options of the decoder, with the weights of the losses.
+      to: routing of the tokens.
+      counts: float32 [b, E], how many tokens of each sequence chose each expert.
+      tokens: weights of targets, and which tokens are padding.
+      layer: int32 scalar, the layer's index in the model.
+      seen: float32 [P + 1], the number of turns on all devices that computed 0, 1, ... P parts.
     """
     balance, z, num_layers = routing.balance(to, counts, tokens), routing.z_loss(to, tokens), options.num_repeated
     row = jnp.zeros((num_layers, options.moe.num_experts), jnp.float32)
@@ -174,13 +189,13 @@ def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:
     """Returns a decoder's parameters with each router's bias updated against the load of its experts.
 
     This balances the load without an auxiliary loss (Wang et al. 2024; DeepSeek-V3, section 2.1.2). The bias of an
-    expert chosen by more tokens than the mean decreases by the rate; the bias of an expert chosen by fewer increases by
-    it.
+    expert that more tokens chose than the mean decreases by the rate. The bias of an expert that fewer tokens chose
+    increases by the rate.
 
     Args:
-      rate: change of a bias in a step.
-      params: float32, see `Task.after_update`.
-      metrics: sums over the batch, with the load of each layer's experts.
+      rate: absolute change of a bias in a step.
+      params: updated parameters of the decoder, trained parameters in float32; see `Task.after_update`.
+      metrics: metrics summed over the batch; `LOAD` has the number of tokens of each expert in each layer.
     """
     load: Arrays = metrics[LOAD]
     experts = params["layers"]["experts"]
@@ -189,15 +204,15 @@ def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:
 
 
 def with_stacks(layers: Params, stack: Params, first: jax.Array) -> Params:
-    """Adds the experts' matrices of all layers to each layer of a decoder, see `Stages.with_stack`.
+    """Adds the experts' matrices of all N layers of a stage to K of these layers, see `Stages.with_stack`.
 
-    Each matrix is then present twice. The gradient is computed for the layer's own matrix, while kernels read the copy
-    in the stack.
+    Each matrix is then passed twice: gradients are computed for the layer's matrix, while kernels read the matrix in
+    the stack.
 
     Args:
-      layers: each leaf [K, ...], in the compute dtypes.
-      stack: each leaf [N, ...], in the compute dtypes.
-      first: int32 scalar, the index of the first of the K layers among the N.
+      layers: parameters of K layers, each leaf [K, ...], in the compute dtypes.
+      stack: parameters of the stage's N layers, each leaf [N, ...], in the compute dtypes.
+      first: int32 scalar, the index of the first of the K layers among the N layers.
     """
     experts, of_all = layers["experts"], stack["experts"]
     num_layers = experts["up"].shape[0]
@@ -211,14 +226,14 @@ class _Plan:
     """The shardings of one layer's experts, and the computation of one device on its shards.
 
     Attributes:
-      x: the spec of tokens, of their choices and gates, and of the results before they are summed over `summed`.
-      result: the spec of the results.
-      stored: name -> spec of each stored matrix.
-      whole: name -> spec of each matrix during the computation.
-      shared: the mesh axes over which experts are split: their devices have different tokens and share the experts.
-      summed: the axes over which the inner dim of experts is split.
-      options: the number of experts and the activation function.
-      platform: of the devices, which determines the kernel of products.
+      x: partition spec of activations, of chosen experts and of gates.
+      result: partition spec of the results after they are summed over `summed`.
+      stored: name -> partition spec of each stored matrix.
+      whole: name -> partition spec of each matrix after the gather over axes that split it for storage only.
+      shared: mesh axes over which experts are split. The devices along them have different tokens.
+      summed: mesh axes over which the inner dim of experts is split, so that results are summed over them.
+      options: options of the decoder, with the number of experts and the activation function.
+      platform: platform of the devices as JAX names it, which determines the kernel for products.
     """
 
     x: PartitionSpec
@@ -239,7 +254,15 @@ class _Plan:
         o: DecoderOptions,
         platform: str,
     ) -> "_Plan":
-        """Returns the plan for these tokens and matrices, without the axes that are already manual."""
+        """Returns the plan for these activations and matrices, without the axes that are already manual.
+
+        Args:
+          place: determines the shardings.
+          x: activations [b, T, D].
+          matrices: name -> (matrix, its logical axes).
+          o: options of the decoder.
+          platform: platform of the devices as JAX names it.
+        """
         of_x = place.activation_spec(x.shape, X)
         whole = {name: place.weight_spec(array.shape, axes) for name, (array, axes) in matrices.items()}
         experts, _, inner = axes_of_dims(whole["up"], len(UP))
@@ -250,14 +273,18 @@ class _Plan:
     def on_device(
         self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array], stacks: Stacks
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the results for one device's tokens, and how many turns took 0, 1, ... P parts, float32 [1, P + 1].
+        """Returns the results for one device's tokens, and the number of turns that computed 0, 1, ... P parts.
+
+        The results are [b, T, D], or [b, T / m, D] if they are scattered over the m devices along `summed`. A turn is a
+        group of tokens that are processed together; a part is a fixed number of the experts' rows. The numbers of turns
+        are float32 [1, P + 1].
 
         Args:
-          x: [b, T, D], one device's tokens.
-          chosen: int32 [b, T, k].
-          gates: float32 [b, T, k].
-          matrices: one device's shards.
-          stacks: one device's shards of the matrices of all layers.
+          x: activations of one device's tokens, [b, T, D].
+          chosen: experts of each token, int32 [b, T, k].
+          gates: factors of the experts' results, float32 [b, T, k].
+          matrices: name -> one device's shard of each stored matrix.
+          stacks: name -> one device's shards of the matrices of all layers.
         """
         matrices = {name: self._gather(name, matrix) for name, matrix in matrices.items()}
         if DOWN_BIAS in matrices and self.summed:  # each device adds its part of the sum
@@ -273,14 +300,16 @@ class _Plan:
     def _turn(
         self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array], stacks: Stacks
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the results for some of one device's tokens, and a one-hot count of the parts they take, [P + 1].
+        """Returns the results for one turn (a group of one device's tokens), [n, D], and the number of computed parts.
+
+        A part is a fixed number of the experts' rows. The number of parts, 1 to P, is one-hot, float32 [P + 1].
 
         Args:
-          x: [n, D].
-          chosen: int32 [n, k].
-          gates: float32 [n, k].
-          matrices: complete matrices of this device's experts.
-          stacks: for some of them, see `chunks.results`.
+          x: activations of the turn's tokens, [n, D].
+          chosen: experts of each token, int32 [n, k].
+          gates: factors of the experts' results, float32 [n, k].
+          matrices: gathered matrices of this device's experts.
+          stacks: stacks of some of these matrices, see `chunks.results`.
         """
         o, num_here = self.options, matrices["up"].shape[0]
         chosen, gates = self._from_all(chosen), self._from_all(gates)

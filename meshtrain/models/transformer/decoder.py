@@ -1,7 +1,7 @@
 """The modules of a decoder-only transformer, configurable as GPT-2, Llama, Qwen, Gemma, DeepSeek and others.
 
 b: sequences in a microbatch, T: tokens per sequence, D: embed dim, H: head dim, K: layers in a stack, v: the part of
-the padded vocabulary on one shard of a manual axis (all of it without an axis).
+the padded vocabulary on one shard of a manual axis (the complete vocabulary without a manual axis).
 """
 
 import functools
@@ -39,9 +39,13 @@ Given: TypeAlias = Arrays  # an argument of each layer, such as its angles: an a
 
 
 class ByKind(NamedTuple):
-    """An argument in two versions, for layers with and without the window, if a stack has both.
+    """Two versions of an argument of layers, for a stack in which only some layers have a sliding window.
 
-    The layers are scanned, so a layer selects its version by its index.
+    The layers are scanned, so each layer gets both versions and selects one by its index.
+
+    Attributes:
+      local: the argument of layers with a window.
+      everywhere: the argument of layers without a window.
     """
 
     local: Arrays
@@ -49,7 +53,15 @@ class ByKind(NamedTuple):
 
 
 class Embedding(nn.Module):
-    """Embeds tokens: int32 [b, T] -> [b, T, D]. The table's rows may be sharded over a manual axis."""
+    """The embedding of tokens: int32 [b, T] -> [b, T, D]. The table's rows may be sharded over a manual axis.
+
+    Attributes:
+      options: options of the decoder.
+      num_rows: rows of the table on one shard of the manual axis.
+      num_positions: rows of the table of learned positions.
+      placement: determines the shardings of tables and activations.
+      dtype: compute dtype.
+    """
 
     options: DecoderOptions
     num_rows: int
@@ -59,11 +71,11 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self, batch: Batch, keys: jax.Array, train: bool, axis: vocabulary.Axis) -> jax.Array:
-        """Looks up the tokens, adds learned positions, applies dropout.
+        """Returns the embedding of the tokens, plus learned positions if the model has them, [b, T, D].
 
         Args:
           batch: `tokens`, and `positions` if positions are learned, int32 [b, T].
-          keys: one key for each sequence, keys [b].
+          keys: a random key for each sequence's dropout, [b].
           train: whether to apply dropout.
           axis: the manual mesh axis over which the table's rows are sharded, or None.
         """
@@ -83,10 +95,16 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [b, T, D] -> [b, T, D].
+    """A layer of the decoder, [b, T, D] -> [b, T, D]: y = x + attention(norm(x)), then y + mlp(norm(y)).
 
-    With `norm.post` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); the inner norms exist only with
-    `norm.pre`. With `moe.num_experts` above 0 the mlp is a mixture of experts.
+    With the option `norm.post` it is y = x + norm(attention(norm(x))), then y + norm(mlp(norm(y))); the inner norms
+    exist only with `norm.pre`. With `moe.num_experts` above 0 the mlp is a mixture of experts.
+
+    Attributes:
+      options: options of the decoder.
+      placement: determines the shardings of weights and activations.
+      dtype: compute dtype.
+      train: whether to apply dropout.
     """
 
     options: DecoderOptions
@@ -105,19 +123,20 @@ class Layer(nn.Module):
         slots: Slots | ByKind | None,
         tokens: Tokens | None = None,
     ) -> tuple[jax.Array, LayerSums]:
-        """Applies one layer.
+        """Returns the output of the layer, [b, T, D], and its auxiliary loss and metrics.
 
         Args:
-          x: [b, T, D].
-          layer: int32 scalar, the layer's index in the model, for dropout and for properties that alternate.
-          keys: one key for each sequence, keys [b].
-          angles: see `MultiHead`.
-          documents: see `MultiHead`.
-          slots: see `MultiHead`.
-          tokens: see `Experts`.
+          x: activations [b, T, D].
+          layer: int32 scalar, the layer's index in the model, for dropout and for properties of every n-th layer.
+          keys: a random key for each sequence's dropout, [b].
+          angles: rotary angles float32 [b, T, H / 2], in two versions if only some layers have a window; None: no
+            rotary positions.
+          documents: int32 [b, T], the document of each token; None: each sequence is one document.
+          slots: for generation, the cache slots that a token attends to; None: no cache.
+          tokens: weights of targets and padding, for the losses and metrics of experts; None: neither is computed.
 
         Returns:
-          The activations, and the layer's additions to the loss and to metrics (`Stages.repeated`); None: nothing.
+          (activations, (auxiliary loss, metrics) as for `Stages.repeated`, or None).
         """
         o, place = self.options, self.placement
         output_std = o.init_std / math.sqrt(2 * o.num_layers)
@@ -159,7 +178,11 @@ class Layer(nn.Module):
         return self.placement.activation(x, ("batch", "residual_sequence", "embed"))
 
     def _stretch(self, is_global: jax.Array | None) -> jax.Array | float | None:
-        """Returns the factor of this layer's rotated queries and keys; a layer with a local rotary base has none."""
+        """Returns the YaRN factor of this layer's rotated queries and keys; None or 1 in layers with a local base.
+
+        Args:
+          is_global: bool scalar, whether this layer has no window; None: all layers are of the same kind.
+        """
         o = self.options
         if o.rope.stretch is None or not (o.window and o.rope.local_base):
             return o.rope.stretch
@@ -167,17 +190,25 @@ class Layer(nn.Module):
 
 
 class Watched(Layer):
-    """A layer that also measures the magnitude of its activations."""
+    """A layer that also returns the metric `largest_activation`, the largest magnitude of its output in each layer."""
 
     def __call__(self, x: jax.Array, layer: jax.Array, *given: Given) -> tuple[jax.Array, LayerSums]:
-        """Applies the layer, see `Layer`; adds a metric of the largest activation."""
+        """Returns the output of `Layer`, and its auxiliary loss and metrics, with the metric `largest_activation`."""
         x, sums = super().__call__(x, layer, *given)
         loss, found = sums or (jnp.float32(0), {})
         return x, (loss, {**found, PEAK: peaks(x, layer, self.options.num_layers)})
 
 
 class Head(nn.Module):
-    """The last norm and the logits: [b, T, D] -> [b, T, v]. The columns may be sharded over a manual axis."""
+    """The last norm and the head, [b, T, D] -> logits [b, T, v]. The columns may be sharded over a manual axis.
+
+    Attributes:
+      options: options of the decoder.
+      num_columns: columns of logits on one shard of the manual axis.
+      placement: determines the shardings of the weight and of activations.
+      dtype: compute dtype of the weight.
+      output_dtype: dtype of the logits.
+    """
 
     options: DecoderOptions
     num_columns: int
@@ -189,13 +220,13 @@ class Head(nn.Module):
     def __call__(
         self, x: jax.Array, table: jax.Array | None, axis: vocabulary.Axis, loss: vocabulary.Loss = vocabulary.logits
     ) -> jax.Array:
-        """Returns the logits, or the result of `loss`.
+        """Returns logits [b, T, v] in the output dtype, including padding, or the result of another function `loss`.
 
         Args:
-          x: [b, T, D].
-          table: the embedding table [v, D] (tied), or None for the head's own kernel.
+          x: activations after the last layer, [b, T, D].
+          table: embedding table [v, D], which is the head's weight if embeddings are tied; None: a separate weight.
           axis: the manual mesh axis over which the columns are sharded, or None.
-          loss: (product, its activations, its weight) -> the result.
+          loss: (settings of the matmul, activations, weight) -> logits, or a loss that computes logits in chunks.
         """
         o, place = self.options, self.placement
         x = Norm(o.norm.name, o.norm.epsilon, o.biases, place, o.norm.centered_scales, name="norm")(x)
@@ -228,16 +259,16 @@ def layer_stack(
     """Returns a stack of `num_layers` layers as one scanned Linen module.
 
     Args:
-      options: the model's shape, for `layer`.
+      options: options of the model, for `layer`.
       num_layers: number of layers.
-      placement: the shardings of activations and gathered weights.
-      dtype: of the activations.
+      placement: determines the shardings of activations and gathered weights.
+      dtype: compute dtype.
       train: whether to apply dropout.
-      remat: one of the choices of `RematOptions.policy`.
-      layer: the class of a layer, with the fields and arguments of `Layer`.
-      num_given: number of arguments of a layer after its index; all layers get the same.
-      stacked_by: the logical axis of the dim of weights that stacks the layers.
-      unroll: see `RematOptions`.
+      remat: what the backward pass recomputes in each layer, one of the choices of `RematOptions.policy`.
+      layer: class of a layer, with the fields and arguments of `Layer`.
+      num_given: number of arguments of a layer after its index; all layers get the same arguments.
+      stacked_by: logical axis of the dim of weights that stacks the layers.
+      unroll: whether to compile each layer separately instead of as a loop.
     """
     policy = checkpoint_policy(remat, placement)
     layer = nn.remat(layer, policy=policy, prevent_cse=False) if policy is not None else layer
@@ -265,16 +296,21 @@ def run_layers(
     remat: RematOptions,
     layer: type[nn.Module] = Layer,
 ) -> tuple[jax.Array, LayerSums]:
-    """Returns the activations after K layers, [b, T, D], and the sums of these layers, see `Stages.repeated`.
+    """Returns the activations after K layers, [b, T, D], and the layers' auxiliary losses and metrics, summed.
+
+    The second result is (loss, metrics) as for `Stages.repeated`, or None.
 
     Args:
-      options: see `layer_stack`, also for `placement`, `dtype` and `layer`.
-      layers: parameters, each leaf [K, ...].
-      x: [b, T, D].
-      indices: int32 [K], of the layers in the model.
+      options: options of the model.
+      layers: parameters of the layers, each leaf [K, ...].
+      x: activations that enter the first of the K layers, [b, T, D].
+      indices: int32 [K], the index of each layer in the model.
       given: further arguments of each layer; for the decoder: keys, angles, documents, slots, tokens.
+      placement: determines the shardings of activations and gathered weights.
+      dtype: compute dtype.
       train: whether to apply dropout and `remat`.
-      remat: what the backward pass recomputes. `every` must divide K.
+      remat: activations that the backward pass recomputes; `every` must divide K.
+      layer: class of a layer, with the fields and arguments of `Layer`.
     """
     policy, every = (remat.policy, remat.every) if train else ("none", 1)
     unroll = train and remat.unrolls
@@ -309,9 +345,10 @@ def _total(sums: Arrays) -> LayerSums:
 
 
 def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | ByKind | None:
-    """Returns the rotary angles of int32 positions [b, T], float32 [b, T, H / 2]; None with learned positions.
+    """Returns the rotary angles of positions int32 [b, T], float32 [b, T, H / 2]; None with learned positions.
 
-    H is the number of rotary channels of a head.
+    H is the number of rotary channels of a head. If only some layers have a window and these have another rotary base,
+    the result has two versions.
     """
     if options.positions != "rotary":
         return None
@@ -325,8 +362,10 @@ def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | ByKi
 def slots_of(options: DecoderOptions, filled: jax.Array, own: jax.Array) -> Slots | ByKind:
     """Returns the slots of a cache that the new token of each row attends to.
 
+    If only some layers have a window, the result has two versions.
+
     Args:
-      options: the model's shape.
+      options: options of the decoder, with the window.
       filled: int32 [b, C], 1 if a slot has a token of the row, including the new token.
       own: int32 scalar, the slot of the new token.
     """
@@ -337,7 +376,10 @@ def slots_of(options: DecoderOptions, filled: jax.Array, own: jax.Array) -> Slot
 
 
 def _of_layer(given: Given, is_global: jax.Array | None) -> Given:
-    """Returns `given`, or the part of a `ByKind` for this layer."""
+    """Returns an argument of one layer: `given`, or the version for this layer if `given` is a `ByKind`.
+
+    `is_global` is a bool scalar, whether this layer has no window.
+    """
     if not isinstance(given, ByKind):
         return given
     assert is_global is not None, "all layers are of one kind"

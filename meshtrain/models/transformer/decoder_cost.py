@@ -1,18 +1,19 @@
-"""Costs of the decoder's attention and experts for a microbatch on a device, by formula: sent, saved and skipped.
+"""Costs of the decoder's attention and experts for a microbatch on a device, by formula: bytes sent and saved.
 
-n: devices along context or expert, t: along tensor, b: tokens of a microbatch on a device, a: bytes of a number, D:
-width, N: query heads, G: key and value heads, G': the same including copies that are sent, H: head dim, E: experts, k:
-experts per token.
+n: devices along context or expert, t: devices along tensor, b: tokens of a microbatch on a device, a: bytes of a
+number, D: width, N: query heads, G: key heads (and value heads), G': key heads including copies that are sent, H: head
+dim, E: experts, k: experts per token.
 
     context   attention by heads: (n - 1) / n of (2 N + 2 G') / t x H x a b in one pass of a layer: queries, keys and
               values before attention, heads after it. G' / t is the least common multiple of G / t and n: heads are
               repeated if n does not divide them. The backward pass sends the same, and repeats the forward pass
               unless `remat.policy` is none. Bytes of an all-to-all as in Jacobs et al. 2023
-    expert    tokens: (n - 1) b D a in each gather and each scatter of a layer. Forward: tokens are gathered, results
-              scattered. Backward: the transposes of both. Unless `remat.policy` is none, tokens are gathered once more.
-              Choices: (n - 1) b k of 4 bytes: experts and gates are gathered, and the gates' cotangents scattered;
-              they are gathered once more under the same condition
-    rows      the rows of one part (`moe/parts.py`): 1.25 b k and some padding
+    expert    tokens: (n - 1) b D a bytes in each gather and each scatter of a layer. Forward: tokens are gathered,
+              results scattered. Backward: the transposes of both. Unless `remat.policy` is none, tokens are gathered
+              once more. Choices: (n - 1) b k numbers of 4 bytes in each gather and scatter: experts and gates are
+              gathered, and the gates' cotangents scattered. Experts and gates are gathered once more unless
+              `remat.policy` is none
+    rows      the rows of one part (`moe/chunks.py`): 1.25 b k and some padding
 """
 
 import dataclasses
@@ -56,7 +57,18 @@ def cost(
     mesh_shape: Mapping[str, int],
     units: float,
 ) -> Cost:
-    """Returns the cost of a decoder, see `Task.cost`; for the arguments see `task.decoder`."""
+    """Returns the cost of a decoder for one microbatch on one device, without compiling it; see `Task.cost`.
+
+    Args:
+      options: options of the decoder.
+      sequence_length: tokens per sequence.
+      dtype: dtype of activations.
+      output_dtype: dtype of logits.
+      remat: activations that the backward pass recomputes.
+      placement: determines the shardings of activations and the platform.
+      mesh_shape: mesh axis -> size.
+      units: tokens of a microbatch on a device.
+    """
     found = of_transformer(options, options.num_layers, dtype, output_dtype, remat, placement, mesh_shape, units)
     layers, itemsize = options.num_layers / mesh_shape[PIPELINE], jnp.dtype(dtype).itemsize
     again = 0.0 if remat.policy == "none" else 1 / remat.every
@@ -90,9 +102,14 @@ def cost(
 def _exchange_bytes(
     options: DecoderOptions, itemsize: int, again: float, mesh_shape: Mapping[str, int], units: float
 ) -> float:
-    """Returns the bytes that a device sends for attention along `context` in one layer.
+    """Returns the bytes that a device sends for attention along the context axis in one layer; 0 if its size is 1.
 
-    Returns 0 if sequences are not split.
+    Args:
+      options: options of the decoder.
+      itemsize: bytes of a number.
+      again: how often the backward pass repeats the forward pass, a mean over layers from 0 to 1.
+      mesh_shape: mesh axis -> size.
+      units: tokens of a microbatch on a device.
     """
     parts = mesh_shape[CONTEXT]
     # Queries and keys, values and results.
@@ -104,7 +121,15 @@ def _exchange_bytes(
 def _token_bytes(
     options: DecoderOptions, itemsize: int, again: float, mesh_shape: Mapping[str, int], units: float
 ) -> float:
-    """Returns the bytes that a device sends along `expert` in one layer; 0 without experts."""
+    """Returns the bytes that a device sends along the expert axis in one layer with experts; 0 without experts.
+
+    Args:
+      options: options of the decoder.
+      itemsize: bytes of a number.
+      again: how often the backward pass repeats the forward pass, a mean over layers from 0 to 1.
+      mesh_shape: mesh axis -> size.
+      units: tokens of a microbatch on a device.
+    """
     if not options.moe.num_experts:
         return 0.0
     of_tokens = (OF_TOKENS + TOKENS_AGAIN * again) * options.embed_dim * itemsize
@@ -113,10 +138,10 @@ def _token_bytes(
 
 
 def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> dict[str, float]:
-    """Returns the share of layers without a window, and the shares of work with an even load of experts.
+    """Returns the amounts of work that depend on data, by name scope, for an even load of experts; see `Cost.shares`.
 
-    The latter are the share of blocks with rows, the share of all tokens' choices that have a row on the device, and no
-    further part.
+    They are the share of layers without a window, the share of blocks that have rows, the share of all tokens' choices
+    that have a row on the device, and 0 iterations of the loop over further parts (`moe/chunks.py`).
     """
     result = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
     if options.moe.num_experts:
@@ -130,10 +155,10 @@ def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float
 
 
 def _parts(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> tuple[Parts, int, int, int]:
-    """Returns the split of the rows of a device's experts.
+    """Returns how a device splits the rows of its experts, see `moe/chunks.py`.
 
-    The result is (the parts of a turn, the number of turns, the device's number of experts, the tokens of a turn that
-    may choose them).
+    The result is (split of a turn's rows into parts, number of turns, number of experts on the device, number of tokens
+    in a turn on all devices that share the experts).
     """
     num_here, sharing = options.moe.num_experts // num_parts(expert_axes(), mesh_shape), mesh_shape[EXPERT]
     num_turns = chunks.num_turns(int(units), sharing, options.moe.experts_per_token, options.moe.num_experts)
@@ -151,14 +176,14 @@ def kernels(
     mesh_shape: Mapping[str, int],
     units: float,
 ) -> tuple[Kernel, ...]:
-    """Returns the implementation of attention in training, and of products of experts if there are experts.
+    """Returns the implementation of attention in training, and of the experts' products if there are experts.
 
     Args:
-      options: the model's shape.
-      sequence_length: in tokens.
-      dtype: of activations.
-      platform: of the devices, as JAX names it.
-      mesh_shape: the size of each mesh axis.
+      options: options of the decoder.
+      sequence_length: tokens per sequence.
+      dtype: dtype of activations.
+      platform: platform of the devices as JAX names it.
+      mesh_shape: mesh axis -> size.
       units: tokens of a microbatch on a device.
     """
     attention, lengths = options.attends, (sequence_length, sequence_length)
@@ -186,12 +211,13 @@ def _of_experts(
 
 
 def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
-    """Returns the FLOPs of full attention, forward and backward, for one token: 6 L K N_heads (H + value width).
+    """Returns the FLOPs of full attention, forward and backward, for one token: 6 L K N (H + width of values).
 
-    In each of L layers, the product of queries and keys takes 2 K N_heads H forward. The product of probabilities and
-    values takes the same with the value width. Both take twice as much backward. K is T without a window. With a window
-    of W tokens a query has W (2 T - W) / 2 T keys on average, and K is twice this number. So the causal part is half of
-    it in both cases.
+    L is the number of layers, N the number of query heads, H the width of a query head, K a number of keys. In each
+    layer the product of queries and keys takes 2 K N H FLOPs forward. The product of probabilities and values takes 2 K
+    N (width of values). Both take twice these FLOPs backward. Without a window K is T, the tokens of a sequence. With a
+    window of W tokens a query attends to W (2 T - W) / 2 T keys on average, and K is twice this number. Causal
+    attention needs half of the returned FLOPs in both cases.
     """
     num_keys: float = sequence_length
     if 0 < options.window < sequence_length:

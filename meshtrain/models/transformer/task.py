@@ -72,18 +72,18 @@ def decoder(
     balance_rate: float = 0.0,
     watches: bool = False,
 ) -> Task:
-    """Returns the task of a decoder.
+    """Returns the task of training a decoder on packed sequences.
 
     Args:
-      options: the model's shape.
+      options: options of the decoder.
       batch_size: B, sequences in the global batch.
-      sequence_length: T, tokens.
-      dtype: of activations, and of weights in products with them; parameters are float32.
-      output_dtype: of the head's logits; None: `dtype`.
-      remat: what the backward pass recomputes, also in a pipeline.
-      placement: the shardings of activations and of gathered weights; None: one device, without shardings.
-      balance_rate: change of an expert's bias in a step against its load.
-      watches: whether the metrics of training have the largest activation of each repeated layer.
+      sequence_length: T, tokens per sequence.
+      dtype: compute dtype of activations and of weights in matmuls; parameters are float32.
+      output_dtype: dtype of logits; None: `dtype`.
+      remat: activations that the backward pass recomputes, also in a pipeline.
+      placement: determines the shardings of activations and gathered weights; None: a single device.
+      balance_rate: change of each router bias in a step, against the load of the expert.
+      watches: whether the training metrics have the largest activation of each repeated layer.
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
     num_positions = options.max_positions or sequence_length
@@ -115,7 +115,17 @@ def decoder(
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The functions of a decoder: `all_logits` computes the complete model, others are its pipeline stages."""
+    """The functions of a decoder: pipeline stages, the complete forward pass, and generation with a cache.
+
+    Attributes:
+      options: options of the decoder.
+      num_positions: number of learned positions.
+      dtype: compute dtype.
+      output_dtype: dtype of logits.
+      placement: determines the shardings of activations and gathered weights.
+      remat: activations that the backward pass recomputes.
+      watches: whether training metrics have the largest activation of each repeated layer.
+    """
 
     options: DecoderOptions
     num_positions: int
@@ -130,8 +140,8 @@ class Decoder:
     ) -> jax.Array:
         """Returns the activations before the repeated layers, [b, T, D].
 
-        It is the embedding, or the output of further layers before the repeated layers; every stage of a pipeline
-        computes these.
+        They are the embedding of the tokens or, in a model with experts, the output of the first layers without
+        experts. Every stage of a pipeline computes these layers. For the arguments see `Stages.first`.
         """
         x = self.embedded(params, batch, rng, train, axis)
         if not self.options.num_dense:
@@ -140,7 +150,7 @@ class Decoder:
         return self._run(self.options.of_dense, params[FIRST], x, batch, rng, 0, train, once)[0]
 
     def stages(self) -> Stages:
-        """Returns these functions as the stages of a pipeline."""
+        """Returns the decoder split for a pipeline: `first`, `repeated`, `last` and further functions."""
         has_experts = self.options.moe.num_experts > 0
         return Stages(
             self.options.num_repeated,
@@ -157,7 +167,7 @@ class Decoder:
     def embedded(
         self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: vocabulary.Axis = None
     ) -> jax.Array:
-        """Returns the embedding of the tokens, [b, T, D]."""
+        """Returns the embedding of the batch's tokens, [b, T, D]; for the arguments see `Stages.first`."""
         num_rows = params["embedding"]["table"].shape[0]
         embedding = Embedding(self.options, num_rows, self.num_positions, self.placement, self.dtype)
         x: Activations = embedding.apply({"params": params["embedding"]}, batch, sequence_keys(rng, batch), train, axis)
@@ -166,9 +176,10 @@ class Decoder:
     def repeated(
         self, layers: Params, x: jax.Array, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
     ) -> tuple[jax.Array, LayerSums]:
-        """Returns the activations after K layers, and their sums.
+        """Returns the activations after K repeated layers, [b, T, D], and the layers' auxiliary losses and metrics.
 
-        The first has the index `start` among repeated layers.
+        For the arguments see `Stages.repeated`; `start` is the index of the first of the K layers among repeated
+        layers.
         """
         return self._run(self.options, layers, x, batch, rng, start + self.options.num_dense, train, self.remat)
 
@@ -183,9 +194,17 @@ class Decoder:
         train: bool,
         remat: RematOptions,
     ) -> tuple[jax.Array, LayerSums]:
-        """Returns the activations after K layers with these options, and their sums.
+        """Returns the activations after K layers, [b, T, D], and the layers' auxiliary losses and metrics.
 
-        The first layer has the index `start`.
+        Args:
+          options: options of these layers, which differ between first and repeated layers.
+          layers: parameters of the K layers, each leaf [K, ...].
+          x: activations that enter the first of the K layers, [b, T, D].
+          batch: positions, segment ids and weights, [b, T].
+          rng: random key of the step, for dropout.
+          start: index of the first of the K layers in the model.
+          train: whether to apply dropout and `remat`.
+          remat: activations that the backward pass recomputes.
         """
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
@@ -198,13 +217,20 @@ class Decoder:
         return run_layers(options, layers, x, indices, given, self.placement, self.dtype, train, remat, layer)
 
     def cast(self, params: Params) -> Params:
-        """Returns parameters in their compute dtypes, see `computing`."""
+        """Returns parameters in their compute dtypes: norms and routers in float32, other parameters in `dtype`."""
         return computing(params, self.dtype)
 
     def columns(
         self, params: Params, x: jax.Array, axis: vocabulary.Axis = None, loss: vocabulary.Loss = vocabulary.logits
     ) -> jax.Array:
-        """Returns logits [b, T, v] in the output dtype, including padding, or the result of `loss`."""
+        """Returns logits [b, T, v] in the output dtype, including padding, or the result of another function `loss`.
+
+        Args:
+          params: parameters of embedding and head.
+          x: activations after the last layer, [b, T, D].
+          axis: the manual mesh axis over which the columns of logits are sharded, or None.
+          loss: (settings of the matmul, activations, weight) -> logits, or a loss that computes logits in chunks.
+        """
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
         num_columns = table.shape[0] if table is not None else params["head"]["kernel"].shape[1]
         module = Head(self.options, num_columns, self.placement, self.dtype, self.output_dtype)
@@ -212,24 +238,30 @@ class Decoder:
         return result
 
     def logits(self, params: Params, x: jax.Array, axis: vocabulary.Axis = None) -> jax.Array:
-        """Returns float32 logits [b, T, v], padding at minus infinity."""
+        """Returns float32 logits [b, T, v] with minus infinity in columns of padding, given the last layer's output."""
         return vocabulary.without_padding(self.columns(params, x, axis), self.options.vocab_size, axis)
 
     def last(self, params: Params, x: jax.Array, batch: Batch, axis: vocabulary.Axis = None) -> Loss:
-        """Returns the loss of the activations after the last layer."""
+        """Returns (sum of cross-entropies over targets, sum of their weights, no metrics), float32 scalars.
+
+        `x` are the activations after the last layer, [b, T, D]; for the other arguments see `Stages.last`.
+        """
         cross_entropy = vocabulary.CrossEntropy(self.options.vocab_size, self.options.loss_chunk, axis)
         loss = functools.partial(cross_entropy, targets=batch["targets"], weights=batch["weights"])
         return self.columns(params, x, axis, loss), jnp.sum(batch["weights"]), {}
 
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns float32 logits [B, T, V] of a batch without dropout, padding at minus infinity."""
+        """Returns float32 logits [B, T, V] of a batch, without dropout, with minus infinity in columns of padding."""
         rng = jax.random.key(0)
         x = self.first(params, batch, rng, False)
         y, _ = self.repeated(params["layers"], x, batch, rng, 0, False)
         return self.logits(params, y)
 
     def decode(self, sequence_length: int) -> Decode:
-        """Returns the functions that generate tokens; training has sequences of `sequence_length` tokens."""
+        """Returns the functions that generate tokens with a cache.
+
+        `sequence_length` is the number of tokens of a training sequence, beyond which text may be poor.
+        """
         # A single token cannot be split over an axis that splits sequences in training.
         unsharded = dataclasses.replace(self, placement=self.placement.for_decoding(("sequence", "residual_sequence")))
         return Decode(
@@ -242,13 +274,26 @@ class Decoder:
         )
 
     def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
-        """Returns the entries of an empty cache; see `Decode.cache`."""
+        """Returns the shapes, dtypes and logical axes of the cache's arrays, by name.
+
+        Args:
+          num_rows: R, number of texts.
+          prompt_length: P, tokens of a prompt after padding.
+          num_steps: maximum number of calls of `step`.
+        """
         o, num_slots = self.options, prompt_length + num_steps
         stack = caches.stack_entries(o.attends, o.num_layers, num_rows, num_slots, self.dtype, o.latent_widths)
         return {**stack, **caches.row_entries(num_rows, num_slots)}
 
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Returns the logits [R, V] that follow each prompt, tokens int32 [R, P], and the cache; see `Decode`."""
+        """Reads prompts into an empty cache; returns the logits [R, V] of the next tokens, and the cache.
+
+        Args:
+          params: parameters in their compute dtypes.
+          tokens: prompts, int32 [R, P], padded on the right.
+          lengths: number of tokens of each prompt, int32 [R].
+          cache: an empty cache.
+        """
         # Padding is not masked: it follows all tokens of its row, and its slots are never filled.
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         y, new = self._compute_cached(params, tokens, positions, None, None)
@@ -259,7 +304,13 @@ class Decoder:
         return self.logits(params, last)[:, 0], after
 
     def step(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Returns the logits [R, V] that follow one more token of each row, int32 [R], and the cache; see `Decode`."""
+        """Appends a token to each row; returns the logits [R, V] of the next tokens, and the cache.
+
+        Args:
+          params: parameters in their compute dtypes.
+          tokens: the appended tokens, int32 [R].
+          cache: the cache returned by `prefill` or by the previous `step`.
+        """
         slot, positions = cache["slot"], cache["positions"]
         filled = caches.next_slot(cache["filled"], slot)
         slots = slots_of(self.options, filled, slot)
@@ -270,7 +321,18 @@ class Decoder:
     def _compute_cached(
         self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, slots: Slots | ByKind | None
     ) -> tuple[jax.Array, Arrays]:
-        """Returns the activations [R, T, D] of tokens int32 [R, T], and their entries for a cache, [K, R, T, ...]."""
+        """Returns the activations after the last layer, [R, T, D], and the tokens' keys and values [K, R, T, ...].
+
+        With latent attention there are latents instead of keys and values.
+
+        Args:
+          params: parameters in their compute dtypes.
+          tokens: int32 [R, T].
+          positions: position of each token, int32 [R, T].
+          cache: the cache of earlier tokens; not used without `slots`.
+          slots: the slots of the cache that the tokens attend to, with T = 1; None: the tokens are prompts and attend
+            to each other.
+        """
         o, index = self.options, jnp.arange(tokens.shape[0])
         batch = {"tokens": tokens, "positions": positions, SEQUENCE_INDEX: index}
         rng = jax.random.key(0)  # key for dropout, which is off
@@ -288,7 +350,7 @@ class Decoder:
 
 
 def computing(params: Params, dtype: DTypeLike) -> Params:
-    """Returns parameters in their compute dtypes: norms and routers in float32, the rest in `dtype`."""
+    """Returns parameters in their compute dtypes: norms, routers and sinks unchanged, other parameters in `dtype`."""
 
     def cast(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:
         # Some norms are inside attention.
@@ -299,7 +361,15 @@ def computing(params: Params, dtype: DTypeLike) -> Params:
 
 
 def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
-    """Returns initial float32 parameters, each boxed with its logical axes. The values depend only on `rng`."""
+    """Returns the initial float32 parameters of a decoder, each boxed with its logical axes.
+
+    The values depend only on `rng` and the options, not on the mesh.
+
+    Args:
+      options: options of the decoder.
+      num_positions: number of learned positions.
+      rng: random key.
+    """
     nowhere = Placement.single_device()
     keys = jax.random.split(rng, 3)
     ints = jnp.zeros((1, 1), jnp.int32)
@@ -324,7 +394,11 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
 
 
 def stacks(options: DecoderOptions) -> list[tuple[DecoderOptions, int, int, str]]:
-    """Returns (options, index of the first layer, index after the last, name in the parameters) of each stack."""
+    """Returns the stacks of identical layers of a decoder, in order: the first layers if any, then repeated layers.
+
+    Each item is (options of the layers, index of the first layer in the model, index after the last layer, name of the
+    stack among the parameters).
+    """
     num_dense, num_layers = options.num_dense, options.num_layers
     first = [(options.of_dense, 0, num_dense, FIRST)] if num_dense else []
     return [*first, (options, num_dense, num_layers, "layers")]
@@ -332,7 +406,7 @@ def stacks(options: DecoderOptions) -> list[tuple[DecoderOptions, int, int, str]
 
 @functools.cache
 def initializer(options: DecoderOptions, num_positions: int) -> Callable[[jax.Array], Params]:
-    """Returns `Task.init`.
+    """Returns the function `Task.init` of a decoder.
 
     Returns the same function for equal arguments, because JAX caches traces by function.
     """
@@ -340,14 +414,17 @@ def initializer(options: DecoderOptions, num_positions: int) -> Callable[[jax.Ar
 
 
 def count_parameters(options: DecoderOptions, num_positions: int) -> int:
-    """Returns the number of parameters, computed from shapes, without padding of the vocabulary; touches no device."""
+    """Returns the number of a decoder's parameters without padding of the vocabulary.
+
+    The number is computed from shapes without using a device. `num_positions` is the number of learned positions.
+    """
     return num_parameters(initializer(options, num_positions), {"vocab": options.vocab_size})
 
 
 def num_idle_parameters(options: DecoderOptions) -> int:
-    """Returns the number of parameters of the experts that do not process a token, in all layers.
+    """Returns the number of parameters of the experts that do not process a token, in all layers; 0 without experts.
 
-    They are three matrices per expert, and biases.
+    Each expert has three matrices, and biases if `moe.biases` is set.
     """
     if not options.moe.num_experts:
         return 0
@@ -364,10 +441,10 @@ def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions:
     only if it is also the head, learned positions never (PaLM, Chowdhery et al. 2022, appendix B).
 
     Args:
-      options: the model's shape.
-      num_parameters: active parameters.
-      num_positions: rows of learned positions.
-      sequence_length: in tokens.
+      options: options of the decoder.
+      num_parameters: number of parameters that process one token, without padding.
+      num_positions: number of learned positions.
+      sequence_length: tokens per sequence.
     """
     lookups = 0 if options.tied_embeddings else options.vocab_size * options.embed_dim
     if options.positions == "learned":
