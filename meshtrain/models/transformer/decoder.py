@@ -190,7 +190,7 @@ class Layer(nn.Module):
 
 
 class Watched(Layer):
-    """A layer that also returns the metric `largest_activation`, the largest magnitude of its output in each layer."""
+    """A layer of the decoder that also returns the metric `largest_activation`, the largest magnitude of its output."""
 
     def __call__(self, x: jax.Array, layer: jax.Array, *given: Given) -> tuple[jax.Array, LayerSums]:
         """Returns the output of `Layer`, and its auxiliary loss and metrics, with the metric `largest_activation`."""

@@ -238,11 +238,14 @@ class Decoder:
         return result
 
     def logits(self, params: Params, x: jax.Array, axis: vocabulary.Axis = None) -> jax.Array:
-        """Returns float32 logits [b, T, v] with minus infinity in columns of padding, given the last layer's output."""
+        """Returns float32 logits [b, T, v] with minus infinity in columns of padding.
+
+        `x` are the activations after the last layer, [b, T, D].
+        """
         return vocabulary.without_padding(self.columns(params, x, axis), self.options.vocab_size, axis)
 
     def last(self, params: Params, x: jax.Array, batch: Batch, axis: vocabulary.Axis = None) -> Loss:
-        """Returns (sum of cross-entropies over targets, sum of their weights, no metrics), float32 scalars.
+        """Returns (weighted sum of cross-entropies over targets, sum of the weights, {}), float32 scalars.
 
         `x` are the activations after the last layer, [b, T, D]; for the other arguments see `Stages.last`.
         """
