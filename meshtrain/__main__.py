@@ -2,6 +2,7 @@
 
 import sys
 
+from meshtrain import user_functions
 from meshtrain.cli import first_signals
 
 if __name__ == "__main__":
@@ -12,7 +13,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import NoReturn
 
-from meshtrain import __version__, options
+from meshtrain import __version__
 from meshtrain.cli.flags import program
 from meshtrain.cli.tables import align
 from meshtrain.errors import Problem, UserError, fold, nearest, run
@@ -108,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
             )
         )
     # Import only this module: others may load JAX, which is too slow for `--help`.
-    imported = options.import_modules(module)[0]
+    imported = user_functions.import_modules(module)[0]
     if command != "train":  # train handles signals itself from its first line on
         first_signals.over()
     return imported.main(rest) or 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from meshtrain.assembly.assemble import Assembly, assemble
 from meshtrain.assembly.facts import array_rows, num_trained
-from meshtrain.cli.flags import PICTURES, write_picture
+from meshtrain.cli.output_files import PICTURES, write_picture
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config import unused_options
 from meshtrain.config.build import groups

@@ -10,10 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from meshtrain.cli import flags
+from meshtrain.cli import flags, output_files
 from meshtrain.config.schema import MAX_TEXT_TOKENS
 from meshtrain.data.chat_template import open_template
-from meshtrain.data.tokenizer import Tokenizer, end_ids
+from meshtrain.data.encoding.tokenizer_folder import end_ids
+from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problem, Problems, UserError, refuse, run, warn
 from meshtrain.files import expand_user, identities, is_utf8, target_problems
 from meshtrain.generation.answers import Shown, Wanted, answers, fitting, num_trained_left, room_left
@@ -217,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
             fields = {"prompt": prompts[index].text, "index": index, "sample": sample}
             fields |= {"text": text.text, "ended": text.ended}
             lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
-        flags.write("--out", arguments.out, "".join(lines))
+        output_files.write("--out", arguments.out, "".join(lines))
         print(f"{len(lines)} texts in {arguments.out}")
     return 0
 

@@ -2,6 +2,8 @@
 
 import sys
 
+from meshtrain import user_functions
+from meshtrain.cli import output_files
 from meshtrain.cli import first_signals
 
 if __name__ == "__main__":
@@ -12,7 +14,6 @@ import os
 import time
 from collections.abc import Sequence
 
-from meshtrain import options
 from meshtrain.cli import flags
 from meshtrain.errors import Problem, run
 from meshtrain.launch.early_errors import tell_before_meeting
@@ -39,8 +40,10 @@ def main(argv: Sequence[str]) -> int:
         arguments = flags.arguments(argv, extra)
         # Imported here, by name: JAX takes seconds to load, and `--help` must be fast.
         # JAX first: if another module has the name jax, packages that import it would log their own warnings.
-        _, config, training = options.import_modules("jax.numpy", "meshtrain.config.resolve", "meshtrain.training")
-        problems = flags.unwritable(arguments.workdir)
+        _, config, training = user_functions.import_modules(
+            "jax.numpy", "meshtrain.config.resolve", "meshtrain.training"
+        )
+        problems = output_files.unwritable(arguments.workdir)
         if arguments.config is None and all(problem.key != "--config" for problem in arguments.problems):
             allowed = "a file with get_config(), or a name"
             problems.append(Problem("--config", got="nothing", allowed=allowed, nearest=flags.EXAMPLE))

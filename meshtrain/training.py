@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshtrain import options
+from meshtrain import user_functions
 from meshtrain.assembly.assemble import Assembly
 from meshtrain.config.build import Given
 from meshtrain.config.resolve import resolve
@@ -73,7 +73,7 @@ def train(
     """
     begun_seconds = time.monotonic()
     preflight.check_arguments(directory, make_task, make_data, rules)
-    source = {"data.source": options.function_name(make_data)} if make_data else {}
+    source = {"data.source": user_functions.function_name(make_data)} if make_data else {}
     config = resolve(config, source, make_task=make_task, rules=rules, reads_data=make_data is None)
     return train_resolved(config, directory, make_task, make_data, rules, begun_seconds=begun_seconds)
 

@@ -9,24 +9,23 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
-import io
 import json
 import pathlib
 import re
 import sys
-import tempfile
 import traceback
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshtrain.cli import words
 from meshtrain.errors import MOST_LINES, Problem, UserError, first_line, fold, is_finite, nearest, refuse, unknown
-from meshtrain.files import expand_user, is_url, is_utf8, url_problems, what_is_at, write_whole
-from meshtrain.options import MOST, Options, UserObject, Value, Values
+from meshtrain.files import expand_user, is_url, is_utf8, url_problems, what_is_at
+from meshtrain.options import MOST, Options, Value, Values
+from meshtrain.user_functions import UserObject
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -39,7 +38,6 @@ _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
 `{} config` lists the fields with their types, defaults and meanings.
 """
-PICTURES = (".png", ".svg", ".pdf")  # formats that `write_picture` supports
 EXAMPLE = "--config=3d"  # a configuration that runs from any folder
 
 
@@ -566,100 +564,3 @@ def construct(default: Options, values: Mapping[str, Value], prefix: str = "") -
         inner, name = getattr(default, field.name), prefix + field.name
         fields[field.name] = construct(inner, values, f"{name}.") if dataclasses.is_dataclass(inner) else values[name]
     return dataclasses.replace(default, **fields)
-
-
-def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[Problem]:
-    """Returns an error line if a folder cannot be created or written, else an empty list; leaves no file.
-
-    Args:
-      folder: the path of the folder.
-      flag: the flag that sets the folder, with which the line starts.
-      example: the value that the line suggests.
-    """
-    existing = folder.absolute()
-    if folder.parts[:1] and folder.parts[0].startswith("~"):
-        return [
-            Problem(
-                flag,
-                got=f"'{folder}', a home directory that is missing",
-                allowed="a writable folder",
-                nearest=example,
-            )
-        ]
-    while (what := what_is_at(existing)) == "nothing there" and existing != existing.parent:
-        existing = existing.parent
-    if what != "a folder":
-        return [
-            Problem(
-                flag,
-                got=f"'{folder}': '{existing}' is not a folder but {what}",
-                allowed="a folder that can be written",
-                nearest=example,
-            )
-        ]
-    try:
-        # Tries to write: permission bits are not sufficient for root or for a read-only file system.
-        with tempfile.TemporaryDirectory(dir=existing, prefix=".meshtrain-"):
-            return []
-    except OSError as error:
-        return [
-            Problem(
-                flag,
-                got=f"'{folder}', which is not writable ({error.strerror})",
-                allowed="a folder that can be written",
-                nearest=example,
-            )
-        ]
-
-
-@contextlib.contextmanager
-def writing(flag: str, path: str) -> Iterator[None]:
-    """Raises UserError if the `with` block cannot write the file that a flag sets.
-
-    Args:
-      flag: the name of the flag, for the error.
-      path: the path of the file.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            Problem(
-                flag,
-                got=f"'{path}', which cannot be written ({error.strerror})",
-                allowed="a path on a disk with room",
-                nearest="another folder",
-            )
-        ) from error
-
-
-def write(flag: str, path: str, content: str | bytes) -> None:
-    """Writes a file that a flag sets. The content is first written to a new file, which then replaces `path`.
-
-    Args:
-      flag: the name of the flag, for the error.
-      path: the path of the file.
-      content: the new content.
-
-    Raises:
-      UserError: the file cannot be written; `path` is unchanged.
-    """
-    with writing(flag, path):
-        write_whole(path, content)
-
-
-def write_picture(flag: str, path: str, figure: "Figure", **how: Any) -> None:
-    """Writes a figure into a file that a flag sets, in the format of the file's ending.
-
-    Args:
-      flag: the name of the flag, for the error.
-      path: the path of the file, which ends with one of PICTURES.
-      figure: a matplotlib figure.
-      **how: arguments of `Figure.savefig`.
-
-    Raises:
-      UserError: the file cannot be written; `path` is unchanged.
-    """
-    content = io.BytesIO()
-    figure.savefig(content, format=pathlib.Path(path).suffix[1:], **how)
-    write(flag, path, content.getvalue())

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from meshtrain.cli import flags
+from meshtrain.cli import flags, output_files
 from meshtrain.cli.tables import align
 from meshtrain.config.build import defaults_of
 from meshtrain.config.resolve import parse
@@ -60,8 +60,8 @@ def copy(name: str) -> pathlib.Path:
         raise UserError(
             Problem("--copy", got=f"'{name}', and {file} is here", allowed="a new file", nearest="another folder")
         )
-    refuse(flags.unwritable(pathlib.Path(), "--copy", "another folder"))
-    flags.write("--copy", str(file), own[name].read_bytes())
+    refuse(output_files.unwritable(pathlib.Path(), "--copy", "another folder"))
+    output_files.write("--copy", str(file), own[name].read_bytes())
     return file
 
 

@@ -9,7 +9,8 @@ from meshtrain.data.corpus import SOURCES
 from meshtrain.data.sources import DataOptions, Source, fraction_problems, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
 from meshtrain.errors import Problem, UserError, nearest
-from meshtrain.options import FORM, OptionsClass, Value, function_problems, import_function, plugin_names
+from meshtrain.options import OptionsClass, Value
+from meshtrain.user_functions import FORM, function_problems, import_function, plugin_names
 
 KEY = "data.source"
 

@@ -10,7 +10,6 @@ import jax
 
 from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError
-from meshtrain.options import UserObject, call_user_function, import_function, plugin_names, user_check
 from meshtrain.sharding.gradients import OverData
 from meshtrain.sharding.reduction import KEY as KEY
 from meshtrain.sharding.reduction import MAX_LEVEL, NAMES, SUM, Reduction
@@ -18,6 +17,7 @@ from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.trees import Arrays
 from meshtrain.step.extension import Estimate
 from meshtrain.step.precision import reduce_dtype
+from meshtrain.user_functions import UserObject, call_user_function, import_function, plugin_names, user_check
 
 PERIOD = "local_steps.period"
 FLOAT32_BYTES = 4

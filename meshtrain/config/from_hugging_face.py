@@ -7,8 +7,8 @@ from pathlib import Path
 from meshtrain.cli import flags
 from meshtrain.config.build import defaults_of
 from meshtrain.config.schema import Config
+from meshtrain.data.encoding.tokenizer_folder import TOKENIZER
 from meshtrain.data.sources import DataOptions
-from meshtrain.data.tokenizer import TOKENIZER
 from meshtrain.files import expand_user, what_is_at
 from meshtrain.hf.config_json import describe_model
 from meshtrain.optim.learning_rate import LearningRateOptions

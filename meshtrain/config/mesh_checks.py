@@ -15,7 +15,7 @@ from meshtrain.errors import Problem, UserError, nearest_multiple
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries, stack_problems
 from meshtrain.optim import moments, optimizers
-from meshtrain.options import dims, user_check
+from meshtrain.options import dims
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline.stages import Stack, stack_of
 from meshtrain.sharding import trainable
@@ -23,6 +23,7 @@ from meshtrain.sharding.param_sharding import MAX_LEVEL, level_problems, num_par
 from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, Rules, default_rules, expert_axes
 from meshtrain.sharding.tree_problems import tree_problems
 from meshtrain.sharding.trees import Arrays, NamesTree, select
+from meshtrain.user_functions import user_check
 
 
 def check(

@@ -13,7 +13,7 @@ from typing import Protocol, TypedDict
 
 from jax.typing import DTypeLike
 
-from meshtrain import options
+from meshtrain import options, user_functions
 from meshtrain.config.data_sources import names as source_names
 from meshtrain.config.schema import Config
 from meshtrain.data.sources import TOKENS, DataOptions, reads_documents
@@ -26,12 +26,13 @@ from meshtrain.models.task import Task, kind_problems
 from meshtrain.models.transformer import task as decoder_task
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.observe.trackers import ACTIVATIONS
-from meshtrain.options import Options, UserObject
+from meshtrain.options import Options
 from meshtrain.pipeline.schedules import layers_in_chunk
 from meshtrain.sharding.param_sharding import params_with_axes
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.trees import Arrays, NamesTree
 from meshtrain.step.precision import compute_dtype, compute_name, in_fp8, output_dtype
+from meshtrain.user_functions import UserObject
 
 MakeTask = Callable[[Config, Placement], Task]
 Check = Callable[[Config, Mapping[str, int]], list[Problem]]
@@ -173,18 +174,18 @@ decoder = BuiltIn("decoder", _decoder, DecoderOptions, _check_decoder, takes_ada
 
 def names() -> list[str]:
     """Returns the names of the built-in tasks."""
-    return [decoder.name, *options.plugin_names(KEY)]
+    return [decoder.name, *user_functions.plugin_names(KEY)]
 
 
 def find(name: str) -> NamedTask:
     """Returns the task function with this name: a built-in one, or `package.module:function`, which is imported.
 
     Raises:
-      UserError: one line: see `options.import_function` and `refuse_options`.
+      UserError: one line: see `user_functions.import_function` and `refuse_options`.
     """
     if name == decoder.name:
         return decoder
-    function = options.import_function(KEY, name, names())
+    function = user_functions.import_function(KEY, name, names())
     refuse_options(name, function)
     return typing.cast(NamedTask, function)
 
@@ -210,7 +211,7 @@ def refuse_options(name: str, function: UserObject) -> None:
 
 def name_of(make_task: MakeTask) -> str:
     """Returns the name by which a configuration can refer to a task function."""
-    return make_task.name if isinstance(make_task, BuiltIn) else options.function_name(make_task)
+    return make_task.name if isinstance(make_task, BuiltIn) else user_functions.function_name(make_task)
 
 
 def make_task_of(config: Config, placement: Placement, make_task: MakeTask | None = None) -> Task:

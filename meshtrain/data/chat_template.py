@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from meshtrain.data.encoding.special_tokens import Message, Spans
-from meshtrain.data.tokenizer import SETTINGS, TEMPLATE, settings, special_tokens
+from meshtrain.data.encoding.tokenizer_folder import SETTINGS, TEMPLATE, settings, special_tokens
 from meshtrain.errors import Problem, UserError
 from meshtrain.files import Json, JsonObject, is_utf8, what_is_at
 

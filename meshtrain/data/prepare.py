@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from meshtrain.cli import flags
 from meshtrain.data.encoding.special_tokens import ENCODE, MODES, TEXT, SpecialTokens
+from meshtrain.data.encoding.tokenizer_folder import folder_end_token, tokenizer_file
 from meshtrain.data.packing import inner_ends
 from meshtrain.data.text import find_files, is_table, only_empty, read_documents, tokens_as_text
 from meshtrain.data.token_files import (
@@ -33,14 +34,7 @@ from meshtrain.data.token_files import (
     sidecar_path,
     write_index,
 )
-from meshtrain.data.tokenizer import (
-    NO_TOKEN,
-    Tokenizer,
-    file_problems,
-    folder_end_token,
-    open_tokenizer,
-    tokenizer_file,
-)
+from meshtrain.data.tokenizer import NO_TOKEN, Tokenizer, file_problems, open_tokenizer
 from meshtrain.errors import Problem, Problems, UserError, refuse, run
 from meshtrain.files import expand_user, identities, replacing, what_is_at, write_whole
 from meshtrain.store.buckets import Place, version
@@ -284,12 +278,12 @@ def prepare(
     files, problems = find_files(path)
     problems = problems or Problems(tokens_as_text(files)).lines()
     problems += file_problems(tokenizer) if tokenizer != "bytes" else []
-    read = set[object]().union(*map(identities, files))
-    if not is_folder:
-        targets = [out_path, sidecar_path(out_path), out_path.with_name(f"{out_path.name}.tokenizer.json")]
-        problems += _output_problems(targets[: 2 if tokenizer == "bytes" else 3], read, overwrite)
-    else:
+    if is_folder:
         problems += _folder_problems(output, out_path, overwrite)
+    else:
+        copies = [] if tokenizer == "bytes" else [out_path.with_name(f"{out_path.name}.tokenizer.json")]
+        read = set[object]().union(*map(identities, files))
+        problems += _output_problems([out_path, sidecar_path(out_path), *copies], read, overwrite)
     refuse(problems)
     opened = open_tokenizer(tokenizer, end_token, begin_token, special_tokens)
     content = b"" if tokenizer == "bytes" else tokenizer_file(tokenizer).read_bytes()
@@ -298,9 +292,7 @@ def prepare(
     try:
         if is_folder:
             described = _write_each(files, described, out_path, overwrite, text_field, write)
-            copy = out_path / described.tokenizer
-            if content and (what_is_at(copy) != "a file" or copy.read_bytes() != content):
-                write_whole(copy, content)  # the token files are complete, but the copy was lost
+            _restore_copy(out_path / described.tokenizer, content)
             return described
         if len(files) == 1:
             described = _with_source(described, *next(iter(files.items())), text_field)
@@ -309,6 +301,12 @@ def prepare(
     except OSError as error:
         fault = f"'{output}' cannot be written ({error.strerror or error})"
         raise UserError(Problem("--output", fault=fault, allowed="a file that can", nearest="tokens.bin")) from error
+
+
+def _restore_copy(path: Path, content: bytes) -> None:
+    """Writes the copy of the tokenizer.json again if it is missing or differs, in a folder of complete token files."""
+    if content and (what_is_at(path) != "a file" or path.read_bytes() != content):
+        write_whole(path, content)
 
 
 def _description(tokenizer: Tokenizer, content: bytes, name: str, end_token: str) -> TokenFile:

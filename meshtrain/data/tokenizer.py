@@ -9,23 +9,28 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtrain.data.encoding.special_tokens import ENCODE, TEXT, SpecialTokens, mark_tokenizer, original_ids, unmark
 from meshtrain.data.encoding.text_bytes import blank_in_bytes, bytes_of_ids, num_added_blanks
+from meshtrain.data.encoding.tokenizer_folder import (
+    TOKENIZER,
+    end_ids,
+    folder_end_token,
+    read_tokenizer_json,
+    tokenizer_file,
+)
 from meshtrain.data.long_texts import batches, cuts_of
 from meshtrain.data.packing import Example, Examples, inner_end_targets
 from meshtrain.errors import Problem, UserError, nearest, refuse, unknown
-from meshtrain.files import JsonObject, download_command, pointer_problem, read_json, snapshot_of, what_is_at
+from meshtrain.files import download_command, pointer_problem, snapshot_of, what_is_at
 
 if TYPE_CHECKING:
     import tokenizers
 
 NUM_BYTES = 256
-TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 NO_TOKEN = "none"  # the value of `data.begin_token` for no token
 _NUM_PROBES = 16  # number of tokens of a vocabulary whose texts `_added_ids` tries to encode
 _NO_CHARACTER = "\U0010ffff"  # a character that no vocabulary contains
@@ -315,36 +320,13 @@ def with_begin_token(path: str, begin_token: str) -> str:
     tokens = {name: {"id": name, "ids": [index], "tokens": [name]} for name, index in zip(names, begin, strict=True)}
     added = {"type": "TemplateProcessing", "single": single, "special_tokens": tokens}
     added["pair"] = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-    content = _read_object(tokenizer_file(path), "bytes")
+    content = read_tokenizer_json(tokenizer_file(path), "bytes")
     # In the package's current format, because the file may have an older form or lack this key.
     former = json.loads(loaded.to_str())["post_processor"] or {"type": ""}
     listed = former["processors"] if former["type"] == "Sequence" else [former]
     kept = [one for one in listed if one["type"] == "ByteLevel"]
     content["post_processor"] = {"type": "Sequence", "processors": [*kept, added]} if kept else added
     return json.dumps(content, ensure_ascii=False, indent=2) + "\n"
-
-
-def _read_object(file: Path, fix: str) -> JsonObject:
-    """Reads the JSON object in a file of a tokenizer.
-
-    The package tokenizers also loads some files that are not JSON; they are rejected here.
-
-    Args:
-      file: an existing file.
-      fix: the suggested value of `data.tokenizer`, for the error.
-
-    Raises:
-      UserError: the file cannot be read, or is no JSON object.
-    """
-    try:
-        content = read_json(file.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds {type(content).__name__}")
-    except (OSError, ValueError) as error:
-        fault = f"'{file}' cannot be read ({error})"
-        problem = Problem("data.tokenizer", fault=fault, allowed="a JSON object in UTF-8", nearest=fix)
-        raise UserError(problem) from error
-    return content
 
 
 def _special_tokens(
@@ -583,71 +565,3 @@ def _follows(example: Example, ids: Sequence[int], *, partial: bool) -> np.ndarr
         is_outside = example["positions"] < distance
         result &= np.where(is_outside, partial, np.roll(example["tokens"], distance) == index)
     return result
-
-
-def tokenizer_file(path: str) -> Path:
-    """Returns the path of the tokenizer's file: `path` itself, or the tokenizer.json in it if it is a folder."""
-    return Path(path, TOKENIZER) if what_is_at(path) == "a folder" else Path(path)
-
-
-def settings(path: str, name: str = SETTINGS) -> JsonObject:
-    """Reads a JSON file in a tokenizer's folder; returns {} if `path` is no folder, or the file is missing.
-
-    Args:
-      path: the folder of the tokenizer.
-      name: the name of the file.
-
-    Raises:
-      UserError: the file cannot be read, or is no JSON object.
-    """
-    file = Path(path, name)
-    if what_is_at(file) != "a file":
-        return {}
-    return _read_object(file, f"data.tokenizer={tokenizer_file(path)}, which is read alone")
-
-
-def special_tokens(content: JsonObject) -> dict[str, str]:
-    """Returns {name: text} of the special tokens in the content of a tokenizer_config.json, such as `eos_token`.
-
-    >>> special_tokens({"eos_token": {"content": "</s>", "special": True}, "bos_token": None, "pad_token": "<pad>"})
-    {'eos_token': '</s>', 'pad_token': '<pad>'}
-    """
-    tokens = {}
-    for name, value in content.items():
-        text = value["content"] if isinstance(value, dict) and "content" in value else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens
-
-
-def folder_end_token(path: str) -> str:
-    """Returns the `eos_token` in the tokenizer_config.json of a tokenizer's folder; '' if it has none.
-
-    Raises:
-      UserError: the file cannot be read, or is no JSON object.
-    """
-    return special_tokens(settings(path)).get("eos_token") or ""
-
-
-def end_ids(path: str) -> tuple[int, ...]:
-    """Returns the ids that end a generated text, from the files in the folder of a model or tokenizer.
-
-    The ids are `eos_token_id` in generation_config.json, or else in config.json; () if both lack this entry.
-
-    Raises:
-      UserError: a file cannot be read, or its `eos_token_id` is invalid.
-    """
-    for name in ("generation_config.json", "config.json"):
-        if (given := settings(path, name).get("eos_token_id")) is not None:
-            listed = given if isinstance(given, list) else [given]
-            if not all(type(one) is int and 0 <= one < 1 << 31 for one in listed):
-                raise UserError(
-                    Problem(
-                        f"{Path(path, name)}: eos_token_id",
-                        got=str(given)[:200],
-                        allowed="an id, or a list",
-                        nearest="the file that was published with the model",
-                    )
-                )
-            return tuple(listed)
-    return ()

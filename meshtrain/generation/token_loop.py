@@ -67,6 +67,7 @@ class State:
 # The carry of the loop in `advance`: tokens generated in this call, the state, bool [R] of rows that are done, and the
 # tokens of this call, int32 [R, CALL_TOKENS].
 Carry: TypeAlias = tuple[jax.Array, State, jax.Array, jax.Array]
+Programs: TypeAlias = tuple[jax.stages.Wrapped, jax.stages.Wrapped]  # the jitted functions `prefill` and `advance`
 
 
 class Generator:
@@ -165,15 +166,12 @@ class Generator:
             tokens, is_last = tokens[:-1], True
         return take(request, tokens, is_last) or is_last
 
-    def _compile(
-        self, sampling: Sampling, num_rows: int, prompt_length: int, num_steps: int
-    ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+    def _compile(self, sampling: Sampling, num_rows: int, prompt_length: int, num_steps: int) -> Programs:
         """Returns the jitted functions `prefill` and `advance` for these shapes, with shardings for all results.
 
         Args:
           sampling: temperature, top-k and top-p.
-          num_rows: R.
-          prompt_length: P.
+          num_rows, prompt_length: R and P, the shape of the padded prompts.
           num_steps: maximum number of generated tokens, after padding.
         """
         decode, end_ids = self.decode, np.asarray(self.end_ids, np.int32)
@@ -181,7 +179,6 @@ class Generator:
         row = self._sharding((num_rows,), ("batch",))
         replicated = NamedSharding(self.mesh, PartitionSpec())  # replicated, so that each process can read it
         of_cache = {name: self._sharding(entry.shape, entry.axes) for name, entry in entries.items()}
-        of_state: list[Shardings] = [of_cache, row, row, replicated]
 
         def next_tokens(logits: jax.Array, keys: jax.Array, index: jax.Array) -> jax.Array:
             # Gather the vocabulary on each device, because top-p sorts it.
@@ -189,20 +186,15 @@ class Generator:
             return choose(logits, jax.random.wrap_key_data(keys), index, sampling)
 
         def prefill(
-            params: Params,
-            tokens: jax.Array,
-            lengths: jax.Array,
-            prompts: jax.Array,
-            samples: jax.Array,
-            key: jax.Array,
+            params: Params, ids: jax.Array, lengths: jax.Array, prompts: jax.Array, samples: jax.Array, key: jax.Array
         ) -> tuple[State, jax.Array]:
-            """Processes the prompts; returns the state and the first new token of each row, int32 [R, 1].
+            """Processes prompts, `ids` int32 [R, P]; returns the state and each row's first new token, int32 [R, 1].
 
-            `tokens` is int32 [R, P]; `lengths`, `prompts` and `samples` are int32 [R]; `key` is the data of a key.
+            `lengths`, `prompts` and `samples` are int32 [R]; `key` is the data of a key.
             """
-            zeros = {name: jnp.zeros(entry.shape, entry.dtype) for name, entry in entries.items()}
-            empty = jax.lax.with_sharding_constraint(zeros, of_cache)
-            logits, cache = decode.prefill(params, tokens, lengths, empty)
+            empty = {name: jnp.zeros(entry.shape, entry.dtype) for name, entry in entries.items()}
+            empty = jax.lax.with_sharding_constraint(empty, of_cache)
+            logits, cache = decode.prefill(params, ids, lengths, empty)
             keys = jax.random.key_data(row_keys(jax.random.wrap_key_data(key), prompts, samples))
             first = next_tokens(logits, keys, jnp.int32(0))
             return State(cache, first, keys, jnp.int32(1)), first[:, None]
@@ -210,8 +202,8 @@ class Generator:
         def advance(params: Params, state: State, done: jax.Array, num_tokens: jax.Array) -> tuple[State, jax.Array]:
             """Generates up to 16 more tokens for each row; returns the state and the tokens, int32 [R, 16].
 
-            After a row is done, its tokens are NOTHING. The loop ends early if all rows are done, or have `num_tokens`
-            tokens. `done` is bool [R]: whether a row was done before this call.
+            After a row is done, its tokens are NOTHING. The loop ends if all rows are done or have `num_tokens` tokens.
+            `done` is bool [R]: whether a row was done before this call.
             """
 
             def goes_on(carry: Carry) -> jax.Array:
@@ -230,9 +222,9 @@ class Generator:
             _, state, _, drawn = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, done, nothing))
             return state, drawn
 
-        jit = functools.partial(
-            jax.jit, compiler_options=self.compiler_options, out_shardings=(State(*of_state), replicated)
-        )
+        of_state: list[Shardings] = [of_cache, row, row, replicated]
+        shardings = State(*of_state), replicated
+        jit = functools.partial(jax.jit, compiler_options=self.compiler_options, out_shardings=shardings)
         return jit(prefill), jit(advance, donate_argnums=1)
 
     def _sharding(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from meshtrain import options
 from meshtrain.cli import flags
-from meshtrain.data.tokenizer import TOKENIZER
+from meshtrain.data.encoding.tokenizer_folder import TOKENIZER
 from meshtrain.errors import Problem, UserError, refuse
 from meshtrain.files import Json, JsonObject, expand_user, pointer_problem, read_json, what_is_at
 from meshtrain.hf import names, positions, tensor_files

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from meshtrain.data.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, settings
+from meshtrain.data.encoding.tokenizer_folder import SETTINGS, TEMPLATE, TOKENIZER, settings
 from meshtrain.files import Json, JsonObject, replacing, write_whole
 from meshtrain.hf import names, tensor_files
 from meshtrain.hf.config_json import CONFIG_FILE

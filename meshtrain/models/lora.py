@@ -51,7 +51,7 @@ class LoraOptions:
         only_for={"rank": Except(0)},
     )  # fmt: skip
     rank_stabilized: bool = option(
-        False, "multiply by multiply by alpha / sqrt(rank) instead (rsLoRA)", only_for={"rank": Except(0)}
+        False, "multiply by alpha / sqrt(rank) instead (rsLoRA)", only_for={"rank": Except(0)}
     )
 
     @property

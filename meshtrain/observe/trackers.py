@@ -23,7 +23,8 @@ from meshtrain.errors import Problem, UserError, warn
 from meshtrain.files import is_same, read_json, write_whole
 from meshtrain.observe.goodput import Done
 from meshtrain.observe.run_files import CONFIG_FILE, EVALUATED, has_goodput, row_of, seconds_since_start
-from meshtrain.options import FORM, WITH_OPTIONS, call_user_function, option
+from meshtrain.options import WITH_OPTIONS, option
+from meshtrain.user_functions import FORM, call_user_function
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.errors import Problem, UserError, refuse
-from meshtrain.options import FORM, WITH_OPTIONS, Except, call_user_function, option, problems, wrap_user_errors
+from meshtrain.options import WITH_OPTIONS, Except, option, problems
+from meshtrain.user_functions import FORM, call_user_function, wrap_user_errors
 
 KEY = "learning_rate.name"
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_decay")

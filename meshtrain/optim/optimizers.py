@@ -19,20 +19,12 @@ from meshtrain.optim import moments
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.average import with_averages
 from meshtrain.optim.learning_rate import Schedule
-from meshtrain.options import (
-    FORM,
-    WITH_OPTIONS,
-    Except,
-    call_user_function,
-    import_function,
-    option,
-    problems,
-    wrap_user_errors,
-)
+from meshtrain.options import WITH_OPTIONS, Except, option, problems
 from meshtrain.sharding import trainable
 from meshtrain.sharding.param_kinds import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
 from meshtrain.sharding.param_sharding import Names
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
+from meshtrain.user_functions import FORM, call_user_function, import_function, wrap_user_errors
 
 KEY = "optimizer.name"
 

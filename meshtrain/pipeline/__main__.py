@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from fractions import Fraction
 
-from meshtrain import options
-from meshtrain.cli import flags
+from meshtrain import user_functions
+from meshtrain.cli import flags, output_files
 from meshtrain.errors import Problem, UserError, refuse, run
 from meshtrain.files import target_problems
 from meshtrain.pipeline.chart import as_text, figure
@@ -20,7 +20,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = flags.Parser(
         prog="python -m meshtrain pipeline", description="Prints and draws a pipeline schedule.", allow_abbrev=False
     )
-    default, choices = PipelineOptions().schedule, f"{', '.join(NAMES)}, or a custom {options.FORM}"
+    default, choices = PipelineOptions().schedule, f"{', '.join(NAMES)}, or a custom {user_functions.FORM}"
     parser.add_argument("--schedule", default=default, help=f"{choices} (default {default})")
     parser.add_argument("--stages", type=int, default=4, help="size of the mesh's pipeline axis (default 4)")
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches in a step's batch (default 8)")
@@ -125,11 +125,11 @@ def main(argv: Sequence[str]) -> None:
     if arguments.columns < 20:
         problems.append(Problem("--columns", got=arguments.columns, allowed="at least 20", nearest=20))
     if arguments.out is not None:
-        problems += target_problems("--out", arguments.out, "schedule.png", flags.PICTURES)
+        problems += target_problems("--out", arguments.out, "schedule.png", output_files.PICTURES)
     refuse(problems)
     if arguments.out is not None:
         drawn = figure(schedule, costs, in_step=arguments.in_step)
-        flags.write_picture("--out", arguments.out, drawn, dpi=150, facecolor="white")
+        output_files.write_picture("--out", arguments.out, drawn, dpi=150, facecolor="white")
     if arguments.json:
         sys.stdout.write(_as_json(schedule, costs))
     else:

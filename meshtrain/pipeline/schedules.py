@@ -15,7 +15,8 @@ from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 from meshtrain.errors import Problem, UserError, refuse
-from meshtrain.options import FORM, call_user_function, function_problems, option
+from meshtrain.options import option
+from meshtrain.user_functions import FORM, call_user_function, function_problems
 
 Kind = Literal["F", "B"]
 KEY = "pipeline.schedule"

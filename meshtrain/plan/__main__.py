@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from meshtrain.cli import flags
+from meshtrain.cli import flags, output_files
 from meshtrain.config.resolve import configure
 from meshtrain.config.schema import Config
 from meshtrain.errors import run
 from meshtrain.hardware.links import read, refuse_other_platform
 from meshtrain.observe.progress import phase
-from meshtrain.options import flag_module
 from meshtrain.plan import arguments, planner, scheduled_hlo, text_report
 from meshtrain.plan.cluster import clusters
 from meshtrain.plan.cluster.compile_thread import waiting_for
@@ -26,6 +25,7 @@ from meshtrain.plan.search import changes, ranking
 from meshtrain.plan.timing import streams
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.rules import AXES
+from meshtrain.user_functions import flag_module
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def run_scaling(
     found = command.print_scaling(config, cluster, given.scaling, assumptions, programs=programs, elsewhere=elsewhere)
     write(given, command.json_content(found), lambda: command.scaling_page(found))
     if given.chart:
-        flags.write("--chart", given.chart, command.chart(found, given.chart[-3:].lower()))
+        output_files.write("--chart", given.chart, command.chart(found, given.chart[-3:].lower()))
         print(f"written      {given.chart}")
     return 0
 
@@ -137,10 +137,10 @@ def write(given: argparse.Namespace, content: object, make_page: Callable[[], st
       UserError: a file cannot be written.
     """
     if given.json:
-        flags.write("--json", given.json, json.dumps(content, indent=2) + "\n")
+        output_files.write("--json", given.json, json.dumps(content, indent=2) + "\n")
         print(f"written      {given.json}")
     if given.html:
-        flags.write("--html", given.html, make_page())
+        output_files.write("--html", given.html, make_page())
         print(f"written      {given.html}")
 
 

@@ -6,11 +6,11 @@ from meshtrain.config.build import build, file_content
 from meshtrain.errors import Problem, UserError, refusals
 from meshtrain.files import target_problems
 from meshtrain.hardware.links import read
-from meshtrain.options import flag_module, flag_problems
 from meshtrain.plan.cluster import clusters
 from meshtrain.plan.search import ranking
 from meshtrain.sharding.mesh import mesh_shape
 from meshtrain.sharding.rules import AXES
+from meshtrain.user_functions import flag_module, flag_problems
 
 ENDINGS = {"json": (), "html": (".html", ".htm"), "chart": (".png", ".svg")}
 SCALING_EXAMPLE = "--scaling=8,16,...,4096"

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from meshtrain.cli import flags
+from meshtrain.cli import flags, output_files
 from meshtrain.errors import Problem, refuse, run
 from meshtrain.files import target_problems
 
@@ -84,7 +84,7 @@ def _problems(given: argparse.Namespace) -> list[Problem]:
     if given.json:
         problems += target_problems("--json", given.json, "links.json")
     if given.out:
-        problems += target_problems("--out", given.out, "collectives.png", flags.PICTURES)
+        problems += target_problems("--out", given.out, "collectives.png", output_files.PICTURES)
     return problems
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
-from meshtrain import options
+from meshtrain import user_functions
 from meshtrain.cli import flags
 from meshtrain.errors import Problem, UserError, leave_at_once, refuse, run
 from meshtrain.files import Json, JsonObject
@@ -187,7 +187,7 @@ def _clocks(exchange: _Exchange, num_processes: int, limit: float) -> list[Findi
 
 def _job() -> ModuleType:
     # Imported here, by name: the first stages work without JAX, and check that its installation is complete.
-    return options.import_modules("meshtrain.probe.checks.job")[0]
+    return user_functions.import_modules("meshtrain.probe.checks.job")[0]
 
 
 def _as_job(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from fractions import Fraction
 
-from meshtrain.cli import flags
+from meshtrain.cli import flags, output_files
 from meshtrain.errors import Problem, UserError, refuse, run
 from meshtrain.files import target_problems
 from meshtrain.observe.charts import svg
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     refuse([*others, *problems])
     # JSON can contain half a surrogate pair, which UTF-8 cannot encode; it is replaced by a character reference.
     page = run_page(runs, [*meshes(runs), *schedules(runs)]).encode("utf-8", "xmlcharrefreplace")
-    flags.write("--html", arguments.html, page)
+    output_files.write("--html", arguments.html, page)
     print(f"written      {arguments.html} ({len(page) / 1e6:.1f} MB)")
     return 0
 

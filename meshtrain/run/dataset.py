@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from meshtrain import options
+from meshtrain import user_functions
 from meshtrain.assembly.assemble import Assembly
 from meshtrain.config import data_sources
 from meshtrain.config.schema import Config
@@ -193,5 +193,5 @@ def text_of(config: Config, task: Task) -> Tokenizer:
 
 
 def _function(config: Config) -> MakeData:
-    function: MakeData = options.import_function(data_sources.KEY, config.data.source, data_sources.names())
+    function: MakeData = user_functions.import_function(data_sources.KEY, config.data.source, data_sources.names())
     return function

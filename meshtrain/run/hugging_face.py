@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.cli import flags, foreign
+from meshtrain.cli import flags, foreign, output_files
 from meshtrain.config.build import build
 from meshtrain.config.data_sources import find
 from meshtrain.config.from_hugging_face import as_file, fine_tuned, of_folder
@@ -27,19 +27,9 @@ from meshtrain.config.resolve import resolve, to_json
 from meshtrain.config.schema import CONFIG_FILE, Config
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.chat_template import template_text
+from meshtrain.data.encoding.tokenizer_folder import TEMPLATE, TOKENIZER, end_ids, settings, special_tokens
 from meshtrain.data.sources import reads_documents
-from meshtrain.data.tokenizer import (
-    NO_TOKEN,
-    NUM_BYTES,
-    TEMPLATE,
-    TOKENIZER,
-    end_ids,
-    file_tokenizer,
-    open_tokenizer,
-    settings,
-    special_tokens,
-    with_begin_token,
-)
+from meshtrain.data.tokenizer import NO_TOKEN, NUM_BYTES, file_tokenizer, open_tokenizer, with_begin_token
 from meshtrain.errors import Problem, UserError, refuse, run, warn
 from meshtrain.files import (
     JsonObject,
@@ -147,7 +137,7 @@ def _target_problems(to: str | None, action: str, near: str) -> list[Problem]:
     if what == "a folder" and any(target.iterdir()):
         near = f"{to.rstrip('/')}-{action}ed"
         return [Problem("--to", got=f"'{to}', which is not empty", allowed="a new folder", nearest=f"--to={near}")]
-    return flags.unwritable(target, "--to", near)
+    return output_files.unwritable(target, "--to", near)
 
 
 def _print_config(arguments: argparse.Namespace) -> str:
@@ -246,7 +236,7 @@ def _complete_folder(to: str) -> Iterator[Path]:
     """Creates the folder of `--to`, or uses an empty one; if the block fails, deletes the files that it has written."""
     target = expand_user(to).absolute()
     try:
-        with flags.writing("--to", to):
+        with output_files.writing("--to", to):
             target.mkdir(parents=True, exist_ok=True)
             yield target
     except BaseException:

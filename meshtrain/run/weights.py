@@ -22,8 +22,8 @@ from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.config.resolve import configure, resolve
 from meshtrain.config.resume import from_json
 from meshtrain.config.schema import CONFIG_FILE, Config
+from meshtrain.data.encoding.tokenizer_folder import TOKENIZER, settings, tokenizer_file
 from meshtrain.data.sources import reads_documents
-from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
 from meshtrain.errors import Problem, UserError, warn
 from meshtrain.files import Json, JsonObject, download_command, expand_user, is_url, read_json, what_is_at
 from meshtrain.hf import adapters, tensor_files

@@ -27,7 +27,7 @@ from meshtrain.assembly.optimization import learning_rates
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
 from meshtrain.checkpoint.other_runs import extra_of_newest, find
 from meshtrain.checkpoint.owner import OWNER
-from meshtrain.cli import flags, foreign
+from meshtrain.cli import foreign, output_files
 from meshtrain.config import records, version_0_2
 from meshtrain.config.resolve import to_json
 from meshtrain.config.resume import difference, from_json
@@ -66,7 +66,7 @@ def check(run: Path, config: Config, *, is_saved: bool) -> list[Problem]:
     Raises:
       UserError: the folder's config.json is not JSON.
     """
-    if problems := flags.unwritable(run) or _out_of_place(run):
+    if problems := output_files.unwritable(run) or _out_of_place(run):
         return problems
     now, before = dataclasses.asdict(config), {f"workdir {run}": _read_json(run / CONFIG_FILE)}
     place = config.checkpoint.directory

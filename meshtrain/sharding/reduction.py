@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from meshtrain.options import FORM, WITH_OPTIONS, option, plugin_names
+from meshtrain.options import WITH_OPTIONS, option
 from meshtrain.sharding.trees import Arrays
+from meshtrain.user_functions import FORM, plugin_names
 
 KEY = "reduction.name"
 SUM = "sum"  # the built-in sum, which reduces the layers of a loop inside its backward pass (`gradients.py`)

@@ -22,7 +22,7 @@ from etils import epath
 
 from meshtrain.errors import Problem, UserError, first_line, warn
 from meshtrain.files import expand_user, is_url, write_whole
-from meshtrain.options import import_modules
+from meshtrain.user_functions import import_modules
 
 Place: TypeAlias = Path | epath.Path  # a folder on a disk, or a prefix in a bucket
 # Additional rounds of tries by gcsfs (six tries in 34 s), their total minutes, and the seconds between two warnings.

@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import pytest
 
-from meshtrain import __main__, options
-from meshtrain.cli import flags
+from meshtrain import __main__, user_functions
+from meshtrain.cli import flags, output_files
 from meshtrain.errors import UserError
 from meshtrain.options import option
 
@@ -257,7 +257,7 @@ def test_so_is_a_module_whose_exception_cannot_be_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"Unspeakable: a message that cannot be shown \(.*unspeakable.py:3\)"):
-        options.import_function("task", "unspeakable:f", ["decoder"])
+        user_functions.import_function("task", "unspeakable:f", ["decoder"])
 
 
 def test_meshtrain_s_own_configurations_have_names_in_any_folder(tmp_path, monkeypatch):
@@ -296,11 +296,11 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_unwritable(tmp_path):
-    assert flags.unwritable(tmp_path / "a" / "b") == []
+    assert output_files.unwritable(tmp_path / "a" / "b") == []
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    [line] = flags.unwritable(tmp_path / "file" / "b")
+    [line] = output_files.unwritable(tmp_path / "file" / "b")
     assert "is not a folder" in line
     # A file system that takes no new folders, not even from root.
-    [line] = flags.unwritable(pathlib.Path("/proc/run"))
+    [line] = output_files.unwritable(pathlib.Path("/proc/run"))
     assert line.startswith("--workdir: got '/proc/run', which is not writable")

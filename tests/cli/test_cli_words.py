@@ -10,7 +10,7 @@ from meshtrain.config.build import build
 from meshtrain.config.resolve import configure
 from meshtrain.config.schema import Config
 from meshtrain.errors import UserError, refusals
-from meshtrain.options import EXTENSION_POINTS
+from meshtrain.user_functions import EXTENSION_POINTS
 
 pytestmark = pytest.mark.quick
 

@@ -20,8 +20,9 @@ from meshtrain.checkpoint.owner import OWNER, own_folder
 from meshtrain.config.resolve import to_json
 from meshtrain.config.schema import Config
 from meshtrain.data import chat, chat_template, corpus, text
+from meshtrain.data.encoding.tokenizer_folder import end_ids
 from meshtrain.data.sources import DataOptions, DataRequest
-from meshtrain.data.tokenizer import end_ids, file_tokenizer, with_begin_token
+from meshtrain.data.tokenizer import file_tokenizer, with_begin_token
 from meshtrain.errors import Problems, refuse
 from meshtrain.examples import idx, preferences
 from meshtrain.generation import prompts
@@ -298,7 +299,7 @@ READERS = (
     ),
     Reader(
         "the settings beside a tokenizer.json",
-        ("data/tokenizer.py:_read_object", "data/chat_template.py:template_text"),
+        ("data/encoding/tokenizer_folder.py:read_tokenizer_json", "data/chat_template.py:template_text"),
         {"tokenizer_config.json": "json", "generation_config.json": "json"},
         written(
             {

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from meshtrain import options
+from meshtrain import options, user_functions
 from meshtrain.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -24,19 +24,19 @@ def unfrozen():
 def test_the_collector_is_left_as_it_was(unfrozen, is_enabled):
     (gc.enable if is_enabled else gc.disable)()
     sys.modules.pop("email.message", None)
-    assert [module.__name__ for module in options.import_modules("json", "email.message")] == [
+    assert [module.__name__ for module in user_functions.import_modules("json", "email.message")] == [
         "json",
         "email.message",
     ]
     assert gc.isenabled() is is_enabled
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        options.import_modules("json", "no_such_module")
+        user_functions.import_modules("json", "no_such_module")
     assert gc.isenabled() is is_enabled
 
 
 def test_nothing_is_frozen_where_all_were_imported_before(unfrozen):
     before = gc.get_freeze_count()
-    assert options.import_modules("gc", "sys") == [gc, sys]
+    assert user_functions.import_modules("gc", "sys") == [gc, sys]
     assert gc.get_freeze_count() == before
 
 
@@ -49,7 +49,7 @@ from meshtrain import main
 from meshtrain import options
 from meshtrain.errors import UserError
 collections.clear()
-options.import_modules("meshtrain.config.resolve", "meshtrain.training")
+user_functions.import_modules("meshtrain.config.resolve", "meshtrain.training")
 assert not collections, collections
 assert gc.get_freeze_count() > 100_000, gc.get_freeze_count()
 assert "jax" in sys.modules and "flax.linen" in sys.modules and "flax.nnx" not in sys.modules
@@ -66,7 +66,7 @@ def test_a_variable_that_jax_refuses_is_a_line(monkeypatch, tmp_path):
     with pytest.raises(
         UserError, match=r"^JAX_MADE_UP_NUMBER: got junk; allowed: .*; nearest: leave JAX_MADE_UP_NUMBER out$"
     ):
-        options.import_modules("reads_a_variable")
+        user_functions.import_modules("reads_a_variable")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_package_that_is_broken_or_another_one_is_a_line_with_its_file(text, u
     for name in ("made_up", "ours"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UserError) as refusal:
-        options.import_modules("ours")
+        user_functions.import_modules("ours")
     [line] = refusal.value.problems
     assert line.startswith(f"packages: got {said}")
     assert f", from {tmp_path / 'made_up.py'}; allowed: " in line
@@ -99,7 +99,7 @@ def test_a_bug_of_ours_keeps_its_traceback(text, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "ours", raising=False)
     with pytest.raises((ModuleNotFoundError, ValueError, ZeroDivisionError)) as bug:
-        options.import_modules("ours")
+        user_functions.import_modules("ours")
     assert not isinstance(bug.value, UserError)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from meshtrain import training
 from meshtrain.assembly.assemble import Assembly
-from meshtrain.options import EXTENSION_POINTS
 from meshtrain.step.extension import Extension
+from meshtrain.user_functions import EXTENSION_POINTS
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "meshtrain"
@@ -73,10 +73,10 @@ def test_what_trains_names_no_algorithm_and_no_function_is_wide(find):
 
 def test_the_core_names_lab_in_the_table_of_extension_points_only():
     """A configuration has the group `local_steps`; former keys name what they have become."""
-    allowed = {"options.py", "config/schema.py", "config/resume.py"}
+    allowed = {"user_functions.py", "config/schema.py", "config/resume.py"}
     found = {str(file.relative_to(PACKAGE)): names_of_lab(file.read_text()) for file in core()}
     assert {file: what for file, what in found.items() if what and file not in allowed} == {}
-    assert found["options.py"]
+    assert found["user_functions.py"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from meshtrain.options import EXTENSION_POINTS, FLAGS
+from meshtrain.user_functions import EXTENSION_POINTS, FLAGS
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ["examples", "lab", "probe", "report"]
@@ -22,7 +22,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in 
 from meshtrain.__main__ import COMMANDS, main
 from meshtrain.config.resolve import resolve
 from meshtrain.errors import UserError
-from meshtrain.options import FLAGS
+from meshtrain.user_functions import FLAGS
 
 packages, names = (words.split(",") for words in sys.argv[1:])
 for command, (module, _) in COMMANDS.items():

@@ -30,7 +30,7 @@ LAZY_IMPORTERS = {
     "meshtrain/__init__.py",
     "meshtrain/probe/bench_collectives.py",
     "meshtrain/probe/doctor.py",
-    "meshtrain/options.py",
+    "meshtrain/user_functions.py",
 }
 CONFIG_READER = "meshtrain/cli/flags.py"  # --config names a Python file that the user has written
 # Who reads the configuration: packages and files; all others are given what they need.

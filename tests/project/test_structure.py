@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from meshtrain.options import FLAGS
+from meshtrain.user_functions import FLAGS
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from meshtrain import evaluate, generate, harness, options
+from meshtrain import evaluate, generate, harness, user_functions
 from meshtrain import main as train
 from meshtrain.cli import flags
 from meshtrain.config import Config, default, resolve
@@ -68,7 +68,7 @@ def refusal(main, words):
 def test_every_option_that_may_name_a_function_is_one_of_these():
     entries = flags.schema(Config())
     assert tuple(key for key, entry in entries.items() if entry.names.startswith("function")) == OPTIONS
-    assert {key for key, entry in entries.items() if options.FORM in entry.text} == set(OPTIONS)
+    assert {key for key, entry in entries.items() if user_functions.FORM in entry.text} == set(OPTIONS)
 
 
 @pytest.mark.parametrize("reader", READERS)

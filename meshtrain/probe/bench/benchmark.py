@@ -7,7 +7,7 @@ import sys
 
 import tqdm
 
-from meshtrain.cli import flags
+from meshtrain.cli import output_files
 from meshtrain.cli.tables import format_bytes
 from meshtrain.errors import Problem, UserError
 from meshtrain.hardware.links import OPERATIONS
@@ -62,9 +62,9 @@ def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: fl
     if is_main:
         print(f"\n{measurements.text(found)}")
         if given.json:
-            flags.write("--json", given.json, json.dumps(measurements.json_of(found), indent=2) + "\n")
+            output_files.write("--json", given.json, json.dumps(measurements.json_of(found), indent=2) + "\n")
             print(f"written      {given.json}")
         if given.out:
-            flags.write_picture("--out", given.out, bandwidth_chart.figure(found), dpi=130)
+            output_files.write_picture("--out", given.out, bandwidth_chart.figure(found), dpi=130)
             print(f"written      {given.out}")
     return not any(row.wrong for row in found.rows)

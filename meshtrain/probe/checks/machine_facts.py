@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from meshtrain.cli import flags
+from meshtrain.cli import output_files
 from meshtrain.files import expand_user, hash_of_sources, is_url
 from meshtrain.hardware.compiler_options import CACHE
 from meshtrain.launch import cluster
@@ -237,7 +237,7 @@ def write(path: Path) -> tuple[float, str]:
 
 
 def _folder(what: str, path: Path) -> list[Finding]:
-    refused = flags.unwritable(path) if what == "workdir" else []  # the same check as the job's
+    refused = output_files.unwritable(path) if what == "workdir" else []  # the same check as the job's
     if refused:
         return [error(what, line, "") for line in refused]
     seconds, failure = write(path)
