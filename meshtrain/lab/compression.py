@@ -162,7 +162,7 @@ def reduce(
 
 
 def pack(x: jax.Array) -> jax.Array:
-    """Quantizes blocks: float32 [..., S] -> int8 [..., S + 4]; the last four bytes are the block's float32 scale.
+    """Quantizes blocks of S elements: float32 [..., S] -> int8 [..., S + 4]; the last four bytes are a float32 scale.
 
     If a block has a value that is not finite, `unpack` returns NaN for the block. The scale is set to NaN explicitly:
     int8 of NaN is 0, and compilers may drop NaN from a maximum that is fused with other operations.
@@ -174,7 +174,7 @@ def pack(x: jax.Array) -> jax.Array:
 
 
 def unpack(data: jax.Array) -> jax.Array:
-    """Dequantizes the blocks of `pack`: int8 [..., S + 4] -> float32 [..., S]."""
+    """Dequantizes blocks of S elements, the result of `pack`: int8 [..., S + 4] -> float32 [..., S]."""
     scale = jax.lax.bitcast_convert_type(data[..., -SCALE_BYTES:], jnp.float32)[..., None]
     return data[..., :-SCALE_BYTES].astype(jnp.float32) * scale
 
@@ -263,7 +263,7 @@ def _join(leaves: Sequence[jax.Array], block: int) -> jax.Array:
 
 
 def _rows(x: jax.Array, n: int, dim: int) -> jax.Array:
-    """Splits an array into rows [n, R]: its n shards along `dim`; or if `dim` is 0, n equal parts of the flat array.
+    """Splits an array into n rows of R elements, [n, R]: its shards along `dim`; for dim 0, parts of the flat array.
 
     The flat array is padded with zeros to a multiple of n. A negative `dim` is counted from the end.
     """
@@ -276,7 +276,7 @@ def _rows(x: jax.Array, n: int, dim: int) -> jax.Array:
 
 
 def _from_rows(rows: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
-    """Returns the array of shape `shape` from its rows [n, R]; the inverse of `_rows`."""
+    """Returns the array of shape `shape` from its n rows of R elements, [n, R]; the inverse of `_rows`."""
     if dim == 0:
         return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
     n, at = rows.shape[0], len(shape) + dim
@@ -288,7 +288,7 @@ def _by_int8(blocks: jax.Array, axis: str, *, is_scattered: bool) -> tuple[jax.A
     """Sums blocks over an axis in int8; returns the sum and the values that this device sent, both [n, blocks, S].
 
     Args:
-      blocks: this device's input, float32 [n, blocks, S]: n rows of blocks.
+      blocks: this device's input, float32 [n, blocks, S]: n rows (one for each device) of blocks with S elements.
       axis: the name of a manual axis.
       is_scattered: whether to return only this device's row of the sum, [blocks, S].
     """
@@ -309,7 +309,7 @@ def _by_largest(blocks: jax.Array, num_kept: int, axis: str, *, is_scattered: bo
     Returns the sum and the values that this device sent, both float32 [n, blocks, S].
 
     Args:
-      blocks: this device's input, float32 [n, blocks, S]: n rows of blocks.
+      blocks: this device's input, float32 [n, blocks, S]: n rows (one for each device) of blocks with S elements.
       num_kept: K, the number of elements per block that are sent: the elements with the largest magnitudes.
       axis: the name of a manual axis.
       is_scattered: whether to return only this device's row of the sum, [blocks, S].

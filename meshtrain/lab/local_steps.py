@@ -56,7 +56,7 @@ _AXES: Callable[..., TrainState] = TrainState
 
 
 def outer_optimizer(options: LocalStepsOptions) -> optax.GradientTransformation:
-    """Returns the outer optimizer: SGD, with Nesterov momentum unless it is 0, which updates the anchor."""
+    """Returns the optimizer of the anchor: SGD, with Nesterov momentum if `outer_momentum` is above 0."""
     momentum = options.outer_momentum or None
     return optax.sgd(
         options.outer_learning_rate, momentum, nesterov=momentum is not None, accumulator_dtype=jnp.float32
@@ -64,15 +64,17 @@ def outer_optimizer(options: LocalStepsOptions) -> optax.GradientTransformation:
 
 
 def local_steps(config: Config, placed: Placed, reduction: Reduction | None) -> Extension:
-    """Returns the extension that trains groups separately with local steps.
+    """Returns the extension for local steps: replicas of the model train separately between two outer steps.
+
+    A replica is called a group. Every `local_steps.period` steps, an outer step averages the groups' weights.
 
     Args:
       config: a configuration with `local_steps.period` above 0.
       placed: the task on its mesh, at ZeRO level 0.
-      reduction: the reduction that averages over groups; None: an all-reduce.
+      reduction: the reduction that averages the weight changes of the groups; None: an all-reduce.
 
     Raises:
-      UserError: the data axis has several devices and is not a manual axis (the partitioner handles it).
+      UserError: the data axis has several devices, and the partitioner handles it (it is not a manual axis).
     """
     options, mesh, replicas = config.local_steps, placed.mesh, placed.replicas
     if mesh.shape[DATA] > 1 and not replicas.is_manual:
@@ -158,7 +160,9 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
 
 
 def estimate(config: Config, mesh_shape: Mapping[str, int]) -> Estimate:
-    """Estimates memory and traffic: a device stores weights, gradients and moments for each of its groups.
+    """Estimates the memory and the traffic of local steps on one device.
+
+    A device stores weights, gradient sums and moments for each of its groups (replicas of the model).
 
     Args:
       config: a configuration with `local_steps.period` above 0.
@@ -177,12 +181,12 @@ local_steps.unread = ("precision.reduce_dtype",)  # type: ignore[attr-defined]
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Computes the gradients of each group, and the mean over groups.
+    """Computes the gradients of each group (replica of the model), and means of weight changes over the groups.
 
     Attributes:
       placed: the task on its mesh.
       num_groups: the number of groups G, a multiple of the size of the data axis.
-      reduction: the reduction that averages over the data axis; None: an all-reduce.
+      reduction: the reduction that sums over the data axis for the mean; None: an all-reduce.
     """
 
     placed: Placed
@@ -197,9 +201,10 @@ class Groups:
     def gradients(self, of_group: Gradients) -> Gradients:
         """Returns the gradient function of all groups; each group has separate weights and a share of the batch.
 
-        The arguments of this function are parameters, of which the trained ones are [G, ...] and the frozen ones have
-        no dim G; the batch [B, ...]; a PRNG key; and seeds [G]. It returns sums [G] and gradients [G, ...]. It opens a
-        `jax.shard_map` region that is manual over data; the manual regions of other axes nest inside.
+        The arguments of this function are parameters; the batch [B, ...] of B sequences; a PRNG key; and seeds [G], the
+        factor of each group's loss in the backward pass. Trained parameters are [G, ...], with G groups; frozen
+        parameters have no dim G. The function returns sums [G] and gradients [G, ...]. It opens a `jax.shard_map`
+        region that is manual over data; the manual regions of other axes nest inside.
 
         Args:
           of_group: the gradient function of one model, which is called for each group.
@@ -233,7 +238,7 @@ class Groups:
         return run
 
     def accumulators(self, sums: Arrays) -> Arrays:
-        """Returns the abstract gradient sums of all groups, float32 [G, ...], with shardings.
+        """Returns the abstract gradient sums of all G groups, float32 [G, ...], with shardings.
 
         Args:
           sums: the abstract gradient sums of one model, with shardings.
@@ -256,10 +261,10 @@ class Groups:
     def mean(self, tree: Arrays, residual: Arrays = ()) -> tuple[Arrays, Arrays]:
         """Returns the mean over groups of a pytree, and the residual for the next mean.
 
-        The `reduction` sums over data; without a reduction a float32 all-reduce does.
+        The attribute `reduction` sums over the data axis; if it is None, a float32 all-reduce is used.
 
         Args:
-          tree: a pytree with the structure of the trained parameters, float32 [G, ...].
+          tree: a pytree with the structure of the trained parameters, float32 [G, ...] for G groups.
           residual: a pytree of the unsent parts of earlier means, float32 [devices along data, ...]; () without
             residuals.
         """
@@ -296,7 +301,8 @@ class Groups:
     def _shares(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         """Splits a device's part of the batch into the shares of its groups: [n B / G, ...] -> [n, B / G, ...].
 
-        A share has consecutive examples. It is sharded over the mesh axes that split the batch inside a group.
+        B: sequences in the global batch, G: groups, n: groups on one device. A share has consecutive examples. It is
+        sharded over the mesh axes that split the batch inside a group.
 
         Args:
           x: one entry of the batch, local along data.
@@ -312,9 +318,9 @@ class Local:
     """The groups' weights and the outer optimizer's state; stored in `TrainState.extra`.
 
     Attributes:
-      params: the trained parameters of all groups, [G, ...], in the dtype of the anchor.
+      params: the trained parameters of all G groups, [G, ...], in the dtypes of `TrainState.params`.
       outer_state: the optax state of the outer optimizer, float32.
-      residual: the unsent parts of earlier means; () without a reduction.
+      residual: the parts of earlier means that a compressed reduction has not sent yet; () without residuals.
     """
 
     params: Params
@@ -354,7 +360,7 @@ def in_groups(
 
 
 def restarted(state: TrainState, mask: Masks = None) -> TrainState:
-    """Returns the state with the trained weights of every group reset to the anchor."""
+    """Returns the state with the trained weights of every group reset to `state.params` (the anchor)."""
     trained, _ = select(state.params, mask)
     params = jax.tree.map(lambda anchor, leaf: jnp.broadcast_to(anchor, leaf.shape), trained, state.extra.params)
     return dataclasses.replace(state, extra=dataclasses.replace(state.extra, params=params))
@@ -375,10 +381,10 @@ def axes_in_groups(
     options: LocalStepsOptions,
     mask: Masks,
 ) -> dict[str, list[Names]]:
-    """Returns field -> logical axes of its arrays, for the state of all groups.
+    """Returns field of `TrainState` -> logical axes of its arrays, for the state of all groups.
 
     Args:
-      of_fields: field -> logical axes of its arrays for the state of one model, from `shardings.axes_of_fields`.
+      of_fields: the same mapping for the state of one model, from `shardings.axes_of_fields`.
       abstract: the abstract state of all groups.
       params: the abstract parameters of one model.
       axes: a pytree with the structure of the parameters; each leaf is a tuple of logical axes.
@@ -404,7 +410,7 @@ def axes_in_groups(
 
 
 def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = None, mask: Masks = None) -> TrainStep:
-    """Returns the step of all groups: (state, batch) -> (state, metrics). Group g trains on share g of the batch.
+    """Returns the step of all G groups: (state, batch) -> (state, metrics). Group g trains on share g of the batch.
 
     The metrics have the names of `step.WeightUpdate` and combine all groups. Loss and the task's metrics are over the
     global batch. grad_norm and learning_rate are means over groups; skipped_steps is a sum; loss_scale is the minimum.
@@ -435,7 +441,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
 
 def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
-    """Combines the metrics of all groups into the metrics of a step, which have no dim G.
+    """Combines the metrics of all G groups, each [G, ...], into the metrics of a step, without the dim G.
 
     Args:
       metrics: the metrics of `step.WeightUpdate`, each [G, ...].
@@ -462,10 +468,10 @@ def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
 def outer_step(
     transformation: optax.GradientTransformation, mean_of_groups: Reduce, mask: Masks = None
 ) -> Callable[[TrainState], TrainState]:
-    """Returns the outer step, a function of the state that synchronizes the groups and returns the next state.
+    """Returns the outer step, a function state -> next state that synchronizes the weights of all G groups.
 
-    With the anchor a and the groups' weights w, the outer optimizer gets a - mean(w) as the gradient of a. Moments and
-    step number stay unchanged.
+    With the anchor a and the groups' weights w, the outer optimizer gets a - mean(w) as the gradient of a. Then all
+    groups restart from the updated anchor. The groups' moments and the step number stay unchanged.
 
     Args:
       transformation: the outer optimizer.

@@ -1,7 +1,7 @@
 """Stores moments of any optimizer in fewer bytes, as bfloat16 or 8-bit codes.
 
-Moments are decoded before an update and encoded after it. Numbers in bfloat16 (also weights) and second moments in 8
-bits are rounded stochastically. A moment with beta2 = 0.999 changes by a thousandth in a step without gradient, which
+Moments are decoded before an update and encoded after it. Moments and weights in bfloat16, and second moments in 8
+bits, are rounded stochastically. A moment with beta2 = 0.999 changes by a thousandth in a step without gradient, which
 is a quarter of the distance between two bfloat16 numbers. With rounding to nearest, this moment would never decrease
 after the largest gradient of the run. The random bits depend on the number of updates, the array and the element, not
 on the mesh.
@@ -91,7 +91,7 @@ def problems(
 
 
 def _between(shape: Sequence[int], names: Names, block: int, parts: Sequence[int]) -> list[int]:
-    """Returns the dims of a weight that the mesh splits evenly, but at positions within blocks.
+    """Returns the dims of a weight that the mesh splits evenly, but not at the boundaries between blocks.
 
     Dims that the mesh does not split evenly are reported by other checks.
 

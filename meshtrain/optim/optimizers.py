@@ -116,7 +116,7 @@ def _read(name: str) -> list[str]:
 
 
 def _readers(option: str) -> dict[str, tuple[str, ...]]:
-    """Returns the condition (`only_for`) under which an option has an effect: the names of optimizers that read it."""
+    """Returns the `only_for` condition of an option: its effect is limited to the optimizers that read the option."""
     return {"name": tuple(name for name in NAMES if option in _read(name))}
 
 

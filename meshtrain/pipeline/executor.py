@@ -1,9 +1,10 @@
 """Runs a proven schedule as one SPMD program: in each row of the table, every stage runs the action in its column.
 
-A stage that idles in a row computes as well, on the values in its dump slots; `jnp.where` drops the results (a product
-with 0 would keep infinities). A forward row saves the residuals of its layers, as selected by the model's
-`jax.checkpoint` policy, in a slot from which the backward row reads them (`pullback.py`). All stages compute embedding
-and head together (vocabulary parallelism for pipelines, Yeung et al. 2024). Activations may be any pytree of arrays.
+A stage that idles in a row computes as well, on the values in its dump slots (additional slots for unused arrays);
+`jnp.where` drops the results (a product with 0 would keep infinities). A forward row saves the residuals of its layers,
+as selected by the model's `jax.checkpoint` policy, in a slot from which the backward row reads them (`pullback.py`).
+All stages compute embedding and head together (vocabulary parallelism for pipelines, Yeung et al. 2024). Activations
+may be any pytree of arrays.
 
 M: microbatches, b: sequences in a microbatch, T: tokens per sequence, D: embed dim, S: stages, V: chunks per stage, R:
 rows, K: layers in a chunk, U: layers in a unit (`Stages.num_together`).
@@ -60,14 +61,15 @@ def gradients(
       program: the schedule with its buffer slots.
       replicas: the mesh, the shardings of parameters, which parameters are trained, and how gradients are reduced over
         data; all other axes are left to the partitioner.
-      params: parameters, float32; layers are stored as described in `stages.py`.
-      batch: microbatches [b, M, ...].
+      params: parameters, float32; the weights of the layers have the leading dims `stages.Stack.shape`.
+      batch: entry name -> array [b, M, ...], M microbatches of b sequences.
       rng: a typed key.
       seed: the cotangent of the loss, a float32 scalar: gradients are multiplied by it.
 
     Raises:
-      UserError: `Stages.repeated` returns another form, shape or dtype than required, `Stages.num_together` does not
-        divide the layers of a chunk, or a residual that depends on activations is in host memory.
+      UserError: the result of `Stages.repeated` is not (activations, None) or (activations, (loss, metrics)); its
+        activations differ from its input in structure, shape or dtype; `Stages.num_together` does not divide the number
+        of layers in a chunk; or a residual that depends on activations is in host memory.
     """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Loss, Params]:
@@ -233,7 +235,8 @@ class Rows:
           program: the schedule with its buffer slots.
           replicas: the shardings of parameters, and how gradients are reduced over data.
           params: the shards of the parameters on this stage.
-          batch: microbatches [b, M, ...], this device's shard along the manual axes.
+          batch: entry name -> array [b, M, ...], M microbatches of b sequences; this device's shard along the manual
+            axes.
           rng: a typed key.
           seed: the cotangent of the loss, float32 scalar.
         """
@@ -261,7 +264,7 @@ class Rows:
     def cell(self, row: jax.Array) -> Cells:
         """Returns the action of this stage in row `row` and the action's buffer slots, as scalars.
 
-        All tables together are one constant of the compiled program.
+        The tables of all rows and stages are stacked into one constant of the compiled program.
         """
         tables, shape = self.program.cells, self.program.cells.active.shape
         columns = [np.broadcast_to(table.astype(np.int32).reshape(shape[0], -1), shape) for table in tables]
@@ -348,8 +351,8 @@ class Rows:
     def first_place(self, cell: Cells) -> Place:
         """Returns the index of the first unit of the cell's chunk among this stage's units.
 
-        With one chunk it is a constant. Then XLA knows which slice each iteration of a loop reads, and a matrix product
-        may read the weights in place.
+        If stages have one chunk, this index is a constant. Then XLA knows which slice each iteration of a loop reads,
+        and a matrix product may read the weights in place.
         """
         return np.int32(0) if self.num_chunks == 1 else cell.chunk * self.num_units
 

@@ -36,12 +36,13 @@ def evaluate(
       num_chunks: chunks per stage, V.
       mesh: the mesh.
       specs: the spec of each parameter, a pytree with the structure of the parameters.
-      params: global arrays; layers are stored as described in `stages.py`.
-      batch: microbatches [b, M, ...].
+      params: global arrays; the weights of the layers have the leading dims `stages.Stack.shape`.
+      batch: entry name -> array [b, M, ...], M microbatches of b sequences.
       rng: a typed key.
 
     Raises:
-      UserError: `Stages.repeated` returns another form, shape or dtype than required.
+      UserError: the result of `Stages.repeated` is not (activations, None) or (activations, (loss, metrics)), or its
+        activations differ from its input in structure, shape or dtype.
     """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> Loss:
@@ -66,18 +67,19 @@ def evaluate(
 
 
 def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Specs, params: Params, batch: Batch) -> jax.Array:
-    """Returns the logits of a batch, [M, b, T, padded vocabulary].
+    """Returns the logits of a batch, [M, b, T, padded vocabulary]: M microbatches of b sequences of T tokens.
 
     Args:
       stages: the model, split into stages; it has `logits`.
       num_chunks: chunks per stage, V.
       mesh: the mesh.
       specs: the spec of each parameter, a pytree with the structure of the parameters.
-      params: global arrays; layers are stored as described in `stages.py`.
-      batch: microbatches [b, M, ...].
+      params: global arrays; the weights of the layers have the leading dims `stages.Stack.shape`.
+      batch: entry name -> array [b, M, ...], M microbatches of b sequences.
 
     Raises:
-      UserError: `Stages.repeated` returns another form, shape or dtype than required.
+      UserError: the result of `Stages.repeated` is not (activations, None) or (activations, (loss, metrics)), or its
+        activations differ from its input in structure, shape or dtype.
     """
     compute = stages.logits
     assert compute is not None
@@ -114,7 +116,7 @@ def forward_only(
     Args:
       stages: the model, split into stages.
       params: this stage's shard of the parameters.
-      batch: microbatches [b, M, ...], the same on every stage.
+      batch: entry name -> array [b, M, ...], M microbatches of b sequences; the same on every stage.
       rng: a typed key.
       num_chunks: chunks per stage, V.
       finish: a function (carry, activations of microbatch m after the last layer, m) -> carry. All stages call it, with
@@ -126,7 +128,8 @@ def forward_only(
       nothing).
 
     Raises:
-      UserError: `Stages.repeated` returns another form, shape or dtype than required.
+      UserError: the result of `Stages.repeated` is not (activations, None) or (activations, (loss, metrics)), or its
+        activations differ from its input in structure, shape or dtype.
     """
     layers, outer = ring.split_layers(params)
     num_stages, num_parts = jax.lax.axis_size(PIPELINE), ring.num_microbatches(batch)

@@ -33,7 +33,8 @@ class Cells(NamedTuple):
     """NumPy tables with the action of each cell (a row and a stage), and the buffer slots of the action's arrays.
 
     Each buffer has an additional slot, the dump slot, whose index is the number of the other slots. Arrays without a
-    reader are written there. Idle cells read and write dump slots, with microbatch and chunk 0.
+    reader are written there. Idle cells read and write dump slots, with microbatch and chunk 0. In shapes, R is the
+    number of rows, and S the number of stages.
 
     Attributes:
       microbatch: [R, S] int32; the microbatch of the action.
@@ -191,7 +192,7 @@ _SLOT_TABLES = {
 
 
 def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.ndarray:
-    """Returns the microbatch that `stage` runs in each row: [R] int32; -1 in rows of another kind or chunk.
+    """Returns the microbatch that `stage` runs in each of R rows: [R] int32; -1 in rows of another kind or chunk.
 
     Args:
       rows: the rows (clock ticks) of a schedule.
@@ -206,12 +207,13 @@ def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.n
 def _prefetch_rows(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
     """Assigns the embedding of each microbatch, which can be computed in advance, to an earlier row.
 
-    The embedding is computed after the previous row that needs one: in the last row with a head before the microbatch's
-    row, or in the previous row itself if there is no head between them. The first microbatch is embedded before all
-    rows. With rows in reverse order, the function assigns the backward pass of each embedding to a later row.
+    Let row r need an embedding, and p be the previous row that needs one. The embedding for row r is computed in the
+    last row from p to r - 1 with a head, or in row p if none of them has a head. The first microbatch is embedded
+    before all rows. With rows in reverse order, the function assigns the backward pass of each embedding to a later
+    row.
 
     Args:
-      wanted: [R] int32; the microbatch that a row needs at its start, else -1.
+      wanted: [R] int32, for R rows; the microbatch whose embedding a row reads at its start, else -1.
       heads: [R] int32; the microbatch whose loss a row computes, else -1.
 
     Returns:
@@ -259,7 +261,7 @@ def _assign_slots(
     Args:
       schedule: the sizes of the table.
       rows: the rows that have an action.
-      tables: slot table name -> [R, S] int32, filled with -1; entries without a slot stay -1.
+      tables: slot table name -> int32 [rows, stages], filled with -1; entries without a slot stay -1.
       embedded: the microbatch that is embedded before the first row, then at the end of each row; -1: none.
     """
     stages, chunks = schedule.num_stages, schedule.num_chunks

@@ -57,7 +57,7 @@ class Schedule(NamedTuple):
 
 
 def layers_in_chunk(num_layers: int, num_stages: int, num_chunks: int) -> int:
-    """Returns K, the number of layers in a chunk, including padding layers: L / (S V), rounded up.
+    """Returns the number of layers in a chunk, including padding layers: layers / (stages * chunks), rounded up.
 
     >>> layers_in_chunk(96, 8, 4), layers_in_chunk(94, 8, 4)
     (3, 3)
@@ -80,7 +80,7 @@ def spreads_evenly(num_layers: int, num_stages: int, num_chunks: int) -> bool:
 def leaves_stage_empty(num_layers: int, num_stages: int, num_chunks: int) -> bool:
     """Returns whether filling chunks in order would leave a stage, or the last chunk of every stage, without layers.
 
-    In this order each chunk gets K layers (`layers_in_chunk`), until no layer remains.
+    In this order each chunk gets `layers_in_chunk` layers, until no layer remains.
     """
     in_chunk = layers_in_chunk(num_layers, num_stages, num_chunks)
     num_empty = in_chunk * num_stages * num_chunks - num_layers
@@ -90,8 +90,8 @@ def leaves_stage_empty(num_layers: int, num_stages: int, num_chunks: int) -> boo
 def layers_of_chunks(num_layers: int, num_stages: int, num_chunks: int) -> tuple[range, ...]:
     """Returns the layers of each chunk, with chunk c of stage s at index c S + s, where S is the number of stages.
 
-    Chunks are filled in order with K layers each (`layers_in_chunk`), and the last chunks with the remaining layers. If
-    `spreads_evenly`, the numbers of layers differ by at most one.
+    Chunks are filled in this order with `layers_in_chunk` layers each, until no layer remains. If `spreads_evenly` is
+    true, the numbers of layers in chunks instead differ by at most one.
 
     >>> [len(layers) for layers in layers_of_chunks(7, 4, 1)], [len(layers) for layers in layers_of_chunks(6, 4, 1)]
     ([2, 2, 2, 1], [2, 2, 1, 1])
@@ -157,7 +157,7 @@ def _backward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: 
 
 
 def _one_kind_rows(num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[list[Row], list[Row]]:
-    """Returns all forward rows and all backward rows: V M + S - 1 rows of each kind."""
+    """Returns all forward rows and all backward rows: chunks * microbatches + stages - 1 rows of each kind."""
     numbers = num_stages, num_microbatches, num_chunks
     count = num_chunks * num_microbatches + num_stages - 1
     return [_forward_row(row, *numbers) for row in range(count)], [_backward_row(row, *numbers) for row in range(count)]
@@ -180,7 +180,7 @@ def _one_chunk(name: str, num_chunks: int) -> None:
 def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """Returns the rows of gpipe: all forwards, then all backwards (Huang et al. 2019).
 
-    Its bubble is (S-1)/(M+S-1), with M microbatches in flight.
+    Its bubble fraction is (S-1)/(M+S-1) for M microbatches on S stages, with M microbatches in flight.
     """
     _one_chunk("gpipe", num_chunks)
     forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
@@ -190,7 +190,7 @@ def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]
 def _1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """Returns the rows of 1F1B: backwards as early as possible (Narayanan et al. 2021).
 
-    Its bubble is the bubble of gpipe, with 2 S - 1 - 2 s microbatches in flight on stage s.
+    Its bubble fraction is the same as with gpipe, with 2 S - 1 - 2 s microbatches in flight on stage s of S stages.
     """
     _one_chunk("1f1b", num_chunks)
     return _align_rows(num_stages, num_microbatches, num_chunks)
@@ -219,11 +219,12 @@ def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -
 def _align_rows(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """Returns the rows of (interleaved) 1F1B: each backward row is as early as its dependencies allow.
 
-    Each row has actions of a single kind. Groups have S microbatches. The first S backward rows of a group start in the
-    last virtual stage: the first of them needs forward row V S - 1 of the group, each later one needs one more forward
-    row. The other backward rows, for earlier chunks, need no further forward rows. A group therefore has S forward
-    rows, S pairs of a forward and a backward row, and S (V - 1) backward rows. The bubble is (S-1)/(V M + S-1), with V
-    S + S - 1 - 2 s units in flight on stage s, at most V M.
+    S: stages, M: microbatches, V: chunks per stage. Each row has actions of a single kind. Groups have S microbatches.
+    The first S backward rows of a group start in the last virtual stage: the first of them needs forward row V S - 1 of
+    the group, and each of the others needs one more forward row. The later backward rows, for earlier chunks, need no
+    further forward rows. Each group after the first therefore has S (V - 1) forward rows, S pairs of a forward and a
+    backward row, and S (V - 1) backward rows. The bubble fraction is (S-1)/(V M + S-1), with V S + S - 1 - 2 s units (a
+    microbatch in one chunk) in flight on stage s, at most V M.
     """
     forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
     group, rows, done = num_chunks * num_stages, list[Row](), 0

@@ -35,9 +35,9 @@ MANUAL = frozenset({PIPELINE})
 
 
 def take(tree: Arrays, index: jax.Array, dim: int = 0) -> Arrays:
-    """Returns x[index] along dim `dim` of each array in a pytree.
+    """Returns x[index] along dim `dim` of each array in a pytree; the index must not be negative.
 
-    Excluding negative indices makes the compiled program half as long.
+    Support for negative indices would make the compiled program twice as long.
     """
 
     def one(x: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ def take(tree: Arrays, index: jax.Array, dim: int = 0) -> Arrays:
 
 
 def microbatch(batch: Batch, index: jax.Array) -> Batch:
-    """Returns microbatch `index`, [b, ...], of a batch [b, M, ...].
+    """Returns microbatch `index`, [b, ...], of a batch [b, M, ...] with M microbatches of b sequences.
 
     The index may differ between stages; it is clamped to 0 .. M - 1.
     """
@@ -55,15 +55,15 @@ def microbatch(batch: Batch, index: jax.Array) -> Batch:
 
 
 def num_microbatches(batch: Batch) -> int:
-    """Returns the number of microbatches M in a batch [b, M, ...]."""
+    """Returns the number of microbatches M in a batch [b, M, ...] (b: sequences in a microbatch)."""
     return int(jax.tree.leaves(batch)[0].shape[1])
 
 
 def with_cast_layers(stages: Stages, params: Params) -> Params:
     """Returns parameters with the layers in their compute dtypes, if the model casts layers once a step.
 
-    It is called before the manual region. The weights that ZeRO shards are gathered inside this region, so they are
-    gathered in the compute dtypes.
+    Call this function before the pipeline's manual region. Weights that ZeRO shards are gathered inside this region; if
+    they are cast first, they are gathered in the compute dtypes.
     """
     return {**params, "layers": stages.cast(params["layers"])} if stages.cast else params
 
@@ -79,10 +79,10 @@ def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
 
 
 def num_units(stages: Stages, num_stages: int, num_chunks: int) -> int:
-    """Returns the number of units in a chunk, K / U. A unit is U layers that are computed in one call.
+    """Returns the number of units in a chunk; a unit is a group of `Stages.num_together` layers, computed in one call.
 
     Raises:
-      UserError: U does not divide K, or a unit would have both layers and padding.
+      UserError: `Stages.num_together` does not divide the layers in a chunk, or a unit would have layers and padding.
     """
     in_chunk, together = layers_in_chunk(stages.num_layers, num_stages, num_chunks), stages.num_together
     common = math.gcd(*map(len, layers_of_chunks(stages.num_layers, num_stages, num_chunks)))
@@ -113,13 +113,13 @@ def in_units(layers: Params, num_chunks: int, num_in_unit: int) -> Params:
 
 
 def from_units(units: Params, num_chunks: int) -> Params:
-    """Reshapes arrays from units, [V K / U, U, ...], to the stored shape of layers; the inverse of `in_units`."""
+    """Reshapes arrays from units, [units, layers in a unit, ...], to the stored shape; the inverse of `in_units`."""
     leading = (-1,) if num_chunks == 1 else (num_chunks, -1)
     return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[2:]), units)
 
 
 def flat(units: Params) -> Params:
-    """Reshapes arrays from units, [number of units, U, ...], to [number of layers, ...]."""
+    """Reshapes arrays from units, [units, layers in a unit, ...], to [layers, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), units)
 
 
@@ -132,7 +132,7 @@ def run_layers(
       stages: the model, split into stages.
       layers: the layers' parameters, each leaf [number of layers, ...].
       x: the activations before the layers.
-      batch: a microbatch [b, ...].
+      batch: a microbatch: entry name -> array [b, ...] of b sequences.
       rng: a typed key.
       start: the index of the first layer in the model.
       train: whether dropout is applied.
@@ -141,7 +141,8 @@ def run_layers(
       The activations after the layers; and the (loss, metrics) that the layers add, float32, or None.
 
     Raises:
-      UserError: the result has another form, or its activations have another structure, shape or dtype than the input.
+      UserError: the result is not (activations, None) or (activations, (loss, metrics)) with float32 sums, or its
+        activations differ from `x` in structure, shape or dtype.
     """
     allowed = "(activations, None) or (activations, (loss, metrics))"
     output = stages.repeated(layers, x, batch, rng, start, train)
@@ -188,10 +189,10 @@ def run_chunk(
       stages: the model, split into stages.
       layers: the chunk's parameters, each leaf [layers in a chunk, ...].
       x: the activations before the chunk.
-      batch: a microbatch [b, ...].
+      batch: a microbatch: entry name -> array [b, ...] of b sequences.
       rng: a typed key.
       start: the index of the chunk's first layer in the model.
-      end: the index of the first padding layer, counted like `start`.
+      end: the index of the first padding layer, counted from the model's first layer as `start` is.
     """
 
     def one(state: tuple[Activations, jax.Array], weights: Params) -> tuple[tuple[Activations, jax.Array], LayerSums]:
@@ -257,7 +258,8 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
 def end_of_layers(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array | int:
     """Returns the model-wide index after the last layer of this stage's chunk `chunk`.
 
-    If chunks are filled in order, returns the number of layers in the model, an upper bound.
+    If chunks are filled in order, the result is the number of layers in the model, for every chunk: padding layers then
+    come after all layers.
     """
     if not spreads_evenly(num_layers, num_stages, num_chunks):
         return num_layers
@@ -330,12 +332,15 @@ class Stack:
 
     @property
     def num_places(self) -> int:
-        """The number of places for layers in memory, including padding layers: K S V."""
+        """The number of places for layers in memory, with padding layers: layers in a chunk * stages * chunks."""
         return self.num_stages * self.num_chunks * layers_in_chunk(self.num_layers, self.num_stages, self.num_chunks)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The leading dims of each weight in memory: [K S], or [V, K S] if stages have several chunks."""
+        """The leading dims of each weight in memory: [K S], or [V, K S] if each of the S stages has V chunks (V > 1).
+
+        K is the number of layers in a chunk, with padding layers.
+        """
         return (self.num_places,) if self.num_chunks == 1 else (self.num_chunks, self.num_places // self.num_chunks)
 
     @property
@@ -345,7 +350,7 @@ class Stack:
 
     @property
     def places_of_layers(self) -> np.ndarray | None:
-        """The index of each layer among the K S V places, int [L]; None if all padding is at the end."""
+        """The place of each layer in memory, int [layers], as an index from 0; None if all padding is at the end."""
         arguments = self.num_layers, self.num_stages, self.num_chunks
         if not spreads_evenly(*arguments):
             return None
@@ -354,21 +359,21 @@ class Stack:
         return np.concatenate(places)
 
     def of_layers(self, layers: Params) -> Params:
-        """Reshapes a pytree of [L, ...] arrays to their shape in memory; unchanged if the shapes are the same."""
+        """Reshapes a pytree of arrays [layers, ...] to `shape`, their leading dims in memory, and pads with zeros."""
         return jax.tree.map(lambda leaf: reshape_stack(leaf, (*self.shape, *leaf.shape[1:]), self), layers)
 
     def places_shape(self, shape: Sequence[int], names: Names) -> tuple[int, ...]:
-        """Returns the shape of a leaf with padding layers, in layer order: K S V in place of L.
+        """Returns the shape of a leaf with padding layers, in layer order: `num_places` in place of `num_layers`.
 
         Args:
-          shape: the leaf's shape, such as [L, ...].
+          shape: the leaf's shape without padding layers, such as [layers, ...].
           names: the logical axis of each dim of the leaf.
         """
         is_stack = lambda size, name: name == LAYERS and size == self.num_layers  # noqa: E731
         return tuple(self.num_places if is_stack(*dim) else dim[0] for dim in zip(shape, names, strict=True))
 
     def places(self, layers: Params) -> Params:
-        """Returns abstract arrays [K S V, ...], with padding layers, for a pytree of arrays [L, ...]."""
+        """Returns abstract arrays [num_places, ...], with padding layers, for a pytree of arrays [num_layers, ...]."""
         place = lambda leaf: jax.ShapeDtypeStruct((self.num_places, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
         return jax.tree.map(place, layers)
 
@@ -385,7 +390,9 @@ def stack_of(stages: Stages | None, num_stages: int, num_chunks: int) -> Stack |
 
 
 def reshape_stack(x: jax.Array, shape: Sequence[int], stack: Stack | None) -> jax.Array:
-    """Reshapes an array with stacked layers: from [.., L, ..] to `Stack.shape`, padded with zeros, or back.
+    """Reshapes stacked layers from [.., L, ..] to their shape in memory, padded with zeros, or back (L: layers).
+
+    In memory, `Stack.shape` replaces the dim L.
 
     Args:
       x: an array [.., L, ..] in layer order, or the same weights in their shape in memory.
@@ -412,7 +419,7 @@ def reshape_stack(x: jax.Array, shape: Sequence[int], stack: Stack | None) -> ja
 
 
 def layer_order_shape(shape: Sequence[int], names: Names, stack: Stack | None) -> tuple[int, ...]:
-    """Returns the shape [.., L, ..] of a leaf in layer order, given its shape and logical axes in memory."""
+    """Returns the shape of a leaf in layer order, [.., layers, ..], given its shape and logical axes in memory."""
     if stack is None or LAYERS not in names:
         return tuple(shape)
     end = names.index(LAYERS) + 1
@@ -423,5 +430,5 @@ def layer_order_shape(shape: Sequence[int], names: Names, stack: Stack | None) -
 
 
 def layer_order_names(names: Names) -> Names:
-    """Returns the logical axes of a leaf [L, ...] in layer order, given its logical axes in memory."""
+    """Returns the logical axes of a leaf in layer order, [layers, ...], given its logical axes in memory."""
     return tuple(name for name in names if name != CHUNKS)

@@ -40,8 +40,8 @@ class OverData(enum.Enum):
     """How the gradients of the replicas along the data axis are combined.
 
     SUMMED: gradients are added up over the data axis. STACKED: gradients are returned as [replicas, ...], and the
-    caller adds them up. INSIDE: the caller is already in the manual region of the data axis; the gradients of each
-    replica are returned there, and nothing is added up.
+    caller adds them up. INSIDE: the caller is already in the manual region of the data axis; it gets the
+    gradients of its replica, and nothing is added up.
     """
 
     SUMMED = "summed"
@@ -211,12 +211,15 @@ class GradientSync:
     def reduces_in_loops(self) -> bool:
         """Whether gradients of layers in a loop are reduced inside the backward loop of the last microbatch.
 
-        At level 2 they are instead reduce-scattered after the loops of each microbatch.
+        False at level 2, at which these gradients are reduce-scattered after the backward pass of each microbatch.
         """
         return bool(self.axes) and self.level < GRADIENTS_LEVEL and self.crossing is OverData.SUMMED
 
     def reduced_zeros(self, leaf: jax.Array, weight: ParamSharding) -> jax.Array:
-        """Returns float32 zeros in the shape of a parameter's reduced gradient; at level 1, of this replica's shard.
+        """Returns float32 zeros in the shape of a parameter's gradient on one replica after the reduction.
+
+        At level 1 this is the shape of the replica's shard, at level 0 the shape of the parameter.
+
 
         Args:
           leaf: the parameter, or one layer of it; only its shape is read.
@@ -225,7 +228,7 @@ class GradientSync:
         return jnp.zeros(self.shard_shape(leaf, weight.scattered_dim), jnp.float32)
 
     def reduced_layers(self, gradients: Arrays, stored: ParamShardings) -> Arrays:
-        """Reduces the gradients of layers over the data axis, in `wire_dtype`; at level 1 to this replica's shards.
+        """Reduces the gradients of layers over the data axis in `wire_dtype`; returns this replica's shards at level 1.
 
         Args:
           gradients: float32 sums of one replica, local along the manual axes.
@@ -238,9 +241,9 @@ class GradientSync:
 
         The hook gets the weights of a layer and, for each weight, a pair: the local gradient sum of the earlier
         microbatches or None, and zeros from `reduced_zeros`. In the forward pass the hook returns the weights
-        unchanged. In the backward pass the gradient of the zeros is the reduced sum of all microbatches. The weights
-        get no gradient, so the caller differentiates with respect to the zeros. Therefore sums are float32 and may be
-        scattered, independently of the dtype and shape of the weights.
+        unchanged. In the backward pass it returns the reduced sum of all microbatches as the gradient of the zeros, and
+        no gradient of the weights. So the caller differentiates with respect to the zeros. JAX requires a gradient to
+        have the shape and dtype of its argument: zeros can be float32 and one shard, while weights may be neither.
 
         Args:
           stored: index of a weight in the traced list -> its `ParamSharding`.

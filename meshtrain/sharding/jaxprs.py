@@ -45,8 +45,8 @@ class Traced:
     Attributes:
       closed: the jaxpr of the function.
       structure: the pytree structure of the function's result.
-      sliced: the indices, in the list, of the arrays [L, ...] that the function reads only as slices in one loop, in
-        the order of L or reversed.
+      sliced: the indices, in the list, of the arrays [L, ...] (L: layers) that the function reads in one loop only, one
+        layer in each iteration, from the first layer to the last or in reverse.
     """
 
     closed: ClosedJaxpr
@@ -59,8 +59,9 @@ class Traced:
         Args:
           arrays: the list of arrays, with the traced shapes.
           others: the pytree of other arguments, with the traced shapes.
-          given: index of a sliced array -> a pytree of additional arrays [L, ...]. The hook gets the slices of the
-            sliced array and of the additional arrays. Other sliced arrays do not pass through the hook.
+          given: index of a sliced array -> a pytree of additional arrays [L, ...], L: layers. The hook gets the slices
+            of each array in this mapping and of its additional arrays. Other sliced arrays do not pass through the
+            hook.
           hook: a function that returns the slices with which the loop computes. It is called once for each loop, while
             JAX traces the loop's body.
         """
@@ -101,9 +102,10 @@ def _find_sliced(jaxpr: Jaxpr, tracked: Mapping[Var, int]) -> set[int]:
 
 
 def _keeps_layers(equation: ShapedEquation) -> bool:
-    """Returns whether an equation maps each layer of its input to the same layer of its output, a float array.
+    """Returns whether an equation computes each layer of its result from the same layer of its input.
 
-    The output may also group consecutive layers: [L / n, n, ...].
+    True for a cast, a copy, and a reshape that groups consecutive layers ([L, ...] -> [L / n, n, ...], L: layers), if
+    the result is a floating-point array.
     """
     if equation.primitive.name not in _ON_EACH_LAYER or len(equation.invars) > 1:
         return False
@@ -127,8 +129,8 @@ def _run_hooked(
       jaxpr: the jaxpr to evaluate.
       consts: the values of its constants.
       arguments: the values of its inputs.
-      tracked: an input, which is read once on its way to a loop -> the index of its array in the traced list.
-      given: index of an array in the traced list -> a pytree of additional arrays [L, ...] for the hook.
+      tracked: an input of the jaxpr that exactly one equation reads -> the index of its array in the traced list.
+      given: index of an array in the traced list -> a pytree of additional arrays [L, ...] for the hook, L: layers.
       hook: a function that returns the slices with which the loop computes.
     """
     tracked, places = dict(tracked), dict[int, dict[int, int]]()
@@ -159,7 +161,7 @@ def _scan(
       equation: the scan.
       inputs: the values of its inputs.
       mine: position of an input whose slices pass through the hook -> the index of its array in the traced list.
-      given: index of an array in the traced list -> a pytree of additional arrays [L, ...] for the hook.
+      given: index of an array in the traced list -> a pytree of additional arrays [L, ...] for the hook, L: layers.
       hook: a function that returns the slices with which the loop computes.
     """
     loop = _Loop(equation, inputs)
@@ -185,9 +187,10 @@ def run_after(function: ArrayFunction, first: jax.Array, *arguments: Arrays) -> 
     """Returns `function(*arguments)`, computed so that its loops allocate memory only after `first` is computed.
 
     A scan writes its stacked results, such as the residuals of a backward pass, into arrays that start as constants. A
-    compiler may allocate constants long before the loop. Here these arrays start as copies of `first`, which the loop
-    overwrites. A compiler may also delay a matrix product until the loop is over, which keeps its factors in memory.
-    Therefore, all values that are needed later are computed before the loop.
+    compiler may allocate constants long before the loop. Here these arrays start as copies of `first`, and the loop
+    overwrites all of their elements. A compiler may also delay a matrix product before the loop until the loop is over,
+    so that both factors stay in memory. Therefore a barrier makes the loop wait for all earlier values that later
+    equations need.
 
     Args:
       function: any function of pytrees of arrays.
@@ -388,10 +391,10 @@ def inline_calls(function: ArrayFunction) -> ArrayFunction:
     """Returns an equivalent function in which each call has its own copy of a jaxpr with a manual region.
 
     JAX emits one function for a jaxpr that is called several times, such as a jitted function or the body of a loop. On
-    TPUs XLA does not inline this function. If it contains a manual region, and its callers are in another, the
-    partitioner treats the outer region's axes as automatic and aborts (Check failed: target.IsManualSubgroup() ==
-    sharding().IsManualSubgroup(), seen with jax 0.10.2). So each call gets a copy of its jaxpr, and thus a separate
-    function.
+    TPUs XLA does not inline this function. If it contains a manual region, and it is called inside another manual
+    region, the partitioner treats the outer region's axes as automatic and aborts (Check failed:
+    target.IsManualSubgroup() == sharding().IsManualSubgroup(), seen with jax 0.10.2). So each call gets a copy of its
+    jaxpr, and thus a separate function.
     """
 
     def run(*arguments: Arrays) -> Arrays:

@@ -243,7 +243,7 @@ def first_slice(mesh: Mesh) -> Mesh:
 
 
 def advice(mesh: Mesh, num_machines: int = 0) -> list[tuple[str, str]]:
-    """Returns one (problem, remedy) if an axis that communicates in every layer leaves the fast links, else [].
+    """Returns [(problem, remedy)] if an axis that communicates in every layer crosses the slow network, else [].
 
     On TPUs, no axis except data and pipeline should leave a slice. On GPUs, the axes that store weights may also leave
     a host. The network between hosts of GPUs has 1/9 to 1/18 of the speed of the links inside a host; the network

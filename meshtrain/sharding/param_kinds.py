@@ -2,7 +2,7 @@
 
 Logical axes are a tuple for each weight, a name or None for each dim, such as ("layers", "embed", "heads", "head_dim").
 Leading dims whose names are in `STACKED` stack complete weights, so each expert has separate matrices; all other dims
-belong to one weight.
+belong to one weight. The last column tells which weights Muon updates by default.
 
     weight                           logical axes                               matrix   decays   muon
     query, key, value                layers, embed, heads, head_dim             yes      yes      yes
@@ -18,7 +18,8 @@ belong to one weight.
     router                           layers, embed, router                      yes      yes      no
     router's bias                    layers, router                             no       no       no
 
-Tables decay as in GPT-2 and GPT-3 (Brown et al. 2020 name no exception for them). A tied table is also the head.
+Weight decay applies to tables (embeddings) as in GPT-2 and GPT-3: Brown et al. 2020 mention no exception. With tied
+embeddings the token table is also the head.
 """
 
 from collections.abc import Callable

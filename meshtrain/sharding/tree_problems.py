@@ -142,10 +142,10 @@ def _weights(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
 
 
 def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
-    """Returns for each mesh axis a number; an axis size splits every weight evenly if it divides this number.
+    """Returns mesh axis -> the largest size of this axis that splits every weight evenly; 0 means any size.
 
-    If no weight is split over an axis, the number is 0: any size is possible. For each axis, all other axes are assumed
-    to have the sizes in `mesh_shape`.
+    Each divisor of the result splits every weight evenly too. All other axes are assumed to have the sizes in
+    `mesh_shape`.
     """
     common = dict.fromkeys(mesh_shape, 0)
     for one in weights:
@@ -158,12 +158,14 @@ def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[s
 
 
 def _unsharded_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns an error line for each storage axis except data that leaves too many bytes unsharded (`MOST_WHOLE`).
+    """Returns an error line for each storage axis that leaves more than 1 % of the matrices' bytes unsharded.
+
+    The data axis is not checked here (`_unsharded_by_data`).
 
     Weights with a dim that a user's rule names are treated as sharded, because the user chose their sharding.
 
     Args:
-      matrices: the weights without norms and biases.
+      matrices: all weights except norms and biases.
       rules: the table of rules.
       mesh_shape: the size of each mesh axis.
     """
@@ -190,10 +192,10 @@ def _unsharded_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: M
 def _unsharded_by_data(
     matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int], level: int
 ) -> list[Problem]:
-    """Returns an error line if the data axis at this ZeRO level leaves too many bytes unsharded (`MOST_WHOLE`).
+    """Returns an error line if the data axis leaves more than 1 % of the matrices' bytes unsharded, else [].
 
     Args:
-      matrices: the weights that the level shards, without norms and biases.
+      matrices: the weights that the level shards, except norms and biases.
       rules: the table of rules.
       mesh_shape: the size of each mesh axis.
       level: the ZeRO level, 1 to 3.

@@ -30,10 +30,10 @@ Axes = Mapping[str, Sequence[str | None]]
 
 
 def split_microbatches(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
-    """Returns the batch with each entry [B, ...] as [b, M, ...]: microbatch m has the examples m, m + M, m + 2 M, ...
+    """Splits each entry of a batch of B examples into M microbatches of b = B / M: [B, ...] -> [b, M, ...].
 
-    The reshape keeps each example on its device and needs no communication. Microbatches of consecutive examples would
-    send the batch over the network.
+    Microbatch m has the examples m, m + M, m + 2 M, ... The reshape keeps each example on its device and needs no
+    communication. Microbatches of consecutive examples would send the batch over the network.
 
     Args:
       batch: entry name -> array [B, ...].
@@ -51,9 +51,9 @@ def split_microbatches(batch: Batch, num_microbatches: int, placement: Placement
 
 
 def stack_microbatches(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
-    """Returns the batch with each entry [B, ...] as [M, b, ...], for `jax.lax.scan` over the microbatches.
+    """Splits each entry of a batch of B examples into M microbatches of b = B / M: [B, ...] -> [M, b, ...].
 
-    Microbatch m has the examples m, m + M, m + 2 M, ...
+    `jax.lax.scan` can loop over the first dim of the result. Microbatch m has the examples m, m + M, m + 2 M, ...
 
     Args:
       batch: entry name -> array [B, ...].
@@ -68,10 +68,10 @@ def stack_microbatches(batch: Batch, num_microbatches: int, placement: Placement
 def accumulate_gradients(
     loss: LossFunction, num_microbatches: int, placement: Placement, replicas: GradientSync, axes: Axes
 ) -> Gradients:
-    """Returns a function that computes the sums and gradients of a batch, one microbatch after the other.
+    """Returns a function that sums loss, weight, metrics and gradients over the microbatches of a batch, in sequence.
 
-    Gradients are float32 in a pytree with the structure of the parameters, with None for each frozen parameter
-    (`replicas.trained`).
+    Gradients are reduced over data-parallel replicas. They are float32 in a pytree with the structure of the
+    parameters, with None for each frozen parameter (`replicas.trained`).
 
     Args:
       loss: the task's loss function.
@@ -135,11 +135,12 @@ def _separate_zeros(zeros: Sums) -> Sums:
 def by_layer(
     loss: LossFunction, replicas: GradientSync, params: Params, batch: Batch, rng: jax.Array, seed: jax.Array
 ) -> Callable[[Sums | None], Sums] | None:
-    """Returns a function that computes the last microbatch of a step, or None if the loss has no loop over layers.
+    """Returns a function that adds the last microbatch to a step's sums; None if the loss has no loop over layers.
 
-    The function takes the sums of the earlier microbatches (None if the step has one microbatch) and returns the sums
-    of all microbatches. Gradients of layers in the loop are reduced across data-parallel replicas inside the backward
-    loop, and are returned as `Reduced`. All other gradients are local sums.
+    Its argument is the `Sums` (loss, weight, metrics and gradients) of all earlier microbatches, or None if the step
+    has only one microbatch. It returns the `Sums` of all microbatches. Gradients of layers in the loop are reduced
+    across data-parallel replicas inside the backward loop, and are returned as `Reduced`. All other gradients are the
+    sums of this replica.
 
     Args:
       loss: the task's loss function.
@@ -189,14 +190,14 @@ def by_layer(
 
 
 def _plus(part: jax.Array, before: jax.Array | None) -> jax.Array:
-    """Returns a microbatch's gradient in float32, plus the sum of the earlier microbatches unless it is None."""
+    """Returns `before`, the gradient sum of earlier microbatches (None: zero), plus the gradient `part` in float32."""
     return part.astype(jnp.float32) if before is None else before + part.astype(jnp.float32)
 
 
 def accumulate_loss(
     loss: LossFunction, num_microbatches: int, placement: Placement, axes: Axes
 ) -> Callable[[Params, Batch, jax.Array], Loss]:
-    """Returns a function that computes the loss sums of a batch without gradients, one microbatch after the other.
+    """Returns a function that sums loss, weight and metrics over the microbatches of a batch, without gradients.
 
     Args:
       loss: the task's loss function.

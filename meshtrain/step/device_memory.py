@@ -1,7 +1,7 @@
-"""Computes the bytes on one device: of the training state from shapes, of a program from the compiler's analysis.
+"""The memory on one device: bytes of the training state, from shapes; bytes of a program, from the compiler's analysis.
 
-The bytes of the training state do not include activations. The planner, `explain` and README's table of memory use
-these functions, and a run records both numbers.
+The bytes of the training state do not include activations; the compiler's numbers do. The planner, `explain` and
+README's table of memory use these functions, and a run records both results.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Norms of gradients, weights and updates: for each layer, and for each first key of the parameters without layers.
+"""Norms of gradients, weights and updates: one for each layer, and one for each other top-level key of the parameters.
 
 A weight that stacks layers has one sum of squares per layer. The step computes these sums when it reads the same arrays
 for other purposes, and devices exchange only one number per sum. A pipeline stores layers in chunks with padding layers
@@ -33,7 +33,7 @@ class Layers(NamedTuple):
 
 
 def squares(layers: Layers, tree: Arrays) -> Squares:
-    """Returns path -> sum of squares of each array: float32 [L] in layer order if the array stacks layers, else [].
+    """Returns path -> sum of squares of each array: float32 [L] if the array stacks L layers, in layer order, else [].
 
     Args:
       layers: which dims of the parameters stack layers.
@@ -73,12 +73,12 @@ def metrics(layers: Layers, of_gradients: Squares, weights: Arrays, moved: Array
 
 
 def norms(what: str, found: Squares, names: Mapping[str, Names]) -> Metrics:
-    """Returns metric name -> norm, float32: [L] in layer order for stacked layers, [] for each other first key.
+    """Returns metric name -> norm, float32: [L] in layer order for L stacked layers, a scalar for other arrays.
 
-    With `what` = "grad", the names are: "grad_norm_of/layers" for stacked layers under the key `layers`;
-    "grad_norm_of/KEY" for arrays without layers under another first key; "grad_norm_of/KEY/layers" for stacked layers
-    under another first key, such as an encoder. If a key has stacks of several lengths L, each length has a separate
-    norm, with " of L" after the name.
+    A KEY is a top-level key of the parameters. With `what` = "grad", the names are "grad_norm_of/layers" for stacked
+    layers under the key `layers`; "grad_norm_of/KEY" for arrays without layers; and "grad_norm_of/KEY/layers" for
+    stacked layers under another key, such as an encoder. If a key has stacks of several lengths L, each length has a
+    separate norm, with " of L" after the name.
 
     Args:
       what: the first part of the metric names: "weight", "update" or "grad".

@@ -92,7 +92,7 @@ def stack_layers(params: Params, stack: Stack | None) -> Params:
 
 
 def after_update_of(task: Task, stack: Stack | None) -> AfterUpdate | None:
-    """Returns `Task.after_update` for parameters whose layers a pipeline arranges in stages; None if it is undefined.
+    """Returns `Task.after_update` for parameters whose layers a pipeline arranges in stages; None if the task has none.
 
     The task's function gets layers in layer order. Only the layers that it changes are reshaped back.
     """
