@@ -10,7 +10,7 @@ class Done:
     """The goodput that earlier processes of a run have logged.
 
     Attributes:
-      useful_seconds: the total duration of timed steps, up to the step that was resumed from.
+      useful_seconds: the total duration of timed steps, up to the step from which the run resumed.
       timed_steps: the number of these steps.
       passed_seconds: the time from the run's start to its last logged row, 0 if nothing was logged.
     """
@@ -55,7 +55,10 @@ class Goodput:
         self._timed_steps += seconds > 0
 
     def values(self) -> dict[str, float]:
-        """Returns the current `useful_seconds`, `timed_steps`, `goodput` (0 to 1), and `processes` if above 1."""
+        """Returns the entries of a metrics row: `useful_seconds`, `timed_steps` and `goodput` (0 to 1).
+
+        With several processes there is also the entry `processes`, their number.
+        """
         passed = self._now() - self._begun_seconds
         share = min(1.0, self._useful_seconds / passed) if passed > 0 else 0.0
         values = {"useful_seconds": self._useful_seconds, "timed_steps": self._timed_steps, "goodput": share}

@@ -91,7 +91,7 @@ def _heading(shape: Mapping[str, int], at: Mapping[str, int], always: str = "") 
     Args:
       shape: axis -> its size.
       at: axis -> the index of the position.
-      always: an axis that is not omitted.
+      always: an axis that is included even if its size is 1; '': no such axis.
     """
     return ", ".join(f"{axis} {index}" for axis, index in at.items() if shape[axis] > 1 or axis == always)
 
@@ -114,7 +114,9 @@ def _shares(shape: Mapping[str, int], block: Mapping[str, int]) -> str:
 
 
 def mesh_text(shape: Mapping[str, int]) -> str:
-    """Draws a mesh as text: a block for each index of data, stages as rows, the other axes as columns.
+    """Draws a mesh as text: blocks with stages of the pipeline as rows, and axes that split weights as columns.
+
+    There is a block for each position along the axes that only split the batch, such as data.
 
     Args:
       shape: axis -> its size. The middle of a large mesh is omitted.
@@ -143,7 +145,8 @@ def mesh_text(shape: Mapping[str, int]) -> str:
 def mesh_figure(shape: Mapping[str, int]) -> "Figure":
     """Draws a mesh: a card for each device with its slices of the batch, the layers and the weights.
 
-    There is a panel for each index of data; rows are stages of the pipeline, columns are fsdp, context and tensor.
+    There is a panel for each position along the axes that only split the batch, such as data. In a panel, rows are
+    stages of the pipeline, and columns are positions along fsdp, context and tensor.
 
     Args:
       shape: axis -> its size. The middle of a large mesh is omitted.

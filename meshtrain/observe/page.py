@@ -35,7 +35,7 @@ def heading(text: str, level: int = 2) -> str:
 
 
 def as_it_stands(text: str) -> str:
-    """Returns a text as a preformatted HTML block, with its line breaks and blanks."""
+    """Returns a text as a preformatted HTML block, which keeps line breaks and spaces."""
     return f"<pre>{html.escape(text)}</pre>"
 
 

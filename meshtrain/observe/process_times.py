@@ -1,7 +1,7 @@
 """Detects slow processes: every process shares its local timings, and all processes compare them.
 
-All processes take each step together, so each step takes as long as its slowest process needs. Only local
-timings distinguish the processes: the wait for data, the host's work before it dispatches a step, and a fixed matrix
+All processes run a step together, so every process measures the duration of the slowest one. Only local timings
+distinguish the processes: the wait for data, the host's work before it dispatches a step, and a fixed matrix
 product (no collectives, on one device of the process). A process is slow in one of these timings at a logged step if
 
     own > (1 + OVER) median      and      lost >= LEAST_SHARE step_seconds
@@ -78,7 +78,7 @@ class Slow:
     lost_seconds: Mapping[str, float]
 
     def values(self) -> dict[str, float | None]:
-        """Returns the slow process and its losses as entries for a row of metrics."""
+        """Returns entries for a row of metrics: the slow process, and its lost seconds by cause."""
         lost = {f"slow_process_{cause}_seconds": seconds for cause, seconds in self.lost_seconds.items()}
         return {"slow_process": float(self.process), **lost}
 
@@ -127,13 +127,13 @@ class Judgement:
         self._num_running: collections.Counter[tuple[int, str]] = collections.Counter()
 
     def of(self, times: Mapping[int, Times]) -> Slow | None:
-        """Adds a logged step; returns the slow process with the largest loss, or None.
+        """Adds a logged step; returns the slow process that loses the most time per step, or None.
 
         A process is slow if it lost time by the same cause at the last `NUM_RUNNING` logged steps.
 
         Args:
-          times: process -> its timings at the next logged step. If a process has not measured its product again, its
-            count for the product does not change.
+          times: process -> its timings at the next logged step. A process that has not measured the
+            fixed product since the previous logged step keeps its count for the product.
         """
         fresh = {process: own.probe_seconds for process, own in times.items() if own.probe_seconds is not None}
         self._probes |= fresh
@@ -182,7 +182,7 @@ class OwnTimes:
         self._exchange.__exit__(kind)
 
     def probe(self, of_step: jax.Array) -> None:
-        """Dispatches the fixed product after a step, unless it would take more than `SHARE` of the time.
+        """Dispatches the fixed product after a step, but so rarely that it takes at most `SHARE` of the run's time.
 
         Args:
           of_step: a result of the step, a float32 scalar that is replicated on all devices.
@@ -200,12 +200,12 @@ class OwnTimes:
         Args:
           step: the number of the logged step.
           values: the metrics of this step so far, including the clock's averages if steps were timed.
-          say: a function that prints a line. It is called if another process has become slow, or the same process for
-            another reason.
+          say: a function that prints a line. It is called with a warning if another process has become slow, or if
+            the causes of the same slow process have changed.
 
         Returns:
-          The entries of `Slow.values` for the row of metrics. Empty if no process is slow, and in all processes except
-          the first.
+          The entries of `Slow.values` for the row of metrics; empty if no process is slow. Only process 0 gets
+          entries.
         """
         if "step_seconds" in values:
             own = Times(*(values[name] for name in _MEASURED))

@@ -1,4 +1,4 @@
-"""Reads rows of `metrics.jsonl`, and defines the prefixes of their metric names.
+"""Reads rows of `metrics.jsonl`, and recognizes metrics of single experts, layers and data sources by their names.
 
 Also defines the names of other files in a run's folder that meshtrain reads back.
 """

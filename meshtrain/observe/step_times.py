@@ -97,7 +97,9 @@ class StepClock:
         self._host_seconds += self._now() - self._free_since_seconds
 
     def dispatched(self, step: int, result: Arrays) -> list[CompletedStep]:
-        """Records that a step was dispatched, and waits for the previous step; the first step is awaited itself.
+        """Records that a step was dispatched, and waits for the previous step.
+
+        After the first step of the process, waits for that step itself.
 
         Args:
           step: the number of the step.

@@ -49,10 +49,12 @@ class Throughput:
 
 @dataclasses.dataclass
 class Uneven:
-    """Warns once if the experts' load was uneven for a long time, so that devices process tokens in several parts.
+    """Warns once if the load of experts was uneven for a long time.
+
+    A device with many more tokens than under an even load processes them in several parts, so steps take longer.
 
     Attributes:
-      metric: the name of the metric that counts the parts in which a device processes its tokens.
+      metric: the name of the metric that counts the parts into which a device divides its tokens.
       since: the first logged step of the current period with several parts; None: the last logged step had one part.
     """
 

@@ -337,7 +337,7 @@ class WandB:
     """
 
     def __init__(self, directory: pathlib.Path, resume_step: int = 0) -> None:
-        """Starts a W&B run, or continues the W&B run that this folder's run has started.
+        """Starts a W&B run; a resumed run continues its earlier W&B run.
 
         Project, name and id come from WANDB_PROJECT, WANDB_NAME and WANDB_RUN_ID; the defaults are `meshtrain`, the
         folder's name, and an id that is stored in the folder.
@@ -377,7 +377,14 @@ class WandB:
 
     @staticmethod
     def _id(directory: pathlib.Path, resume_step: int) -> str:
-        """Returns the W&B id that is stored in the run's folder; a new run creates and stores a new id."""
+        """Returns the id of the W&B run, which is stored in the run's folder.
+
+        If `resume_step` is 0 (a new run) or no id is stored, creates and stores a random id.
+
+        Args:
+          directory: the run's folder.
+          resume_step: the step that the run resumes from; 0 for a new run.
+        """
         path = directory / WANDB_FOLDER / _WANDB_ID
         if resume_step and path.is_file():
             return path.read_text(encoding="utf-8")

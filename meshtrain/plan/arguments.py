@@ -109,7 +109,9 @@ def wrong_size(given: argparse.Namespace) -> list[Problem]:
 
 
 def scaling_problems(given: argparse.Namespace) -> list[Problem]:
-    """Returns an error for each invalid value of `--scaling` and its flags, and for each flag that excludes it.
+    """Returns an error for each invalid value of `--scaling`, `--programs` and `--chart`, and for excluded flags.
+
+    `--programs` and `--chart` require `--scaling`; `--search` and `--calibrate` exclude it.
 
     Args:
       given: the parsed arguments of `plan`.

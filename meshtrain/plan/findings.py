@@ -100,7 +100,10 @@ def _memory(plan: Plan) -> list[Finding]:
 
 
 def layers_in_loop(assembly: Assembly, cluster: Cluster) -> list[Finding]:
-    """Returns a finding if `remat.unroll=true` would avoid copying activations into arrays of all layers; else []."""
+    """Returns a finding if `remat.unroll=true` would avoid copies of activations; else [].
+
+    A loop over layers copies the saved activations of each layer into arrays that are stacked over layers.
+    """
     config, shape = assembly.config, dict(assembly.mesh.shape)
     unrolled = dataclasses.replace(config, remat=dataclasses.replace(config.remat, unroll=True))
     spares = config.task in tasks.names() and "remat.unroll" not in unused_options.without_effect(unrolled, shape)
@@ -185,9 +188,10 @@ def _experts(plan: Plan) -> list[Finding]:
 
 
 def microbatch_reason(plan: Plan) -> list[Finding]:
-    """Returns a finding that explains the number of microbatches, if expert weights are gathered for each of them.
+    """Returns a finding about the number of microbatches, if each microbatch gathers the weights of experts.
 
-    Returns [] for other models, for one microbatch, for pipelines, and if the activations or the capacity are unknown.
+    Returns [] without experts or fsdp, for one microbatch, for pipelines, on CPUs, and if the bytes of activations or
+    the usable memory are unknown.
     """
     config, shape, memory = plan.compiled.assembly.config, plan.compiled.assembly.mesh.shape, plan.memory
     parts, activations = num_microbatches(config, shape), memory.activations_bytes

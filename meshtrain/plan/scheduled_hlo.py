@@ -94,7 +94,8 @@ def _with_assembly(
 def ends_early(config: Config, name: str) -> bool:
     """Returns whether steps can be compiled up to XLA's dump, in copies of this process, instead of completely.
 
-    This requires a GPU cluster, a jax version of `COMPARED`, a step without an extension, and that JAX is not started.
+    This requires a GPU cluster, one of the jax versions in `COMPARED`, and a step without an extension. JAX must not be
+    initialized in this process yet, because a forked copy lacks the threads of JAX.
 
     Args:
       config: the configuration of the steps.
@@ -182,7 +183,9 @@ def _send(writing: Connection, folder: Path, work: Work, *arguments: Pickled) ->
 
 
 def _compile_fields(by: Compiler, config: Config, name: str) -> dict[str, Pickled]:
-    """Compiles a step; returns the fields of its `Compiled` without the assembly, whose devices are of this process.
+    """Compiles a step in a copy of the process; returns the fields of its `Compiled` without the assembly.
+
+    The assembly contains devices, which are valid only in the process that created them.
 
     Args:
       by: function that compiles the lowered step.

@@ -191,9 +191,9 @@ def step_interval(timing: Timing) -> str:
 
 
 def working_ratios(plan: Plan) -> dict[str, float]:
-    """Returns axis -> (bytes that a device sends in a pipeline's working clock ticks) / minimum, for a plan.
+    """Returns axis -> bytes that a device sends in a pipeline's working clock ticks / lower bound of these bytes.
 
-    Only axes along which a pipeline sends in idle clock ticks have an entry.
+    Only axes along which layers also send in idle clock ticks have an entry.
     """
     return {
         axis: (sent_along(plan, axis) - idle) / plan.minimum[axis]

@@ -100,8 +100,8 @@ def schedules(runs: Sequence[Run]) -> list[str]:
 def _schedule(one: Run) -> Schedule | None:
     """Returns the pipeline schedule of a run's configuration; None without a pipeline, or if the schedule is unknown.
 
-    The schedule has no rows if a user's function would create them, or if there are too many to draw, since building
-    them takes seconds.
+    The schedule has no clock ticks if a user's function would create them, because this function is not imported, or
+    if there are too many to draw, because creating them would take seconds.
     """
     shape = mesh_shape(one)
     if shape is None or PIPELINE not in shape or shape[PIPELINE] == 1:

@@ -45,8 +45,8 @@ def of_experts(log: Log) -> list[Loads]:
 def of_layers(log: Log) -> list[Loads]:
     """Returns the chart data of the norms of gradients, weights and updates for each layer; [] if not logged.
 
-    Layers include other groups of parameters. Values that are not positive become NaN, since the colours have a
-    logarithmic scale.
+    Parameters outside of the layers, such as embeddings, have rows as well. Values that are not positive become NaN,
+    since the colours have a logarithmic scale.
     """
     groups = dict[str, dict[str, str]]()
     for name in log.curves:

@@ -108,7 +108,10 @@ def _curve(points: Mapping[int, float]) -> Curve:
 
 
 def _unit(rows: Iterable[Mapping[str, Json]]) -> tuple[str, float]:
-    """Returns (unit of a run, units per step), from the newest row with a metric `UNIT_per_second`; ('', 0) without."""
+    """Returns (unit of a run, units per step), from the newest row with a metric `UNIT_per_second`.
+
+    Returns ('', 0) if no row has such a metric.
+    """
     names = {name.removesuffix("_per_second") for row in rows for name in row if name.endswith("_per_second")}
     for row in reversed(list(rows)):
         for name in names & row.keys():

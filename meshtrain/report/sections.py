@@ -164,7 +164,8 @@ def _configurations(runs: Sequence[Run]) -> list[str]:
 def differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """Returns a row for each key that differs between configurations: the dotted key, and the value in each of them.
 
-    Between runs of different tasks, a key that some configurations lack belongs to a task and is not a difference.
+    A configuration without the key has the value `-`. If the configurations have different tasks, such a key is an
+    option of a task, so a row requires two different values besides `-`.
 
     >>> differences([{"seed": 1, "mesh": {"data": 2}}, {"seed": 1, "mesh": {"data": 4}, "task": "decoder"}])
     [['mesh.data', '2', '4'], ['task', '-', 'decoder']]

@@ -1,8 +1,8 @@
 """Traces attention as on the target cluster: with JAX's kernel on TPUs, with cuDNN's kernel on GPUs.
 
-JAX has no public way to trace cuDNN's kernel without a GPU. Its tracing code queries the version of the installed
-library and the compute capability of the first device. While a step is traced, those private functions are replaced by
-functions that return the target's values. Only this module does so; a test fails if JAX moves them.
+JAX has no public way to trace cuDNN's kernel without a GPU: private functions of JAX query the version of the installed
+library and the compute capability of the first device. While a step is traced, this module replaces these functions by
+functions that return the target's values. No other module replaces functions of JAX; a test fails if JAX moves them.
 """
 
 import contextlib

@@ -41,8 +41,8 @@ class Compiled:
       statistics: the compiler's memory statistics of the step, with the largest peak of all programs; None if the
         compiler gave up.
       options: name -> value of all compiler options of the compilation, including `added_options`.
-      added_options: name -> value of the options of a second compilation, after the first found no tiles; empty if the
-        first succeeded.
+      added_options: name -> value of the options added for a second compilation, because the first found no tile sizes
+        for a Triton product (`with_tiles`); empty if the first succeeded.
       attention: the attention kernel in the traced step, a choice of `model.attention`.
       traced_flops: FLOPs of matrix products on one device in the traced step, before compilation; attention kernels
         count masked blocks too.
@@ -118,9 +118,9 @@ def compile_step(
 
 
 def with_tiles(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, CompilerOptions]:
-    """Compiles a lowered step; if XLA has no tiles for some Triton products, compiles again without Triton.
+    """Compiles a lowered step; if XLA finds no tile sizes for some Triton products, compiles again without Triton.
 
-    Training does not need the second compilation, because the compiler tunes its tiles on the GPU.
+    Training does not need the second compilation, because there the compiler tunes tile sizes on the GPU.
 
     Args:
       lowered: the lowered step.
@@ -162,7 +162,7 @@ def other_programs_of(compiled: Compiled) -> list[tuple[str, int, Program]]:
 
 
 def _places_for_others(file: str, function: str) -> bool:
-    """Returns whether a function is a helper whose caller is reported as the source line of its operations.
+    """Returns whether a function is a helper: reports show the line of its caller as the source of its operations.
 
     Helpers add sharding constraints, run loops, multiply in float8, or gather weights and sequences.
 

@@ -33,7 +33,9 @@ def traced_flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], shares: Mapping[
     Args:
       jaxpr: the traced step.
       mesh_shape: mesh axis -> size.
-      shares: name scope -> share of runs or rows, or iterations of a loop, see `Cost.shares`; None: all unknown.
+      shares: name scope -> amount of work that depends on the data, see `Cost.shares`: the share of a conditional's
+        runs that take the second branch, the share of a kernel's blocks that have rows, or a loop's number of
+        iterations. None: all are unknown.
     """
     return _flops(jaxpr, mesh_shape, frozenset(mesh_shape), shares or {})
 
@@ -51,7 +53,7 @@ def _flops(
       jaxpr: the traced function.
       mesh_shape: mesh axis -> size.
       automatic: the axes left to the partitioner; traced shapes are global along them.
-      shares: name scope -> share of runs or rows, or iterations of a loop; empty: all unknown.
+      shares: name scope -> amount of work that depends on the data, as in `traced_flops`; empty: all are unknown.
       above: the path of name scopes of the enclosing calls, outermost first.
     """
     total = 0.0
@@ -89,7 +91,9 @@ def _kernel(equation: core.JaxprEqn) -> str:
 
 
 def _scopes(equation: core.JaxprEqn, above: str) -> str:
-    """Returns the path of an operation's name scopes, outermost first; it ends with the name of a Pallas kernel or `/`.
+    """Returns the path of an operation's name scopes, outermost first, followed by `/` and a Pallas kernel's name.
+
+    For any other operation, the path ends with `/`.
 
     Args:
       equation: the operation.
@@ -158,9 +162,9 @@ def _product(equation: Equation) -> float:
 
 
 def _convolution(equation: Equation) -> float:
-    """Returns the FLOPs of a convolution, 2 x result x input features x the window's positions on data, not on padding.
+    """Returns the FLOPs of a convolution: 2 x result x input features x positions of the window.
 
-    A compiled convolution is counted in the same way.
+    Positions of the window on padding do not count. `plan.hlo.products` counts a compiled convolution in the same way.
     """
     given, numbers = equation.params, equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars)

@@ -1,4 +1,4 @@
-"""Decides when to split sequences over devices: sizes of the context axis for a search, and a change that saves memory.
+"""Decides when to split sequences over devices: for a search, and as a change that makes a step fit in memory.
 
 T: tokens per sequence.
 """
@@ -50,9 +50,12 @@ def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, int]:
 
 
 def activations_dominate(held: Memory) -> bool:
-    """Returns whether activations take most of a device's usable memory.
+    """Returns whether activations take more than half of a device's usable memory.
 
     Returns True if the compiler gave up, and False if the usable memory is unknown.
+
+    Args:
+      held: the memory of the step.
     """
     if held.capacity_bytes is None:
         return False

@@ -178,7 +178,7 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
 
 
 def _storing(assembly: Assembly) -> list[str]:
-    """Returns the axes larger than 1 that store weights, in mesh order.
+    """Returns the axes larger than 1 over which the layout shards stored weights, in mesh order.
 
     Data is included if the partitioner reduces gradients over data and these axes together.
     """

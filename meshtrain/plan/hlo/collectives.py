@@ -191,7 +191,7 @@ def _full_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> floa
 def _overlaps(body: Sequence[Instruction], start: int, products: set[str]) -> bool:
     """Returns whether matrix products run between an asynchronous start and its done operation.
 
-    If the done operation is in another computation, the rest of this computation is searched.
+    If `body` does not contain the done operation, all instructions after the start are searched.
 
     Args:
       body: the instructions of the computation, in order.
@@ -275,12 +275,13 @@ def layer_gradients(
 
 
 def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
-    """Returns the rows of traffic that belong to an axis, or to axes joined by `+`: along all or some of these axes.
+    """Returns the rows of traffic that belong to an axis, or to several axes joined by `+`.
 
-    A collective along only `context` or only `expert` exchanges activations, so it belongs only to that axis. Weights
-    are gathered over all axes that store them together, but weights of experts are not gathered over `expert`. A
-    collective along `tensor` and another axis moves a gradient or weight of the other axis, because activations that
-    the tensor axis splits are sent only along `tensor`.
+    For joined axes, these are the collectives that move weights and gradients along all or some of the axes. A
+    collective along only `context` or only `expert` exchanges activations, so it belongs only to that axis. If `expert`
+    is one of the axes, collectives that leave it out move weights of experts, and do not belong to the joined axes. A
+    collective along `tensor` and another axis moves a weight or gradient, because activations are sent along `tensor`
+    only, so it belongs to the other axis.
 
     Args:
       rows: the traffic along all axes.

@@ -93,7 +93,8 @@ class Program:
       computations: name of a computation -> its instructions, in execution order.
       num_runs: name of a computation -> its runs in one step, through calls, fusions, and loops of known length.
       sources: id of a stack frame -> `file:line` of the program, the innermost line outside of other packages.
-      shares: name scope of operations -> share of their runs or rows, or iterations of a loop, see `read`.
+      shares: name scope of operations -> amount of work that depends on the data, such as the share of a
+        conditional's runs that take the second branch; see `read` for the other kinds.
     """
 
     computations: Mapping[str, list[Instruction]]

@@ -138,10 +138,10 @@ def used_share(text: str, shares: Mapping[str, float]) -> float:
 
 
 def _convolution_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
-    """Returns the FLOPs of a convolution: 2 x result x input features x the window's positions on data.
+    """Returns the FLOPs of a convolution: 2 x result x input features x positions of the window.
 
-    A TPU writes a matrix product over several dims as a convolution with padding. Window positions on padding, or
-    between dilated elements, do not count.
+    A TPU writes a matrix product over several dims as a convolution with padding. So positions of the window on
+    padding, or between dilated elements, do not count.
     """
     labels = DIM_LABELS.search(line.rest)
     assert labels, line.rest

@@ -101,7 +101,15 @@ def _first_that_fits(guesses: list[Candidate], capacity: float) -> Candidate | N
 
 
 def _candidate(config: Config, change: Change, shape: dict[str, int], weights: Weights, cluster: Cluster) -> Candidate:
-    """Returns the candidate for a change: with the estimated bytes and seconds of the changed configuration."""
+    """Returns the candidate for a change, with the estimated bytes and seconds of the changed configuration.
+
+    Args:
+      config: the configuration to vary.
+      change: dotted key -> value, to be changed in the configuration.
+      shape: mesh axis -> size, after the change.
+      weights: the abstract training state of the task.
+      cluster: the target cluster.
+    """
     changed = with_change(config, change)
     seconds = estimate_seconds(changed, shape, weights, cluster.accelerator, cluster.devices_each)
     return Candidate(change, shape, estimate_bytes(changed, shape, weights), seconds)

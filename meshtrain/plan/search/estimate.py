@@ -75,7 +75,7 @@ class Weights:
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the parameters that belongs to experts. The expert axis splits them and never gathers them."""
+        """The share of the parameters that belongs to experts; the expert axis splits these and never gathers them."""
         return sum(math.prod(leaf.shape) for _, leaf, axes in self.leaves if EXPERTS in axes) / self.num_parameters
 
     @property
@@ -214,7 +214,9 @@ def estimate_seconds(
     accelerator: Accelerator | None,
     devices_each: int,
 ) -> float:
-    """Returns the estimated seconds of a step: matrix products, idle clock ticks, gradient sums, half of the transfers.
+    """Returns the estimated seconds of a step: matrix products, idle clock ticks, gradient sums, and transfers.
+
+    Half of the transfer time counts, since the other half is assumed to overlap computation.
 
     Args:
       config: the configuration.
@@ -245,9 +247,9 @@ def estimate_seconds(
 def _sending_seconds(
     config: Config, shape: Mapping[str, int], weights: Weights, accelerator: Accelerator, devices_each: int
 ) -> dict[str, float]:
-    """Returns mesh axis -> seconds that a device sends along it in a step; the key `STORED` is for gathering weights.
+    """Returns mesh axis -> seconds for which a device sends along it in a step; axes of size 1 have no entry.
 
-    Other keys are axes larger than 1.
+    The key `STORED` has the seconds of gathering weights and scattering their gradients.
 
     Args:
       config: the configuration.
@@ -270,12 +272,12 @@ def _sending_seconds(
     of_experts, inside = of_stage * weights.share_of_experts, devices_each // shape[TENSOR]
 
     def gathering(elements: float, num_devices: int, num_inside: int) -> float:
-        """Returns the seconds of all gathers and scatters of weights; devices of a group in one host share its network.
+        """Returns the seconds of gathering weights and scattering their gradients over a group of devices in a step.
 
         Args:
           elements: number of gathered elements.
           num_devices: number of devices in the group.
-          num_inside: number of devices of a host that the group can contain.
+          num_inside: maximum number of devices of the group in one host; they share their network adapters.
         """
         neighbours = max(1, min(num_devices, num_inside))
         speed = link if neighbours == num_devices else min(link, network * neighbours)

@@ -158,8 +158,7 @@ class Sending(NamedTuple):
 
     Attributes:
       seconds: total time of the transfers without any overlap.
-      hidden_seconds: the part of this time that overlaps computation, so that the transfers do not lengthen the step by
-        it.
+      hidden_seconds: the part of this time that overlaps computation, and so does not lengthen the step.
     """
 
     seconds: float
@@ -195,8 +194,8 @@ class Timing:
 def bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
     """Returns the bytes per second that each device can send in a ring along an axis, or along axes joined by `+`.
 
-    If a ring leaves a host of GPUs or a slice of TPUs, its devices in the same group share their network adapters. On a
-    torus, one axis has two of the links.
+    If the ring spans several hosts (GPUs) or slices (TPUs), its devices in a host share the network adapters of all
+    these devices. On a torus of TPUs, a ring uses two links of each chip, to the two neighbors.
 
     Args:
       mesh: the mesh of the program.
@@ -240,7 +239,7 @@ def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
 
 
 def devices_by(mesh: Mesh, axis: str, key: str) -> dict[int, int]:
-    """Returns host -> number of its devices in the first group along an axis, or along axes joined by `+`.
+    """Returns host -> number of the host's devices in the first group along an axis, or along axes joined by `+`.
 
     Args:
       mesh: the mesh of the program.

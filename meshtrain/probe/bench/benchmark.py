@@ -25,10 +25,11 @@ def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: fl
     Args:
       given: the checked arguments of the command line.
       ends: the smallest and the largest size of a device's array, in bytes.
-      limit_seconds: larger sizes of a collective are skipped if the next size would take longer.
+      limit_seconds: maximum expected time for measuring one size of a collective; if a size would take longer, it and
+        all larger sizes of this collective are skipped.
 
     Raises:
-      UserError: problems of the mesh, or processes with different arguments.
+      UserError: the mesh has only one device or does not fit the devices, or processes have different arguments.
       LostPeer: another process does not answer.
     """
     options = job_mesh.build_config(given).mesh

@@ -84,8 +84,8 @@ def sweep(
     Args:
       mesh: the mesh of the devices.
       all_bytes: the sizes of a device's array in bytes, ascending.
-      limit_seconds: an operation's larger sizes are skipped if all rounds of the next size would take longer, see
-        `expected_seconds`.
+      limit_seconds: maximum of `expected_seconds` for one size of an operation; if a size would take longer, it and
+        all larger sizes of this operation are skipped.
       measure: a function (mesh, axis, operation, bytes) -> the measurement of one collective.
       tell: a function that is called with each measurement, for example to show progress.
 

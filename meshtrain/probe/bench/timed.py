@@ -128,7 +128,7 @@ def repeats(num_bytes: int) -> int:
 
 
 def inputs(mesh: Mesh, num_elements: int) -> jax.Array:
-    """Returns the input of a collective, float32 [mesh.size, E].
+    """Returns the input of a collective, float32 [mesh.size, num_elements], sharded by row over all devices.
 
     Row r, for the r-th device in mesh order, is `base(num_elements)` + `shift(r)`.
     """
@@ -142,10 +142,11 @@ def inputs(mesh: Mesh, num_elements: int) -> jax.Array:
 
 
 def program(mesh: Mesh, axis: str, name: str, num_repeats: int) -> jax.stages.Wrapped:
-    """Returns a jitted function [mesh.size, E] -> (result of the first collective, result of the last collective).
+    """Returns a jitted function that runs a collective several times, each time on the previous result.
 
-    The program runs an odd number of collectives. Sums grow with each repeat and may overflow to infinity, which does
-    not change the time.
+    Its argument is float32 [mesh.size, E], with the E elements of a device in each row. Its results are the arrays
+    after the (first, last) collective, in the same shape. Sums grow with each repeat and may overflow to infinity,
+    which does not change the time.
 
     Args:
       mesh: the mesh of the devices.
@@ -176,7 +177,7 @@ def difference(mesh: Mesh, axis: str, name: str, result: jax.Array) -> str:
       mesh: the mesh of the devices.
       axis: the axis along which the collective ran.
       name: an element of `links.OPERATIONS`.
-      result: the output of one collective on `inputs`, float32 [mesh.size, E].
+      result: the output of one collective on `inputs`, float32 [mesh.size, elements of a device].
     """
     common, places = base(result.shape[1]), np.arange(mesh.size).reshape(mesh.devices.shape)
     along = mesh.axis_names.index(axis)

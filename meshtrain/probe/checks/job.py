@@ -31,8 +31,8 @@ def compared(given: argparse.Namespace) -> dict[str, str]:
       given: the result of `flags.arguments`.
 
     Raises:
-      UserError: an error that a run would raise before JAX starts; without a configuration file the doctor checks less
-        than a run.
+      UserError: an error that a run would raise before JAX starts. Without a configuration file, only the mesh sizes
+        are checked.
     """
     facts = preflight.process_settings(_configuration(given), given.workdir.absolute())
     return {name: repr(value) for name, value in facts.items()}
@@ -46,8 +46,8 @@ def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> JsonOb
     results), and `pairs` (partner process -> seconds of an exchange in each round).
 
     Args:
-      given: the result of `flags.arguments`. Without mesh sizes, the first batch axis spans the processes, and the
-        first storage axis spans the devices of each process.
+      given: the result of `flags.arguments`. If it sets no mesh sizes, the mesh has two axes: data over the processes,
+        and fsdp over the devices of each process.
       begin: a function that is called with the name of each part of the work before the part starts.
 
     Raises:

@@ -165,7 +165,11 @@ def gpus(environ: Mapping[str, str], limit: float) -> tuple[list[str], str]:
 
 
 def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
-    """Returns the network interfaces of this machine: name -> (whether it is up, whether it is loopback)."""
+    """Returns the network interfaces of this machine: name -> (whether it is up, whether it is loopback).
+
+    Args:
+      net: the folder in which Linux describes each interface.
+    """
     result = {}
     for path in sorted(net.iterdir()) if net.is_dir() else ():
         if text := _text(path / "flags").strip():  # /sys/class/net/bonding_masters is a file, not an interface
@@ -176,7 +180,7 @@ def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
 
 
 def existing(path: Path) -> Path:
-    """Returns the folder itself, or its nearest existing parent if it does not exist: the doctor creates no folder."""
+    """Returns `path` if this folder exists, else its nearest existing parent, because the doctor creates no folders."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
 
 

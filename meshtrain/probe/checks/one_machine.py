@@ -163,7 +163,10 @@ def _matching(wanted: str, names: Mapping[str, object]) -> list[str]:
 
 
 def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
-    """Checks that a folder is writable; for the compilation cache a failure is only a warning, since starts are slower.
+    """Checks that a folder is writable.
+
+    A failure is an error for the workdir. It is only a warning for the compilation cache, because a run without a cache
+    only starts more slowly.
 
     Args:
       what: the use of the folder, `workdir` or `cache`.
@@ -202,7 +205,7 @@ def memory(available_bytes: int, total_bytes: int) -> Finding:
 
 
 def memory_fraction(environ: Mapping[str, str], num_gpus: int) -> Finding:
-    """Checks that JAX uses the fraction of GPU memory that plans assume, if a variable sets this fraction."""
+    """Checks the environment variables that set JAX's fraction of GPU memory; plans assume `POOL_FRACTION`."""
     name = next((name for name in FRACTION_VARIABLES if environ.get(name)), "")
     if not num_gpus or not name:
         return ok("memory fraction", "train sets it" if num_gpus else "not needed without GPUs")

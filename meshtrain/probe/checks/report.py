@@ -30,25 +30,25 @@ class Finding:
 
 
 def ok(check: str, seen: str) -> Finding:
-    """Returns a finding that needs no action."""
+    """Returns the finding of a check that passed; the arguments are fields of `Finding`."""
     return Finding(OK, check, seen)
 
 
 def warning(check: str, seen: str, fix: str, process: int | None = None) -> Finding:
-    """Returns a finding with which a run may still work."""
+    """Returns the finding of a problem with which a run may still work; the arguments are fields of `Finding`."""
     return Finding(WARNING, check, seen, fix, process)
 
 
 def error(check: str, seen: str, fix: str, process: int | None = None) -> Finding:
-    """Returns a finding with which a run fails."""
+    """Returns the finding of a problem with which a run fails or hangs; the arguments are fields of `Finding`."""
     return Finding(ERROR, check, seen, fix, process)
 
 
 def lines(findings: Sequence[Finding], hosts: Mapping[int, str]) -> list[str]:
     """Returns one line for each passed check, and one for each problem.
 
-    A check that passes in several processes is one line, with the finding of the first process. A check that fails in a
-    process has only lines for problems. Processes with the same problem share one line.
+    A check that passes in all processes has one line, with the finding of the first process. If a check fails in any
+    process, only its problems are listed. Processes with the same problem share a line.
 
     Args:
       findings: the results of all checks in all processes.

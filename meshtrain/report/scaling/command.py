@@ -63,8 +63,8 @@ def chart(found: Scaling, ending: str) -> bytes:
 def scaling_panels(found: Scaling) -> list[Panel]:
     """Returns the panels of the chart: speedup with a fixed batch, and efficiency with a growing batch.
 
-    The speedup is relative to the smallest number of devices on which any strategy may fit, and counted in devices, so
-    that strategies can be compared.
+    All strategies have the same base, so that their speedups can be compared: the fastest step on the smallest number
+    of devices n0 on which any strategy may fit. A point of the speedup is n0 x throughput / throughput of the base.
     """
     strong, weak = ([curve for curve in found.curves if curve.kind == kind] for kind in KINDS)
     panels = []

@@ -42,7 +42,7 @@ class Scaling:
 
     Attributes:
       cluster: the cluster that the user named.
-      basis: the scaled configuration.
+      basis: the configuration whose scaling was planned.
       sizes: the numbers of devices, ascending.
       curves: each strategy with strong scaling, then each with weak scaling.
       searched: the numbers of devices at which a search ran and some candidate may fit.
@@ -60,13 +60,20 @@ class Scaling:
 
     @property
     def links(self) -> dict[tuple[str, str], Link | None]:
-        """(axes, kind of collective) -> the measured link that models it, None if not measured; {} without links."""
+        """(axes, kind of collective) -> the measured link that models the collectives of this kind along these axes.
+
+        None: no such link was measured. The mapping is empty if `plan` was called without a file of measured links.
+        """
         timings = [row.timing for curve in self.curves for row in curve.rows if row.timing]
         return {key: link for timing in timings for key, link in timing.links.items()}
 
 
 def basis_of(config: Config, cluster: Cluster) -> Basis:
-    """Returns the configuration to scale, with its weights and its devices' memory on the cluster that the user named.
+    """Returns the configuration to scale, with the sizes of its weights and the memory of a device of the cluster.
+
+    Args:
+      config: the configuration to scale.
+      cluster: the cluster that the user named.
 
     Raises:
       UserError: the configuration does not fit the cluster, or the speed of its devices is unknown.
@@ -221,7 +228,7 @@ class Rows:
     """
 
     def __init__(self, plan_point: Callable[[Point], Row], say: Callable[[str], None]) -> None:
-        """Stores two functions.
+        """Starts without rows.
 
         Args:
           plan_point: function that plans a point and returns its row.
@@ -231,7 +238,7 @@ class Rows:
         self.made: dict[Config, Row] = {}
 
     def plan(self, points: Sequence[Point], most: int) -> None:
-        """Plans the first `most` points whose configurations are not planned yet."""
+        """Plans the first points, at most `most`, whose configurations are not planned yet."""
         for one in points:
             if most > 0 and one.config is not None and one.config not in self.made:
                 start, most = time.perf_counter(), most - 1
@@ -251,13 +258,13 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Maximum numbers of programs to compile, by purpose.
+    """The maximum numbers of programs to compile, by purpose.
 
     Attributes:
-      plain: programs for the strategies data, fsdp and hybrid.
-      searches: number of searches.
-      each: programs per search.
-      rest: programs that plan the results of searches on other numbers of devices.
+      plain: number of programs for the strategies data, fsdp and hybrid.
+      searches: number of searches for the best strategy; each search is for another number of devices.
+      each: number of programs that a search compiles.
+      rest: number of programs for the strategies found by searches, each on the numbers of devices without a search.
     """
 
     plain: int
@@ -280,7 +287,10 @@ class Shares:
 
 
 def shares_of(programs: int, plain: int, rest: int) -> Shares:
-    """Divides the allowed number of programs among purposes; with few programs there are fewer searches.
+    """Divides the allowed number of programs among the purposes in `Shares`.
+
+    There is one search for every four allowed programs, up to three searches. Each search compiles up to four programs.
+    At least a third of the remaining programs goes to `rest` if so many are needed, and the others go to `plain`.
 
     >>> shares_of(64, 30, 20)
     Shares(plain=30, searches=3, each=4, rest=20)
@@ -290,9 +300,9 @@ def shares_of(programs: int, plain: int, rest: int) -> Shares:
     Shares(plain=5, searches=2, each=1, rest=2)
 
     Args:
-      programs: allowed number of programs.
-      plain: maximum number of programs for data, fsdp and hybrid.
-      rest: maximum number of programs that plan the results of searches on other numbers of devices.
+      programs: number of programs that may be compiled in total.
+      plain: number of programs needed to plan data, fsdp and hybrid on all numbers of devices.
+      rest: number of programs needed to plan the strategies found by searches on all numbers of devices.
     """
     searches = min(NUM_SEARCHES, programs // PROGRAMS_A_SEARCH)
     each = min(MOST_A_SEARCH, max(1, programs // (NUM_SEARCHES * PROGRAMS_A_SEARCH)))
@@ -307,9 +317,9 @@ def search(basis: Basis, clusters: Mapping[int, Cluster], shares: Shares, rows: 
     These are the smallest number on which a candidate may fit, the largest, and one between.
 
     Args:
-      basis: the scaled configuration; the search keeps its batch.
+      basis: the configuration to scale; the candidates have its batch size.
       clusters: number of devices -> cluster, ascending from the smallest number on which data, fsdp or hybrid may fit.
-      shares: the number of searches, and of programs for each search.
+      shares: the maximum numbers of searches and of programs for each search.
       rows: plans the candidates and stores their rows.
 
     Returns:
@@ -340,11 +350,11 @@ def nearest_point(basis: Basis, found: Mapping[int, Way], kind: str, num_devices
     this number.
 
     Args:
-      basis: the scaled configuration.
+      basis: the configuration to scale.
       found: the number of devices of a search -> its best strategy; at least one.
       kind: `strong` or `weak`.
-      num_devices: the number of devices to run on; if no strategy can, the point contains the problem of the nearest
-        one.
+      num_devices: the number of devices to run on. If no strategy can run on it, the point contains the problem of
+        the strategy whose search was at the nearest number.
     """
     nearest = sorted(found, key=lambda searched_at: abs(math.log(searched_at / num_devices)))
     tried = [point(basis, found[searched_at], kind, num_devices) for searched_at in nearest]

@@ -222,7 +222,7 @@ def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:
 
 
 def _estimate(config: Config, shape: Mapping[str, int], basis: Basis) -> float:
-    """Returns the estimated bytes of one device, with the batch size of `config`, which may differ from `basis`."""
+    """Returns the estimated bytes of one device; the batch size of `config` may differ from `basis.config`."""
     task = basis.weights.task
     units = task.num_units * config.batch_size // basis.config.batch_size
     weights = dataclasses.replace(basis.weights, task=dataclasses.replace(task, units_per_step=units))
