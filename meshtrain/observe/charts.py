@@ -1,4 +1,4 @@
-"""Draws static charts with matplotlib as SVG for a page: bars of bytes, memory over step time, lines over devices."""
+"""Draws charts as SVG for a page: bars of bytes, memory over step time, lines over the number of devices."""
 
 import dataclasses
 import io

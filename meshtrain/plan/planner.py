@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def mfu(self) -> tuple[float, float, float] | None:
-        """Modelled model FLOPs utilization (low, middle, high), with attention FLOPs in full as in PaLM.
+        """Modelled model FLOPs utilization (low, middle, high), with the FLOPs of full attention as in PaLM.
 
         The peak is for the dtype of most matrix products, as in the training log. None if the time, the model's FLOPs
         or the peak is unknown.

@@ -47,8 +47,8 @@ FREE, SHARE = 1, 2  # kinds of a HeapSimulatorTrace.Event; 0 allocates
 def start_compiling(config: Config, name: str) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
     """Starts to compile a step in another process; returns a function to call instead of `compile_step`.
 
-    The returned function waits for the result. It compiles the step completely in this process if the other process
-    fails, so that the error appears here, or if `ends_early` is false.
+    The returned function waits for the result. If the other process fails, the function compiles the step completely in
+    this process, so that the error appears here. Returns `compile_step` if `ends_early` is false.
 
     Args:
       config: the configuration of the step.

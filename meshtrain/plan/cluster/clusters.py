@@ -159,11 +159,11 @@ def _describe(text: str, describe: Callable[[], TopologyDescription]) -> Sequenc
 
 
 def _start_gpu_plugins() -> None:
-    """Initializes JAX's GPU plugins again, after `jax_platforms` was set to `cpu`.
+    """Initializes JAX's GPU plugins, which contain the compiler; requires that `jax_platforms` is `cpu`.
 
-    If this process has used JAX on another platform, JAX has already tried to initialize the plugins for a GPU of this
-    machine, and failed. Unless `jax_platforms` is `cpu`, the plugins check the versions of CUDA libraries, which
-    compilation does not need.
+    With another value, the plugins would check CUDA libraries that a machine without a GPU lacks, and that compilation
+    does not need. So if JAX was used before `jax_platforms` was set to `cpu`, its initialization of the plugins failed
+    and is repeated here.
     """
     for name in GPU_PLUGINS:
         if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(name):

@@ -43,7 +43,7 @@ class Compiled:
       options: name -> value of all compiler options of the compilation, including `added_options`.
       added_options: name -> value of the options added for a second compilation, because the first found no tile sizes
         for a Triton product (`with_tiles`); empty if the first succeeded.
-      attention: the attention kernel in the traced step, a choice of `model.attention`.
+      attention: the attention kernel in the traced step, named as in the option `model.attention`.
       traced_flops: FLOPs of matrix products on one device in the traced step, before compilation; attention kernels
         count masked blocks too.
       messages: lines that the compiler wrote to standard error.

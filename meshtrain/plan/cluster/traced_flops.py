@@ -128,7 +128,7 @@ def _attention(equation: core.JaxprEqn) -> Attention | None:
 
 
 def attention_kernel(jaxpr: core.Jaxpr) -> str:
-    """Returns the attention implementation in a traced step, a choice of `model.attention`.
+    """Returns the name of the attention implementation in a traced step, as in the option `model.attention`.
 
     Returns `xla` if the step contains no kernel and no blockwise attention.
     """
@@ -145,7 +145,7 @@ def attention_kernel(jaxpr: core.Jaxpr) -> str:
 def _turns(equation: core.JaxprEqn, shares: Mapping[str, float]) -> float:
     """Returns the number of iterations of a while loop; 1 if it is unknown.
 
-    It is the constant to which the loop counts from 0, or the entry of `shares` for the loop's name scope.
+    The number is the constant to which the loop counts from 0, or the entry of `shares` for the loop's name scope.
     """
     closed = equation.params["cond_jaxpr"]
     tests, bound = closed.jaxpr.eqns, None

@@ -165,9 +165,9 @@ def _gathered_bytes(assembly: Assembly) -> int:
 def layer_gradient_bytes(assembly: Assembly) -> float:
     """Returns the bytes that a device sends over data in a step to reduce the gradients of stacked layers.
 
-    Returns 0 if these gradients are not reduced once a step in `precision.reduce_dtype`: with one replica, ZeRO levels
-    2 and 3, another reduction, or if data is left to the partitioner. Also returns 0 if layers are unrolled, because
-    then no loop distinguishes their gradients from other gradients.
+    Returns 0 if these gradients are not reduced once a step in `precision.reduce_dtype`: with one replica, at ZeRO
+    levels 2 and 3, with a custom reduction, or if data is left to the partitioner. Also returns 0 if layers are
+    unrolled, because then no loop distinguishes their gradients from other gradients.
     """
     replicas, num_replicas = assembly.placed.replicas, assembly.mesh.shape[DATA]
     if not replicas.reduces_in_loops or assembly.config.remat.unrolls:
@@ -249,8 +249,8 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
     """Returns axis, or axes joined by `+` -> bytes that a device sends in a pipeline's idle clock ticks.
 
     Returns {} without a pipeline. In an idle tick the layers of a stage send the same bytes as in any other tick. Other
-    traffic, such as look-up, head and reduced gradients, is sent as often as in `wire_bytes_minimum`. So only axes
-    along which layers send in each tick have an entry.
+    traffic, such as look-up, head and reduced gradients, does not depend on the number of ticks. So only axes along
+    which layers send in each tick have an entry.
 
     Args:
       assembly: the assembled step.
@@ -319,8 +319,8 @@ def executor_bytes(assembly: Assembly) -> float | None:
 def model_flops(assembly: Assembly) -> tuple[float, float] | None:
     """Returns the model's FLOPs of a step per device, (with causal attention, with full attention); None if not stated.
 
-    For a transformer with N parameters, both numbers are 6 N per token plus the FLOPs of attention. Causal attention is
-    half of full attention (PaLM, Chowdhery et al. 2022, appendix B, counts full).
+    For a transformer with N parameters, both numbers are 6 N per token plus the FLOPs of attention. Causal attention
+    has half the FLOPs of full attention. PaLM (Chowdhery et al. 2022, appendix B) counts full attention.
     """
     task = assembly.task
     if not task.flops_per_token:

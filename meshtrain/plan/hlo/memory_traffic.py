@@ -15,8 +15,8 @@ def bytes_moved(
 ) -> float:
     """Returns the bytes that an operation reads and writes in device memory.
 
-    If it slices an array or updates the array in place, only the slice counts. A gather counts only its distinct rows;
-    the other rows repeat one row that stays in the cache.
+    If the operation slices an array, or updates a slice in place, only the slice counts. A gather counts only its
+    distinct rows; the other rows repeat one row that stays in the cache.
 
     Args:
       line: the operation.

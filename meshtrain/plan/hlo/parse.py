@@ -92,7 +92,7 @@ class Program:
     Attributes:
       computations: name of a computation -> its instructions, in execution order.
       num_runs: name of a computation -> its runs in one step, through calls, fusions, and loops of known length.
-      sources: id of a stack frame -> `file:line` of the program, the innermost line outside of other packages.
+      sources: id of a stack frame -> `file:line` of the innermost caller outside of installed packages and helpers.
       shares: name scope of operations -> amount of work that depends on the data, such as the share of a
         conditional's runs that take the second branch; see `read` for the other kinds.
     """
@@ -302,7 +302,7 @@ def _constant(line: Instruction, lines: Mapping[str, Instruction]) -> int | None
 
 
 def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int) -> int | None:
-    """Returns the constant that a loop body adds to the loop's counter; None if it is not such a loop.
+    """Returns the constant that a loop body adds to the loop's counter; None if the body does not add a constant.
 
     Args:
       computations: name of each computation of the program -> its instructions.

@@ -82,7 +82,7 @@ class Weights:
     def num_experts(self) -> int:
         """The greatest common divisor of the numbers of experts of all expert weights; 0 without experts.
 
-        The size of the expert axis must divide it.
+        The size of the expert axis must divide this number.
         """
         return math.gcd(*(leaf.shape[axes.index(EXPERTS)] for _, leaf, axes in self.leaves if EXPERTS in axes))
 
@@ -199,7 +199,8 @@ def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
 
     The number is a fraction if the stage stores only some chunks of a microbatch. In an alternating schedule with V
     chunks, the first of S stages stores up to V S + S - 1 chunks (`program.py`); V chunks are one microbatch. `gpipe`
-    stores all M microbatches. A custom schedule is estimated like an alternating schedule. Without a pipeline it is 1.
+    stores all M microbatches. A custom schedule is estimated like an alternating schedule. Without a pipeline the
+    number is 1.
     """
     stages, chunks, parts = shape[PIPELINE], config.pipeline.num_chunks, config.pipeline.num_microbatches
     if stages == 1:

@@ -37,7 +37,8 @@ class Found:
       cluster: the target cluster.
       ranked: (candidate, plan) for compiled candidates: fitting plans first, then by modelled time.
       num_candidates: number of legal candidates that may fit, compiled or not.
-      refused: (candidate, error) for candidates that could not be assembled; they count as compiled.
+      refused: (candidate, error) for candidates that could not be assembled; they are included in the number of
+        compiled candidates.
     """
 
     cluster: Cluster

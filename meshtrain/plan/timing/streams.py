@@ -66,8 +66,8 @@ class Assumptions:
       triton_efficiency: share of the peak that JAX's attention kernel for GPUs reaches, which uses the instructions of
         FlashAttention-2; it reached 0.29 in the same measurement.
       grouped_efficiency, slow_grouped_efficiency: speed of a GPU's Triton kernels of experts relative to other
-        products, in the modelled step and at the slow end. The slow end differs because the best kernels have 1.86
-        times the throughput of Triton's (Guo et al. 2025, arXiv 2512.14080).
+        products, in the modelled step and at the slow end. The slow end has 1 / 1.86, because the best kernels have
+        1.86 times the throughput of Triton's (Guo et al. 2025, arXiv 2512.14080).
       launch_seconds, slow_launch_seconds: time of each GPU kernel in addition to its work, in the modelled step and at
         the slow end. A kernel starts and drains, and 0.5 us pass before the next kernel of a command buffer. At the
         slow end, the host launches each kernel and waits, 6.7 us (NVIDIA, Getting Started with CUDA Graphs).
@@ -559,10 +559,10 @@ def measured_seconds(given: str) -> float | None:
     """Returns the measured seconds of a step, from a number or the median over a run's log; None for an empty text.
 
     Args:
-      given: the value of `--calibrate`: the path of a metrics.jsonl, or a number.
+      given: the value of `--calibrate`: the path of a metrics.jsonl, or a number of seconds.
 
     Raises:
-      UserError: the text is neither, or the log has no step times.
+      UserError: the text is neither a path nor a number, or the log has no step times.
     """
     if not given:
         return None

@@ -69,7 +69,7 @@ def is_loopback(addresses: Sequence[str]) -> bool:
 
 
 def proxy(meeting: Meeting, environ: Mapping[str, str]) -> Finding:
-    """Checks that the connection to process 0 does not use a proxy, because it would hang with a proxy."""
+    """Checks that the connection to process 0 does not use a proxy; a proxy would make the connection hang."""
     used = [name for name in _PROXIES if environ.get(name)]
     excepted = [word.strip().lstrip(".") for name in _NO_PROXIES for word in (environ.get(name) or "").split(",")]
     if not used or any(word and (word == "*" or f".{meeting.host}".endswith(f".{word}")) for word in excepted):

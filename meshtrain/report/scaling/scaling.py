@@ -106,7 +106,7 @@ def open_clusters(cluster: Cluster, sizes: Sequence[int]) -> dict[int, Cluster]:
       sizes: the numbers of devices.
 
     Raises:
-      UserError: some sizes are impossible; it has an error for each of them.
+      UserError: some sizes are impossible; one line for each of them.
     """
     opened, problems = dict[int, Cluster](), list[str]()
     for size in sizes:
@@ -131,7 +131,8 @@ def scaling(
     """Plans each strategy at each number of devices, with strong and weak scaling.
 
     Args:
-      config: the configuration to scale; its mesh fits `cluster`, where strong and weak scaling are equal.
+      config: the configuration to scale; its mesh fits `cluster`. Strong and weak scaling are equal on the number of
+        devices of this mesh.
       cluster: the cluster that defines the kind of devices and hosts.
       sizes: numbers of devices, ascending.
       assumptions: the assumptions of the time model.

@@ -3,7 +3,7 @@
     data      complete weights on each device, the batch split over all devices
     fsdp      weights and batch split over all devices
     hybrid    weights split over a group of devices: a host, or several hosts if they need more; a copy on each group
-    best      the mesh and options that a search has found, its data axis (or fsdp, if data is 1) resized
+    best      the mesh and options that a search has found, with a resized data axis (or fsdp, if data is 1)
 
 Strong scaling keeps the configured batch at every number of devices. Weak scaling keeps the configured sequences per
 device, at least one for each device that splits the batch. In both, microbatches keep the configured size (for `best`,
