@@ -3,8 +3,8 @@
 In peft, a module's matrix has one pair of factors, lora_A [r, in] and lora_B [out, r], and (alpha / r) lora_B lora_A is
 added to the matrix. GPT-2 stores queries, keys and values in one matrix, and a run has a pair of factors for each of
 them. Export joins these pairs into one pair whose rank is the sum of their ranks: lora_A concatenates the rows, lora_B
-is block diagonal. When the pair is read back, each part gets its own block. If peft trained the pair, each part gets a
-copy of lora_A and its own rows of lora_B.
+is block diagonal. When import reads such a pair, queries, keys and values each get their own block. If peft trained the
+pair, they each get a copy of lora_A, and their own rows of lora_B.
 """
 
 import collections
@@ -51,7 +51,14 @@ _AGAIN = "peft's merge_and_unload(), then save_pretrained(DIR)"
 
 
 class Adapters(NamedTuple):
-    """A folder of adapters: its LoRA options (without `targets`), the path of its base model, and its tensors."""
+    """An opened folder of adapters.
+
+    Attributes:
+      directory: the absolute path of the folder.
+      options: the LoRA options in adapter_config.json; `targets` has its default.
+      base: the base model's path or name in adapter_config.json; '' if the file does not state it.
+      stored: name -> tensor, for all tensors of the folder.
+    """
 
     directory: Path
     options: LoraOptions
@@ -69,7 +76,8 @@ def open_adapters(directory: str | Path) -> Adapters:
     """Opens a folder of adapters; reads adapter_config.json and the headers of the tensor files.
 
     Raises:
-      UserError: the folder is damaged, or its adapters do not all have the same scale.
+      UserError: a file is missing or damaged, adapter_config.json has an unsupported value, or the adapters do not all
+        have the same scale.
     """
     at = expand_user(directory).absolute()
     file = at / ADAPTERS_FILE
@@ -102,9 +110,14 @@ def open_adapters(directory: str | Path) -> Adapters:
 
 
 def _parse_options(given: JsonObject, problems: Problems) -> LoraOptions | None:
-    """Returns the LoRA options in an adapter_config.json, or None if there are problems.
+    """Returns the LoRA options in an adapter_config.json, or None if a value is missing or invalid.
 
-    Patterns (ranks and alphas by module) must not change the scale.
+    `rank_pattern` and `alpha_pattern` set the rank and alpha of single modules. A module with another scale than
+    `r` and `lora_alpha` is a problem.
+
+    Args:
+      given: the content of adapter_config.json.
+      problems: error lines; extended in place.
     """
     rank, alpha = _number(given, "r", int, problems), _number(given, "lora_alpha", float, problems)
     is_stabilized = _typed_value(given, "use_rslora", bool, problems) if given.get("use_rslora") is not None else False
@@ -134,7 +147,10 @@ def _parse_options(given: JsonObject, problems: Problems) -> LoraOptions | None:
 
 
 def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
-    """Returns a positive number within the range of its type; otherwise adds a problem and returns None."""
+    """Returns the positive number of a key; adds a problem and returns None if it is missing or out of range.
+
+    The arguments are explained in `_typed_value`; `kind` is int or float.
+    """
     value, least = _typed_value(given, key, kind, problems, prefix), 1 if kind is int else _LEAST_ALPHA
     if value is not None and not least <= value <= MOST[kind]:
         allowed = f"{least:g} to {MOST[kind]:.10g}"
@@ -144,7 +160,15 @@ def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix:
 
 
 def _typed_value(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
-    """Returns the value of a key; adds a problem and returns None if it is missing or not of type `kind`."""
+    """Returns the value of a key; adds a problem and returns None if it is missing or not of type `kind`.
+
+    Args:
+      given: a JSON object.
+      key: the key.
+      kind: the required type.
+      problems: error lines; extended in place.
+      prefix: a text before the key in the error line, such as `rank_pattern.`.
+    """
     if given.get(key) is None:
         problems.add(Problem(f"{prefix}{key}", got="nothing", allowed=kind.__name__, nearest=_WRITTEN))
         return None
@@ -156,10 +180,14 @@ def _typed_value(given: JsonObject, key: str, kind: type, problems: Problems, pr
 
 
 def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOptions, dict[str, Factors]]:
-    """Returns the LoRA options of a folder of adapters, and path of a matrix -> its factors as views of the files.
+    """Returns the LoRA options and the factors of a folder of adapters.
+
+    `targets` of the options is a pattern that matches exactly the adapted matrices. The factors are a mapping from the
+    path of a matrix to its lora_A and lora_B in each layer, as views of the files. All processes must call this
+    function, because it checks that they see the same files.
 
     Args:
-      found: the opened folder; all processes call this function.
+      found: the opened folder.
       base: the path of the base model; if it is a Hugging Face folder, its config.json determines the family.
       options: the options of the decoder.
 
@@ -201,10 +229,16 @@ def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOp
 
 
 def _split_matrices(rows: Sequence[Weight], widths: Sequence[int], pairs: Factors, rank: int) -> dict[str, Factors]:
-    """Splits the factors of one tensor into the factors of its matrices; returns path -> factors.
+    """Splits the factors of one tensor into the factors of its matrices; returns path of a matrix -> its factors.
 
-    Either each matrix has its own block of ranks, or all matrices share all ranks. Matrices whose rows of lora_B are
-    zero are left out. Returns an empty dict if lora_B has neither form.
+    Either each matrix has a separate block of ranks, or all matrices share all ranks. A matrix whose rows of lora_B are
+    zero in all layers is left out, unless all of lora_B is zero. If lora_B has neither form, the result is {}.
+
+    Args:
+      rows: the table rows of the tensor's matrices.
+      widths: the number of outputs of each matrix.
+      pairs: lora_A and lora_B of the tensor in each layer.
+      rank: the rank of a matrix.
     """
     ends, of_b = itertools.accumulate(widths), [b for _, b in pairs]
     placed = [(row, slice(end - width, end)) for row, end, width in zip(rows, ends, widths, strict=True)]
@@ -218,7 +252,11 @@ def _split_matrices(rows: Sequence[Weight], widths: Sequence[int], pairs: Factor
 
 
 def split_factors(given: Mapping[str, Factors]) -> list[list[str]]:
-    """Returns groups of paths: the matrices of a group share one lora_A in the files, and each of them gets a copy."""
+    """Returns the groups of matrices, as paths, that share one lora_A in the files; each matrix gets a copy of it.
+
+    Args:
+      given: path of a matrix -> its factors, from `factors`.
+    """
     groups = collections.defaultdict[int, list[str]](list)
     for path, pairs in given.items():
         groups[pairs[0][0].__array_interface__["data"][0]].append(path)
@@ -226,7 +264,14 @@ def split_factors(given: Mapping[str, Factors]) -> list[list[str]]:
 
 
 def read(given: Mapping[str, Factors], like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Returns path of a factor -> its array, with the shape, dtype and sharding given in `like`."""
+    """Copies factors into sharded arrays; returns path of a factor -> array.
+
+    Prints a warning if a factor contains NaN or infinity.
+
+    Args:
+      given: path of a matrix -> its factors, from `factors`.
+      like: path of a factor -> the shape, dtype and sharding of its array.
+    """
     arrays, not_finite = dict[str, jax.Array](), dict[str, None]()
     for path, place in itertools.product(given, (0, 1)):
         leaf = like[name := f"{path}{(A, B)[place]}"]
@@ -258,7 +303,7 @@ def write(
       base: the path of the base model; None if the base model is not a Hugging Face folder.
     """
     leaves = dict(leaves_with_paths(params))
-    # For each tensor with an adapter on at least one of its parts: the table rows of all its parts.
+    # For each tensor that contains at least one adapted matrix: the table rows of all its matrices.
     modules = [rows for rows in names.by_tensor(names.weights(family, options)) if _adapted_paths(rows, leaves)]
     size = names.sizes(options)
     places = [(rows, layer) for rows in modules for layer in range(*names.stack(rows[0], size))]
@@ -283,7 +328,12 @@ def _names(tensor: str) -> list[str]:
 
 
 def _shapes(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the shapes of lora_A and lora_B for one tensor."""
+    """Returns the shapes of lora_A [rank, inputs] and lora_B [outputs, rank] for one tensor of a layer.
+
+    Args:
+      rows: the table rows of all matrices in the tensor.
+      leaves: path -> parameter.
+    """
     own = _adapted_paths(rows, leaves)
     a, b = (leaves[f"{own[0].path}{end}"].shape for end in (A, B))
     rank = len(own) * b[1]
@@ -291,13 +341,13 @@ def _shapes(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> tuple[tu
 
 
 def _num_outputs(row: Weight, leaves: Mapping[str, jax.Array]) -> int:
-    """Returns the number of outputs of a matrix, from its lora_B, or from the weight [L, D, ...] without an adapter."""
+    """Returns the number of outputs of a matrix: from its lora_B, or its weight [L, D, ...] if it has no adapter."""
     path = f"{row.path}{B}" if f"{row.path}{B}" in leaves else row.path
     return math.prod(leaves[path].shape[2:])
 
 
 def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns lora_A and lora_B of one layer."""
+    """Returns lora_A and lora_B of one tensor in one layer, float32; the pairs of its matrices are joined into one."""
     of_a, of_b = (np.zeros(shape, np.float32) for shape in _shapes(rows, leaves))
     own = _adapted_paths(rows, leaves)
     for index, row in enumerate(own):
@@ -310,14 +360,21 @@ def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int
 
 
 def _is_transposed(row: Weight) -> bool:
-    """Returns whether a matrix is stored as [in, out], so that its first dim is contracted in the product."""
+    """Returns whether the files store a matrix as [inputs, outputs], as in GPT-2, instead of [outputs, inputs]."""
     return re.findall(r"\w", row.stored)[0] == row.layout[0]
 
 
 def _config(
     modules: Sequence[Sequence[Weight]], adapters: LoraOptions, leaves: Mapping[str, jax.Array], base: str | None
 ) -> JsonObject:
-    """Returns the content of adapter_config.json."""
+    """Returns the content of adapter_config.json.
+
+    Args:
+      modules: the table rows of all matrices in each adapted tensor.
+      adapters: the LoRA options of the run.
+      leaves: path -> parameter.
+      base: the path of the base model; None if the base model is not a Hugging Face folder.
+    """
     named = {
         rows[0].name.partition("{}.")[2].removesuffix(".weight"): len(_adapted_paths(rows, leaves)) for rows in modules
     }

@@ -1,4 +1,7 @@
-"""Writes decoder options as a config.json, with newer and older key names; the inverse of `hf.config_json`."""
+"""Converts decoder options to the content of a config.json; the inverse of `hf.config_json`.
+
+If newer versions of transformers have renamed a key, the content has the newer and the older key.
+"""
 
 import contextlib
 import operator
@@ -29,10 +32,13 @@ from meshtrain.options import Value
 
 
 def family_of(options: DecoderOptions) -> str:
-    """Returns the `model_type` whose config.json, as written by `as_json`, is read back as exactly these options.
+    """Returns the Hugging Face `model_type` whose config.json can express these decoder options.
+
+    The function converts the options to each family's config.json and back. It returns the first family for which all
+    options that affect the model's results are unchanged.
 
     Raises:
-      UserError: no family can express these options.
+      UserError: no family can express these options; the line names the family with the fewest different options.
     """
     differing_by_family = dict[str, Mapping[str, tuple[Value, Value]]]()
     for family in FAMILIES:
@@ -56,16 +62,17 @@ def family_of(options: DecoderOptions) -> str:
 def as_json(
     options: DecoderOptions, family: str, dtype: str, length: int, end_id: int, original: Mapping[str, Json]
 ) -> JsonObject:
-    """Returns the content of a config.json.
+    """Returns the content of a config.json for a decoder.
 
     Args:
       options: the options of the decoder.
-      family: a key of `FAMILIES`.
+      family: a `model_type`, a key of `FAMILIES`.
       dtype: the dtype of the tensors, such as `bfloat16`.
-      length: tokens of the longest training text.
-      end_id: the token that ends a text; -1 if there is none.
-      original: the config.json of the folder that the model was imported from, with equal options, or an empty mapping.
-        Its keys keep their values, except for the dtype, the quantization, and the coefficient of the router loss.
+      length: the sequence length of training in tokens, exported as the maximum number of positions.
+      end_id: the id of the token that ends a text; -1 if there is none.
+      original: the config.json of the folder that the model was imported from, with equal options; empty if the model
+        was not imported. Its values replace the exported values, except for dtype, quantization, the coefficient of the
+        router loss, and tied embeddings if `options` unties them.
     """
     rows = FAMILIES[family]
     stated: JsonObject = {"architectures": [rows.architecture], "model_type": family}
@@ -94,7 +101,7 @@ def as_json(
 
 
 def _rope(options: DecoderOptions) -> JsonObject:
-    """Returns the RoPE keys with their newer and their older names."""
+    """Returns RoPE keys in the newer form, `rope_parameters`, and the older form, `rope_scaling` and `rope_theta`."""
     theta, scaling = {"rope_theta": options.rope.base}, None
     if options.rope.factor != 1.0:
         kind = options.rope.scaling
@@ -104,7 +111,13 @@ def _rope(options: DecoderOptions) -> JsonObject:
 
 
 def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json], family: str) -> JsonObject:
-    """Returns the RoPE keys of layers with a window and of layers without, with newer and older names."""
+    """Returns the RoPE keys of Gemma 3 and OLMo 3: separate settings for layers with and without a sliding window.
+
+    Args:
+      options: the options of the decoder.
+      stated: the other keys; their `rope_parameters` become the settings of layers without a window.
+      family: a key of `FAMILIES`. Gemma 3 also gets the older key `rope_local_base_freq`.
+    """
     has_own = options.window > 0 and options.rope.local_base > 0
     base = options.rope.local_base if has_own else options.rope.base
     local = {"rope_type": "default", "rope_theta": base}
@@ -113,14 +126,17 @@ def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json], family:
 
 
 def _turns(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns the window keys of models that alternate windowed and full layers; without a window, all are full."""
+    """Returns the window keys of a family that alternates layers with a sliding window and layers with full attention.
+
+    If the options have no window, all layers have full attention.
+    """
     every = options.global_every if options.window else 1
     stated: JsonObject = {"sliding_window": options.window or None, "layer_types": turns(options.num_layers, every)}
     return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})
 
 
 def _latent(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
-    """Returns the latent-attention keys of DeepSeek; they replace the head and RoPE keys in `stated`."""
+    """Returns the latent-attention keys of DeepSeek; they replace head and RoPE keys in `stated`, the other keys."""
     found: JsonObject = {name: values[0] for name, values in FAMILIES[DEEPSEEK].only.items()}
     found |= {"head_dim": options.latent.rope_dim, "v_head_dim": options.width_of_values, "attention_bias": False}
     found |= {"qk_nope_head_dim": options.width_of_head - options.latent.rope_dim}
@@ -132,14 +148,14 @@ def _latent(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
 
 
 def _rope_layer_keys(options: DecoderOptions) -> JsonObject:
-    """Returns the keys that state which layers of SmolLM 3 use RoPE; none of its layers has a window."""
+    """Returns the keys that state which layers of SmolLM 3 use RoPE, and that no layer has a sliding window."""
     every = options.rope.unrotated_every
     layers: JsonObject = {"no_rope_layers": rope_layers(options.num_layers, every), "use_sliding_window": False}
     return layers | ({"no_rope_layer_interval": every} if every else {})
 
 
 def _gemma(options: DecoderOptions) -> JsonObject:
-    """Returns the keys that only Gemma has; a cap of 0 becomes null."""
+    """Returns the keys of Gemma 2 and 3 for the query scale, caps of logits, and biases; a cap of 0 becomes null."""
     return {
         "query_pre_attn_scalar": options.attention_scalar or options.width_of_head,
         "attn_logit_softcapping": options.attention_cap or None,
@@ -149,7 +165,7 @@ def _gemma(options: DecoderOptions) -> JsonObject:
 
 
 def _experts(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns the keys that only mixture-of-experts models have, in addition to the family's fields."""
+    """Returns the keys of a mixture-of-experts family, except DeepSeek, whose values are the same in every export."""
     stated: JsonObject = {"output_router_logits": False}
     if family != "qwen3_moe":
         return stated | ({"router_jitter_noise": 0.0} if family == "mixtral" else {})
@@ -158,7 +174,7 @@ def _experts(options: DecoderOptions, family: str) -> JsonObject:
 
 
 def _window(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns the window keys that the family uses."""
+    """Returns the sliding-window keys of a family whose layers are all equal; {} if the family has no such keys."""
     window = options.window or None
     stated = {
         "sliding_window": window,
@@ -171,7 +187,14 @@ def _window(options: DecoderOptions, family: str) -> JsonObject:
 
 
 def _both_ropes(original: Mapping[str, Json], stated: Mapping[str, Json]) -> JsonObject:
-    """Returns the keys of the original config.json, without null RoPE keys and without the quantization."""
+    """Returns the original config.json without its quantization, and without null RoPE keys.
+
+    A null would replace an exported RoPE key in `stated`.
+
+    Args:
+      original: the config.json of the folder that the model was imported from.
+      stated: the exported keys.
+    """
     kept = {key: value for key, value in original.items() if key != QUANTIZED}
     if kept.get("rope_parameters") is None:
         kept.pop("rope_parameters", None)

@@ -44,11 +44,11 @@ class Described:
     """The model that a config.json describes.
 
     Attributes:
-      family: its `model_type`.
+      family: the `model_type`, a key of `FAMILIES`.
       options: the options of the decoder.
-      max_length: tokens of the longest training text; 0 if config.json does not state it.
-      dtype: the dtype of the weights, as the file names it; bfloat16 if the file states only a quantization; '' if it
-        states neither.
+      max_length: the maximum number of tokens of a text; 0 if config.json does not state it.
+      dtype: the dtype of the weights that config.json states, such as `bfloat16`; `bfloat16` if it states only a
+        quantization; '' if it states neither.
       separate_head: the name of an output-head tensor that differs from the embedding table although config.json ties
         them; `options` are then untied, as in transformers. '' if there is no such tensor.
       is_unquantized: whether all tensors have float dtypes although config.json states a quantization.
@@ -63,7 +63,11 @@ class Described:
 
 
 def is_described(directory: str | Path) -> bool:
-    """Returns whether a folder is a Hugging Face model, not a workdir, judged by its config.json or its files."""
+    """Returns whether a folder contains a Hugging Face model, and is not the workdir of a meshtrain run.
+
+    The config.json of a model has the key `model_type` or `architectures`. If config.json cannot be read, a folder with
+    safetensors files is a model.
+    """
     folder = expand_user(directory)
     if what_is_at(folder) != "a folder" or what_is_at(folder / "checkpoints") == "a folder":
         return False
@@ -75,17 +79,20 @@ def is_described(directory: str | Path) -> bool:
 
 
 def is_decoder(model: Options) -> bool:
-    """Returns whether these model options are the decoder's; all supported families are decoders."""
+    """Returns whether model options belong to the decoder; all supported Hugging Face families are decoders."""
     return isinstance(model, DecoderOptions)
 
 
 def describe_model(directory: str | Path, ignore: str | None = "") -> Described:
-    """Returns the model that the config.json of a folder describes; untied if its files have a separate output head.
+    """Returns the model that the config.json of a folder describes.
+
+    The tensor files take precedence in two cases. The embeddings are untied if the files have a separate output head
+    with other values. A quantization is ignored if no tensor is quantized.
 
     Args:
-      directory: the folder.
-      ignore: unknown keys to ignore, comma separated, as in `init_ignore`; None ignores all unknown keys (for a folder
-        that was checked before).
+      directory: the path of the folder.
+      ignore: unknown keys of config.json to ignore, comma separated, as in `init_ignore`; None ignores all unknown keys
+        (for a folder that was checked before).
 
     Raises:
       UserError: one line for each key that is missing, wrong or unknown.
@@ -99,7 +106,12 @@ def describe_model(directory: str | Path, ignore: str | None = "") -> Described:
 
 
 def _has_plain_tensors(folder: Path, given: Mapping[str, Json]) -> bool:
-    """Returns whether a folder's files contain exactly the tensors of the model, all in float dtypes."""
+    """Returns whether a folder's files contain exactly the tensors of the model, all in float dtypes.
+
+    Args:
+      folder: the path of the folder.
+      given: the content of its config.json, without the quantization.
+    """
     try:
         model = of_json(given, folder / CONFIG_FILE, None)
     except UserError:
@@ -146,10 +158,10 @@ def notes(directory: str | Path, model: Described) -> list[str]:
 
 
 def config_of_text(directory: str | Path) -> JsonObject:
-    """Returns the config.json of a folder's text model; for a multimodal model its text part.
+    """Returns the content of a folder's config.json; for a multimodal model, only the keys of its text model.
 
     Raises:
-      UserError: there is no config.json.
+      UserError: config.json is missing, or is not a JSON object.
     """
     return _text_half(_load(expand_user(directory) / CONFIG_FILE))
 
@@ -160,7 +172,10 @@ def has_images(directory: str | Path) -> bool:
 
 
 def _text_half(given: JsonObject) -> JsonObject:
-    """Returns the config.json of the text model alone; unchanged if the model is not multimodal."""
+    """Returns the content of a config.json for only the text model; unchanged if the model is not multimodal.
+
+    Keys that `text_config` lacks get the defaults of the multimodal family.
+    """
     kind, text = given.get("model_type"), given.get("text_config") or {}
     if not isinstance(kind, str) or kind not in WITH_IMAGES or not isinstance(text, dict):
         return given
@@ -173,7 +188,16 @@ def _text_half(given: JsonObject) -> JsonObject:
 
 
 def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Described:
-    """Returns the model that the content of a config.json describes; see `describe_model`. Errors name `path`."""
+    """Returns the model that the content of a config.json describes.
+
+    Args:
+      given: the content.
+      path: the path of the file, for error lines.
+      ignore: unknown keys to ignore, comma separated; None ignores all unknown keys.
+
+    Raises:
+      UserError: one line for each key that is missing, wrong or unknown.
+    """
     given = _text_half(dict(given))
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -206,7 +230,12 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
 
 
 def _most_alike(given: Mapping[str, Json], kind: str) -> str:
-    """Describes the two most similar families of an unknown model, and the keys that differ from the first."""
+    """Returns a text that names the two families most similar to an unknown model, and how the first family differs.
+
+    Args:
+      given: the content of the model's config.json.
+      kind: its `model_type`.
+    """
     differing = {family: _differing_keys(given, family) for family in FAMILIES}
 
     def order(family: str) -> tuple[int, float]:
@@ -220,7 +249,15 @@ def _most_alike(given: Mapping[str, Json], kind: str) -> str:
 
 
 def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
-    """Returns key -> kind of difference if a config.json were read as a model of family `kind`."""
+    """Returns the keys of a config.json that a family does not support: key -> the part of the model that it changes.
+
+    The part is `attention`, `activations`, `tensors` or `unknown`. The result is {} if `given` has only keys that do
+    not describe the text model.
+
+    Args:
+      given: the content of config.json.
+      kind: the family, a key of `FAMILIES`.
+    """
     if given.keys() <= {"model_type", *OF_IMAGES}:
         return {}  # nothing to compare
     renamed, _ = _canonical_names(given, FAMILIES[kind])
@@ -237,7 +274,7 @@ def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
 
 
 def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[Problem]]:
-    """Returns the number of tokens stated by a key (0 if absent), and an error line if it is not a valid number."""
+    """Returns the maximum length in tokens that a key states (0 if absent), and an error line if it is not valid."""
     if given.get(key) is None:
         return 0, []
     with contextlib.suppress(ValueError):
@@ -250,13 +287,14 @@ def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[Problem]]:
 def differences(
     ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int, directory: str | Path
 ) -> list[Problem]:
-    """Returns an error line for each option of a run with which the weights of a folder would give other results.
+    """Returns an error line for each option of a run that differs from a folder's model and changes its results.
 
     Args:
       ours: the decoder options of the run.
       theirs: the decoder options of the folder.
-      sequence_length: of the run, in tokens; it replaces `max_positions` of 0.
-      directory: the folder's name for the lines.
+      sequence_length: the sequence length of the run in tokens: the number of learned positions if `max_positions` is
+        0.
+      directory: the path of the folder, for error lines.
     """
     return [
         Problem(
@@ -270,7 +308,13 @@ def differences(
 
 
 def differing(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int) -> dict[str, tuple[Value, Value]]:
-    """Returns option -> (our value, their value) for the options with which the same weights give different results."""
+    """Returns the options that differ and change the results of the same weights: key -> (our value, their value).
+
+    Args:
+      ours: decoder options.
+      theirs: the decoder options to compare with.
+      sequence_length: the number of learned positions if `max_positions` is 0.
+    """
     idle = options.unused(ours, "").keys() & options.unused(theirs, "")
     names = [name for name in flags.flatten(_DEFAULTS) if name not in (*_FREE, *idle)]
     both = {name: tuple(_effective(shape, name, sequence_length) for shape in (ours, theirs)) for name in names}
@@ -278,6 +322,7 @@ def differing(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int
 
 
 def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Value:
+    # A value that means "derived from other options" is replaced by the derived value.
     if name == "head_dim":
         return shape.width_of_head
     if name == "latent.value_dim":
@@ -296,7 +341,11 @@ def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Value:
 
 
 def _load(path: Path) -> JsonObject:
-    """Returns the JSON object of a file."""
+    """Reads the JSON object in a config.json.
+
+    Raises:
+      UserError: the file is missing or is not a JSON object; or the folder contains only adapters.
+    """
     if (what := what_is_at(path)) != "a file":
         if what_is_at(path.with_name(ADAPTERS_FILE)) == "a file":
             raise UserError(
@@ -322,7 +371,11 @@ def _load(path: Path) -> JsonObject:
 
 
 def _canonical_names(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, list[Problem]]:
-    """Returns the object with one canonical name per key, and an error line for each key with two different values."""
+    """Renames each key that has two names in published files to the name in `family.fields`.
+
+    Returns:
+      The content of config.json with renamed keys, and an error line for each key with two different values.
+    """
     renamed, problems = dict(given), list[Problem]()
     for key, other in family.same.items():
         value = renamed.pop(other, None)
@@ -339,7 +392,7 @@ def _canonical_names(given: Mapping[str, Json], family: Family) -> tuple[JsonObj
 
 
 def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Problem]]:
-    """Returns the decoder options, and an error line for each key that is missing or whose value has the wrong type."""
+    """Returns the decoder options that the family's keys state, and an error line for each missing or invalid key."""
     fields, problems = dict(family.fixed), list[Problem]()
     for key, name in family.fields.items():
         value = given.get(key)
@@ -378,13 +431,18 @@ def _unsupported_keys(given: Mapping[str, Json], kind: str) -> list[Problem]:
 
 
 def in_no_table(given: Mapping[str, Json]) -> list[str]:
-    """Returns the unknown keys of a config.json: they may or may not change the results."""
+    """Returns the keys of a config.json that no table lists, so that they may or may not change the results."""
     known = HARMLESS | DIFFERENT.keys()
     return [key for key in given if given[key] is not None and not (key in known or key.startswith("unsloth_"))]
 
 
 def _strange(given: Mapping[str, Json], ignore: str) -> list[Problem]:
-    """Returns an error line for each unknown key that is not ignored, and for each ignored key that is not unknown."""
+    """Returns an error line for each unknown key that is not in `ignore`, and for each known key in `ignore`.
+
+    Args:
+      given: the content of config.json.
+      ignore: keys, comma separated; `tokenizer.json` is accepted, too.
+    """
     strange, ignored = in_no_table(given), [key.strip() for key in ignore.split(",") if key.strip()]
     why = "keys that meshtrain understands; nothing that it knows of would differ"
     fix = f"--config.init_ignore={','.join(strange)}"
@@ -403,7 +461,7 @@ def _strange(given: Mapping[str, Json], ignore: str) -> list[Problem]:
 
 
 def _contradictions(shape: DecoderOptions, family: Family) -> list[Problem]:
-    """Returns an error line for each required size that is 0, and for each impossible combination of values."""
+    """Returns an error line for each required size of 0, and for each impossible combination of decoder options."""
     sizes = flags.flatten(shape)
     needed = {key: name for key, name in family.fields.items() if name in _NEEDED and not sizes[name]}
     found = [Problem(key, got=0, allowed="at least 1", nearest=PUBLISHED) for key in needed]

@@ -30,9 +30,9 @@ COPIED = (
     GENERATION_FILE, TOKENIZER, SETTINGS, TEMPLATE, _TOKENS_MAP, "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
-END_TOKEN = "<|endoftext|>"  # of the byte tokenizer
+END_TOKEN = "<|endoftext|>"  # the end of a document, for the byte tokenizer
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_FILE_BYTES = 5_000_000_000  # maximum of a file, unless a single tensor is larger
+_FILE_BYTES = 5_000_000_000  # maximum bytes of tensors in a file, unless a single tensor is larger
 _ALIGNED = 8
 
 
@@ -40,11 +40,11 @@ class Tensor(NamedTuple):
     """A tensor of the exported files.
 
     Attributes:
-      name: its Hugging Face name.
-      shape: its shape in the file.
-      rows: table rows of the weights that it contains, ordered by `part`.
-      place: index of the layer, and of the expert if each expert has its own tensor; empty for a weight outside of
-        layers.
+      name: the tensor's name in Hugging Face's files.
+      shape: the tensor's shape in the file.
+      rows: the table rows of the weights in this tensor, ordered by `part`.
+      place: (layer, expert) indices if each expert has a separate tensor; otherwise (layer,), or () for a weight
+        outside of layers.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Tensor(NamedTuple):
 
 
 def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
-    """Returns the tensors of a model in the order in which they are written."""
+    """Returns the tensors of a model in the order in which they are written; `family` is a key of `FAMILIES`."""
     size, result = names.sizes(options), []
     for rows in names.by_tensor(names.weights(family, options)):
         shape = names.shape_in_file(rows[0], size)
@@ -106,7 +106,7 @@ def write_rest(
       folder: an existing folder.
       config: the content of config.json, from `config_export.as_json`.
       original: the folder that the model was imported from; None if there is none.
-      of_text: the folder whose tokenizer and chat template are copied; None if there is none.
+      of_text: the folder whose tokenizer and chat template are copied; None: no tokenizer is copied.
       written: name -> content of additional files; they replace copied files of the same name.
     """
     write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
@@ -127,8 +127,10 @@ def special_token_files(
     """Returns name -> content of the files that record the run's special tokens; they replace the copied files.
 
     Args:
-      ids: `eos_token_id` and other ids of special tokens, as in config.json; empty: the ids of `original`.
-      chosen: new values for the tokenizer's settings, such as `eos_token`; empty: the settings stay.
+      ids: `eos_token_id` and other ids of special tokens, as in config.json; empty: generation_config.json is not
+        changed.
+      chosen: new values of the tokenizer's settings, such as `eos_token`; None removes a setting. Empty: the settings
+        are not changed.
       original: the folder that the model was imported from; None if there is none.
       of_text: the folder whose tokenizer is copied; None: the tokenizer is a single file, without settings.
     """
@@ -171,7 +173,12 @@ def byte_tokenizer() -> str:
 
 
 def _in_files(tensors: Sequence[Tensor], item_bytes: int) -> list[list[Tensor]]:
-    """Distributes the tensors over files of limited size."""
+    """Groups tensors, in their order, into files of at most 5 GB; a larger tensor gets a separate file.
+
+    Args:
+      tensors: the tensors.
+      item_bytes: bytes of one number.
+    """
     groups: list[list[Tensor]] = [[]]
     room = _FILE_BYTES
     for tensor in tensors:
@@ -232,7 +239,14 @@ def _part(leaf: jax.Array, index: Sequence[int]) -> jax.Array:
 def _merge_adapter(
     leaves: Mapping[str, jax.Array], path: str, index: Sequence[int], adapters: lora.LoraOptions
 ) -> np.ndarray:
-    """Returns a weight, or the slice at `index`, with its adapter merged in."""
+    """Returns a weight on the host, with its adapter merged into it if it has one.
+
+    Args:
+      leaves: path -> parameter.
+      path: the path of the weight.
+      index: the (layer, expert) or (layer,) index of the slice to return; () returns the complete weight.
+      adapters: the LoRA options of the run.
+    """
     if f"{path}{A}" not in leaves:
         return on_host(leaves[path], *index)
     own = {f"weight{end}": _part(leaves[f"{path}{end}"], index) for end in ("", A, B)}

@@ -1,4 +1,4 @@
-"""Tables of config.json keys for each family: keys that are options, that change the results, and that do not.
+"""Tables of config.json keys for each family: keys that set options, other keys that change results, harmless keys.
 
 The meaning of an absent key follows the configuration classes of the package transformers (Wolf et al. 2020). A key
 that is present in all published files is required.
@@ -16,19 +16,20 @@ class Family(NamedTuple):
     """Describes how the config.json of one `model_type` maps to decoder options.
 
     Attributes:
-      architecture: the class of the language model with its output head.
-      fields: key -> option of the decoder.
-      fixed: options that no key states.
-      absent: key -> its value if it is missing. Other keys of `fields` are required.
+      architecture: the name of the class in transformers of the language model with its output head.
+      fields: key of config.json -> dotted name of the decoder option that the key sets.
+      fixed: decoder option -> its value, for options that no key sets.
+      absent: key -> the value that a missing key stands for; None: the option has its default. Keys of `fields` that
+        are not in `absent` are required.
       length: the key that states the maximum number of positions.
-      activation: the key of the mlp's activation, and the values that the decoder supports.
+      activation: the key that states the mlp's activation, and the values of this key that the decoder supports.
       is_rotary: whether the model uses RoPE.
-      scales_rope: whether RoPE may be scaled.
-      off: required keys of `fields` whose null means the option's default.
-      only: further keys, and their supported values; `absent` states the value of a missing key, if any.
-      same: key -> another name of the key in some files.
-      idle: further keys that have no effect, given the restrictions of `only`.
-      packed: the supported values of `quant_method`.
+      scales_rope: whether config.json may scale RoPE's frequencies, as for YaRN.
+      off: the keys of `fields` that may be null, which means the option's default.
+      only: other key -> the values that the decoder supports. A missing key has its value in `absent`, if any.
+      same: key -> another name of this key in some files.
+      idle: other keys, which have no effect if all keys in `only` have supported values.
+      packed: the supported values of `quant_method` in `quantization_config`; empty: no quantization is supported.
     """
 
     architecture: str
@@ -114,7 +115,7 @@ _QWEN3_MOE_FIELDS = {
     "num_experts": "moe.num_experts",
     "num_experts_per_tok": "moe.experts_per_token",
 }
-# The router loss does not change logits. Its coefficient has the same meaning in transformers, see `moe.experts`.
+# The router loss does not change logits. Its coefficient means the same in transformers as `moe.balance_weight` here.
 COEFFICIENT = "router_aux_loss_coef"
 _BALANCE: Mapping[str, str] = {COEFFICIENT: "moe.balance_weight"}
 _BALANCE_ABSENT: Mapping[str, Json] = {COEFFICIENT: 0.001}
@@ -294,7 +295,7 @@ class MultimodalFamily(NamedTuple):
 
     Attributes:
       text: the `model_type` of the text model.
-      absent: key of the text model -> its value if it is missing; takes precedence over `Family.absent`.
+      absent: key of `text_config` -> the value that a missing key stands for; takes precedence over `Family.absent`.
     """
 
     text: str
@@ -332,8 +333,8 @@ ONLY: Mapping[str, tuple[Json, ...]] = {
     "use_mrope": (False,),
     "pruned_heads": ({},),
 }
-# The part of the model that a key changes if a family does not have it, or has another value. Unlisted keys of
-# families change tensors.
+# Part of the model -> the keys that change it, if a family does not have the key or supports only other values of it.
+# The keys of families that are not listed here change tensors.
 _DIFFERENT_TEXT = {
     "attention": """
         _sliding_window_pattern alibi attention_chunk_size attention_multiplier attn_logit_softcapping layer_types

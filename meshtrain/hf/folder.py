@@ -2,8 +2,8 @@
 
 Arrays are built shard by shard, so a host never has a complete copy of an array of which it stores only a part. For
 each leaf and each shard on this process's devices, the shard's part of every layer's tensor is copied from the mapped
-file into one buffer in our layout. The buffer is then copied to the devices that store this shard. The extra host
-memory is one shard, and one expert's part of it if the files are quantized to 4 bits.
+file into one buffer in the decoder's layout. The buffer is then copied to the devices that store this shard. The extra
+host memory is one shard, and also one expert's part of this shard if the files are quantized to 4 bits.
 """
 
 import collections
@@ -28,18 +28,18 @@ from meshtrain.launch import peers
 from meshtrain.models.task import Params
 from meshtrain.sharding.trees import leaves_with_paths
 
-_MOST_LISTED = 1_000_000  # tensors of a model whose names are compared; DeepSeek-V3 has 46,000
+_MOST_LISTED = 1_000_000  # maximum number of tensors whose names are compared; DeepSeek-V3 has 46,000
 
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A folder whose files and config.json agree.
+    """An opened Hugging Face folder, whose tensors match its config.json.
 
     Attributes:
-      directory: its absolute path.
+      directory: the absolute path of the folder.
       model: the model that config.json describes.
-      table: one row for each weight of the model, with the tensor names of these files.
-      stored: name -> tensor, for the tensors of the table only.
+      table: one row for each weight of the model, with the tensor names in these files.
+      stored: name -> tensor, for the tensors in the table only.
       left_out: the number of tensors of a multimodal folder that belong to its image model; they are not read.
     """
 
@@ -51,9 +51,11 @@ class Folder:
 
 
 def open_folder(directory: str | Path, ignore: str | None = "") -> Folder:
-    """Opens a folder with config.json and safetensors files; reads headers but no tensors.
+    """Opens a folder with config.json and safetensors files; copies no weights.
 
-    For `ignore` see `config_json.describe_model`.
+    Args:
+      directory: the path of the folder.
+      ignore: unknown keys of config.json to ignore, comma separated; None ignores all unknown keys.
 
     Raises:
       UserError: one line for each problem of config.json and of the files, all at once.
@@ -76,10 +78,12 @@ def open_folder(directory: str | Path, ignore: str | None = "") -> Folder:
 
 
 def refuse_differences(folder: Folder) -> None:
-    """Checks that all processes see the same folder, since each reads its own part. All processes must call it.
+    """Checks that all processes see the same files, because each process reads its shards from its own disk.
+
+    All processes must call this function.
 
     Raises:
-      UserError: a process sees other options or other tensors.
+      UserError: the options or the tensors differ between processes.
     """
     if peers.count() == 1:
         return
@@ -93,7 +97,10 @@ def refuse_differences(folder: Folder) -> None:
 def _mismatches(
     folder: Path, model: Described, table: Sequence[Weight], stored: Mapping[str, tensor_files.Stored]
 ) -> list[Problem]:
-    """Returns an error line for each tensor that is missing, superfluous, or has another shape or dtype."""
+    """Returns an error line for each tensor that is missing, superfluous, or has another shape or an unreadable dtype.
+
+    `table` has a row for each weight of `model`, and `stored` contains all tensors of the files by name.
+    """
     size, problems = names.sizes(model.options), Problems()
     num_wanted = sum(math.prod(names.stack(rows[0], size)) for rows in names.by_tensor(table))
     if num_wanted > max(_MOST_LISTED, 2 * len(stored)):  # a corrupt layer count must not create a huge list
@@ -149,18 +156,18 @@ def _mismatches(
 
 
 def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) -> Params:
-    """Reads the weights of a folder into sharded arrays; converts dtypes and fills padding rows with zeros.
+    """Reads the weights of a folder into sharded arrays; converts dtypes, and pads the vocabulary with zeros.
 
     Args:
-      folder: from `open_folder`; each process reads from its own disk, so call `refuse_differences` first.
-      abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
+      folder: the folder, from `open_folder`. Each process reads from its own disk, so call `refuse_differences` first.
+      abstract_params: a pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
       shows_bar: whether to draw a progress bar in bytes if standard error is a terminal.
 
     Returns:
-      A pytree of jax.Array with the same structure.
+      A pytree of jax.Array with the structure of `abstract_params`.
 
     Raises:
-      UserError: one line for each leaf that is missing in the folder or has another shape there.
+      UserError: one line for each weight that only the folder or only `abstract_params` has, or that has another shape.
     """
     table, size = {weight.path: weight for weight in folder.table}, names.sizes(folder.model.options)
     refuse_other_params(folder, abstract_params)
@@ -185,10 +192,17 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
 
 
 def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tensor_files.Stored]:
-    """Returns name -> tensor for the weights of a custom task: a name is the path, its parts joined by `.` or `/`.
+    """Returns the stored weights of a custom task: path of a weight with `.` instead of `/` -> tensor.
+
+    A tensor's name in the files is the weight's path, with `.` or `/` between its parts.
+
+    Args:
+      directory: a folder with safetensors files.
+      abstract_params: a pytree of jax.ShapeDtypeStruct.
 
     Raises:
-      UserError: one line for all missing names, one for all superfluous names, and one for all wrong shapes.
+      UserError: a file is damaged; one line for all missing names, one for all superfluous names, and one for all wrong
+        shapes; or one line for each tensor with an unreadable dtype.
     """
     stored, problems = tensor_files.tensors(expand_user(directory).absolute())
     tensors = {name.replace("/", "."): one for name, one in stored.items()}
@@ -210,7 +224,10 @@ def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tens
 
 
 def read_by_name(directory: str | Path, abstract_params: Params) -> Params:
-    """Reads the weights of a custom task into sharded arrays, see `by_name`; converts dtypes."""
+    """Reads the weights of a custom task into sharded arrays, which replace the leaves of `abstract_params`.
+
+    Dtypes are converted. `by_name` explains the names of the tensors and the errors.
+    """
     tensors = tensor_files.open_tensors(by_name(directory, abstract_params))
     not_finite, leaves = dict[str, None](), []
     for path, leaf in leaves_with_paths(abstract_params):
@@ -221,7 +238,9 @@ def read_by_name(directory: str | Path, abstract_params: Params) -> Params:
 
 
 def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
-    """Checks that parameters have the paths and shapes of a folder; reads no tensor.
+    """Checks that a run's parameters have the paths and shapes of a folder's weights; reads no tensor.
+
+    The vocabulary of the run may be padded, thus larger than the folder's.
 
     Raises:
       UserError: one line for each difference.
@@ -251,7 +270,7 @@ def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
 
 
 def _by_index(leaf: jax.ShapeDtypeStruct) -> Mapping[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Returns (begin, end) of each dim -> the devices of this process that store this shard."""
+    """Returns the distinct shards of a leaf on this process: (begin, end) of each dim -> devices with this shard."""
     shards = collections.defaultdict(list)
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         spans = tuple(part.indices(length)[:2] for part, length in zip(index, leaf.shape, strict=True))
@@ -275,9 +294,13 @@ def array(
 ) -> jax.Array:
     """Builds the sharded array of a leaf from the tensors of its layers (and experts).
 
-    Its leading dims are `stack`, and `views` contains the tensor at each index of these dims, in row-major order.
-    `advance` is called with the bytes of each shard after it is read. `names` are the names of the views. The names of
-    views that have NaN or infinity in this leaf's dtype are added to `not_finite` as keys; None skips this check.
+    Args:
+      views: the tensor at each index of the leaf's stacked dims, in row-major order.
+      leaf: the shape, dtype and sharding of the array.
+      advance: a function that is called with the bytes of each shard after the shard is read.
+      stack: the sizes of the stacked dims, which are the leading dims of the leaf: (layers, experts), (layers,) or ().
+      names: the names of the views.
+      not_finite: gets the names of views with NaN or infinity in this leaf's dtype as keys; None skips this check.
     """
     shards = []
     for spans, devices in _by_index(leaf).items():
@@ -298,5 +321,5 @@ def array(
 
 
 def _fill(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies `source` into the first rows of `target`; the remaining rows pad the vocabulary."""
+    """Copies `source` into the start of each dim of `target`; the remaining entries pad the vocabulary."""
     target[tuple(slice(0, length) for length in source.shape)] = source

@@ -20,25 +20,36 @@ _PAIRS = _NUMBERS.view(np.complex64)[:, 0]  # byte -> both numbers as one elemen
 
 
 def shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the two uint8 tensors (blocks, scales) that encode a tensor blocked along its last dim."""
+    """Returns name -> shape of the two uint8 tensors (blocks and scales) that encode a tensor in MXFP4.
+
+    Args:
+      name: the name of the encoded tensor, without `_blocks` or `_scales`.
+      shape: the shape of the encoded tensor; blocks of 32 numbers are along its last dim.
+    """
     blocks = (*shape[:-1], -(-shape[-1] // BLOCK))
     return {f"{name}{BLOCKS}": (*blocks, BYTES), f"{name}{SCALES}": blocks}
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A matrix [rows, columns] with blocks along the rows; indexing decodes only the requested part.
+    """A matrix [rows, columns] in MXFP4; indexing decodes only the requested part.
+
+    Each block encodes 32 consecutive rows of one column.
 
     Attributes:
-      numbers: uint8 [blocks, columns, 16], a view of a file.
-      exponents: uint8 [blocks, columns], a view of a file.
+      numbers: the 4-bit numbers of each block, two in a byte: uint8 [blocks, columns, 16], a view of a file.
+      exponents: the exponent of each block's power of 2: uint8 [blocks, columns], a view of a file.
     """
 
     numbers: np.ndarray
     exponents: np.ndarray
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Returns float32 [rows, columns] for two slices with explicit begin and end."""
+        """Decodes a part of the matrix to float32 [rows, columns].
+
+        Args:
+          part: a slice of rows and a slice of columns, both with explicit start and stop.
+        """
         rows, columns = part
         first = rows.start // BLOCK
         blocks = slice(first, -(-rows.stop // BLOCK))

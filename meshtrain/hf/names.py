@@ -3,12 +3,12 @@
 A layout lists dims by letter: D embed dim, N query heads, G key and value heads, H head dim, F mlp dim, E experts, X
 expert dim, V vocabulary without padding, P learned positions. `(N H)` is one dim of a file that merges N and H, with N
 outermost. `3` is a dim of a file that stacks queries, keys and values; `2` stacks the gate and up projections. `J`
-concatenates the heads of queries, keys and values. I is the mlp dim of the dense layers before those with experts, and
-S is the dim of the shared experts.
+concatenates the heads of queries, keys and values. I is the mlp dim of the dense layers, which precede the layers with
+experts, and S is the dim of the shared experts.
 
 For latent attention, Q is the query latent, and R the latent of keys and values. A is R plus the rotary channels, B is
-a head's key channels plus its values, and W is the value dim of a head. Both sides pair rotary channels in the same way
-(the two halves of a head; neighbors in latent attention), so no head is permuted.
+a head's key channels plus its values, and W is the value dim of a head. The decoder and Hugging Face pair rotary
+channels in the same way (the two halves of a head; neighbors in latent attention), so no head is permuted.
 
 The names are the state dict keys of the package transformers (Wolf et al. 2020).
 """
@@ -26,7 +26,7 @@ from meshtrain.models.transformer.decoder import DecoderOptions
 
 _GPT2_PREFIX = "transformer."  # missing in old files
 _SIDE_BY_SIDE = {"3": 3, "2": 2}
-_JOINT, _HEADS_OF = "J", ("N", "G", "G")  # the heads of each part of J
+_JOINT, _HEADS_OF = "J", ("N", "G", "G")  # the heads of queries, keys and values, the parts of J
 _FIRST = "first_layers"
 
 
@@ -34,11 +34,11 @@ class Weight(NamedTuple):
     """A weight of the decoder, and its tensor in a Hugging Face model.
 
     Attributes:
-      path: the path of our leaf, without `params/`.
+      path: the path of the decoder's parameter, without `params/`.
       name: the name of the tensor; the first `{}` is replaced by the layer's index, the second by the expert's index.
-      layout: the dims of our leaf, without the leading dims that stack the tensors of layers and experts.
+      layout: the dims of the parameter, without the leading dims that stack the tensors of layers and experts.
       stored: the layout of the tensor.
-      part: index into the dim `3` or `2` of `stored`, or into the parts of `J`.
+      part: the weight's index in the dim `3` or `2` of `stored`, or in `J` (0: queries, 1: keys, 2: values).
       is_packed: whether the last dim of `stored` is in blocks of MXFP4; E is then the first dim of both layouts.
     """
 
@@ -51,7 +51,7 @@ class Weight(NamedTuple):
 
     @property
     def stacks(self) -> str:
-        """The leading dims of our leaf that stack the tensors of a file: L for layers, E for experts.
+        """The letters of the parameter's leading dims, which stack tensors: L for layers, E for experts.
 
         K instead of L stacks the dense layers before the repeated layers. `layout` does not include these dims.
         """
@@ -59,7 +59,7 @@ class Weight(NamedTuple):
 
     @property
     def letters(self) -> list[str]:
-        """The dims of `stored`, with J replaced by the heads of this part."""
+        """The letters of the dims of `stored`; J is replaced by the heads of this weight, N or G."""
         return [_HEADS_OF[self.part] if letter == _JOINT else letter for letter in re.findall(r"\w", self.stored)]
 
 
@@ -129,7 +129,7 @@ _GPT_OSS = (
     Weight("layers/experts/down", "model.layers.{}.mlp.experts.down_proj", "E X D", "E X D"),
     Weight("layers/experts/down_bias", "model.layers.{}.mlp.experts.down_proj_bias", "E D", "E D"),
 )
-# The same matrices in 4 bits, transposed.
+# The matrices of gpt-oss's experts in 4 bits, transposed.
 _PACKED = (
     Weight("layers/experts/gate", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (X 2) D", 0, True),
     Weight("layers/experts/up", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (X 2) D", 1, True),
@@ -142,7 +142,7 @@ _GEMMA2 = (
     Weight("layers/mlp_norm/scale", "model.layers.{}.pre_feedforward_layernorm.weight", "D", "D"),
     Weight("layers/mlp_post_norm/scale", "model.layers.{}.post_feedforward_layernorm.weight", "D", "D"),
 )
-# Norms only after attention and mlp.
+# OLMo 2 and 3 have norms only after attention and mlp.
 _OLMO2 = tuple(row for row in _GEMMA2 if row.path not in ("layers/attention_norm/scale", "layers/mlp_norm/scale"))
 _PHI3 = (
     *(row for row in _LLAMA if row.path.rpartition("/")[2] not in ("query", "key", "value", "gate", "up")),
@@ -239,7 +239,7 @@ _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 
 
 def _deepseek(options: DecoderOptions) -> list[Weight]:
-    """Returns the rows of models with latent attention; the first layers have a dense mlp, the others experts."""
+    """Returns the table rows of DeepSeek: the first `moe.dense_layers` layers have a dense mlp, the others experts."""
     attention = [row for row in _OF_LATENT if options.latent.query_dim or not row[0].startswith("attention/query")]
     attention += [] if options.latent.query_dim else [_WHOLE_QUERY]
     experts = [row for row in _OF_EXPERTS if options.moe.shared_experts or "/shared/" not in row[0]]
@@ -254,7 +254,12 @@ def _deepseek(options: DecoderOptions) -> list[Weight]:
 
 
 def weights(family: str, options: DecoderOptions) -> list[Weight]:
-    """Returns a row for each weight of the decoder with these options; a family is a key of `families.FAMILIES`."""
+    """Returns the table of tensor names: a row for each weight of a decoder with these options.
+
+    Args:
+      family: a key of `families.FAMILIES`.
+      options: the options of the decoder.
+    """
     if options.latent.dim:
         return [*_deepseek(options), *(() if options.tied_embeddings else (_HEAD,))]
     table = [*(_TABLES[family] if family in _TABLES else _LLAMA), *(() if options.tied_embeddings else (_HEAD,))]
@@ -266,7 +271,13 @@ def weights(family: str, options: DecoderOptions) -> list[Weight]:
 
 
 def table_and_head(family: str, options: DecoderOptions, names: Collection[str]) -> tuple[str, str]:
-    """Returns the tensor names of the embedding table and of a separate output head, given the names in the files."""
+    """Returns the tensor names of the embedding table and of a separate output head, as these files would spell them.
+
+    Args:
+      family: a key of `families.FAMILIES`.
+      options: the options of the decoder.
+      names: the names of all tensors in the files.
+    """
     untied = as_in_files(weights(family, dataclasses.replace(options, tied_embeddings=False)), names)
     name_of = {row.path: row.name for row in untied}
     return name_of["embedding/table"], name_of[_HEAD.path]
@@ -302,7 +313,11 @@ def is_of_images(name: str) -> bool:
 
 
 def is_ignored(name: str, options: DecoderOptions) -> bool:
-    """Returns whether a tensor without a table row is ignored: a constant, an image weight, a copy of a tied table."""
+    """Returns whether a tensor of a file is ignored, although no table row names it.
+
+    Ignored tensors are constants, weights of an image model, the output head of a model with tied embeddings, and
+    layers for multi-token prediction.
+    """
     is_copy = options.tied_embeddings and name.endswith(_HEAD.name)
     layer = re.match(r"model\.layers\.(\d+)\.", name) if options.latent.dim else None
     if layer and int(layer[1]) >= options.num_layers:
@@ -311,7 +326,7 @@ def is_ignored(name: str, options: DecoderOptions) -> bool:
 
 
 def sizes(options: DecoderOptions) -> dict[str, int]:
-    """Returns letter -> size for each dim of a layout (see the module) and of a stack; without vocabulary padding."""
+    """Returns letter -> size for each dim in `Weight.layout`, `stored` and `stacks`; V excludes vocabulary padding."""
     return {
         "K": options.num_dense,
         "L": options.num_repeated,
@@ -337,12 +352,17 @@ def sizes(options: DecoderOptions) -> dict[str, int]:
 
 
 def stack(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the sizes of the leading dims of our leaf that stack tensors of a file; `size` is from `sizes`."""
+    """Returns the sizes of the parameter's leading dims, which stack tensors: (layers, experts), (layers,) or ().
+
+    Args:
+      weight: the table row of the weight.
+      size: letter -> size, from `sizes`.
+    """
     return tuple(size[letter] for letter in weight.stacks)
 
 
 def tensor_names(weight: Weight, size: Mapping[str, int]) -> list[str]:
-    """Returns the names of the tensors that contain a weight, in row-major order of `stack`.
+    """Returns the names of the tensors that contain a weight: one for each layer and expert, in row-major order.
 
     >>> tensor_names(Weight("x", "a.{}.b.{}", "D", "D"), {"K": 1, "L": 2, "E": 2})
     ['a.1.b.0', 'a.1.b.1', 'a.2.b.0', 'a.2.b.1']
@@ -351,13 +371,20 @@ def tensor_names(weight: Weight, size: Mapping[str, int]) -> list[str]:
 
 
 def tensor_name(weight: Weight, place: tuple[int, ...], size: Mapping[str, int]) -> str:
-    """Returns the name of the tensor at one index of `stack`; a file numbers dense and repeated layers together."""
+    """Returns the name of the tensor that contains one layer (and expert) of a weight.
+
+    Args:
+      weight: the table row of the weight.
+      place: the index in the dims `stack`: (layer, expert), (layer,) or (). In the name, repeated layers are numbered
+        after the dense layers.
+      size: letter -> size, from `sizes`.
+    """
     first = size["K"] if weight.stacks.startswith("L") else 0
     return weight.name.format(*(index + first * (dim == 0) for dim, index in enumerate(place)))
 
 
 def by_tensor(table: Sequence[Weight]) -> list[list[Weight]]:
-    """Groups the rows of a table by tensor."""
+    """Groups the rows of a table: the weights of a group are in the same tensors."""
     rows = collections.defaultdict(list)
     for weight in table:
         rows[weight.name, weight.stacks].append(weight)
@@ -365,7 +392,7 @@ def by_tensor(table: Sequence[Weight]) -> list[list[Weight]]:
 
 
 def shape_in_file(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of a tensor in a file.
+    """Returns the shape of a tensor in a file; `size` is from `sizes`.
 
     >>> shape_in_file(Weight("x", "y", "D N H", "(N H) D"), {"D": 6, "N": 2, "H": 4})
     (8, 6)
@@ -390,7 +417,14 @@ def tensor_shapes(weight: Weight, size: Mapping[str, int]) -> dict[str, tuple[in
 def unpack_experts(
     tensors: Mapping[str, np.ndarray], name: str, weight: Weight, size: Mapping[str, int]
 ) -> list[mxfp4.Packed]:
-    """Returns the matrix of each expert from a layer's two MXFP4 tensors; the matrices are views and read no data."""
+    """Returns the matrix of each expert of a layer, from two MXFP4 tensors; the matrices are views and read no data.
+
+    Args:
+      tensors: name -> tensor.
+      name: the name of the encoded tensor, without `_blocks` or `_scales`.
+      weight: the table row of the weight.
+      size: letter -> size, from `sizes`.
+    """
     blocks, scales = tensors[f"{name}{mxfp4.BLOCKS}"], tensors[f"{name}{mxfp4.SCALES}"]
     of_blocks = {**size, weight.letters[-1]: scales.shape[-1]}
     whole = blocks.view([("bytes", np.uint8, mxfp4.BYTES)])[..., 0]  # makes each block one element
@@ -399,12 +433,12 @@ def unpack_experts(
 
 
 def as_ours(tensor: np.ndarray, weight: Weight, size: Mapping[str, int]) -> np.ndarray:
-    """Returns a tensor of a file in our layout; the result is a view and reads no data.
+    """Returns a weight in the decoder's layout as a view of a file's tensor; reads no data.
 
     Args:
-      tensor: a contiguous numpy array of shape `shape_in_file`.
+      tensor: a contiguous numpy array of shape `shape_in_file`, which may contain other weights, too.
       weight: the table row of the weight.
-      size: from `sizes`.
+      size: letter -> size, from `sizes`.
     """
     of_file, letters = re.findall(r"\w", weight.stored), weight.letters
     apart = tensor.reshape([size[letter] for letter in of_file])
@@ -420,12 +454,12 @@ def as_ours(tensor: np.ndarray, weight: Weight, size: Mapping[str, int]) -> np.n
 
 
 def as_stored(leaves: Sequence[np.ndarray], rows: Sequence[Weight], size: Mapping[str, int]) -> np.ndarray:
-    """Returns the tensor of a file from the weights that it contains; the inverse of `as_ours`.
+    """Builds the tensor of a file from the weights that it contains; the inverse of `as_ours`.
 
     Args:
-      leaves: numpy arrays in our layout, without the dims of `stack`; the vocabulary may be padded.
-      rows: their table rows, all with the same tensor name, ordered by `part`.
-      size: from `sizes`.
+      leaves: the weights in the decoder's layout, without the dims of `stack`; the vocabulary may be padded.
+      rows: the table rows of the weights, all with the same tensor name, ordered by `part`.
+      size: letter -> size, from `sizes`.
     """
     letters, parts = re.findall(r"\w", rows[0].stored), []
     for leaf, row in zip(leaves, rows, strict=True):
