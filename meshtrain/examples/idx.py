@@ -99,8 +99,9 @@ def header(path: Path, magic: int, key: str) -> tuple[int, ...]:
       key: name of the option that contains the path, for error lines.
 
     Raises:
-      UserError: the file is missing or unreadable, has another magic number, or has a dim of size 0. The error is also
-        raised if an uncompressed file has another size than its header requires, or a compressed file is too small.
+      UserError: the file is missing or unreadable, has a different magic number, or has a dim of size 0. The error is
+        also raised if the size of an uncompressed file differs from the size in its header, or if a compressed file is
+        too small for the size in its header.
     """
     num_dims = magic & 0xFF
     with _open(path, magic, key) as file:

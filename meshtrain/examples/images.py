@@ -57,9 +57,9 @@ class Images:
 def open_images(options: ImageOptions, asked: DataRequest) -> Dataset:
     """Returns the dataset of the included digits, or of the IDX files of `data.path`; all images are in memory.
 
-    Without validation files, the images with the smallest hashes of their pixels are the validation set. So the split
-    of an image does not depend on its position in the files. Copies of an image are in the same split, except for
-    copies of the image with the largest hash in the validation set.
+    Without validation files, images are sorted by a hash of their pixels, and the first images, a fixed share, are the
+    validation set. So the position of an image in the files does not matter. Copies of an image have the same hash, so
+    they are in the same set, unless the boundary between the two sets falls between them.
 
     Args:
       options: data options with the source `digits` or `idx`.
@@ -67,8 +67,8 @@ def open_images(options: ImageOptions, asked: DataRequest) -> Dataset:
         images and the number of classes are checked.
 
     Raises:
-      UserError: has one line for each missing or wrong file, for images of another size, and for labels that are too
-        large.
+      UserError: has one line for each missing or invalid file, for images whose size is not the task's, and for labels
+        that exceed the task's classes.
     """
     key, key_of_validation, what = "data.path", "data.validation_path", "handwritten digits (UCI, Alpaydin and Kaynak)"
     if options.source == "digits":
@@ -99,8 +99,8 @@ def open_each(options: ImageOptions, asked: DataRequest) -> dict[str, Images]:
     """Returns the examples of each IDX file of `data.path`, by path, without a validation split.
 
     Raises:
-      UserError: has one line for each missing or wrong file, for images of another size than the task's, and for labels
-        that are too large.
+      UserError: has one line for each missing or invalid file, for images whose size is not the task's, and for labels
+        that exceed the task's classes.
     """
     key = "data.path"
     pairs = {str(path): read_pairs([path], key) for path in _files(options.path, key)}

@@ -166,7 +166,7 @@ def split_by_hash(options: NumberOptions) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _hashes(numbers: np.ndarray) -> np.ndarray:
-    """Returns a 64-bit hash of each number n, uint64: output n + 1 of SplitMix64 with seed 0 (Steele et al. 2014)."""
+    """Returns a hash of each number n, uint64: the (n + 1)-th output of SplitMix64 with seed 0 (Steele et al. 2014)."""
     z = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -137,9 +137,9 @@ def _too_long(lengths: np.ndarray, capacities: tuple[int, int]) -> list[Problem]
 
 
 def rows_in_order(lengths: np.ndarray, capacities: Sequence[int]) -> np.ndarray:
-    """Packs P pieces into rows in order; returns the index of the first piece of each row, then P: int64 [R + 1].
+    """Packs P pieces into R rows without changing their order; a row ends when the next piece does not fit (next fit).
 
-    A row ends when the next piece does not fit (next fit).
+    Returns the index of the first piece of each row, and P as the last element: int64 [R + 1].
 
     Args:
       lengths: int [P, K], the K sizes of each piece (such as source and target tokens), each from 1 to its capacity.

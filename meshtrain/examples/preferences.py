@@ -46,7 +46,7 @@ NUM_MADE = 4000
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceData(DataOptions):
-    """The options of the data source `preferences`; other data sources use them as well."""
+    """The options of the data source `preferences`: files, tokenizer, special tokens and validation split."""
 
     end_token: str = option(
         "", "the token that ends an answer; '': the folder's, else a well-known token, else an added id"
@@ -87,7 +87,8 @@ def _pair(fields: JsonObject, where: str) -> Pair:
       where: file and line, for error lines.
 
     Raises:
-      UserError: the line has another form than the module describes; the problem has no key.
+      UserError: the line does not have one of the two forms in the module's docstring. The error has no key; the caller
+        adds file and line.
     """
     if missing := [name for name in ANSWERS if name not in fields]:
         fix = nearest(missing[0], fields)
@@ -128,7 +129,7 @@ def generate_pairs() -> Iterator[Pair]:
 def read_pairs(files: Iterable[Place], problems: Problems) -> Iterator[Pair]:
     """Yields the pairs in files of JSON lines; adds an error to `problems` for each invalid line.
 
-    Ends early if `problems` has enough errors.
+    Ends early if `problems.is_enough()`, which is true from 1,000 errors on.
     """
     for where, row, _ in itertools.chain.from_iterable(map(read_rows, files)):
         try:
@@ -188,7 +189,7 @@ def open_pairs(options: DataOptions, asked: DataRequest) -> Dataset:
 
 
 def open_each(options: DataOptions, asked: DataRequest) -> dict[str, Examples]:
-    """Returns the examples of each file of `data.path`, by path, without a validation split."""
+    """Returns the examples of each file of `data.path`, by path, without a validation split; see `open_pairs`."""
     whole = functools.partial(dataclasses.replace, options, validation_fraction=0.0)
     return {str(path): open_pairs(whole(path=str(path)), asked).train for path in check_files(options, like="chat")}
 

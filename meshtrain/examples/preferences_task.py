@@ -104,7 +104,8 @@ class Preferences:
     ) -> tuple[Activations, LayerSums]:
         """Returns the activations of policy and reference after K layers, and the loss sums of the policy's layers.
 
-        The sums weight each pair by 1, whatever its number of targets. For the arguments see `Stages.repeated`.
+        In the loss sums, each pair has the weight 1, whatever its number of targets. `both` are the activations of
+        policy and reference that enter the first of the K layers; `Stages.repeated` describes the other arguments.
         """
         num_targets = jnp.sum(batch["weights"], axis=1, keepdims=True)
         of_pairs = {**batch, "weights": batch["weights"] / jnp.maximum(num_targets, 1.0)}

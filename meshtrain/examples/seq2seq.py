@@ -86,7 +86,9 @@ class Seq2SeqOptions(TransformerShape):
 
 
 class Embedding(nn.Module):
-    """The embedding of tokens, int32 [b, L] -> [b, L, D], scaled by sqrt(D), plus positions, with dropout.
+    """The embedding of L source or target tokens, int32 [b, L] -> [b, L, D], scaled by sqrt(D), plus positions.
+
+    Dropout is applied to the sum.
 
     The parameters are one `table` for sources and targets, or `source_table` and `target_table`. With learned positions
     there are also `source_positions` and `target_positions`.
@@ -125,7 +127,7 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer of the encoder or of the decoder, [b, L, D] -> [b, L, D].
+    """A layer of the encoder or of the decoder, [b, L, D] -> [b, L, D] for L source or target tokens.
 
     A layer of the encoder has full self-attention and an mlp. A layer of the decoder has causal self-attention,
     cross-attention to the encoder's output (memory), and an mlp. The layer belongs to the decoder if it is called with
@@ -207,7 +209,10 @@ class Layer(nn.Module):
 
 
 class End(nn.Module):
-    """The norm after the last layer of encoder or decoder, [b, L, D] -> [b, L, D]; the identity with post-norm."""
+    """The norm after the last layer of encoder or decoder, [b, L, D] -> [b, L, D] for L source or target tokens.
+
+    With post-norm each layer already ends with a norm, so `End` returns its input.
+    """
 
     options: Seq2SeqOptions
     placement: Placement
@@ -222,7 +227,7 @@ class End(nn.Module):
 
 
 class Head(nn.Module):
-    """The head of the decoder, which computes logits: [b, T, D] -> [b, T, V]."""
+    """The head of the decoder, which computes logits: [b, T, D] -> [b, T, padded vocabulary]."""
 
     options: Seq2SeqOptions
     placement: Placement
@@ -231,7 +236,7 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, table: jax.Array | None, loss: vocabulary.Loss = vocabulary.logits) -> jax.Array:
-        """Returns logits [b, T, V] in the output dtype, or the result of another function `loss`.
+        """Returns the result of `loss`: by default logits [b, T, padded vocabulary] in the output dtype.
 
         Args:
           x: activations after the last layer, [b, T, D].
@@ -271,9 +276,9 @@ def angles_of(options: Seq2SeqOptions, positions: jax.Array) -> jax.Array | None
 
 
 def side_keys(keys: jax.Array, side: str) -> jax.Array:
-    """Returns separate random keys for the encoder (`source`) or the decoder (`target`), [b].
+    """Returns random keys for one side, [b], derived from the keys of the sequences, [b].
 
-    They are derived from the keys of the sequences, [b].
+    `side` is `source` for the encoder or `target` for the decoder, which thus get different random numbers.
     """
     return jax.vmap(functools.partial(jax.random.fold_in, data=(SOURCE, TARGET).index(side)))(keys)
 

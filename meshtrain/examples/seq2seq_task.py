@@ -187,7 +187,7 @@ class Seq2Seq:
     def embed(
         self, params: Params, side: str, tokens: jax.Array, positions: jax.Array, keys: jax.Array, train: bool
     ) -> jax.Array:
-        """Returns the activations that enter the first layer of encoder or decoder, [b, L, D].
+        """Returns the activations that enter the first layer of encoder or decoder, [b, L, D] for L tokens.
 
         Args:
           params: parameters of the model.
@@ -203,7 +203,7 @@ class Seq2Seq:
         return x
 
     def stack(self, params: Params, x: jax.Array, given: tuple[Given, ...], train: bool) -> jax.Array:
-        """Returns the output of encoder or decoder, [b, L, D]: the activations after all layers and the last norm.
+        """Returns the output of encoder or decoder, [b, L, D] for L tokens: the activations after layers and last norm.
 
         Args:
           params: parameters of encoder or decoder: its layers and its last norm.
@@ -220,7 +220,7 @@ class Seq2Seq:
         return y
 
     def columns(self, params: Params, x: jax.Array, loss: vocabulary.Loss = vocabulary.logits) -> jax.Array:
-        """Returns logits [b, T, V] in the output dtype, including padding, or the result of another function `loss`.
+        """Returns the result of `loss`: by default logits [b, T, V] in the output dtype, including columns of padding.
 
         Args:
           params: parameters of the model.
@@ -278,8 +278,8 @@ class Seq2Seq:
         """Returns the shapes, dtypes and logical axes of the cache's arrays, by name.
 
         `keys` and `values` are for self-attention, with slots for the begin token and `num_steps` further tokens of the
-        target. `memory_keys` and `memory_values` [K, R, P + 1, N, H] are for cross-attention. `memory_filled` int32
-        [R, P + 1] is 1 for tokens of the source and for the token that ends it, else 0.
+        target. `memory_keys` and `memory_values` [K, R, P + 1, N, H] are for cross-attention in K layers with N heads.
+        `memory_filled` int32 [R, P + 1] is 1 for tokens of the source and for the token that ends it, else 0.
 
         Args:
           num_rows: R, number of sources.
@@ -294,7 +294,7 @@ class Seq2Seq:
         return {**own, **caches.row_entries(num_rows, 1 + num_steps), **of_memory}
 
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Encodes sources and returns the logits [R, V] of each target's first token, and the cache.
+        """Encodes R sources; returns the logits [R, V] of each target's first token, and the cache.
 
         The token that ends a source is appended to each source. The keys and values of cross-attention are computed
         only in this function.
@@ -327,7 +327,7 @@ class Seq2Seq:
         return self._next_logits(params, y), after
 
     def step(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Appends a token to each target; returns the logits [R, V] of the next token, and the cache.
+        """Appends a token to each of R targets; returns the logits [R, V] of the next tokens, and the cache.
 
         Args:
           params: parameters of the model.
@@ -357,7 +357,7 @@ class Seq2Seq:
         stored: Mapping[str, Arrays],
         given: tuple[Given, ...],
     ) -> tuple[jax.Array, Arrays]:
-        """Returns the decoder's output [R, 1, D] for one token of each row, and the token's keys and values.
+        """Returns the decoder's output [R, 1, D] for one token of each of R rows, and the token's keys and values.
 
         Args:
           params: parameters of the model.
@@ -380,7 +380,7 @@ class Seq2Seq:
         return vocabulary.without_padding(self.columns(params, x), self.options.vocab_size)[:, 0]
 
     def _no_keys(self, num_rows: int) -> jax.Array:
-        """Returns placeholder keys, since dropout is off."""
+        """Returns placeholder random keys, one per row, for layers whose dropout is off."""
         return sequence_keys(jax.random.key(0), {SEQUENCE_INDEX: jnp.arange(num_rows)})
 
 

@@ -180,8 +180,8 @@ def fitting(decode: Decode, longest_prompt: int, most: int, *, within_training: 
       decode: the task's functions for generation, with the limits of the model.
       longest_prompt: number of tokens in the longest prompt.
       most: the requested number of tokens.
-      within_training: whether prompt and text must also fit into a training sequence. A prompt that is already longer
-        than a training sequence is not limited by it.
+      within_training: whether prompt and text must also fit into a training sequence. This limit is ignored if the
+        prompt already fills a training sequence.
     """
     room, trained = room_left(decode, longest_prompt), num_trained_left(decode, longest_prompt)
     if room == 0:

@@ -89,7 +89,7 @@ def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
       chat: whether the line may have `messages` instead of `prompt`.
 
     Raises:
-      UserError: the line has another form; the problem has no key.
+      UserError: the line is not such a JSON object. The error has no key; the caller adds file and line.
     """
     wanted = "a JSON object with 'prompt', a text that is not empty"
     try:

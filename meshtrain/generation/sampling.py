@@ -40,10 +40,10 @@ def row_keys(key: jax.Array, prompts: jax.Array, samples: jax.Array) -> jax.Arra
 
 
 def choose(logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampling) -> jax.Array:
-    """Samples the next token of each row; returns ids, int32 [R].
+    """Samples the next token of each of R rows; returns ids, int32 [R].
 
     Args:
-      logits: float32 [R, V]; a token at minus infinity is never chosen.
+      logits: float32 [R, vocabulary]; a token at minus infinity is never chosen.
       keys: typed keys [R], one for each row.
       index: int32 scalar, the number of tokens that each row has generated before; folded into the keys.
       sampling: temperature, top-k and top-p.
@@ -56,7 +56,7 @@ def choose(logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampl
 
 
 def mask_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Sets the logits of tokens that top-k and top-p exclude to minus infinity; returns float32 [R, V].
+    """Sets the logits of tokens that top-k and top-p exclude to minus infinity; returns float32 [rows, vocabulary].
 
     Tokens with the same logit as the last included token are also included, so the order of equal logits is irrelevant.
     """

@@ -49,7 +49,7 @@ class Request:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state of a batch on the devices, between two calls of a compiled function.
+    """The state of a batch of R rows on the devices, between two calls of a compiled function.
 
     Attributes:
       cache: name -> array, such as the KV cache; `Decode.cache` defines its entries.
@@ -188,9 +188,9 @@ class Generator:
         def prefill(
             params: Params, ids: jax.Array, lengths: jax.Array, prompts: jax.Array, samples: jax.Array, key: jax.Array
         ) -> tuple[State, jax.Array]:
-            """Processes prompts, `ids` int32 [R, P]; returns the state and each row's first new token, int32 [R, 1].
+            """Processes R prompts, `ids` int32 [R, P]; returns the state and each row's first new token, int32 [R, 1].
 
-            `lengths`, `prompts` and `samples` are int32 [R]; `key` is the data of a key.
+            `lengths`, `prompts` and `samples` are int32 [R], see `_rows`; `key` is the data of a random key.
             """
             empty = {name: jnp.zeros(entry.shape, entry.dtype) for name, entry in entries.items()}
             empty = jax.lax.with_sharding_constraint(empty, of_cache)
@@ -200,7 +200,7 @@ class Generator:
             return State(cache, first, keys, jnp.int32(1)), first[:, None]
 
         def advance(params: Params, state: State, done: jax.Array, num_tokens: jax.Array) -> tuple[State, jax.Array]:
-            """Generates up to 16 more tokens for each row; returns the state and the tokens, int32 [R, 16].
+            """Generates up to 16 more tokens for each row; returns the state and the tokens, int32 [rows, 16].
 
             After a row is done, its tokens are NOTHING. The loop ends if all rows are done or have `num_tokens` tokens.
             `done` is bool [R]: whether a row was done before this call.
@@ -243,12 +243,12 @@ def round_length(length: int) -> int:
 def _rows(requests: Sequence[Request], num_rows: int, length: int) -> tuple[np.ndarray, ...]:
     """Converts requests to a batch: tokens [R, P], lengths [R], prompt indices [R] and sample indices [R], all int32.
 
-    Copies of the last request fill the batch.
+    If there are fewer requests than rows, copies of the last request fill the batch.
 
     Args:
-      requests: at least one, at most R.
-      num_rows: R.
-      length: P.
+      requests: the requests, at least one, at most R.
+      num_rows: number of rows, R.
+      length: number of tokens to which prompts are padded, P.
     """
     filled = [*requests, *[requests[-1]] * (num_rows - len(requests))]
     tokens = np.zeros((num_rows, length), np.int32)

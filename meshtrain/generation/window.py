@@ -20,7 +20,7 @@ def by_window(logits: Logits, batch: Mapping[str, Entry] | Mapping[str, jax.Shap
     removes its oldest token.
 
     Args:
-      logits: (params, batch) -> float32 [R, T, V].
+      logits: `Task.logits`: (params, batch of R rows) -> float32 [R, T, vocabulary].
       batch: name -> entry of the task's batch, including `tokens` [B, T].
     """
     length = int(batch["tokens"].shape[1])

@@ -71,8 +71,9 @@ class Cost:
       working_bytes: bytes of temporary activations while one layer, or the head, computes.
       shares: name scope of operations (`jax.named_scope`) -> expected amount of work that depends on the data, which
         the planner cannot read from a compiled program. For a conditional, it is the share of runs that take the second
-        branch; for a kernel, the share of blocks that have rows; for a gather, the share of rows that differ; for a
-        loop, the number of iterations. Without an entry for a conditional, each branch counts as run each time.
+        branch. If a conditional has no entry, the planner assumes that every run executes both branches. For a kernel
+        of experts, it is the share of blocks that have rows. For a gather, it is the share of distinct rows (the other
+        rows repeat one row). For a loop, it is the number of iterations.
       kernels: the implementations of parts of the model; empty without a mesh of devices.
     """
 

@@ -117,7 +117,7 @@ def _scaling(function: Callable[..., Arrays], scale: float) -> Callable[..., Arr
 def scale_adapters(params: Params, scale: float) -> Params:
     """Returns the parameters with each adapter's B multiplied by `scale`, in float32; other weights are unchanged.
 
-    The layers do not know the scale, so it is applied to their weights. B is scaled because it is the smallest factor.
+    `layers.multiply` has no argument for the scale, so B is multiplied by the scale in advance.
     """
 
     def one(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:

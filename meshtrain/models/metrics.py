@@ -57,7 +57,8 @@ class Largest(NamedTuple):
 class Peaks(NamedTuple):
     """A metric for the largest magnitude of activations in each layer, stored as a histogram.
 
-    `counts` is float32 [L, N]: how often a layer's largest magnitude was in each of N bins, eight bins per factor of 2.
+    `counts` is float32 [layers, N]: how often a layer's largest magnitude was in each of N bins, eight bins per factor
+    of 2.
     Each layer returns its row with zeros for the other layers. The last bin also counts non-finite numbers. The logged
     number of a layer is the middle of the highest bin with a count, which is at most 4.4 % off, or 0 without counts.
     The maximum over layers is logged as well.
@@ -106,7 +107,8 @@ def number_to_log(metric: Metric | float, weight: Number) -> Number:
 def all_logged(metrics: Metrics, weight: Number) -> dict[str, Number]:
     """Returns the values to log for all metrics, by name: a scalar for each metric, and arrays for some kinds.
 
-    A `Load` also gives the load of each expert, float32 [E]. `Peaks` also give the maximum of each layer, float32 [L].
+    A `Load` also gives the load of each expert, float32 [experts]. `Peaks` also give the maximum of each layer, float32
+    [layers].
 
     Args:
       metrics: metric name -> metric, summed over a batch.
@@ -133,13 +135,13 @@ def peaks(x: jax.Array, layer: jax.Array, num_layers: int) -> Peaks:
 
 
 def of_layers(metric: Peaks) -> jax.Array:
-    """Returns the largest magnitude in each layer, float32 [L]; 0 for a layer without counts."""
+    """Returns the largest magnitude in each layer, float32 [layers]; 0 for a layer without counts."""
     highest = ((metric.counts > 0) * np.arange(1, metric.counts.shape[-1] + 1)).max(axis=-1)
     return (highest > 0) * 2.0 ** ((highest - 0.5) / _BINS + _LEAST)
 
 
 def of_each(load: Load) -> jax.Array:
-    """Returns each expert's count divided by the mean count, float32 [E]; for several rows (layers), their mean.
+    """Returns each expert's count divided by the mean count, float32 [experts]; for several layers, the mean over them.
 
     >>> print(of_each(Load(jnp.float32([[3, 1, 0, 0], [1, 1, 1, 1]]))))
     [2.  1.  0.5 0.5]

@@ -61,7 +61,8 @@ class RematOptions:
     def unrolls(self) -> bool:
         """Whether layers outside of a pipeline are compiled separately (unrolled) instead of as a loop.
 
-        False if activations are recomputed, because XLA would then compute unrolled layers several times.
+        False if the backward pass recomputes activations: without the loop, XLA would repeat the recomputation several
+        times.
         """
         return self.unroll and self.policy == "none"
 
@@ -90,9 +91,10 @@ def checkpoint_policy(name: str, placement: Placement) -> Policy | None:
 def casts_first(options: RematOptions, placement: Placement) -> bool:
     """Returns whether all layers are cast to their compute dtypes before the loop over layers.
 
-    True if some layers save everything except gathered weights. Such a layer saves the input of the gather. If each
-    iteration casts its slice, this input is an output of the forward loop. XLA then runs the complete loop a second
-    time to gather the first slice early.
+    True if some layers save all residuals except gathered weights. The backward pass of such a layer gathers its
+    weights again, so the layer saves the gather's input: its weights in the compute dtype. If each iteration of the
+    forward loop cast the weights of its layer, these weights would be an output of the loop. XLA would then run the
+    complete forward loop a second time, to gather early the weights that the backward pass needs first.
     """
     return placement.gathers_weights and (options.policy == "none" or options.every > 1)
 
@@ -100,10 +102,11 @@ def casts_first(options: RematOptions, placement: Placement) -> bool:
 def gathers_early(options: RematOptions, placement: Placement, *, splits_sequence: bool) -> bool:
     """Returns whether XLA may gather weights of the next layer during the loop iteration of one layer.
 
-    An early gather overlaps with computation. With sequence parallelism XLA also moves the gather of the second norm to
-    the previous iteration of the backward pass. If the output of attention is recomputed, this norm depends on it, and
-    XLA computes and scatters the output of attention twice, once for the moved gather. The result is then false, unless
-    weights are gathered.
+    An early gather overlaps with computation. The result is false in one case, in which an early gather costs more than
+    it saves: no weights are gathered, the sequence is sharded (sequence parallelism), and the backward pass recomputes
+    the output of attention. XLA would then move the gather of the second norm's output to the previous iteration of the
+    backward pass. This norm depends on the output of attention, so XLA would compute and scatter the output of
+    attention twice, once for the moved gather.
 
     Args:
       options: the recomputed activations.

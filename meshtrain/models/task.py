@@ -292,8 +292,8 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 def check_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss") -> Callable[..., Loss]:
     """Wraps a loss function to check, while JAX traces it, that it returns scalars (sum, weight) and a dict of metrics.
 
-    The returned function raises UserError if the result has another form, or if a metric has a reserved name. It also
-    raises if a number is neither float32 nor int32, because its rounding would depend on mesh and microbatches.
+    The returned function raises UserError if the result has a different structure, or if a metric has a reserved name.
+    It also raises if a number is neither float32 nor int32, because its rounding would depend on mesh and microbatches.
 
     Args:
       loss: the function to check, such as `Task.loss`; it may take any arguments.
@@ -426,7 +426,7 @@ def refuse_weights(params: Params, trained: Params) -> None:
 def check_after_update(after_update: AfterUpdate) -> AfterUpdate:
     """Wraps `Task.after_update` to check, while JAX traces it, that parameters keep their structure and shapes.
 
-    The returned function raises UserError for the first parameter that is missing, additional, or of another shape.
+    The returned function raises UserError for the first parameter that is missing, is new, or has a different shape.
     """
 
     def checked(params: Params, metrics: Metrics) -> Params:

@@ -73,10 +73,11 @@ def psum_float32(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 
 
 def psum_of_one(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
-    """Returns the sum over a manual mesh axis of an array that is zero on all shards except one, with exact bits.
+    """Returns the sum over a manual mesh axis of an array that is zero on all shards except one, without rounding.
 
-    Two 16-bit numbers are sent as one 32-bit integer, in half the bytes of `psum_float32`. This is exact because only
-    one addend is nonzero. 16-bit arrays with an odd last dim are sent in float32. The result has the dtype of `x`.
+    Two 16-bit numbers are sent as one 32-bit integer, in half the bytes of `psum_float32`. The integer sum is exact
+    because only one addend is nonzero. 16-bit arrays with an odd last dim are sent in float32. The result has the dtype
+    of `x`.
     """
     if x.dtype.itemsize == 2 and x.ndim and x.shape[-1] % 2 == 0:
         pairs = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
@@ -148,7 +149,7 @@ def cross_entropy(
     """Returns the weighted sum of -log softmax(logits)[target], a float32 scalar.
 
     Args:
-      logits: [b, T, v], any float dtype; the softmax is taken in float32.
+      logits: [b, T, v] for v columns on one shard of `axis`, any float dtype; the softmax is taken in float32.
       targets: int32 [b, T], indices into the complete vocabulary.
       weights: float32 [b, T], the weight of each target in the sum.
       vocab_size: size of the vocabulary without padding; columns from this index on get no probability.
@@ -197,7 +198,7 @@ token_losses.defvjp(losses_and_residuals, _token_losses_backward)
 def gradient_of_logits(
     residuals: tuple[jax.Array, ...], cotangents: jax.Array, vocab_size: int, axis: Axis
 ) -> jax.Array:
-    """Returns the gradient of the logits, [b, T, v], in the dtype of the logits.
+    """Returns the gradient of the logits, with their shape [b, T, columns] and dtype.
 
     Args:
       residuals: (logits, targets, logarithms of the softmax's sums), returned by `losses_and_residuals`.
@@ -212,7 +213,7 @@ def gradient_of_logits(
 
 
 def without_padding(logits: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:
-    """Returns float32 logits [b, T, v] with minus infinity in the columns of padding, from `vocab_size` on.
+    """Returns float32 logits [b, T, columns] with minus infinity in the columns of padding, from `vocab_size` on.
 
     >>> without_padding(jnp.zeros((1, 1, 4)), vocab_size=3).tolist()
     [[[0.0, 0.0, 0.0, -inf]]]
@@ -225,13 +226,16 @@ def _columns(logits: jax.Array, axis: Axis) -> jax.Array:
 
 
 def _mask_logits(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis) -> tuple[jax.Array, jax.Array]:
-    """Returns float32 logits with padding at -inf, and a mask that is true at the target's column; both [b, T, v]."""
+    """Returns float32 logits with -inf in padded columns, and a bool mask that is true at the target's column.
+
+    Both are [b, T, v], like `logits`. `vocab_size` is the size of the vocabulary without padding.
+    """
     return without_padding(logits, vocab_size, axis), _columns(logits, axis) == targets[..., None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Array:
-    """Returns the rows of an embedding table, table[rows], [b, T, D]; zeros for an index below 0 or from v on.
+    """Returns table[rows], [b, T, D], the rows of an embedding table; zeros for an index outside of the table.
 
     Each shard looks up the rows that it stores, and the results are summed over shards. This is a manual region,
     because the gather of XLA's partitioner aborts the compiler on some meshes inside a pipeline. If the table's rows
@@ -239,7 +243,7 @@ def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Arra
     sharded like the residual stream.
 
     Args:
-      table: [v, D], gathered over the axes that split it for storage only.
+      table: [v, D] for v rows, gathered over the axes that split it for storage only.
       rows: row indices int32 [b, T], such as token ids.
       placement: determines the shardings of the table, the indices and the result.
     """
@@ -315,7 +319,7 @@ class Product:
 
     Attributes:
       placement: determines the shardings of activations and of the gathered weight.
-      names: logical axes of the weight: `KERNEL` for [D, v], or `TABLE` for [v, D] if embeddings are tied.
+      names: logical axes of the weight: `KERNEL` for [D, columns], or `TABLE` for [columns, D] if embeddings are tied.
       output_dtype: dtype of the logits.
       cap: logits become cap tanh(logit / cap); 0: no cap.
     """
@@ -327,12 +331,12 @@ class Product:
 
 
 def logits(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns logits [b, T, v] in the output dtype, including the columns of padding.
+    """Returns logits [b, T, columns] in the output dtype, including the columns of padding.
 
     Args:
       product: settings of the matmul: shardings, logical axes of the weight, output dtype and cap.
       x: activations [b, T, D].
-      weight: weight of the head, [D, v] or [v, D], cast to its compute dtype and not yet gathered.
+      weight: weight of the head, [D, columns] or [columns, D], cast to its compute dtype and not yet gathered.
     """
     place = product.placement
     x = place.activation(x, ("batch", "sequence", "embed"))
@@ -364,7 +368,7 @@ class CrossEntropy:
         Args:
           product: settings of the matmul that computes the logits.
           x: activations after the last layer, [b, T, D].
-          weight: weight of the head, [D, v] or [v, D], cast to its compute dtype and not yet gathered.
+          weight: weight of the head, [D, columns] or [columns, D], cast to its compute dtype and not yet gathered.
           targets: int32 [b, T], indices into the complete vocabulary.
           weights: float32 [b, T], the weight of each target in the sum.
         """
@@ -490,7 +494,7 @@ class _Shards:
 
     @classmethod
     def of(cls, product: Product, x: jax.Array, weight: jax.Array) -> "_Shards":
-        """Returns the shardings of activations `x` and the head's `weight`, without axes that are already manual."""
+        """Returns the shardings of activations `x` and the head's `weight`; specs omit axes that are already manual."""
         place, names = product.placement, product.names
         of_x = place.activation_spec(x.shape, X)
         gathered, stored = place.weight_spec(weight.shape, names), place.stored_spec(weight.shape, names)

@@ -110,8 +110,9 @@ def pad_documents(
 ) -> Documents:
     """Returns the document ids of queries and keys padded to these lengths, with the id -1 for padding.
 
-    Queries of a document do not attend to padding, because the ids differ. Without documents, the result is None if a
-    causal mask hides the padding, which follows all tokens, or if no key is padding. Otherwise all tokens get the id 0.
+    Queries of a document do not attend to padding, because the ids differ. Padding follows all tokens. Without
+    documents, the result is None if attention is causal, because the causal mask hides padding, or if no key is
+    padding. Otherwise all tokens get the id 0.
 
     Args:
       documents: int32 [b, T] and [b, S], the ids of queries and of keys; None: each sequence is one document.

@@ -49,8 +49,8 @@ class Blocks:
       queries: number of queries in a block, t.
       keys: number of keys in a block, s.
       attention: settings of attention; causal masks and windows exclude pairs.
-      is_part: whether the queries are a part of the sequence whose position is known only on the device. Then all pairs
-        of blocks are computed.
+      is_part: whether the queries are only a part of the sequence. The part's position is known only on the device, so
+        all pairs of blocks are computed.
     """
 
     num_queries: int
@@ -100,8 +100,8 @@ def attend(
     """Returns the attention output of each head, [b, T, N, H], computed block by block.
 
     Blocks of keys outside of the window are not computed. The output of a query that attends to no key is zeros;
-    implementations that store all scores return the mean of all values. For the arguments see `attention.py`;
-    `largest_block` is the maximum number of tokens in a block.
+    implementations that store all scores return the mean of all values for such a query. `largest_block` is the maximum
+    number of tokens in a block; `attention.py` describes the other arguments.
     """
     (num_sequences, length, num_heads, head_dim), (num_tokens, num_groups), dtype = q.shape, k.shape[1:3], q.dtype
     causal = attention.causal
@@ -137,7 +137,7 @@ def blockwise_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the attention output of each head, [b, T, G, R, H], and the logarithms of the softmax's sums.
 
-    The logarithms are float32 [b, G, T, R].
+    The logarithms are float32 [b, G, T, R]. G: key heads, R: query heads per key head.
 
     Args:
       blocks: the pairs of blocks to compute.
@@ -184,6 +184,8 @@ def blockwise_backward(
     cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the cotangents of q, k and v, given the cotangent of the heads.
+
+    G: key heads, R: query heads per key head.
 
     Args:
       blocks: the pairs of blocks to compute.
@@ -248,6 +250,8 @@ def _scores(
     The scores are float32 [b, G, t, R, s], and `LOWEST` if a query does not attend to a key. The derivative is with
     respect to the unscaled product of query and key. The mask is bool [b or 1, 1, t, 1, s], true if a query attends to
     a key; None: all queries attend to all keys.
+
+    G: key heads, R: query heads per key head, t: queries in a block, s: keys in a block.
 
     Args:
       blocks: the sizes of blocks and the settings of attention.

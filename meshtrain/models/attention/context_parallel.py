@@ -91,5 +91,5 @@ def _repeat_heads(x: jax.Array, num_heads: int) -> jax.Array:
 
 
 def _gather(tree: Arrays, axes: tuple[str, ...]) -> Arrays:
-    """Gathers each array of a pytree from [b, T / n, ...] to [b, T, ...] over manual mesh axes."""
+    """Gathers each array of a pytree from [b, T / n, ...] to [b, T, ...], over manual mesh axes of n devices."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), tree)

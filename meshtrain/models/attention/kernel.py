@@ -48,7 +48,7 @@ def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given
       kernel: forward and backward pass.
       sinks: scores of attention sinks, float32 [b, T, N], padded here if the kernel's T is larger; None: no sinks.
       q: queries [b, T, ..., H], in the kernel's shape.
-      others: further arguments of the kernel: keys, values, and others.
+      others: further arguments of the kernel: keys, values, and for example document ids.
     """
     own = None if sinks is None else pad(sinks, q.shape[1]).reshape(q.shape[:-1]).swapaxes(1, 2)
     heads: jax.Array = _attend(kernel, own, q, *others)

@@ -52,7 +52,7 @@ class LatentAttention(MultiHead):
         """Returns the output of attention, [b, T, D].
 
         The collection NEW gets the `latents` [b, T, R + P] of these tokens. The collection CACHE provides the `latents`
-        [b, C, R + P] of earlier tokens.
+        [b, C, R + P] of earlier tokens. R: width of a latent, P: rotary channels, C: slots of the cache.
 
         Args:
           x: activations [b, T, D].
@@ -61,7 +61,8 @@ class LatentAttention(MultiHead):
           memory: must be None, because latents are computed from `x`.
           slots: for generation, the slots of the cache that the only token of each row attends to; None: no cache.
           is_global: bool scalar, whether queries ignore the window, see `MultiHead`.
-          stretch: factor of complete queries and keys, a number or float32 scalar; None: no factor.
+          stretch: YaRN factor of all channels of queries and keys (in `MultiHead`, only rotary positions have it), a
+            number or float32 scalar; None: no factor.
         """
         assert memory is None, "a latent is one of the sequence itself"
         assert angles is not None, "some channels are rotary"
@@ -96,14 +97,20 @@ class LatentAttention(MultiHead):
         return normed
 
     def _latents(self, x: jax.Array, angles: jax.Array) -> jax.Array:
-        """Returns the normalized latents and the rotated key that all heads share, concatenated: [b, T, R + P]."""
+        """Returns the normalized latents and the rotated key that all heads share, concatenated: [b, T, R + P].
+
+        R: width of a latent, P: rotary channels. `x` is [b, T, D]; `angles` are the rotary angles [b, T, P / 2].
+        """
         both = self._down("key_value_down", x, self.latent.width + self.latent.rotary)
         latents, shared = jnp.split(both, [self.latent.width], axis=-1)
         shared = rotate_neighbours(shared[:, :, None], angles)[:, :, 0]
         return jnp.concatenate([self._norm_latent("latent_norm", latents), shared], axis=-1)
 
     def _of_heads(self, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns keys [b, T, N, H] and values [b, T, N, W], projected from latents [b, T, R + P]."""
+        """Returns keys [b, T, N, H] and values [b, T, N, W], projected from latents [b, T, R + P].
+
+        N: heads, H: width of a key, W: width of a value, R: width of a latent, P: rotary channels.
+        """
         num_heads, width = self.attention.num_heads, self._width_of_keys
         compressed, shared = jnp.split(latents, [self.latent.width], axis=-1)
         both = self._project("key_value", compressed, num_heads, "heads", width + self.latent.values, ROWS)
@@ -113,11 +120,13 @@ class LatentAttention(MultiHead):
 
     @property
     def _width_of_keys(self) -> int:
-        """The number of a key's channels without rotary positions, which differ between heads."""
+        """The number of a key head's channels without rotary positions, H - P."""
         return self.attention.head_dim - self.latent.rotary
 
     def _among_latents(self, q: jax.Array, of_rotary: jax.Array, latents: jax.Array, slots: Slots) -> jax.Array:
         """Returns the attention output of each head, [b, 1, N, W], for one token per row that attends to the cache.
+
+        N: heads, H: width of a query, W: width of a value, R: width of a latent, P: rotary channels.
 
         Args:
           q: channels of the query without rotary positions, [b, 1, N, H - P].

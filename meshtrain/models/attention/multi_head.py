@@ -38,11 +38,11 @@ class Memory(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The slots of a cache that one new token of each row attends to.
+    """The slots (places for tokens) of a cache that one new token of each row attends to.
 
     Attributes:
-      filled: int32 [b, C], 1 if the row's token attends to the slot, else 0. In self-attention it is 1 for the new
-        token's slot, and 0 for slots outside of a window.
+      filled: int32 [b, C] for C slots, 1 if the row's token attends to the slot, else 0. In self-attention it is 1 for
+        the new token's slot, and 0 for slots outside of a window.
       own: int32 scalar, the slot of the new token; unused in cross-attention.
     """
 
@@ -131,7 +131,7 @@ class MultiHead(nn.Module):
     ) -> jax.Array:
         """Returns the attention output of each head, [b, T, N, width of v].
 
-        The implementation is the result of `select.chosen`.
+        `select.chosen` selects the implementation. G: key heads, C: slots of a cache.
 
         Args:
           q: queries [b, T, N, H], rotated.
@@ -141,7 +141,7 @@ class MultiHead(nn.Module):
           of_keys: int32 [b, S], the document of each key; None: one document.
           slots: the slots of the cache that a query attends to, which replace documents; None: no cache.
           is_global: bool scalar, whether queries ignore the window; None: they do not.
-          has_memory: whether keys and values come from another sequence than queries.
+          has_memory: whether keys and values come from a memory instead of the queries' sequence (cross-attention).
         """
         attention = self.attention
         # Initialization uses no kernel: it runs in float32, which cuDNN's kernel rejects, and its shapes are computed
@@ -177,6 +177,8 @@ class MultiHead(nn.Module):
         self, source: jax.Array, angles: jax.Array | None, slots: Slots | None, stretch: jax.Array | float | None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns rotated keys and values: [b, S, G, H] of `source` without a cache, [b, C, G, H] with a cache.
+
+        G: key heads, C: slots of the cache.
 
         Args:
           source: activations from which keys and values are projected, [b, S, D].
@@ -215,7 +217,7 @@ class MultiHead(nn.Module):
 
         Args:
           q: queries [b, T, N, H].
-          k: keys [b, S or C, G, H].
+          k: keys [b, S or C, G, H], with G key heads; C is the number of slots of a cache.
           v: values [b, S or C, G, width of v].
           documents: document ids of queries and of keys; None: one document.
           sinks: scores of attention sinks, float32 [b, T, N]; None: no sinks.

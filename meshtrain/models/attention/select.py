@@ -33,7 +33,7 @@ class Case(NamedTuple):
       dtype: dtype of queries, keys and values.
       platform: platform of the devices as JAX names it, such as `tpu`, `gpu` or `cuda`.
       masks_documents: whether a token attends only to tokens of its document.
-      has_memory: whether keys and values come from another sequence than queries (cross-attention).
+      has_memory: whether keys and values come from a memory instead of the queries' sequence (cross-attention).
       gathers_keys: whether a device has a part of the queries and all keys (`context_parallel.by_keys`).
     """
 
@@ -52,9 +52,12 @@ def chosen(case: Case) -> tuple[str, str]:
     The name is a choice of the option `model.attention` other than `auto`. If the option is not `auto`, its value is
     returned.
 
-    `auto` selects a kernel that supports the case: splash on TPUs; on GPUs cuDNN's kernel, or JAX's Pallas kernel
-    (`triton`), which supports documents and larger heads. Without such a kernel, `auto` selects `blockwise` for long
-    sequences and `xla` for short sequences. Only `xla`, and `cudnn` with documents, store a [T, S] matrix.
+    `auto` selects the first kernel that supports the case: splash on TPUs; on GPUs cuDNN's kernel, then JAX's Pallas
+    kernel (`triton`). For packed documents and large heads, `auto` skips cuDNN's kernel. If no kernel supports the
+    case, `auto` selects `blockwise` for long sequences and `xla` for short sequences.
+
+    `xla` stores a [T, S] matrix of scores. If `cudnn` is requested for packed documents, it stores a [T, S] mask.
+    In all other cases no [T, S] matrix is stored.
     """
     attention = case.attention
     if attention.asked != "auto":

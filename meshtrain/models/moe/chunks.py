@@ -257,7 +257,7 @@ def _with_further(
 def _of_part(
     how: How, index: Index, stacks: Stacks, number: int | jax.Array, x: jax.Array, gates: jax.Array, matrices: Matrices
 ) -> jax.Array:
-    """Returns the gated sum of the results of one part's rows for each token, [t, D].
+    """Returns the gated sum of the results of one part's rows for each of t tokens, [t, D].
 
     `number` is the index of the part; the other arguments are described in `results`.
     """
@@ -295,6 +295,8 @@ def of_rows(
 
     The gate multiplies the input of the last product. So the gate's cotangent does not need the result of this product,
     which the backward pass would otherwise recompute.
+
+    R: rows, D: embed dim, F: inner dim of an expert, e: experts on this device.
 
     Args:
       activation: name of a gated activation function in `layers.GATES`.

@@ -166,10 +166,11 @@ def _sums(
     Args:
       options: options of the decoder, with the weights of the losses.
       to: routing of the tokens.
-      counts: float32 [b, E], how many tokens of each sequence chose each expert.
+      counts: float32 [b, experts], how many tokens of each sequence chose each expert.
       tokens: weights of targets, and which tokens are padding.
       layer: int32 scalar, the layer's index in the model.
-      seen: float32 [P + 1], the number of turns on all devices that computed 0, 1, ... P parts.
+      seen: float32 [P + 1], the number of turns (groups of a device's tokens) on all devices that computed 0, 1, ... P
+        parts (fixed numbers of rows).
     """
     balance, z, num_layers = routing.balance(to, counts, tokens), routing.z_loss(to, tokens), options.num_repeated
     row = jnp.zeros((num_layers, options.moe.num_experts), jnp.float32)
@@ -204,10 +205,10 @@ def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:
 
 
 def with_stacks(layers: Params, stack: Params, first: jax.Array) -> Params:
-    """Adds the experts' matrices of all N layers of a stage to K of these layers, see `Stages.with_stack`.
+    """Returns the parameters of K layers, with the experts' matrices of all N layers of the stage added to each layer.
 
-    Each matrix is then passed twice: gradients are computed for the layer's matrix, while kernels read the matrix in
-    the stack.
+    Each layer then has its matrices twice. Kernels read them in the added stack, without a copy. Gradients are
+    computed for the layer's separate matrices. See `Stages.with_stack`.
 
     Args:
       layers: parameters of K layers, each leaf [K, ...], in the compute dtypes.
@@ -254,7 +255,7 @@ class _Plan:
         o: DecoderOptions,
         platform: str,
     ) -> "_Plan":
-        """Returns the plan for these activations and matrices, without the axes that are already manual.
+        """Returns the plan for these activations and matrices; its specs omit mesh axes that are already manual.
 
         Args:
           place: determines the shardings.
@@ -281,7 +282,7 @@ class _Plan:
 
         Args:
           x: activations of one device's tokens, [b, T, D].
-          chosen: experts of each token, int32 [b, T, k].
+          chosen: the k experts of each token, int32 [b, T, k].
           gates: factors of the experts' results, float32 [b, T, k].
           matrices: name -> one device's shard of each stored matrix.
           stacks: name -> one device's shards of the matrices of all layers.
@@ -300,13 +301,13 @@ class _Plan:
     def _turn(
         self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array], stacks: Stacks
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the results for one turn (a group of one device's tokens), [n, D], and the number of computed parts.
+        """Returns the results for one turn (n of one device's tokens), [n, D], and the number of computed parts.
 
         A part is a fixed number of the experts' rows. The number of parts, 1 to P, is one-hot, float32 [P + 1].
 
         Args:
           x: activations of the turn's tokens, [n, D].
-          chosen: experts of each token, int32 [n, k].
+          chosen: the k experts of each token, int32 [n, k].
           gates: factors of the experts' results, float32 [n, k].
           matrices: gathered matrices of this device's experts.
           stacks: stacks of some of these matrices, see `chunks.results`.

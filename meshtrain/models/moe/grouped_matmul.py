@@ -108,11 +108,12 @@ def kernel_for(
 class Stack(NamedTuple):
     """A stack of the weights of all layers, from which a kernel reads the weights of one layer.
 
-    XLA would copy a slice of the stack. The stack has no gradient. The gradient is computed for a separate array with
-    the layer's weights, which the kernel does not read.
+    If the kernel got a slice of the stack, XLA would first copy the slice. So the kernel gets the stack and the index
+    of the layer. The stack has no gradient. The gradient is computed for the argument `weights` of `product`, which has
+    the same values and which the kernel does not read.
 
     Attributes:
-      weights: experts' weights of all layers, [K, E, D, F].
+      weights: weights of E experts in K layers, [K, E, D, F].
       layer: int32 scalar, the index of the layer that is read.
     """
 
@@ -129,8 +130,8 @@ def product(
     in interpret mode.
 
     Args:
-      rows: activations in blocks of m rows, [R, D].
-      weights: weights of the experts, [E, D, F], in the dtype of `rows`.
+      rows: activations in blocks of m rows, [R, D] for R rows.
+      weights: weights of the E experts, [E, D, F], in the dtype of `rows`.
       owners: int32 [R / m], the expert of each block, ascending; E for a block without rows.
       stack: the same weights in a stack of all layers, which only kernels on GPUs read; None: no stack.
       platform: platform of the device as JAX names it.
@@ -150,7 +151,8 @@ def compute_blocks(
 ) -> jax.Array:
     """Returns the product of each block of rows with its expert's weight, [R, F], by the kernel in `how`.
 
-    The other arguments are described in `product`. Only the kernel `gpu` reads `stack`.
+    `rows` are [R, D], `weights` [E, D, F]; `product` describes these and the other arguments. Only the kernel `gpu`
+    reads `stack`.
     """
     return _times(how, rows, weights, owners, stack, transposed=False)
 
@@ -160,7 +162,8 @@ def _times(
 ) -> jax.Array:
     """Returns the product of each block of rows with its expert's weight, or with the transposed weight.
 
-    The result is [R, F]; with `transposed`, rows are [R, F] and the result is [R, D].
+    For weights [E, D, F], rows are [R, D] and the result is [R, F]. With `transposed`, rows are [R, F] and the result
+    is [R, D]. The other arguments are described in `product`.
     """
     if how.kernel == "loop":
         return _times_in_loop(rows, weights.swapaxes(1, 2) if transposed else weights, owners)
@@ -180,14 +183,14 @@ def _times(
 
 
 def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the cotangent of the weights, [E, D, F]: the sum of rows^T cotangent over each expert's blocks.
+    """Returns the cotangent of the experts' weights, [E, D, F]: the sum of rows^T cotangent over each expert's blocks.
 
     Args:
       how: the kernel.
-      rows: [R, D].
+      rows: activations in blocks of m rows, [R, D].
       cotangent: cotangent of the products, [R, F].
       owners: int32 [R / m], the expert of each block, ascending.
-      num_experts: E.
+      num_experts: number of experts, E.
     """
     if how.kernel == "loop":
         return _of_weights_in_loop(rows, cotangent, owners, num_experts)
@@ -203,7 +206,7 @@ def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Arr
 
 
 def _sizes(rows: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the number of rows in each expert's blocks, including padding, int32 [E]."""
+    """Returns the number of rows in each expert's blocks, including padding, int32 [num_experts]."""
     return jnp.diff(first_of(owners, num_experts)) * (rows.shape[0] // owners.size)
 
 

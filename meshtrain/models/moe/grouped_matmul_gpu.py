@@ -48,7 +48,8 @@ def is_there() -> bool:
 def times(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed: bool, interpret: bool) -> jax.Array:
     """Returns the product of each block of rows with its expert's weight, [R, F], or [R, D] with `transposed`.
 
-    Products are summed in float32 and rounded to the dtype of `rows`; blocks without rows give zeros.
+    Products are summed in float32 and rounded to the dtype of `rows`; blocks without rows give zeros. R: rows, K:
+    layers, E: experts of a layer.
 
     Args:
       rows: activations in blocks of m rows, [R, D]; [R, F] with `transposed`.
@@ -111,10 +112,10 @@ def _times(
 def of_weights(
     rows: jax.Array, cotangent: jax.Array, bounds: jax.Array, *, block_rows: int, interpret: bool
 ) -> jax.Array:
-    """Returns the cotangent of the weights, [E, D, F], in the dtype of `rows`, summed in float32.
+    """Returns the cotangent of the weights of E experts, [E, D, F], in the dtype of `rows`, summed in float32.
 
     Args:
-      rows: activations in blocks of m rows, [R, D].
+      rows: activations in blocks of m rows, [R, D] for R rows.
       cotangent: cotangent of the products, [R, F].
       bounds: int32 [E + 1], the index of each expert's first block, and the end of the last expert's blocks.
       block_rows: number of rows in a block, m.
@@ -174,9 +175,9 @@ def _tile(size: int) -> int:
 
 
 def _step(size: int, array: jax.Array) -> int:
-    """Returns the elements of a contracted dim that one step of a kernel's loop reads, at most `STEP_BYTES` of a row.
+    """Returns the number of elements of a contracted dim that one step of a kernel's loop reads.
 
-    It is the largest such power of two that divides the dim.
+    It is the largest power of two that divides the dim's size and takes at most `STEP_BYTES`.
 
     Args:
       size: size of the contracted dim.

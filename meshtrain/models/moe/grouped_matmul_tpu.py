@@ -1,7 +1,7 @@
 """Products of blocks of rows with their experts' weights on TPUs, by JAX's Pallas kernels ("megablox").
 
-The kernels compute only the blocks of experts. They do not write the blocks without an expert, so this module sets
-these blocks to zeros.
+The kernels compute only blocks that have an expert. They leave the results of other blocks unwritten, so this module
+sets these results to zeros.
 
 E: experts, m: rows per block, R: rows of all blocks, D, F: dims of a weight.
 """
@@ -23,7 +23,9 @@ TIMES, OF_WEIGHTS = "times_of_blocks", "weights_of_blocks"
 
 
 def takes(weights: tuple[int, ...], block_rows: int, dtype: DTypeLike) -> bool:
-    """Returns whether the kernels are used for these shapes and this dtype; the tests compile such cases.
+    """Returns whether the kernels are used for these shapes and this dtype.
+
+    They are used in bfloat16 and float32 if D and F are multiples of 128 and m of 16; the tests compile such cases.
 
     Args:
       weights: shape of the experts' weights, (E, D, F).
@@ -42,8 +44,8 @@ def times(
     The result has the dtype of `rows`; it is zeros for rows without an expert.
 
     Args:
-      rows: activations sorted by expert, [R, D]; [R, F] with `transposed`.
-      weights: weights of the experts, [E, D, F].
+      rows: R rows of activations sorted by expert, [R, D]; [R, F] with `transposed`.
+      weights: weights of the E experts, [E, D, F].
       sizes: int32 [E], number of rows of each expert, multiples of m. The rows after these have no expert.
       block_rows: number of rows in a block, m.
       transposed: whether rows are multiplied by the transposed weights, [F, D].
@@ -63,10 +65,10 @@ def times(
 def of_weights(
     rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, *, block_rows: int, interpret: bool
 ) -> jax.Array:
-    """Returns the cotangent of the weights, [E, D, F], in the dtype of `rows`, summed in float32.
+    """Returns the cotangent of the weights of E experts, [E, D, F], in the dtype of `rows`, summed in float32.
 
     Args:
-      rows: activations sorted by expert, [R, D].
+      rows: R rows of activations sorted by expert, [R, D].
       cotangent: cotangent of the products, [R, F].
       sizes: int32 [E], number of rows of each expert, multiples of m.
       block_rows: number of rows in a block, m.

@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The experts chosen for each token, their gates, and the scores of all experts.
+    """The k experts chosen for each token, their gates, and the scores of all E experts.
 
     Attributes:
       chosen: int32 [b, T, k], the indices of each token's experts, best first.
@@ -44,7 +44,7 @@ class Routing(NamedTuple):
 
 
 def logits(x: jax.Array, router: jax.Array) -> jax.Array:
-    """Returns the router's logits, float32 [b, T, E].
+    """Returns the router's logits for E experts, float32 [b, T, E].
 
     Args:
       x: activations [b, T, D], any float dtype.
@@ -163,7 +163,7 @@ def entropy(routing: Routing, tokens: Tokens) -> jax.Array:
 
 
 def direction(counts: jax.Array) -> jax.Array:
-    """Returns the direction in which each router bias changes, float32 [..., E]: -1, 0 or 1.
+    """Returns the direction in which the router bias of each of E experts changes, float32 [..., E]: -1, 0 or 1.
 
     It is -1 for an expert with more tokens than the mean over experts, 1 for an expert with fewer, and 0 at the mean.
     Counts are compared as integers, so the result has the same bits in any order of summation.

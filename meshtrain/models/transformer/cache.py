@@ -22,9 +22,11 @@ def stack_entries(
 ) -> dict[str, Entry]:
     """Returns the cache entries of a stack of layers: `keys` and `values` [K, R, C, G, H], or `latents` [K, R, C, L].
 
+    G: key and value heads, H: head dim, L: latent and rotary channels.
+
     Args:
       attention: settings of attention: number of heads and their width.
-      num_layers: K.
+      num_layers: K, number of layers.
       num_rows: R, number of texts.
       num_slots: C, maximum number of tokens in a text, including padding of the prompt.
       dtype: dtype of keys and values, or of latents.
@@ -39,7 +41,7 @@ def stack_entries(
 
 
 def row_entries(num_rows: int, num_slots: int) -> dict[str, Entry]:
-    """Returns the cache entries that all layers share: `filled`, `positions` and `slot`.
+    """Returns the cache entries that all layers share: `filled`, `positions` and `slot`; R: rows (texts), C: slots.
 
     `filled` int32 [R, C] is 1 if a slot has a token of the row, else 0. `positions` int32 [R] is the position of each
     row's next token. `slot` int32 scalar is the slot in which all rows store their next token.
@@ -54,6 +56,8 @@ def row_entries(num_rows: int, num_slots: int) -> dict[str, Entry]:
 def write(stored: Stored, new: Stored, slot: jax.Array | int) -> dict[str, jax.Array]:
     """Returns cached arrays [K, R, C, ...], with T new tokens written to the slots from `slot` on.
 
+    K: layers, R: rows (texts), C: slots.
+
     Args:
       stored: name -> cached array [K, R, C, ...].
       new: name -> array of the new tokens [K, R, T, ...]; only names in `new` are returned.
@@ -66,18 +70,18 @@ def write(stored: Stored, new: Stored, slot: jax.Array | int) -> dict[str, jax.A
 
 
 def first_slots(lengths: jax.Array, num_slots: int) -> jax.Array:
-    """Returns the cache entry `filled`, int32 [R, C], for prompts of these lengths, int32 [R], that start in slot 0."""
+    """Returns the cache entry `filled`, int32 [R, num_slots], for R prompts of these lengths that start in slot 0."""
     return (jnp.arange(num_slots)[None] < lengths[:, None]).astype(jnp.int32)
 
 
 def latest(filled: jax.Array, num_tokens: int) -> jax.Array:
-    """Returns `filled`, int32 [R, C], with 1 only for the slots of each row's last `num_tokens` tokens."""
+    """Returns `filled`, int32 [rows, slots], with 1 only for the slots of each row's last `num_tokens` tokens."""
     num_from_here_on = jnp.cumsum(filled, axis=1, dtype=filled.dtype)
     num_from_here_on = num_from_here_on[:, -1:] - num_from_here_on + filled
     return jnp.where(num_from_here_on <= num_tokens, filled, 0)
 
 
 def next_slot(filled: jax.Array, slot: jax.Array) -> jax.Array:
-    """Returns `filled`, int32 [R, C], with `slot` marked as filled in every row."""
+    """Returns `filled`, int32 [rows, slots], with `slot` marked as filled in every row."""
     ones = jnp.ones((filled.shape[0], 1), filled.dtype)
     return jax.lax.dynamic_update_slice_in_dim(filled, ones, slot, axis=1)

@@ -178,7 +178,9 @@ class Layer(nn.Module):
         return self.placement.activation(x, ("batch", "residual_sequence", "embed"))
 
     def _stretch(self, is_global: jax.Array | None) -> jax.Array | float | None:
-        """Returns the YaRN factor of this layer's rotated queries and keys; None or 1 in layers with a local base.
+        """Returns the YaRN factor of this layer's rotated queries and keys, a number or float32 scalar.
+
+        None or 1 is no factor, as in layers with a window if their rotary base is `rope.local_base`.
 
         Args:
           is_global: bool scalar, whether this layer has no window; None: all layers are of the same kind.
@@ -200,7 +202,7 @@ class Watched(Layer):
 
 
 class Head(nn.Module):
-    """The last norm and the head, [b, T, D] -> logits [b, T, v]. The columns may be sharded over a manual axis.
+    """The last norm and the head, [b, T, D] -> logits [b, T, v]. The v columns may be a shard over a manual axis.
 
     Attributes:
       options: options of the decoder.
@@ -220,7 +222,9 @@ class Head(nn.Module):
     def __call__(
         self, x: jax.Array, table: jax.Array | None, axis: vocabulary.Axis, loss: vocabulary.Loss = vocabulary.logits
     ) -> jax.Array:
-        """Returns logits [b, T, v] in the output dtype, including padding, or the result of another function `loss`.
+        """Returns the result of `loss`: by default logits in the output dtype, including columns of padding.
+
+        Logits are [b, T, v] for the v columns on one shard of `axis`.
 
         Args:
           x: activations after the last layer, [b, T, D].
@@ -366,7 +370,7 @@ def slots_of(options: DecoderOptions, filled: jax.Array, own: jax.Array) -> Slot
 
     Args:
       options: options of the decoder, with the window.
-      filled: int32 [b, C], 1 if a slot has a token of the row, including the new token.
+      filled: int32 [b, slots], 1 if a slot has a token of the row, including the new token.
       own: int32 scalar, the slot of the new token.
     """
     if not options.window:

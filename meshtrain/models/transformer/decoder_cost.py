@@ -140,8 +140,9 @@ def _token_bytes(
 def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> dict[str, float]:
     """Returns the amounts of work that depend on data, by name scope, for an even load of experts; see `Cost.shares`.
 
-    They are the share of layers without a window, the share of blocks that have rows, the share of all tokens' choices
-    that have a row on the device, and 0 iterations of the loop over further parts (`moe/chunks.py`).
+    If only some layers have a window: the share of layers without a window. With experts: the share of blocks that have
+    rows, the share of the tokens' chosen experts that are on the device, and 0 iterations of the loop over further
+    parts (`moe/chunks.py`).
     """
     result = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
     if options.moe.num_experts:

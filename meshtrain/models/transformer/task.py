@@ -223,7 +223,9 @@ class Decoder:
     def columns(
         self, params: Params, x: jax.Array, axis: vocabulary.Axis = None, loss: vocabulary.Loss = vocabulary.logits
     ) -> jax.Array:
-        """Returns logits [b, T, v] in the output dtype, including padding, or the result of another function `loss`.
+        """Returns the result of `loss`: by default logits in the output dtype, including columns of padding.
+
+        Logits are [b, T, v] for the v columns on one shard of `axis`.
 
         Args:
           params: parameters of embedding and head.
@@ -240,7 +242,7 @@ class Decoder:
     def logits(self, params: Params, x: jax.Array, axis: vocabulary.Axis = None) -> jax.Array:
         """Returns float32 logits [b, T, v] with minus infinity in columns of padding.
 
-        `x` are the activations after the last layer, [b, T, D].
+        `x` are the activations after the last layer, [b, T, D]. v: columns of logits on one shard of `axis`.
         """
         return vocabulary.without_padding(self.columns(params, x, axis), self.options.vocab_size, axis)
 
@@ -254,7 +256,7 @@ class Decoder:
         return self.columns(params, x, axis, loss), jnp.sum(batch["weights"]), {}
 
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns float32 logits [B, T, V] of a batch, without dropout, with minus infinity in columns of padding."""
+        """Returns float32 logits [B, T, columns] of a batch, without dropout, with minus infinity in padded columns."""
         rng = jax.random.key(0)
         x = self.first(params, batch, rng, False)
         y, _ = self.repeated(params["layers"], x, batch, rng, 0, False)
@@ -289,11 +291,11 @@ class Decoder:
         return {**stack, **caches.row_entries(num_rows, num_slots)}
 
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Reads prompts into an empty cache; returns the logits [R, V] of the next tokens, and the cache.
+        """Reads R prompts into an empty cache; returns the logits [R, V] of the next tokens, and the cache.
 
         Args:
           params: parameters in their compute dtypes.
-          tokens: prompts, int32 [R, P], padded on the right.
+          tokens: prompts, int32 [R, P], padded on the right to P tokens.
           lengths: number of tokens of each prompt, int32 [R].
           cache: an empty cache.
         """
@@ -307,7 +309,7 @@ class Decoder:
         return self.logits(params, last)[:, 0], after
 
     def step(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Appends a token to each row; returns the logits [R, V] of the next tokens, and the cache.
+        """Appends a token to each of R rows; returns the logits [R, V] of the next tokens, and the cache.
 
         Args:
           params: parameters in their compute dtypes.
@@ -326,7 +328,7 @@ class Decoder:
     ) -> tuple[jax.Array, Arrays]:
         """Returns the activations after the last layer, [R, T, D], and the tokens' keys and values [K, R, T, ...].
 
-        With latent attention there are latents instead of keys and values.
+        R: rows (texts), K: layers. With latent attention, latents replace keys and values.
 
         Args:
           params: parameters in their compute dtypes.
@@ -438,7 +440,7 @@ def num_idle_parameters(options: DecoderOptions) -> int:
 
 
 def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int) -> float:
-    """Returns model FLOPs of a forward and backward pass for one token: 6 N and `attention_flops_per_token`.
+    """Returns model FLOPs of a forward and backward pass for one token: 6 N + `attention_flops_per_token`.
 
     N counts the weights that are multiplied in a matmul for one token: only the active experts, the embedding table
     only if it is also the head, learned positions never (PaLM, Chowdhery et al. 2022, appendix B).
