@@ -34,7 +34,8 @@ KINDS = {
     "int8-without-feedback": CompressionOptions("int8", feedback=False),
 }
 HEADER = (
-    "| seed | kind | bytes a parameter | mean loss of the last 20 steps | validation loss | against none |",
+    "| seed | kind | bytes sent per parameter and step | mean loss of the last 20 steps | "
+    "validation loss | change of validation loss |",
     "| --- | --- | --- | --- | --- | --- |",
 )
 

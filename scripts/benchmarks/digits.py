@@ -23,7 +23,7 @@ NUM_HELD_OUT = 359
 BASE_BATCH, NUM_STEPS, PEAK, WARMUP_STEPS = 128, 300, 3e-3, 20  # of configs/digits.py
 NUM_CORES = 2
 HEADER = (
-    "| batch | steps | `batch_scaling` | highest rate | images right, each seed | least accuracy | seconds |",
+    "| batch | steps | `batch_scaling` | peak learning rate | correct images, each seed | lowest accuracy | seconds |",
     "| --- | --- | --- | --- | --- | --- | --- |",
 )
 

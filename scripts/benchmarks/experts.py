@@ -28,7 +28,7 @@ from meshtrain.sharding.rules import AXES
 
 SHOWN_EVERY = 30
 HEADER = (
-    "| seed | parameters, active: experts; dense | experts | dense | experts against dense |",
+    "| seed | parameters, active: experts; dense | loss with experts | loss of the dense model | difference |",
     "| --- | --- | --- | --- | --- |",
 )
 # (tokens trained on so far, mean loss of validation targets).

@@ -39,7 +39,7 @@ QUIET = (
 )  # fmt: skip
 TEXT = "def f(x):\n\treturn 'é€😀'  # two  blanks, a carriage return\r\n"
 HEADER = (
-    "| model | exported | largest difference | of logits up to | moved from the base by | greedy text |",
+    "| model | exported as | largest difference | largest logit | change by training | greedy text |",
     "|---|---|---|---|---|---|",
 )
 

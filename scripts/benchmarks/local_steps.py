@@ -38,7 +38,7 @@ KINDS = {
     LATE: LocalStepsOptions(),
 }
 HEADER = (
-    "| seed | kind | exchanges | bytes a parameter and step | validation loss | against synchronous |",
+    "| seed | kind | exchanges | bytes sent per parameter and step | validation loss | change of validation loss |",
     "| --- | --- | --- | --- | --- | --- |",
 )
 

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 NUM_CORES = 2
 METRIC = "eval_exact_match"
 HEADER = (
-    "| numbers | spelling | held out | right at the last step, each seed | right at best | seconds | of start |",
+    "| numbers | spelling | held-out numbers | correct after the last step, each seed | "
+    "correct at best, each seed | seconds | seconds of start |",
     "| --- | --- | --- | --- | --- | --- | --- |",
 )
 

@@ -48,7 +48,8 @@ KINDS = {
     "fp8": Kind("fp8", beside="bfloat16"),
 }
 HEADER = (
-    "| kind | beta2 | mean loss of the last 20 steps | validation loss | against | bytes of moments a parameter |",
+    "| kind | beta2 | mean loss of the last 20 steps | validation loss | "
+    "change of validation loss | bytes of moments per parameter |",
     "| --- | --- | --- | --- | --- | --- |",
 )
 

@@ -32,7 +32,7 @@ SHOWN_EVERY = 10
 SHORT, NUM_WINDOWS = 256, 64
 FIRST_RANGE = 32  # bytes; each later range is as long as all preceding ranges together
 HEADER = (
-    "| bytes before it | bytes read | loss, window of {long:,} | loss, window of {short:,} | gain |",
+    "| bytes before the target | targets | loss, window of {long:,} | loss, window of {short:,} | gain |",
     "| --- | --- | --- | --- | --- |",
 )
 
