@@ -198,9 +198,9 @@ def _compile_fields(by: Compiler, config: Config, name: str) -> dict[str, Pickle
 
 
 def _schedule(folder: Path, lowered: jax.stages.Lowered) -> tuple[SimpleNamespace, CompilerOptions]:
-    """Compiles a lowered step up to XLA's dump; returns (stand-in for `jax.stages.Compiled`, no added options).
+    """Compiles a lowered step up to XLA's dump; returns (stand-in for `jax.stages.Compiled`, {}).
 
-    A thread continues to compile after the return.
+    The second result is the added compiler options, as in `with_tiles`. A thread continues to compile after the return.
 
     Args:
       folder: folder for the dump.

@@ -97,7 +97,7 @@ def thin(values: np.ndarray, most: int) -> np.ndarray:
     chart looks the same as with all points.
 
     Args:
-      values: float64 [N], NaN for a gap in the curve.
+      values: the values of a curve, float64 [N] for N points; NaN for a gap in the curve.
       most: the maximum number of points; at least 5.
     """
     num_points = len(values)
@@ -183,7 +183,7 @@ def _round(values: np.ndarray, digits: int = 7) -> list[float | int | None]:
     """Returns numbers for JSON: rounded, integers as int, and NaN as None. Metrics are float32, which has 7 digits.
 
     Args:
-      values: float64 [N].
+      values: float64, one dim.
       digits: number of significant digits.
     """
     numbers = (None if math.isnan(value) else float(f"{value:.{digits}g}") for value in values.tolist())

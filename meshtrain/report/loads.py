@@ -20,6 +20,8 @@ _MOST_LABELS = 20
 class Loads(NamedTuple):
     """The data of one chart: the loads of experts in one metric, or the norms of layers.
 
+    E: experts, or layers and other parameters, N: logged steps.
+
     Attributes:
       steps: int64 [N], increasing.
       values: float64 [E, N], loads relative to the mean load, or norms; NaN if nothing was logged at a step.
@@ -62,11 +64,13 @@ def of_layers(log: Log) -> list[Loads]:
 
 
 def _align(log: Log, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (union of the steps of some metrics, int64 [N]; their values, float64 [E, N], NaN at missing steps).
+    """Returns the N steps at which any of E metrics was logged, int64 [N], and the metrics' values, float64 [E, N].
+
+    A value is NaN if the metric was not logged at the step.
 
     Args:
       log: the log of a run.
-      names: the metrics, E.
+      names: the names of the E metrics.
     """
     curves = [log.curves[name] for name in names]
     steps = np.unique(np.concatenate([curve.steps for curve in curves]))

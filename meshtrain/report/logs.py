@@ -19,7 +19,7 @@ _MOST_STEPS = 1 << 53  # above this step, float64 would merge neighboring steps
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A metric over the steps at which it was logged.
+    """A metric over the N steps at which it was logged.
 
     Attributes:
       steps: int64 [N], increasing.
@@ -47,7 +47,9 @@ class Log:
     clock: Curve
 
     def units_at(self, steps: np.ndarray) -> np.ndarray:
-        """Returns the number of units (such as tokens) up to each step, float64 [N]; NaN if `units_per_step` is 0.
+        """Returns the number of units (such as tokens) up to each of N steps, float64 [N].
+
+        The numbers are NaN if `units_per_step` is 0.
 
         Args:
           steps: int64 [N].
@@ -55,7 +57,7 @@ class Log:
         return steps * (self.units_per_step or math.nan)
 
     def seconds_at(self, steps: np.ndarray) -> np.ndarray:
-        """Returns the seconds from the run's first start to each step, float64 [N].
+        """Returns the seconds from the run's first start to each of N steps, float64 [N].
 
         Times between rows are interpolated; before the first row with a time they are NaN.
 

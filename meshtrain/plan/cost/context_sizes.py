@@ -65,7 +65,8 @@ def activations_dominate(held: Memory) -> bool:
 def longest(config: Config, held: Memory) -> int | None:
     """Returns a lower bound of the longest sequence, in tokens, with which a step would fit its mesh; None if unknown.
 
-    The bound assumes that all temporaries grow with T, although some do not, such as the head's gradient.
+    The bound assumes that all temporaries are proportional to the length of the sequence, although some do not grow,
+    such as the head's gradient.
 
     Args:
       config: the configuration of the step; the result is None for short sequences.

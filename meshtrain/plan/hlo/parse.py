@@ -1,7 +1,8 @@
 """Parses scheduled HLO text, and counts how often each computation runs in one step. Uses no JAX.
 
 The compilers' own cost analysis counts the body of a loop once; this parser counts every iteration. GPU programs state
-the number as known_trip_count; for other programs it is computed from the loop's start, bound and step.
+the number of iterations as known_trip_count; for other programs the parser computes it from the loop's start, bound and
+step.
 """
 
 import collections
@@ -155,11 +156,11 @@ def read(
 
 
 def share_in(text: str, shares: Mapping[str, float]) -> float | None:
-    """Returns the share of the first known name scope that occurs in an operation's text; None if none occurs.
+    """Returns the entry of `shares` for the first name scope that occurs in an operation's text; None without one.
 
     Args:
       text: the operation's attributes or name scopes.
-      shares: name scope -> share.
+      shares: name scope -> share of runs, blocks or rows, as in `Program.shares`.
     """
     return next((share for scope, share in shares.items() if re.search(rf"\b{scope}\b", text)), None)
 

@@ -131,7 +131,7 @@ def used_share(text: str, shares: Mapping[str, float]) -> float:
 
     Args:
       text: the operation's attributes or name scopes.
-      shares: name scope -> share.
+      shares: name scope -> this share, as in `Program.shares`.
     """
     share = share_in(text, shares)
     return 1.0 if share is None else share

@@ -24,7 +24,7 @@ IRREGULAR = "irregular"
 
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Returns the groups of a collective, int [G, n]; for a permute, the (source, target) pairs, int [G, 2].
+    """Returns the groups of a collective, int [groups, devices]; for a permute, (source, target) pairs, int [pairs, 2].
 
     Args:
       attributes: the text of the instruction's attributes.
@@ -63,7 +63,7 @@ def _device_numbers(dims: str, order: str | None) -> np.ndarray:
 
 
 def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
-    """Returns the groups along some axes of a mesh, int [G, n].
+    """Returns the groups along some axes of a mesh, int [groups, devices of a group].
 
     Args:
       mesh: the axes and their sizes, such as `'a'=2,'b'=4`.
@@ -99,7 +99,7 @@ def axes_of(groups: np.ndarray, mesh_shape: Mapping[str, int], *, are_pairs: boo
     """Returns the mesh axes along which groups run, joined by `+` in mesh order.
 
     Args:
-      groups: int [G, n], positions in the flattened mesh.
+      groups: int [groups, devices of a group], positions in the flattened mesh.
       mesh_shape: mesh axis -> size, in mesh order.
       are_pairs: whether the groups are the (source, target) pairs of a permute, which need not cover the axis.
 

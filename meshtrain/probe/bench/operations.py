@@ -17,7 +17,7 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 def operation(name: str, axis: str, size: int, platform: str) -> Function:
-    """Returns a collective along a manual axis as a function float32 [E] -> [E].
+    """Returns a collective along a manual axis as a function float32 [E] -> [E] of a device's E elements.
 
     In an all-gather, each device sends only part i of its n-part array, where i is its index on the axis. In a
     reduce-scatter, device i replaces part i of its array by the sum, and its other parts stay. XLA supports broadcast
@@ -56,14 +56,14 @@ def operation(name: str, axis: str, size: int, platform: str) -> Function:
 
 
 def ring_all_reduce(x: jax.Array, axis: str, size: int) -> jax.Array:
-    """Returns the sum over a manual axis, float32 [E], by permutes to the next device (Patarasuk and Yuan 2009).
+    """Returns the sum over a manual axis, by permutes to the next device (Patarasuk and Yuan 2009).
 
     The array of each device has n parts. In the first n - 1 hops each device adds its own part to the received part and
     sends the sum to the next device; then device i has the complete sum of part i + 1. In n - 1 more hops the complete
     sums are passed around the ring.
 
     Args:
-      x: the array of this device, float32 [E].
+      x: the array of this device, float32 [E]; `size` divides E. The sum has the same shape.
       axis: an axis of the mesh.
       size: the number of devices along the axis, n.
     """
@@ -96,12 +96,12 @@ def shift(row: int) -> float:
 
 
 def expected(name: str, common: np.ndarray, rows: Sequence[int], mine: int) -> np.ndarray:
-    """Returns the expected array of a device after one collective, computed with numpy: float32 [E].
+    """Returns the expected array of a device after one collective, computed with numpy.
 
     Args:
       name: an element of `links.OPERATIONS`.
-      common: the common part of all arrays, `base(E)`. Before the collective, the device with mesh index r has the
-        array common + shift(r).
+      common: the common part of all arrays, `base(E)`, with the shape of the result, float32 [E]. Before the
+        collective, the device with mesh index r has the array common + shift(r).
       rows: the mesh indices of the n devices of the group, in the order along the axis.
       mine: the device's index in the group.
     """

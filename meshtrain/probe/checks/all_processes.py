@@ -169,7 +169,7 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
     Args:
       counts: process -> (the number of its local devices, their kind).
       num_gpus: the expected number of GPUs of each process; None: the most common number.
-      without: processes on machines with GPUs whose JAX runs on the CPU.
+      without: processes in which JAX runs on the CPU although their machine has GPUs.
     """
     results = []
     for process in without:

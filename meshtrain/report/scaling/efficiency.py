@@ -153,9 +153,9 @@ class Curve:
         return gained * self.base.point.num_devices / row.point.num_devices
 
     def serial_share(self, *rows: Row) -> float | None:
-        """Returns the serial share of Amdahl's law that fits the speedups of some rows best.
+        """Returns the serial share of Amdahl's law that fits the speedups of `rows` best.
 
-        Returns None for weak scaling, or if no row is usable.
+        Returns None for weak scaling, or if none of the rows is usable.
         """
         usable = [(row.point.num_devices, row.seconds) for row in rows if row.is_usable]
         if self.base is None or not usable or self.kind != STRONG:

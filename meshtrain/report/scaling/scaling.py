@@ -178,7 +178,7 @@ def scaling(
 def in_order(points: Sequence[Point]) -> list[Point]:
     """Returns the points that can be planned, in the order of compilation, alternating between strategies.
 
-    In each strategy the smallest number of devices comes first, then the others from the largest down.
+    For each strategy, the smallest number of devices comes first, then the other numbers in descending order.
     """
     ranked, legal = list[tuple[int, Point]](), [one for one in points if one.config is not None]
     for name, kind in dict.fromkeys((one.way.name, one.kind) for one in legal):
