@@ -64,7 +64,7 @@ def reduced_early(config: Config, placed: Placed) -> Placed:
     Returns `placed` with the faster choice in `program.reduces_chunks`; unchanged without a pipeline. The estimate
     depends only on the configuration, the mesh and the kind of device, so `plan` and a run choose the same program. It
     assumes matrix products at the speed of large products, the idle clock ticks of the schedule, and replicas on
-    different hosts. A device without known rates, such as a CPU, is estimated as REFERENCE.
+    different hosts. A device without known rates, such as a CPU, is estimated as an H100.
     """
     program, task, mesh = placed.program, placed.task, placed.mesh
     if program is None:

@@ -24,7 +24,7 @@ class Computations:
       gradients: a function (params, batch, rng, seed) -> sums of loss, weight, metrics and gradients over the batch;
         the gradients are multiplied by the seed.
       evaluate: a function (params, batch, rng) -> sums of loss, weight and metrics over the batch.
-      logits: a function (params, batch) -> float32 [B, T, vocabulary]; None if the task has no logits.
+      logits: a function (params, batch) -> float32 [sequences, tokens, vocabulary]; None if the task has no logits.
     """
 
     gradients: Gradients

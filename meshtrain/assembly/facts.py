@@ -13,7 +13,7 @@ from meshtrain.step.shardings import reshaper
 
 
 def array_rows(assembly: Assembly) -> list[Row]:
-    """Returns a table row with shape and sharding of each array of the state, for `layout.txt` and `explain`."""
+    """Returns a table row for each array of the state, with its shape and sharding, for `layout.txt` and `explain`."""
     trained = leaves_with_paths(assembly.placed.replicas.trained)
     frozen = {f"params/{path}" for path, is_trained in trained if not is_trained}
     return rows(assembly.state, assembly.states.names, frozen)

@@ -33,7 +33,7 @@ class Steps:
       join: the extension's periodic program, a function of the state to call every `Periodic.every` steps; it donates
         the state. None: the run has no periodic program.
       evaluate: a function (params, batch) -> sums over the batch.
-      logits: a function (params, batch) -> float32 [B, T, vocabulary]; None if the task has no logits.
+      logits: a function (params, batch) -> float32 [sequences, tokens, vocabulary]; None if the task has no logits.
       to_kept: a function that converts a state from its shapes on the devices to layer order, for checkpoints; the
         identity if the shapes are the same.
       from_kept: the inverse function of `to_kept`.

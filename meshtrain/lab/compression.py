@@ -304,7 +304,7 @@ def _by_int8(blocks: jax.Array, axis: str, *, is_scattered: bool) -> tuple[jax.A
 
 
 def _by_largest(blocks: jax.Array, num_kept: int, axis: str, *, is_scattered: bool) -> tuple[jax.Array, jax.Array]:
-    """Sums blocks over an axis, of which each device sends K bfloat16 values and their uint16 indices per block.
+    """Sums blocks over an axis; for each block a device sends K bfloat16 values and their uint16 indices.
 
     Returns the sum and the values that this device sent, both float32 [n, blocks, S].
 

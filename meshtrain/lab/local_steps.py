@@ -367,7 +367,7 @@ def restarted(state: TrainState, mask: Masks = None) -> TrainState:
 
 
 def from_weights(state: TrainState, params: Params, mask: Masks = None) -> TrainState:
-    """Returns the state with the weights `params` as the anchor and as the weights of every group; donates `state`."""
+    """Returns the state with `params` as `TrainState.params` and as the weights of every group; donates `state`."""
     begun = functools.partial(restarted, mask=mask)
     state = dataclasses.replace(state, params=params)
     return jax.jit(begun, donate_argnums=0, out_shardings=shardings(state))(state)

@@ -38,10 +38,10 @@ def state_axes(
 ) -> list[Names]:
     """Returns the logical axes of each array in an optimizer's state.
 
-    If an array belongs to a parameter (`owners`), each of its dims with the size of the parameter's dim has the
-    parameter's logical axis (moments). A dim of scales (`moments.StoredMoments`) also has the parameter's logical axis,
-    because it has an element per block along the parameter's dim. Any other dim has None (factored moments have dims of
-    size 1). If an array belongs to no parameter (counts, constants), or has another rank, all its dims have None.
+    If an array belongs to a parameter (`owners`), its dims are compared with the parameter's dims. A dim of the same
+    size has the parameter's logical axis (moments). So has a dim of block scales (`moments.StoredMoments`), which has
+    one element per block along the parameter's dim. Any other dim has None, such as the dims of size 1 in factored
+    moments. All dims have None if an array belongs to no parameter (counts, constants) or differs from it in rank.
 
     Args:
       transformation: any optax optimizer.

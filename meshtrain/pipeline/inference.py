@@ -124,8 +124,8 @@ def forward_only(
       initial: the first carry.
 
     Returns:
-      The last carry, and the (loss, metrics) that this stage's layers add, summed over all microbatches (None:
-      nothing).
+      The last carry, and the (loss, metrics) that this stage's layers add, summed over all microbatches; None if the
+      layers add no loss and no metrics.
 
     Raises:
       UserError: the result of `Stages.repeated` is not (activations, None) or (activations, (loss, metrics)), or its
@@ -167,10 +167,11 @@ def _one_pass(run_layers: RunLayers, source: Source, finish: Finish, state: Stat
     """Runs all microbatches through one chunk of every stage.
 
     Args:
-      run_layers: (activations, m) -> (activations, sums): runs this stage's layers of the chunk on microbatch m.
-      source: m -> the activations of microbatch m before stage 0.
-      finish: (carry, activations after the last stage, m) -> carry.
-      state: (a stage input of any values, carry, sums of this stage's layers).
+      run_layers: a function (activations, m) -> (activations, sums) that runs this stage's layers of the chunk on
+        microbatch m.
+      source: a function m -> the activations of microbatch m before stage 0.
+      finish: a function (carry, activations after the last stage, m) -> carry.
+      state: the state before the first row: (a stage input of any values, carry, sums of this stage's layers).
       num_parts: the number of microbatches, M.
 
     Returns:

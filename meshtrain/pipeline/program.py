@@ -1,9 +1,9 @@
 """Compiles a proven schedule: assigns buffer slots to rows and merges rows into loops with a common body. Uses no JAX.
 
 How a program runs: a row is one clock tick. In an F row every stage reads a stage input and sends its output to stage s
-+ 1. In a B row it reads the residuals that the F row of the same microbatch saved, and the cotangent of its output; it
-sends the cotangent of its input to stage s - 1. Both directions form a ring. Arriving arrays are written into a slot at
-the end of the row.
++ 1. In a B row every stage reads the residuals that the F row of the same microbatch saved, and the cotangent of its
+output, and sends the cotangent of its input to stage s - 1. Both directions form a ring. Arriving arrays are written
+into a slot at the end of the row.
 
 Each stage has four buffers. They store stage inputs from their arrival to their F row, and residuals from their F row
 to their B row. They store outputs of the last layer from their F row to the head, and cotangents from their arrival to

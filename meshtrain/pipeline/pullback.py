@@ -31,7 +31,7 @@ class SplitLayer:
         """Traces the layer for these shapes. Both passes read the arrays that the layer closes over.
 
         Args:
-          layer: (weights, activations, given) -> (activations, sums).
+          layer: a function (weights, activations, given) -> (activations, sums).
           weights: the layer's parameters.
           x: the activations before the layer.
           given: further inputs of the layer, such as its index.

@@ -113,7 +113,7 @@ def in_units(layers: Params, num_chunks: int, num_in_unit: int) -> Params:
 
 
 def from_units(units: Params, num_chunks: int) -> Params:
-    """Reshapes arrays from units, [units, layers in a unit, ...], to the stored shape; the inverse of `in_units`."""
+    """Reshapes [units, layers in a unit, ...] to [layers, ...], or [chunks, layers, ...] with several chunks."""
     leading = (-1,) if num_chunks == 1 else (num_chunks, -1)
     return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[2:]), units)
 
@@ -359,7 +359,7 @@ class Stack:
         return np.concatenate(places)
 
     def of_layers(self, layers: Params) -> Params:
-        """Reshapes a pytree of arrays [layers, ...] to `shape`, their leading dims in memory, and pads with zeros."""
+        """Reshapes arrays [layers, ...] to their shape in memory, [*shape, ...]; padding layers are zeros."""
         return jax.tree.map(lambda leaf: reshape_stack(leaf, (*self.shape, *leaf.shape[1:]), self), layers)
 
     def places_shape(self, shape: Sequence[int], names: Names) -> tuple[int, ...]:

@@ -119,9 +119,9 @@ class GradientSync:
 
         Args:
           compute: a function (parameters, batch, further replicated arrays) -> (sums, gradients). `sums` is a pytree of
-            scalars. `gradients` has the structure of `trained_stored` and the shapes of the results of `zeros` and
-            `part`, with `Reduced` in place of each array that `compute` has already reduced. Arrays are local along the
-            manual axes.
+            scalars. `gradients` has the structure of `trained_stored` and the shapes of the arrays that `zeros`
+            returns, with `Reduced` in place of each array that `compute` has already reduced. Arrays are local along
+            the manual axes.
           manual: mesh axes to make manual in addition to the data axis.
         """
         axes, is_stacked = self.axes | manual, self.crossing is OverData.STACKED
@@ -246,7 +246,7 @@ class GradientSync:
         have the shape and dtype of its argument: zeros can be float32 and one shard, while weights may be neither.
 
         Args:
-          stored: index of a weight in the traced list -> its `ParamSharding`.
+          stored: index of a weight in the list that was passed to `jaxprs.trace` -> its `ParamSharding`.
         """
 
         @jax.custom_vjp
@@ -303,7 +303,7 @@ class GradientSync:
         return sum_over(x.astype(self.wire_dtype), DATA, weight.scattered_dim)
 
     def with_replicas(self, specs: Specs) -> Specs:
-        """Returns the specs after a leading dim of replicas, split over the data axis, is added to each array."""
+        """Returns the specs of the arrays with an added leading dim of replicas, which the data axis splits."""
         replicas = DATA if self.mesh.shape[DATA] > 1 else None
         return jax.tree.map(lambda spec: PartitionSpec(replicas, *spec), specs)
 
@@ -311,8 +311,8 @@ class GradientSync:
         """Reduces gradients [replicas, ...] over the data axis: by an all-reduce at level 0, else by a reduce-scatter.
 
         The gradient of a weight without a dim that the data axis divides is all-reduced at every level. At level 2
-        `part` has already scattered all other gradients, so they are only returned. A `Reduced` gradient is already
-        summed too, so its value is returned.
+        `part` has already reduce-scattered all other gradients, which are returned unchanged. The value of a `Reduced`
+        gradient is already summed too, and is returned unchanged.
         """
         stored = self.trained_stored
 

@@ -104,8 +104,8 @@ def _find_sliced(jaxpr: Jaxpr, tracked: Mapping[Var, int]) -> set[int]:
 def _keeps_layers(equation: ShapedEquation) -> bool:
     """Returns whether an equation computes each layer of its result from the same layer of its input.
 
-    True for a cast, a copy, and a reshape that groups consecutive layers ([L, ...] -> [L / n, n, ...], L: layers), if
-    the result is a floating-point array.
+    True for a cast, a copy, and a reshape that groups n consecutive layers ([L, ...] -> [L / n, n, ...], L: layers),
+    if the result is a floating-point array.
     """
     if equation.primitive.name not in _ON_EACH_LAYER or len(equation.invars) > 1:
         return False
@@ -123,14 +123,15 @@ def _run_hooked(
     given: Mapping[int, Arrays],
     hook: Hook,
 ) -> list[Value]:
-    """Evaluates a jaxpr for `Traced.run`: slices of the tracked variables pass through the hook in their loop.
+    """Evaluates a jaxpr for `Traced.run`: slices of the tracked inputs pass through the hook in their loop.
 
     Args:
       jaxpr: the jaxpr to evaluate.
       consts: the values of its constants.
       arguments: the values of its inputs.
-      tracked: an input of the jaxpr that exactly one equation reads -> the index of its array in the traced list.
-      given: index of an array in the traced list -> a pytree of additional arrays [L, ...] for the hook, L: layers.
+      tracked: an input of the jaxpr that exactly one equation reads -> the index of its array in the list that was
+        passed to `trace`.
+      given: index in this list -> a pytree of additional arrays [L, ...] for the hook, L: layers.
       hook: a function that returns the slices with which the loop computes.
     """
     tracked, places = dict(tracked), dict[int, dict[int, int]]()
@@ -160,8 +161,9 @@ def _scan(
     Args:
       equation: the scan.
       inputs: the values of its inputs.
-      mine: position of an input whose slices pass through the hook -> the index of its array in the traced list.
-      given: index of an array in the traced list -> a pytree of additional arrays [L, ...] for the hook, L: layers.
+      mine: position of an input whose slices pass through the hook -> the index of its array in the list that was
+        passed to `trace`.
+      given: index in this list -> a pytree of additional arrays [L, ...] for the hook, L: layers.
       hook: a function that returns the slices with which the loop computes.
     """
     loop = _Loop(equation, inputs)
@@ -270,10 +272,10 @@ class _Loop:
 
 
 def _counts(scan: ShapedEquation) -> tuple[int, int]:
-    """Returns the number of constants and the number of carried arrays among a scan's inputs; stacked inputs follow.
+    """Returns the number of constants and the number of carried arrays among a scan's inputs.
 
-    JAX versions name these counts differently, so they are derived from ranks: a stacked input has one dim less in the
-    body.
+    All further inputs are stacked arrays, which the scan reads in slices. JAX versions name these counts differently,
+    so they are derived from ranks: a stacked input has one dim less in the body.
     """
     inner = scan.params["jaxpr"].jaxpr
     num_stacked = sum(x.aval.ndim < y.aval.ndim for x, y in zip(inner.invars, scan.invars, strict=True))
@@ -288,7 +290,7 @@ def _run(
     stops: Sequence[int] | Mapping[int, Mapping[int, int]],
     step: Step,
 ) -> list[Value]:
-    """Evaluates a jaxpr, of which a custom function computes some equations.
+    """Evaluates a jaxpr; the function `step` computes selected equations in place of JAX.
 
     Args:
       jaxpr: the jaxpr to evaluate.
@@ -324,7 +326,7 @@ def _read(variables: Sequence[Variable], values: Values) -> list[Value]:
 
 
 def _places_of(tracked: Mapping[Var, int], equation: JaxprEqn) -> dict[int, int]:
-    """Returns the tracked inputs of an equation: position among its inputs -> index of the array in the traced list."""
+    """Returns position -> `tracked[variable]` for each input of an equation whose variable is in `tracked`."""
     variables = enumerate(equation.invars)
     return {at: tracked[var] for at, var in variables if not isinstance(var, Literal) and var in tracked}
 

@@ -59,8 +59,8 @@ def mesh_shape(
       num_devices: number of devices of all processes; ignored if devices are simulated.
       simulated: whether the devices are simulated on CPU; their number is then `num_needed(options)`.
       num_processes: number of processes. A single process may leave devices unused; several must use all devices.
-      slice_size: number of devices of each TPU slice; 0 if there are not several slices. With several, the mesh must
-        fit in one slice or use complete slices.
+      slice_size: number of devices of each TPU slice if there are several slices, else 0. With several slices, the mesh
+        must fit in one slice or use complete slices.
 
     Raises:
       UserError: the problems of `check`, or sizes that do not fit the devices.

@@ -82,7 +82,7 @@ def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[P
     """Returns an error line for each ZeRO option that is out of range or contradicts another option.
 
     Args:
-      options: the ZeRO options, of which the minimum and the choices are already checked.
+      options: the ZeRO options; the minimum and the choices of each option are already checked.
       num_replicas: the size of the data axis, or -1 if unknown.
       fsdp: the size of the fsdp axis, or -1 if unknown.
     """
@@ -278,7 +278,7 @@ def param_shardings(
 
 
 def spec(path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> PartitionSpec:
-    """Returns the spec of one array, without mesh axes of size 1: equal shardings have equal specs.
+    """Returns the spec of one array, without mesh axes of size 1, so that equal shardings have equal specs.
 
     Args:
       path: the array's name in an error.
@@ -314,7 +314,7 @@ def activation_sharding(
 
 
 def spec_of_dims(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """Returns the spec with these mesh axes for each dim, without trailing None: equal shardings have equal specs."""
+    """Returns the spec with these mesh axes for each dim, without trailing None: specs of equal shardings are equal."""
     parts = [names[0] if len(names) == 1 else names or None for names in axes]
     while parts and parts[-1] is None:
         parts.pop()

@@ -55,8 +55,8 @@ class Placement:
     def for_decoding(self, names: Sequence[str]) -> "Placement":
         """Returns a copy of this placement for decoding one token at a time: some activation dims are not split.
 
-        The copy has no 8-bit products: a product of a single token takes the time of reading the weights, which 8-bit
-        operands do not reduce.
+        The copy has no 8-bit products: the time of a product with a single token is the time of reading the weights,
+        and 8-bit operands do not shorten it.
 
         Args:
           names: the logical axes of activation dims that are too small to split when decoding, such as `sequence`.

@@ -38,7 +38,7 @@ class Row:
 
 
 def rows(abstract: Arrays, names: Sequence[Names], frozen: Collection[str] = ()) -> list[Row]:
-    """Returns a table row with the sharding of each array of a pytree.
+    """Returns a table row for each array of a pytree, with its sharding.
 
     Args:
       abstract: a pytree of arrays or `jax.ShapeDtypeStruct`s with shardings.

@@ -119,8 +119,8 @@ class Reduction:
       extension: a function (reduction, the task on its mesh) -> `Extension`, if the reduction changes more of the step
         than the sum; else None.
       moved_bytes: bytes of device memory that compressing one element reads and writes, for the advice of `plan`.
-      advice: a function (replicas, is_scattered) -> (what is wrong, which option to change) for each further reason to
-        choose another reduction.
+      advice: a function (replicas, is_scattered) -> a list of (what is wrong, which option to change), one for each
+        reason to choose another reduction, except the reason in `slower_than_sum`.
       unread: dotted keys of options that the built-in sum reads, and this reduction does not.
       name: the value of `reduction.name` that selects it.
     """

@@ -1,12 +1,12 @@
 """The axes of the mesh, and the table of rules: which mesh axes split which logical axis, for weights and activations.
 
 An axis is one record with its roles. In mesh order the axis with the slowest network comes first: a mesh is filled in
-row-major order, so the last axes connect neighbours on the fast links within a host. tensor communicates within every
-layer, and so do context and expert, with fewer bytes; fsdp communicates once per layer, pipeline once per microbatch,
-data once per step.
+row-major order, so the last axes connect neighbours on the fast links within a host. `tensor` communicates within every
+layer, and so do `context` and `expert`, with fewer bytes. `fsdp` communicates once per layer, `pipeline` once per
+microbatch, and `data` once per step.
 
-To add an axis, add a record and rules that name it here, and its traffic (`plan/cost/lower_bound.py`,
-`models/cost.py`).
+To add an axis, add a record and the rules that name it to this file, and its traffic to `plan/cost/lower_bound.py` and
+`models/cost.py`.
 """
 
 import dataclasses

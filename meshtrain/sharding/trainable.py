@@ -1,8 +1,8 @@
 """Selects the trained weights: those whose path matches a regular expression. Other weights are frozen.
 
 A frozen weight takes part in the forward pass, but has neither a gradient nor moments. Adapters (`models/lora.py`) are
-always trained; other weights are then trained only if the expression is not empty. A task's weights below the name
-`frozen` are never trained.
+always trained. In a model with adapters, an empty expression matches no other weight; in other models it matches all
+weights. A task's weights below the name `frozen` are never trained.
 """
 
 import difflib

@@ -136,7 +136,7 @@ def _axis_problems(
 
 
 def _weights(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
-    """Returns each weight of a pytree with its path and logical axes; `_axis_problems` must return no problems."""
+    """Returns each weight of a pytree with its path and logical axes, if `_axis_problems` returned no problems."""
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     return [_Weight(path, array, axes[path]) for path, array in leaves_with_paths(abstract)]
 

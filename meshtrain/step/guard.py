@@ -116,7 +116,7 @@ def first_not_finite(loss: jax.Array, square_sums: jax.Array, can_move: jax.Arra
 
 
 def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
-    """Returns as text what made the guard skip a step: the loss, a gradient, the update, or a jump of the norm.
+    """Returns the reason why the guard skipped a step, as text: the loss, a gradient, the update, or a norm jump.
 
     Args:
       paths: the path of each parameter.

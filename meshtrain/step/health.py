@@ -99,10 +99,10 @@ def norms(what: str, found: Squares, names: Mapping[str, Names]) -> Metrics:
 
 
 def last_not_finite(found: Squares, number: jax.Array) -> jax.Array:
-    """Returns the last layer with a non-finite gradient in one array, int32 scalar; -1 if all layers are finite.
+    """Returns the index of the last layer whose gradient is not finite in one array, int32 scalar; -1: all are finite.
 
-    The backward pass computes the last layer first, so its values became non-finite first. The result is also -1 for
-    the loss, and for an array that stacks no layers.
+    The backward pass starts at the last layer, so the gradient of this layer became non-finite first. The result is
+    also -1 for the loss, and for an array that stacks no layers.
 
     Args:
       found: path -> sum of squares of a gradient, from `squares`.

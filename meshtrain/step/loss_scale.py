@@ -46,7 +46,8 @@ class Scaling:
     Attributes:
       options: the rule for changing the scale.
       num_targets: targets in the global batch. The task's loss is a sum over targets, but the scale is relative to the
-        mean loss, up to a power of two. So it depends neither on the batch size nor on the number of microbatches.
+        mean loss, up to a power of two. So the scale depends neither on the batch size nor on the number of
+        microbatches.
       largest: the largest finite gradient in the backward pass; infinity for float32 and bfloat16.
     """
 
@@ -161,7 +162,7 @@ def mark_overflows(scaling: Scaling | None, squares: jax.Array, gradients: Array
 def after(scaling: Scaling | None, state: LossScale, loss: jax.Array, norm: jax.Array) -> tuple[LossScale, jax.Array]:
     """Returns the loss scale after a step, and whether the step overflowed while the scale could shrink (bool scalar).
 
-    If the loss itself is not finite, the scale does not change, because it has no effect on the forward pass.
+    If the loss itself is not finite, the scale does not change, because no scale affects the forward pass.
 
     Args:
       scaling: the loss scaling; None: the scale does not change.

@@ -1,7 +1,7 @@
 """The abstract training state: its shapes, the logical axes and the sharding of each leaf. No array is allocated.
 
 On the devices a pipeline arranges layers in stages and chunks, with padding layers after them. Checkpoints store layers
-in layer order, [L, ...] (`pipeline.stages`). Without a pipeline, layers are in layer order on the devices too.
+in layer order, [layers, ...] (`pipeline.stages`). Without a pipeline, layers are in layer order on the devices too.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ from meshtrain.step.step import with_sequence_index
 def abstract_params(task: Task, stack: Stack | None, num_devices: int) -> tuple[Params, NamesTree]:
     """Returns the abstract parameters of a task on the devices, and their logical axes.
 
-    A pipeline's layers are arranged in stages; without a pipeline they are in layer order, [L, ...].
+    A pipeline's layers are arranged in stages; without a pipeline they are in layer order, [L, ...] for L layers.
 
     Args:
       task: the task, which defines the parameters.
@@ -87,7 +87,7 @@ def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
 
 
 def stack_layers(params: Params, stack: Stack | None) -> Params:
-    """Converts parameters from layer order, [L, ...], to a pipeline's stages; unchanged if `stack` is None."""
+    """Converts parameters from layer order, [layers, ...], to a pipeline's stages; unchanged if `stack` is None."""
     return params if stack is None else {**params, "layers": stack.of_layers(params["layers"])}
 
 
@@ -141,7 +141,7 @@ def axes_of_fields(
 ) -> dict[str, list[Names]]:
     """Returns field of `TrainState` -> the logical axes of its arrays, in the order of `jax.tree.leaves` of the field.
 
-    A new field of `TrainState` gets its entry here, or in `REPLICATED_FIELDS`. An extension adds the field `extra`.
+    A new field of `TrainState` gets its entry here, or in `REPLICATED_FIELDS`. An extension adds the entry of `extra`.
 
     Args:
       abstract: the abstract state.

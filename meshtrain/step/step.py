@@ -76,8 +76,8 @@ class WeightUpdate:
       after_update: the function `Task.after_update`, which changes weights after the optimizer; None: no change.
       average_decay: the decay of the weight averages (`average.update_average`); 0: no averages.
       layers: which dims of the parameters stack layers, for `health.metrics`; None: no metrics by layer.
-      is_own: whether the optimizer, the learning rate or `after_update` is a user's function, so that the updated
-        weights may not be finite.
+      is_own: whether the optimizer, the learning rate or `after_update` is a user's function. If so, the step also
+        checks that the updated weights are finite; if they are not, the guard skips the step.
     """
 
     transformation: optax.GradientTransformation
