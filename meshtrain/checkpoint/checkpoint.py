@@ -61,9 +61,9 @@ class _Save(NamedTuple):
 
     Attributes:
       step: number of completed training steps.
-      failure: the key that a process announces to the other processes if its part of the save fails.
+      failure: the name of the event that a process announces to the other processes if its part of the save fails.
       has_failed: set in this process after its part has failed; it ends the wait of the background thread.
-      sealed: the result of `_seal`: whether the manifest was written.
+      sealed: the future result of the background thread: whether the manifest was written.
     """
 
     step: int
@@ -275,8 +275,9 @@ class Checkpoints:
           A pytree of jax.Array of the same structure, bitwise equal to the saved state.
 
         Raises:
-          UserError: the step has no checkpoint. An array is missing in the checkpoint, or has another shape or dtype.
-            The checkpoint has an array that `abstract_state` lacks and that is no weight average (`optimizer.average`).
+          UserError: the step has no checkpoint. An array of `abstract_state` is missing in the checkpoint or differs
+            in shape or dtype. The checkpoint has an array that `abstract_state` lacks and that is no weight average
+            (`optimizer.average`).
         """
         wanted, saved = leaves_by_path(abstract_state), self._array_metadata(step)
         stored = {path: saved[path] for path in saved if path in wanted or not path.startswith(f"{AVERAGES}/")}
@@ -299,7 +300,7 @@ class Checkpoints:
         Args:
           step: an element of `steps()`.
           abstract_params: pytree of jax.ShapeDtypeStruct with shardings, in the structure of the state's `params`.
-          rounded: paths in `abstract_params` of weights to read in another dtype than their saved dtype.
+          rounded: paths in `abstract_params` of weights that are converted if their saved dtype differs.
           averaged: whether to read a weight's average (`optimizer.average`) in place of the weight, converted to the
             dtype of the weight. Weights without an average are read themselves.
 
@@ -404,9 +405,10 @@ class Checkpoints:
         retention.prune(self.directory, self._options, higher_is_better=self._higher_is_better)
 
     def _failure(self, step: int, error: Exception) -> SaveFailed:
-        """Returns the exception for a failed save, and stores it in `newest_failure`.
+        """Returns the exception for the failed save of a step, and stores it in `newest_failure`.
 
-        On a disk it also replaces Orbax's manager, so that the next save may succeed; in a bucket, `save` does this.
+        On a disk it also replaces Orbax's manager, so that the next save may succeed. In a bucket, `save` replaces the
+        manager.
         """
         directory = self.directory / str(step)
         line = f"checkpoint {directory}: not written: {_reason(error)}"
@@ -503,8 +505,8 @@ def _refuse_mismatches(
       rounded: paths of arrays whose dtype may differ.
 
     Raises:
-      UserError: an array is missing in the checkpoint or in the run, or has another shape or dtype. The error lists the
-        first five of these arrays.
+      UserError: an array is missing in the checkpoint or in the run, or its shape or dtype differs between them. The
+        error lists the first five of these arrays.
     """
     problems = []
     for path, leaf in wanted.items():

@@ -37,16 +37,16 @@ def restore_params(
       directory: a workdir, or the directory `checkpoints` inside it.
       step: the step of the checkpoint; None: the newest undamaged checkpoint.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings.
-      rounded: paths of weights to read in another dtype than their saved dtype.
+      rounded: paths of weights that are converted if their saved dtype differs from `abstract_params`.
       averaged: whether to read the averages of weights (`optimizer.average`) instead of the weights.
 
     Returns:
       The weights, a pytree of jax.Array with the structure of `abstract_params`, and the step. The weights are bitwise
-      equal to the saved arrays, except for conversions to another dtype.
+      equal to the saved arrays, except for converted weights (`rounded`).
 
     Raises:
       UserError: the directory does not exist, or has no complete checkpoint of that step; the checkpoint is damaged; or
-        the weights have other paths, shapes or dtypes.
+        the weights differ from `abstract_params` in paths, shapes or dtypes.
     """
     with find(directory) as checkpoints:
         if step is not None:
@@ -178,6 +178,9 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
 
 
 def _nearest_workdir(given: Path) -> str:
-    """Returns the suggested workdir for an error: the parent folder if `given` is the folder of a step, else a hint."""
+    """Returns the workdir that an error suggests instead of `given`, as text.
+
+    If `given` is the folder of a step, it is the parent folder. Otherwise it is a description of a valid workdir.
+    """
     is_step = given.name.isdecimal() and (given / STATE).is_dir()
     return str(given.parent) if is_step else "the --workdir of a run that has saved"

@@ -109,7 +109,9 @@ def _problems(place: Place, run: str) -> list[Problem]:
 
 
 def _in_use(place: Place, was: JsonObject, run: str) -> Problem | None:
-    """Returns a problem if another run still uses the folder or bucket, else None; warns if this run takes it over.
+    """Returns a problem if another run still uses a folder or bucket, else None.
+
+    Warns if another run owned the folder or bucket and this run can take it over.
 
     Args:
       place: the folder or bucket prefix.
@@ -217,7 +219,7 @@ def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
 
 @contextlib.contextmanager
 def _start_lock(place: Place) -> Iterator[None]:
-    """Locks a folder while this process reads and writes the owner's file, against other starts on this machine."""
+    """Locks a folder during the block, so that only one process of this machine reads and writes the owner's file."""
     with contextlib.ExitStack() as held:
         if isinstance(place, Path):
             with contextlib.suppress(OSError):  # a file system without locks: only the exclusive write protects

@@ -1,9 +1,9 @@
 r"""Analyzes whether a match of a tokenizer.json's regular expression can contain two given characters side by side.
 
-Suppose that no match contains x directly before y. Then every match that touches a boundary between x and y starts or
-ends at this boundary. The matches on one side are independent of the text on the other side if the expression has no
-other context: it has no anchor, no reference, and no lookaround except `(?!\S)`, which marks the end of a run of
-blanks.
+The result determines whether a text may be split between the characters x and y. If no match contains x directly before
+y, every match that touches the boundary between them starts or ends there. Matches on one side of the boundary must
+also not depend on the text on the other side. So the expression must have no anchor, no reference, and no lookaround
+except `(?!\S)`, which marks the end of a run of blanks.
 """
 
 import functools

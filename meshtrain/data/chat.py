@@ -121,7 +121,7 @@ def write_texts(
 
 
 def last_answer_counts(line: Line) -> bool:
-    """Returns whether the last answer of a conversation may be trained on; False if it has no answer."""
+    """Returns whether the last answer of a conversation may be trained on; False for a conversation without answers."""
     answers = [
         counts for message, counts in zip(line.messages, line.learned, strict=True) if message["role"] == ASSISTANT
     ]
@@ -263,7 +263,7 @@ def lines_of(
       vocab_size: the model's vocabulary size; all ids must be below it.
 
     Returns:
-      The formatted text of each line, and the end of a summary with the number of special tokens in the texts.
+      The formatted text of each line, and a text with the number of special tokens, to append to the data's summary.
 
     Raises:
       UserError: a line of a file is invalid, or the tokenizer has ids outside the model's vocabulary.
@@ -382,6 +382,6 @@ def fingerprint(splits: Sequence[Sequence[Tokens]]) -> str:
 def _first_prompted(lines: Sequence[Written]) -> Written | None:
     """Returns the first line that has text before its first answer, or None.
 
-    A run generates a sample text at its end, and this text before the answer is the prompt.
+    The text before the answer is the prompt of the sample that a run generates at its end.
     """
     return next((line for line in lines if line.answers and line.answers[0][0]), None)

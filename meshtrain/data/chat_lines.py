@@ -72,7 +72,7 @@ def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
       allowed: the allowed form of a line, as text for the error.
 
     Raises:
-      UserError: the row is not a JSON object; the problem has no key.
+      UserError: the row is not a JSON object. The error has no key; the caller adds file and line.
     """
     try:
         fields = read_json(row) if isinstance(row, bytes) else row
@@ -91,7 +91,7 @@ def line_of(row: bytes | JsonObject, where: str) -> Line:
       where: the file and the line number, stored in the result.
 
     Raises:
-      UserError: the row has no known form; the problem has no key.
+      UserError: the row has no known form. The error has no key; the caller adds file and line.
     """
     fields = fields_of(row, ALLOWED)
     _refuse_ratings(fields)
@@ -122,7 +122,7 @@ def _turns(fields: JsonObject) -> tuple[Json, int]:
     The number is 0 if every answer of the conversation may be trained on.
 
     Raises:
-      UserError: the row has no known form; the problem has no key.
+      UserError: the row has no known form. The error has no key; the caller adds file and line.
     """
     if set(PAIR) <= fields.keys() and MESSAGES not in fields:
         prompt, completion = (fields[name] for name in PAIR)
@@ -167,7 +167,7 @@ def _behind_system(fields: JsonObject, given: Json) -> Json:
 
 
 def _of_sharegpt(turn: Json) -> Json:
-    """Converts a ShareGPT turn, with `from` and `value`, to a message; returns an object of another form unchanged.
+    """Converts a ShareGPT turn, an object with `from` and `value`, to a message; returns any other value unchanged.
 
     Raises:
       UserError: the role in `from` is unknown.
@@ -225,7 +225,8 @@ def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
       given: the value of the row's field `messages`.
 
     Raises:
-      UserError: `given` is no list of messages, or a field would have no effect; the problem has no key.
+      UserError: `given` is no list of messages, or a field would have no effect. The error has no key; the caller adds
+        file and line.
     """
     if not isinstance(given, list) or not given:
         raise UserError(
@@ -292,7 +293,7 @@ def _text_of_part(part: Json) -> str:
     """Returns the text of one part of a message's content.
 
     Raises:
-      UserError: the part is no text; the problem has no key.
+      UserError: the part is no text. The error has no key; the caller adds file and line.
     """
     kind = part.get("type") if isinstance(part, dict) else part
     if not isinstance(part, dict) or kind != "text":

@@ -57,7 +57,8 @@ class Corpus(Dataset):
 
     An example has tokens, targets, segment_ids, positions (int32 [T]) and weights (float32 [T]). Validation examples
     come from documents or tokens that are not in `train`. The fingerprint is a hexadecimal sha256 over the ids, the
-    number of tokens in each split, and the end id. For synthetic data, it is over the arguments of the examples.
+    number of tokens in each split, and the end id. For synthetic data, which have no ids before they are read, it is a
+    sha256 over the attributes of `SyntheticExamples`.
     """
 
     train: Examples
@@ -139,11 +140,11 @@ def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
 def _text_streams(
     options: DataOptions, files: Sequence[Place], tokenizer: Tokenizer
 ) -> tuple[TokenStream, TokenStream, str]:
-    """Reads and tokenizes text; returns the training stream, the validation stream, and the end of a summary.
+    """Reads and tokenizes text; returns the training stream, the validation stream, and a text for the data's summary.
 
     Documents are assigned to a split by a hash of their content, so a document keeps its split if its file is renamed
     or copied. For the standard library, the hash is of the path. If there are fewer than 100 documents, their
-    concatenation is split at one position instead. The summary states the number of special tokens in the texts.
+    concatenation is split at one position instead. The text states the number of special tokens in the documents.
     """
     if options.source == "python":
         documents = standard_library()
@@ -168,7 +169,7 @@ def _split_stream(stream: TokenStream, validation_fraction: float) -> tuple[Toke
 def _streams(
     options: DataOptions, files: Sequence[Place], tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[TokenStream, TokenStream, str, str]:
-    """Opens text or token files; returns the training and validation streams, the ids' digest, and a summary.
+    """Opens text or token files; returns the training stream, the validation stream, a hash of the ids, and a summary.
 
     Args:
       options: the options of the source.
@@ -239,7 +240,7 @@ def open_corpus(options: DataOptions, asked: DataRequest) -> Corpus:
 def open_parts(
     open_one: Callable[[DataOptions, DataRequest], Dataset], options: DataOptions, asked: DataRequest
 ) -> Dataset:
-    """Opens each source of `data.path` and each validation set of `data.validation_path` as one dataset.
+    """Opens all sources of `data.path` and all validation sets of `data.validation_path`; combines them to one dataset.
 
     Args:
       open_one: a function that opens one source or set, such as `open_corpus`.

@@ -55,8 +55,8 @@ def open_user_data(
       num_eval_batches: number of batches in an evaluation; 0: all validation examples.
 
     Raises:
-      UserError: one line for each missing or invalid attribute, and for each batch entry that a checked example lacks
-        or has with another shape, dtype or range. Also if an evaluation would count padding as examples.
+      UserError: one line for each missing or invalid attribute, and for each batch entry that is missing in a checked
+        example or has a wrong shape, dtype or range. Also if an evaluation would count padding as examples.
     """
     problems = []
     for name, wanted in (("train", "examples by number"), ("fingerprint", "a text that is not empty")):

@@ -78,9 +78,10 @@ def turns(weights: tuple[int, ...]) -> np.ndarray:
 
     Let s be a source's share of all samples. After every sample, the number of samples from this source differs from s
     times the number of all samples by less than one. Sample n of the source, counted from 1, may be at any position p
-    with floor((n - 1) / s) <= p < ceil(n / s). Of all sources that may come next, the source with the nearest upper end
-    is chosen. Reference: Tijdeman, The chairman assignment problem, 1980. Grain's `MapDataset.mix` rounds weights, so
-    that 7 : 3 becomes 233 : 100, and may deviate by two samples with three sources.
+    with floor((n - 1) / s) <= p < ceil(n / s). Of all sources whose next sample may be at the current position, the
+    source with the smallest upper bound of p is chosen. Reference: Tijdeman, The chairman assignment problem, 1980.
+    Grain's `MapDataset.mix` rounds weights, so that 7 : 3 becomes 233 : 100, and may deviate by two samples with three
+    sources.
 
     Args:
       weights: number of samples of each source in a period, positive integers without a common divisor.

@@ -131,8 +131,8 @@ class StreamExamples:
     """Consecutive windows of a stream: the inputs of example i are tokens i*T .. (i+1)*T - 1 of the stream.
 
     The targets are shifted by one token. Tokens after the last complete window are unused. A document that started in
-    an earlier window continues as a new segment, from position 0. The end token is a target; the target of the end
-    token belongs to another document and has weight 0.
+    an earlier window continues as a new segment, from position 0. The end token is a target. If the input is the end
+    token, the target belongs to the next document and has weight 0.
 
     Attributes:
       stream: the concatenated documents.
@@ -261,9 +261,9 @@ class Parts:
 
 
 def inner_ends(documents: Sequence[np.ndarray], end_id: int) -> np.ndarray:
-    """Returns the positions of end ids inside documents, int64, sorted.
+    """Returns the positions of end ids that are part of a document and do not end it, int64, sorted.
 
-    They are positions in a stream in which `end_id` follows each document.
+    The positions are in a stream of the concatenated documents, in which `end_id` also follows each document.
 
     Args:
       documents: the ids of each document, without the end id after it.
@@ -279,7 +279,7 @@ def inner_ends(documents: Sequence[np.ndarray], end_id: int) -> np.ndarray:
 def inner_end_targets(examples: Examples, index: int) -> np.ndarray | None:
     """Returns a mask of the targets that are end tokens inside a document, bool [T], for one example.
 
-    Returns None if no document of the data has an end token inside.
+    Returns None if no document of the data contains an end token that does not end the document.
     """
     if isinstance(examples, Parts):
         return inner_end_targets(*examples.part_of(index))

@@ -96,7 +96,10 @@ def split_by_hash(items: Sequence[_T], keys: Sequence[str], validation_fraction:
 
 
 def _beside(path: Path) -> str:
-    """Returns the end of an error about a missing file: a file with a similar name, or the nearest existing folder."""
+    """Returns the suggestion at the end of an error about a missing file: a file with a similar name, or a folder.
+
+    The folder is the nearest existing folder above `path`.
+    """
     folder = path.parent
     while what_is_at(folder) != "a folder" and folder != folder.parent:
         folder = folder.parent

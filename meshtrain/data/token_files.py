@@ -93,7 +93,7 @@ def read_sidecar(path: Path) -> TokenFile:
     """Reads the description of the token file `path` and checks the file's size against it.
 
     Raises:
-      UserError: the description is missing or malformed, or the file has another size.
+      UserError: the description is missing or malformed, or it states a different size of the file.
     """
     described = read_description(path)
     num_bytes, expected_bytes = path.stat().st_size, described.num_tokens * np.dtype(described.dtype).itemsize

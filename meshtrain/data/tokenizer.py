@@ -358,7 +358,7 @@ def _as_text(
       The `tokenizers.Tokenizer`, and an array that maps its ids to the ids of `loaded`, uint32.
 
     Raises:
-      UserError: the vocabulary itself turns the text of a special token into this token.
+      UserError: the text of a special token is still encoded as this token: the vocabulary has no other tokens for it.
     """
     marked = mark_tokenizer(loaded, special.ids)
     ids_of = original_ids(marked, loaded)

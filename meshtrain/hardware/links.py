@@ -172,8 +172,8 @@ def _top(path: str, content: Json, problems: Problems) -> tuple[str, Sequence[Js
     Args:
       path: the path of the file, for errors.
       content: the parsed JSON of the file.
-      problems: the list to which errors are added: a missing key, a wrong type, or an empty list. A list of links with
-        an error is replaced by an empty one.
+      problems: the list to which errors are added: a missing key, a wrong type, or an empty list. If the list of links
+        has an error, an empty list is returned instead.
     """
     keys = ("platform", "links")
     missing = [key for key in keys if not (isinstance(content, dict) and key in content)]

@@ -46,8 +46,8 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
       The devices of the mesh in all processes, and lines about them to print (often none).
 
     Raises:
-      UserError: there are too few devices; with several processes, any other number than required; the processes cannot
-        connect; or an environment variable about them is missing or wrong.
+      UserError: there are too few devices, or, with several processes, too many; the processes cannot connect; or an
+        environment variable for their connection is missing or wrong.
     """
     _refuse_flags(os.environ.get("XLA_FLAGS") or "")
     refuse(cluster.platform_problems({"JAX_PLATFORMS": _setting("jax_platforms") or ""}))

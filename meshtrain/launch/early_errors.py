@@ -37,7 +37,7 @@ def tell_before_meeting(environ: Mapping[str, str]) -> None:
 
 
 def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
-    """Calls `rendezvous.meet`, which waits for the other processes; this process reports no errors to them any more.
+    """Waits for the other processes with `rendezvous.meet`; ends the reports that `tell_before_meeting` has registered.
 
     Returns:
       Process number -> None, or the exit code and lines of a process that has ended with an error.

@@ -121,7 +121,8 @@ def _end_with(code: int, lines: str) -> None:
 def _end_later(code: int, lines: str) -> None:
     """Waits half a second, so that the process with the error ends before this process.
 
-    A launcher may restart the job without the process that ended first. `leave_at_once` passes `code` and `lines`.
+    The order matters because a launcher may leave the process that ended first out of a restarted job. `leave_at_once`
+    passes the exit code and the lines, which are not used.
     """
     time.sleep(_LAST_SECONDS)
 

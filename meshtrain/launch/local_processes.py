@@ -152,8 +152,9 @@ def run(job: Job, num_restarts: int = 0) -> int:
     Args:
       job: the processes to start.
       num_restarts: the maximum number of restarts after failures. There is no restart after a user error, a run that
-        stopped itself, or a signal to this process. Two kinds of restarts are not counted: with fewer processes because
-        the run does not fit the number of the last start, and with all processes when they are available again.
+        stopped itself, or a signal to this process. Two kinds of restarts of an elastic job are not counted: a restart
+        with fewer processes because the run did not fit the number of processes, and a restart with all processes when
+        they are available again.
     """
     workers: Workers | None = None
     arrived, descriptors = list[int](), on_terminal()
@@ -240,7 +241,7 @@ class JobMembers:
     def failed(self, index: int, code: int) -> None:
         """Leaves the process that failed out of the next starts, for `back_seconds`.
 
-        It is not left out if its exit code shows that another process or a signal was the cause.
+        The process is not left out if its exit code shows that another process or a signal caused the failure.
 
         Args:
           index: the process's index in the last start.

@@ -462,7 +462,7 @@ class _Connection:
                 self.is_open = False
 
     def read(self) -> list[_Message]:
-        """Reads once from the socket and returns the complete messages; a line of another form ends the connection."""
+        """Reads once from the socket and returns the complete messages; any other line ends the connection."""
         try:
             piece = self.socket.recv(2**16)
         except OSError:

@@ -108,7 +108,7 @@ def _of(key: str, problem: Problem) -> Problem:
 def _wait_longer() -> None:
     """Makes gcsfs retry requests for about three minutes; by default it gives up after half a minute.
 
-    If one of several processes fails to save, the other processes wait for it, and the run stops.
+    A process that gives up ends a run of several processes: the others wait for its part of the save.
     """
     gcsfs, retry = import_modules("gcsfs", "gcsfs.retry")
     tries, said_seconds = gcsfs.GCSFileSystem._request, [-math.inf]
@@ -196,7 +196,7 @@ def make(directory: Place) -> None:
 
 
 def write(path: Place, text: str, *, is_new: bool = False) -> None:
-    """Writes text to a file or an object, and replaces an existing one atomically.
+    """Writes text to a file or an object; if the file or object exists, it is replaced atomically.
 
     Args:
       path: the file on a disk or the object in a bucket.

@@ -54,7 +54,7 @@ class SpecialTokens:
         return len(self._pattern.findall(value)) if self._pattern and isinstance(value, str) else 0
 
     def counted(self, number: int) -> str:
-        """Returns the end of a summary, which states the number of special tokens in texts; '' if `number` is 0."""
+        """Returns a text with the number of special tokens, to append to the data's summary; '' if `number` is 0."""
         return f" with {number:,} special tokens in texts, encoded as {'text' if self.as_text else 'these tokens'}" * (
             number > 0
         )

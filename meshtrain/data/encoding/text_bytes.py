@@ -61,9 +61,9 @@ def _decoders(decoder: Json) -> set[str]:
 
 
 def _anchor(loaded: "tokenizers.Tokenizer", vocab: Mapping[str, int]) -> tuple[list[int], int]:
-    """Returns [id] of a token, and the number of bytes of its text.
+    """Returns a list with the id of one token, and the number of bytes of this token's text.
 
-    The text that another id adds is measured by decoding it after this token. The list is empty if `vocab` is.
+    Other ids are decoded after this token, to measure the text that they add. The list is empty if `vocab` is empty.
 
     Args:
       loaded: a `tokenizers.Tokenizer`.
