@@ -91,9 +91,9 @@ class Row:
 
     Attributes:
       point: the strategy, the number of devices, and the configuration.
-      problem: the reason why there is no time; otherwise an empty text.
-      timing: modelled seconds of the step; None if there is no time.
-      spent: the seconds of the step by cause; None if there is no time.
+      problem: the reason why the step has no modelled time; empty if it has one.
+      timing: modelled seconds of the step; None if there is a `problem`.
+      spent: the seconds of the step by cause; None if there is a `problem`.
       peak_bytes: peak memory of one device; None if unknown.
       fits: whether the step fits; None if the peak is too close to the capacity, or unknown.
     """
