@@ -1,4 +1,4 @@
-"""Fields and files of configurations: `python -m meshtrain config [--config=FILE] [--copy=NAME]`."""
+"""Prints a configuration's fields, or copies an example: `python -m meshtrain config [--config=FILE] [--copy=NAME]`."""
 
 import argparse
 import dataclasses
@@ -17,15 +17,15 @@ from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, UserError, refuse, run, unknown
 
 WIDTH = 120  # characters in a line if the terminal's width is unknown
-LEAST_TEXT = 30  # minimum characters for the meanings
+LEAST_TEXT = 30  # minimum width of the column "meaning", in characters
 
 
 def table(config: Config, width: int) -> str:
-    """Returns a table with a row for each field: key, type, default, meaning, and its value if that differs.
+    """Returns a table with a row for each field: key, type, default, its value if it is not the default, and meaning.
 
     Args:
       config: the configuration.
-      width: characters in a line; longer meanings are wrapped.
+      width: the maximum number of characters in a line; longer meanings are wrapped.
     """
     values = flags.flatten(config)
     defaults = dataclasses.replace(defaults_of(config), task=Config.task)
@@ -48,7 +48,10 @@ def table(config: Config, width: int) -> str:
 
 
 def copy(name: str) -> pathlib.Path:
-    """Copies one of meshtrain's example configurations into the working directory and returns the file.
+    """Copies an example configuration of meshtrain into the working directory and returns the path of the copy.
+
+    Args:
+      name: the name of the example, such as `3d` for `configs/3d.py`.
 
     Raises:
       UserError: there is no configuration of this name, the file exists, or the folder is not writable.

@@ -26,12 +26,12 @@ from meshtrain.data.sources import DataOptions
 from meshtrain.errors import Problem, UserError, first_line
 from meshtrain.options import Options, Value, Values, add_user_options, function_field
 
-# What a configuration file returns; fields that a mapping lacks have their defaults.
+# The value that a configuration file's get_config() returns; fields that a mapping lacks have their defaults.
 Given: TypeAlias = Config | ml_collections.ConfigDict | Mapping[str, Value]
 
 
 def default(task: str = "decoder") -> ml_collections.ConfigDict:
-    """Returns the defaults, for a configuration file to edit.
+    """Returns the default configuration, which a configuration file then edits.
 
     The ConfigDict accepts any key and any value, so that `resolve` can report all wrong keys and values together. A
     locked and typed ConfigDict would raise at the first.
@@ -56,9 +56,15 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
 def build(
     given: Given, overrides: Mapping[str, str], make_task: MakeTask | None = None
 ) -> tuple[Config, list[Problem]]:
-    """Returns a configuration with the right types, and a problem for each key or value that was left out.
+    """Returns a configuration with the right types, and a problem for each key or value that could not be used.
 
-    The task and the named functions are read first, because their options are fields of the configuration.
+    Args:
+      given: the value that a configuration file returns.
+      overrides: dotted key -> text from the command line; takes precedence over `given`.
+      make_task: the caller's task function; None: the function that the option `task` names.
+
+    Raises:
+      UserError: `given` is not a mapping, or cannot be read.
     """
     right = Problem(
         "--config", allowed="what meshtrain.config.default() returns, a value in each place", nearest="return config"
@@ -108,13 +114,28 @@ def defaults_of(config: Config) -> Config:
 
 
 def _option_text(key: str, values: Mapping[str, Value], texts: Mapping[str, str], default: str) -> str:
-    """Returns the text given for an option, or its default; a text of the command line has precedence."""
+    """Returns the value of an option that must be a text, before the configuration is built.
+
+    Values of other types are skipped.
+
+    Args:
+      key: the dotted key of the option.
+      values: dotted key -> value from the configuration file.
+      texts: dotted key -> text from the command line; takes precedence over `values`.
+      default: the result if neither sets the option.
+    """
     given = [among[key] for among in (texts, values) if key in among]
     return next((name for name in given if isinstance(name, str)), default)
 
 
 def _options_of(make_task: MakeTask, name: str, options: type) -> type:
-    """Returns the options class of the caller's task function, or of the task `name` if the function has none."""
+    """Returns the class of the fields of `model` for the caller's task function.
+
+    Args:
+      make_task: the caller's task function. Its attribute `options` is the result, if it exists.
+      name: the value of the option `task`. It selects the result if `make_task` has no options.
+      options: the class of `model` in the caller's configuration; the result if `name` is the name of `make_task`.
+    """
     if hasattr(make_task, "options"):
         tasks.refuse_options(tasks.name_of(make_task), make_task)
         return make_task.options
@@ -127,6 +148,11 @@ def _with_own_options(start: Config, values: Values, texts: dict[str, str]) -> t
     If `texts` replaces a function that `values` names, the options of the replaced function are removed from `values`,
     in place. If a function cannot be used, its options are unknown: they are removed from both mappings, and a problem
     is returned.
+
+    Args:
+      start: the defaults.
+      values: dotted key -> value from the configuration file.
+      texts: dotted key -> text from the command line.
     """
     problems = list[Problem]()
     for name, options in groups(start).items():
@@ -153,7 +179,7 @@ def _with_own_options(start: Config, values: Values, texts: dict[str, str]) -> t
 
 
 def groups(config: Config) -> dict[str, Options]:
-    """Returns name -> options of each group of a configuration."""
+    """Returns name -> options of each group of a configuration, such as `mesh` or `optimizer`."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
 
@@ -161,13 +187,13 @@ def groups(config: Config) -> dict[str, Options]:
 def _drop_other_defaults(start: Config, values: Values, *, is_named: bool) -> list[Problem]:
     """Returns a problem if `model` has the decoder's options, from `default()`, although the task is another task.
 
-    Removes the decoder's options from `values`, in place. For a task function of the caller there is no problem if all
-    of them have their defaults: the function may have no name for `default(task=...)`.
+    Removes the decoder's options from `values`, in place. For a task function of the caller, decoder options with their
+    defaults are no problem, because the function may have no name for `default(task=...)`.
 
     Args:
       start: the task's defaults.
-      values: dotted key -> value.
-      is_named: whether the configuration names the task.
+      values: dotted key -> value from the configuration file.
+      is_named: whether the option `task` selects the task; False: the caller passes a task function.
     """
     own, others = (flags.flatten({"model": dataclasses.asdict(config.model)}) for config in (start, Config()))
     strange = others.keys() - own.keys()
@@ -189,8 +215,11 @@ def _drop_other_defaults(start: Config, values: Values, *, is_named: bool) -> li
 
 
 def file_content(path: str | None) -> Given:
-    """Returns the value of a configuration file, see `flags.load`; {} without a file.
+    """Runs the configuration file at `path` and returns the value of its `get_config()`; {} if `path` is None.
 
-    With {} no option was chosen, and `task` alone decides which fields `model` has.
+    The value {} sets no option, so only the option `task` determines the fields of `model`.
+
+    Raises:
+      UserError: one line: the file is missing, is invalid or raises an exception.
     """
     return {} if path is None else flags.load(path, list(flags.schema(Config())))

@@ -1,4 +1,4 @@
-"""Data sources by name: the built-in ones, those of optional packages, and user functions."""
+"""Selects the data source that a configuration names: a source of meshtrain or an optional package, or a function."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ KEY = "data.source"
 
 
 def names() -> list[str]:
-    """Returns the names of the built-in sources."""
+    """Returns the names of the built-in data sources, including sources of installed optional packages."""
     return [*SOURCES, *plugin_names(KEY)]
 
 
@@ -26,14 +26,14 @@ def find(name: str) -> Source:
 
 
 def options_of(name: str, given: Iterable[str] = ()) -> type[DataOptions]:
-    """Returns the class of a source's options.
+    """Returns the class of a data source's options.
 
-    Options of other built-in sources stay legal, so that changing the source is one line: if the configuration sets any
-    of them, the class has all of them.
+    Options of other built-in sources remain legal, so that users can change the source in one line. If the
+    configuration sets any of these options, the class has the options of all sources.
 
     Args:
-      name: of the source; a function, or an unknown name, has the options that all sources share.
-      given: the options that a configuration sets.
+      name: the name of the source. A user's function, or an unknown name, has only the options that all sources share.
+      given: the names of the options in `data` that a configuration sets.
     """
     own: OptionsClass = find(name).options if name in names() else DataOptions
     return own if set(given) <= {field.name for field in dataclasses.fields(own)} else _with_others(own)
@@ -52,13 +52,14 @@ def _with_others(own: OptionsClass) -> type[DataOptions]:
 
 
 def check(options: DataOptions, *, reads_data: bool = True) -> list[Problem]:
-    """Returns an error line for each problem that is visible without reading the data: paths, sizes, descriptions.
+    """Returns an error line for each problem with the data options that is visible without reading the data.
 
-    A user's data function gets the complete configuration, and may read any input.
+    Paths, sizes and descriptions of files are checked. For a user's data function, which may read any input, only its
+    name and the validation fraction are checked.
 
     Args:
-      options: each within its own bounds.
-      reads_data: whether the files must exist on this machine; if not, only the options themselves are checked.
+      options: the options of `data`; each value must be within its bounds.
+      reads_data: whether the files must exist on this machine; if false, only the values of options are checked.
     """
     if is_own(options):
         own = function_problems(KEY, options.source, names()) if reads_data else []
@@ -77,7 +78,7 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[Problem]:
 
 
 def vocabulary_of(options: DataOptions) -> int:
-    """Returns the vocabulary size of a source; 257 (as for bytes) for an unknown name.
+    """Returns the vocabulary size of a data source in tokens; 257 (as for bytes) for an unknown source.
 
     Raises:
       UserError: the tokenizer or the description of the tokens is missing or invalid; or the source is a user's

@@ -1,6 +1,7 @@
-"""Finds the reduction of gradients, or the training of separate groups, that a configuration chooses.
+"""Creates the gradient reduction, and the extension for separately trained groups, that a configuration chooses.
 
-A reduction is made by a function (options, dtype) -> `Reduction`: see `sharding/reduction.py`.
+A function (options, dtype) -> `Reduction` creates the reduction; see `sharding/reduction.py`. The extension trains
+groups of replicas separately (local SGD, DiLoCo); see `step/extension.py`.
 """
 
 import dataclasses
@@ -54,7 +55,11 @@ def of(config: Config) -> Reduction | None:
 
 
 def crossing(config: Config) -> OverData:
-    """Returns how the gradients of the replicas are combined."""
+    """Returns how a step combines the gradients of the data-parallel replicas.
+
+    The result is SUMMED for the built-in sum, STACKED for any other reduction, and INSIDE for separate groups (local
+    SGD), where each replica keeps its gradients.
+    """
     if config.local_steps.period:
         return OverData.INSIDE
     return OverData.SUMMED if config.reduction.name == SUM else OverData.STACKED
@@ -98,11 +103,11 @@ def unread(config: Config) -> dict[str, str]:
 
 
 def make_extension(config: Config) -> UserObject:
-    """Returns the function (configuration, task on its mesh, reduction) -> `Extension`, for separate groups.
+    """Returns the function that creates the extension for separate groups; None if `local_steps.period` is 0.
 
-    It is None if `local_steps.period` is 0. The function has three attributes: `check`, a function (config, mesh_shape)
-    -> a list of problems; `estimate`, a function (config, mesh_shape) -> `Estimate`; and `unread`, dotted keys
-    of options that it ignores.
+    The function is (configuration, task on its mesh, reduction) -> `Extension`. It has three attributes. `check` is a
+    function (config, mesh_shape) -> a list of problems. `estimate` is a function (config, mesh_shape) -> `Estimate`.
+    `unread` lists the dotted keys of options that the extension ignores.
 
     Raises:
       UserError: the folder `meshtrain/lab` is not there.
@@ -118,9 +123,9 @@ def estimate(config: Config, mesh_shape: Mapping[str, int], params: Arrays = ())
     """Returns the memory and traffic of a configuration's reduction and extension, computed without compiling.
 
     Args:
-      config: valid on this mesh.
+      config: a configuration that is valid on this mesh.
       mesh_shape: the size of each mesh axis.
-      params: abstract parameters; a reduction may keep an array for each.
+      params: abstract parameters, for the arrays that a reduction saves between steps; (): these are not included.
     """
     make, reduction = make_extension(config), of(config)
     result: Estimate = make.estimate(config, mesh_shape) if make else Estimate()

@@ -1,4 +1,4 @@
-"""Creates the configuration of a Hugging Face folder, and the equivalent configuration file."""
+"""Creates a configuration for the model in a Hugging Face folder, and the equivalent configuration file."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions
 
-LONGEST, BATCH_SIZE = 1024, 8  # of a run before the user edits it; longest sequence in tokens
+LONGEST, BATCH_SIZE = 1024, 8  # of the created configuration: maximum sequence length in tokens, batch in sequences
 LARGEST_BATCH, EPOCHS, LEAST_STEPS, WANTED_STEPS = 64, 3, 100, 250
 _SHOWN = ("num_steps", *(f"mesh.{axis}" for axis in AXES))  # listed even if they have their defaults
 _FILE = '''\
@@ -35,10 +35,16 @@ def get_config():
 
 
 def of_folder(directory: str | Path, ignore: str = "") -> Config:
-    """Returns an unresolved configuration with the model of a Hugging Face folder; reads only config.json.
+    """Returns an unresolved configuration with the model of a Hugging Face folder.
 
-    Text is encoded with the folder's tokenizer and chat template. Without a tokenizer.json, text is token ids, written
-    as numbers. `ignore` becomes `init_ignore`.
+    The function reads config.json. If config.json ties the embeddings to a separate output head, or states a
+    quantization, it also reads tensors or their dtypes. Text is encoded with the folder's tokenizer and chat template.
+    Without a tokenizer.json, the data source is `synthetic`, for which a text is a list of token ids, written as
+    numbers.
+
+    Args:
+      directory: the path of the folder.
+      ignore: unknown keys of config.json to ignore, comma separated; becomes the option `init_ignore`.
 
     Raises:
       UserError: one line for each key of config.json that is missing, invalid or not supported.
@@ -66,9 +72,9 @@ def fine_tuned(config: Config, rank: int, num_sequences: int) -> Config:
     steps.
 
     Args:
-      config: from `of_folder`.
-      rank: of the adapters; 0: none.
-      num_sequences: number of training sequences; 0: unknown.
+      config: a configuration from `of_folder`.
+      rank: the rank of the LoRA adapters; 0: all weights are trained, without adapters.
+      num_sequences: the number of training sequences; 0: unknown, so batch size and steps are not changed.
     """
     batch_size, num_steps, eval_every = config.batch_size, config.num_steps, config.eval_every
     if num_sequences:
@@ -84,12 +90,12 @@ def fine_tuned(config: Config, rank: int, num_sequences: int) -> Config:
 
 
 def as_file(directory: str | Path, config: Config, num_sequences: int = 0) -> str:
-    """Returns a configuration file, as Python source.
+    """Returns the Python source of a configuration file that creates a configuration.
 
     Args:
-      directory: the folder, absolute.
-      config: for its model.
-      num_sequences: of its data; 0: the data are only an example.
+      directory: the absolute path of the Hugging Face folder.
+      config: the configuration, from `of_folder` or `fine_tuned`.
+      num_sequences: the number of training sequences, which the file states; 0: the data are only an example.
     """
     values, defaults = (flags.flatten(one) for one in (config, defaults_of(config)))
     shown = [key for key, value in values.items() if value != defaults[key] or key in _SHOWN]

@@ -1,4 +1,4 @@
-"""Reads RoPE and windows of a config.json: equal in all layers, or alternating (Gemma 2, 3, OLMo 3, SmolLM 3).
+"""Reads RoPE and sliding windows of a config.json: equal in all layers, or alternating (Gemma, OLMo 3, SmolLM 3).
 
 The rules follow the configuration classes of the package transformers (Wolf et al. 2020).
 """
@@ -12,7 +12,7 @@ from meshtrain.hf.values import PUBLISHED, refusal, take, text_of
 from meshtrain.options import Value, Values
 
 _ROPE_KEYS = {"rope_type": "", "rope_theta": "rope.base"}
-# `rope_type` -> key -> option.
+# `rope_type` -> key of the RoPE object in config.json -> option of the decoder.
 SCALINGS: Mapping[str, Mapping[str, str]] = {
     "llama3": {
         "factor": "rope.factor",
@@ -46,11 +46,11 @@ WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 WINDOWED, FULL = "sliding_attention", "full_attention"
 GEMMA3, OLMO3, SMOLLM3, DEEPSEEK = "gemma3_text", "olmo3", "smollm3", "deepseek_v3"
-# DeepSeek's YaRN keys for the growth of queries and keys; these values equal `rope.attention` of 0.
+# DeepSeek's YaRN keys for the factor of rotated queries and keys; these values are equivalent to `rope.attention` of 0.
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
-IN_HALVES = (GEMMA3, OLMO3)  # separate RoPE settings for layers with and without a window
+IN_HALVES = (GEMMA3, OLMO3)  # families with separate RoPE settings for layers with and without a window
 LOCAL_BASE = "rope_local_base_freq"
-# Every nth layer has no window: n for families whose config.json does not state it.
+# Families in which every nth layer has full attention, and the others a window -> n if config.json does not state it.
 TURNS = {"gemma2": 2, GEMMA3: 6, OLMO3: 4, "gpt_oss": 2}
 UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
 _UNROTATED_EVERY = 4
@@ -60,21 +60,21 @@ KEYS |= {"window": "sliding_window", "rope.local_base": LOCAL_BASE}
 
 
 def keys(kind: str) -> set[str]:
-    """Returns the keys that `rotary` and `windows` read for a family."""
+    """Returns the keys of config.json that `rotary` and `windows` read for the family `kind`."""
     result = {"layer_types", *(WINDOW_KEYS[kind] if kind in WINDOW_KEYS else ())}
     result |= {"rope_theta", "rope_scaling", "rope_parameters"} if FAMILIES[kind].is_rotary else set()
     return result | ({LOCAL_BASE} if kind == GEMMA3 else set()) | ({*UNROTATED} if kind == SMOLLM3 else set())
 
 
 def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]:
-    """Returns the RoPE options, and an error line for each problem with them.
+    """Returns the RoPE options of a family's config.json, and an error line for each problem with them.
 
     In files of Gemma 3 and OLMo 3, `rope_parameters` contains one object for layers with a window and one for layers
     without. In older files of Gemma 3, `rope_local_base_freq` applies to layers with a window; in older files of OLMo 3
     all layers have the same base.
 
     Args:
-      given: the JSON object.
+      given: the content of config.json.
       kind: a key of `FAMILIES`.
     """
     family = FAMILIES[kind]
@@ -106,12 +106,15 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]
 
 
 def _in_half(kind: str, problem: Problem) -> Problem:
-    """Returns a problem of `rope_parameters` as one of its object for layers of this kind."""
+    """Returns a problem with `kind` inserted into its key after `rope_parameters.`, such as `full_attention`."""
     return problem.with_parts(key=problem.key.replace("rope_parameters.", f"rope_parameters.{kind}."))
 
 
 def _of_latent(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Problem]]:
-    """Returns the RoPE options of DeepSeek, whose YaRN has its own keys instead of `attention_factor`."""
+    """Returns the RoPE options of DeepSeek, and an error line for each problem with them.
+
+    For YaRN, DeepSeek has the keys `mscale` and `mscale_all_dim` instead of `attention_factor`. Both must be 1.
+    """
     plain, problems = dict(given), list[Problem]()
     for key in ("rope_scaling", "rope_parameters"):
         inner = given.get(key)
@@ -125,7 +128,11 @@ def _of_latent(given: Mapping[str, Json], family: Family) -> tuple[Values, list[
 
 
 def _rope_interval(given: Mapping[str, Json]) -> tuple[Values, list[Problem]]:
-    """Returns `rope.unrotated_every`, from the list of layers (1: with RoPE) or, if it is absent, from the interval."""
+    """Returns the option `rope.unrotated_every` of SmolLM 3, and an error line if its keys are invalid.
+
+    The option comes from the list `no_rope_layers` (1: layer with RoPE, 0: layer without), or, if the list is absent,
+    from `no_rope_layer_interval`.
+    """
     layers, every = (given.get(key) for key in UNROTATED)
     if layers is None:
         fields, problems = dict[str, Value](), list[Problem]()
@@ -146,15 +153,15 @@ def _has_length(layers: Json, num_layers: int) -> bool:
 
 
 def rope_layers(num_layers: int, every: int) -> list[Json]:
-    """Returns a list with 1 for each layer that uses RoPE, and 0 for every `every`th layer, which does not use it.
+    """Returns a list with 1 for each layer that uses RoPE, and 0 for each layer that does not.
 
-    If `every` is 0, all layers use RoPE.
+    Every nth layer does not use RoPE, with n = `every`. If `every` is 0, all layers use RoPE.
     """
     return [int(not every or layer % every != 0) for layer in range(1, num_layers + 1)]
 
 
 def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Problem]]:
-    """Returns the RoPE options, and an error line for each problem with them.
+    """Returns the RoPE options that one set of RoPE keys states, and an error line for each problem with them.
 
     Newer files have `rope_parameters`, older files `rope_theta` and `rope_scaling`; some have both, with equal values.
     """
@@ -205,10 +212,10 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Probl
 
 
 def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]:
-    """Returns the window options, and an error line for each problem with them.
+    """Returns the sliding-window options of a config.json, and an error line for each problem with them.
 
     Args:
-      given: the JSON object.
+      given: the content of config.json.
       kind: a key of `FAMILIES`.
     """
     if kind in TURNS:
@@ -224,9 +231,9 @@ def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]
 
 
 def turns(num_layers: int, every: int) -> list[str]:
-    """Returns the kind of each layer: every `every`th layer is full, the others have a window.
+    """Returns the attention kind of each layer, as in `layer_types`: FULL for every nth layer, otherwise WINDOWED.
 
-    If `every` is 0, all layers have a window.
+    n is `every`. If `every` is 0, all layers have a window.
     """
     return [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, num_layers + 1)]
 
@@ -234,7 +241,8 @@ def turns(num_layers: int, every: int) -> list[str]:
 def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]:
     """Returns the options `window` and `global_every` of models that alternate windowed and full layers.
 
-    The period `global_every` comes from `layer_types`, or, if it is absent, from the pattern's length.
+    The period `global_every` comes from `layer_types`, or, if it is absent, from `sliding_window_pattern`. If both keys
+    are absent, the period is the family's default in `TURNS`. An error line is returned for each problem.
     """
     num_layers, window, types = (given.get(key) for key in ("num_hidden_layers", "sliding_window", "layer_types"))
     patterns = {key: given[key] for key in WINDOW_KEYS[kind] if key.endswith("_pattern") and given.get(key) is not None}
@@ -258,7 +266,7 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Proble
 
 
 def _common_window(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]:
-    """Returns the option `window` of models with equal layers, and an error line if only some layers have a window."""
+    """Returns the option `window` of a model with equal layers, and an error line if only some layers have a window."""
     window, types, absent = given.get("sliding_window"), None, FAMILIES[kind].absent
     if "sliding_window" not in given and "sliding_window" in absent:
         window = absent["sliding_window"]
@@ -279,7 +287,11 @@ def _common_window(given: Mapping[str, Json], kind: str) -> tuple[Values, list[P
 
 
 def _layer_kinds(given: Mapping[str, Json], window: Json) -> set[str]:
-    """Returns the set of layer kinds: from `layer_types`, otherwise windowed from layer `max_window_layers` on."""
+    """Returns the set of attention kinds, WINDOWED and FULL, that occur in the layers of a config.json.
+
+    If `layer_types` is absent, the layers from `max_window_layers` on have a window, and the layers before are full.
+    `window` is the size of the window in tokens; None: no layer has a window.
+    """
     types, first, num_layers = (given.get(key) for key in ("layer_types", "max_window_layers", "num_hidden_layers"))
     if types is not None:
         is_list = isinstance(types, list) and all(isinstance(one, str) for one in types)

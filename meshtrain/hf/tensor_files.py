@@ -1,4 +1,4 @@
-"""Reads the headers of a folder's safetensors files, and returns each tensor as a view of its file.
+"""Reads the headers of a folder's safetensors files, and opens each tensor as a view of its file.
 
 A file consists of a length (uint64, little-endian), a JSON object name -> {dtype, shape, data_offsets}, and the bytes
 of the tensors without gaps; see https://github.com/huggingface/safetensors. The files are not trusted: the safetensors
@@ -28,7 +28,7 @@ ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 READABLE: Mapping[str, np.dtype] = {
     "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16),
 }  # fmt: skip
-_VIEWED = {**READABLE, mxfp4.DTYPE: np.dtype(np.uint8)}  # decoded by `mxfp4`
+_VIEWED = {**READABLE, mxfp4.DTYPE: np.dtype(np.uint8)}  # `mxfp4` decodes uint8 tensors
 _PICKLES = re.compile(r".*\.(bin|pth|pt|ckpt)")
 _AGAIN = "download it again"
 _LENGTH_BYTES = 8
@@ -36,18 +36,19 @@ _HASHED_BYTES = 4096  # of each tensor, to compare the copies of a folder on sev
 _COMPARED_ROWS = 4096  # rows of two tensors that are compared at a time
 _SHARD = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.safetensors")
 _MOST_SHARDS = 10_000
-_CHECKED = 1 << 18  # numbers of a tensor that are checked at a time
-_NAMED = 3  # tensors that a warning names
+_CHECKED = 1 << 18  # numbers of a tensor that are checked for NaN at a time
+_NAMED = 3  # maximum number of tensors or files that a message names
 
 
 class Stored(NamedTuple):
     """A tensor in a safetensors file.
 
     Attributes:
-      file: the path of its file.
-      dtype: the dtype in the format's notation; a key of `READABLE`, or `U8` for packed 4-bit numbers, can be read.
-      shape: its shape.
-      begin: offset of its first byte from the start of the file.
+      file: the path of the file.
+      dtype: the dtype in the format's notation, such as `BF16`. Keys of `READABLE`, and `U8` for packed 4-bit numbers,
+        can be read; other dtypes cannot.
+      shape: the shape of the tensor.
+      begin: the offset of the tensor's first byte from the start of the file, in bytes.
     """
 
     file: Path
@@ -156,7 +157,12 @@ def has_only_finite(numbers: np.ndarray) -> bool:
 
 
 def warn_not_finite(place: str | Path, tensors: Collection[str]) -> None:
-    """Prints one warning that names the first tensors with NaN or infinity, if there are any."""
+    """Prints one warning that names up to three tensors with NaN or infinity; prints nothing if there are none.
+
+    Args:
+      place: the file or folder of the tensors, with which the warning starts.
+      tensors: the names of all tensors with NaN or infinity.
+    """
     if tensors:
         more = f" and {len(tensors) - _NAMED} more tensors" if len(tensors) > _NAMED else ""
         warn(f"{place}: NaN or infinity in {', '.join([*tensors][:_NAMED])}{more}; what the model computes may be NaN")
@@ -175,7 +181,7 @@ def content_hash(stored: Mapping[str, Stored]) -> str:
 
 
 def unreadable(stored: Mapping[str, Stored], readable: Collection[str] = READABLE) -> list[Problem]:
-    """Returns an error line for each tensor whose dtype is not readable."""
+    """Returns an error line for each tensor whose dtype is not in `readable`, dtypes in the notation of the files."""
     return [
         Problem(
             f"{one.file}: {name}",
@@ -197,7 +203,12 @@ def _no_files(folder: Path) -> Problem:
 
 
 def _missing_shards(folder: Path, files: Collection[str]) -> list[Problem]:
-    """Returns an error line if files are missing, judged by names such as model-00001-of-00002.safetensors."""
+    """Returns an error line if the names of files (such as model-00001-of-00002.safetensors) imply missing files.
+
+    Args:
+      folder: the path of the folder, for the error line.
+      files: the names of its safetensors files.
+    """
     parts = [match for match in map(_SHARD.fullmatch, files) if match]
     if not parts or not int(parts[0][2]) <= int(parts[0][3]) <= _MOST_SHARDS:
         return []
@@ -214,7 +225,10 @@ def _missing_shards(folder: Path, files: Collection[str]) -> list[Problem]:
 
 
 def _index(folder: Path, problems: Problems) -> dict[str, str]:
-    """Returns name -> file from the index; '' for an invalid entry."""
+    """Reads model.safetensors.index.json; returns name of a tensor -> name of its file, or '' if the entry is invalid.
+
+    Adds an error line to `problems` for each invalid entry and for each missing file.
+    """
     path = folder / INDEX_FILE
     try:
         if (what := what_is_at(path)) != "a file":
@@ -262,7 +276,7 @@ def _is_plain(file: str) -> bool:
 
 
 def _header(path: Path, problems: Problems) -> dict[str, Stored]:
-    """Returns name -> tensor of a file; empty if the header is invalid or the file cannot be read."""
+    """Returns name -> tensor of a file; if the file cannot be read or is invalid, returns {} and adds a problem."""
     result: dict[str, Stored] = {}
     try:
         if (what := what_is_at(path)) != "a file":
