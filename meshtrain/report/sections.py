@@ -103,7 +103,7 @@ def _sources(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _last(run: Run, metric: str) -> float | None:
-    """Returns the last number that a run has logged for a metric, skipping NaN; None if it has not logged the metric."""
+    """Returns the last logged value of a metric, skipping NaN; None if the run has not logged the metric."""
     if metric not in run.log.curves:
         return None
     values = run.log.curves[metric].values
