@@ -28,11 +28,11 @@ COMMANDS = {
     "evaluate": ("meshtrain.evaluate", "score a run's weights: loss, perplexity, bits per byte, metrics"),
     "report": ("meshtrain.report.__main__", "write a page about runs: curves, differences, memory, mesh, samples"),
     "prepare": ("meshtrain.data.prepare", "turn text into a token file"),
-    "verify": ("meshtrain.run.verify", "compare checkpoints and token files with their checksums"),
+    "verify": ("meshtrain.verify", "compare checkpoints and token files with their checksums"),
     "bench-collectives": ("meshtrain.probe.bench_collectives", "time every collective along every axis of the mesh"),
     "doctor": ("meshtrain.probe.doctor", "check the machines of a job before it starts"),
     "hf": (
-        "meshtrain.run.hugging_face",
+        "meshtrain.hugging_face",
         "Hugging Face folders: print a configuration file, import into a workdir, export a run",
     ),
     "launch": ("meshtrain.launch.__main__", "start a program in several processes on this machine"),

@@ -27,7 +27,14 @@ from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.models.task import Params, Task
 from meshtrain.run.dataset import open_data, open_files, text_of
 from meshtrain.run.evaluation import Sums, add_sums, first_examples, means, sets_of, sum_over
-from meshtrain.run.weights import LAST, add_weights_flag, assemble_run, choice_problems, configuration, restore_weights
+from meshtrain.run.existing_run import (
+    LAST,
+    add_weights_flag,
+    assemble_run,
+    choice_problems,
+    configuration,
+    restore_weights,
+)
 from meshtrain.sharding.mesh import describe
 
 Values = Mapping[str, float]

@@ -24,8 +24,8 @@ from meshtrain.launch import peers
 from meshtrain.launch.early_errors import tell_before_meeting
 from meshtrain.models.task import Decode
 from meshtrain.run.dataset import text_of
+from meshtrain.run.existing_run import add_weights_flag, assemble_run, choice_problems, configuration, restore_weights
 from meshtrain.run.generating import decode_of, generator, problems_of_task
-from meshtrain.run.weights import add_weights_flag, assemble_run, choice_problems, configuration, restore_weights
 
 MAX_TEMPERATURE = 1_000_000  # all tokens are practically equally probable
 MAX_SAMPLES, MAX_SEED, MAX_STEP = 100_000, 2**32 - 1, 10**12

@@ -22,8 +22,8 @@ from meshtrain.generation.sampling import Sampling
 from meshtrain.models.task import Params
 from meshtrain.run import generating, likelihoods
 from meshtrain.run.dataset import text_of
+from meshtrain.run.existing_run import assemble_run, configuration, restore_weights
 from meshtrain.run.likelihoods import Likelihood, Score
-from meshtrain.run.weights import assemble_run, configuration, restore_weights
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

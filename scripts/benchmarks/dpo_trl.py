@@ -25,7 +25,7 @@ from meshtrain.cli import flags
 from meshtrain.errors import run
 from meshtrain.evaluate import evaluate_parts, open_evaluation_data
 from meshtrain.examples.preferences import generate_pairs
-from meshtrain.run.weights import assemble_run, configuration, restore_weights
+from meshtrain.run.existing_run import assemble_run, configuration, restore_weights
 from scripts.benchmarks.hf_transformers import said, trained
 
 BOUND = 1e-5

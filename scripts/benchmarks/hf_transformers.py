@@ -19,12 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshtrain import hugging_face
 from meshtrain import main as training
 from meshtrain.cli import flags
 from meshtrain.errors import run
 from meshtrain.hf.config_json import describe_model
-from meshtrain.run import hugging_face
-from meshtrain.run.weights import assemble_run, configuration, restore_weights
+from meshtrain.run.existing_run import assemble_run, configuration, restore_weights
 
 FIXTURES = Path(__file__).parents[2] / "tests" / "hf" / "fixtures"
 ADAPTED = ("gemma3", "gpt2", "llama", "llama-tied-headdim", "phi3", "qwen3")

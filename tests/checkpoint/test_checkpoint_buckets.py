@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshtrain import verify
 from meshtrain.checkpoint import integrity, other_runs, owner, retention
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.errors import EXIT_LOST_PEER, SaveFailed, UserError
-from meshtrain.run import saving, verify
+from meshtrain.run import saving
 from meshtrain.store import buckets
 
 VALUES = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)

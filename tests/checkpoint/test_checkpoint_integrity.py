@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from meshtrain import verify
 from meshtrain.checkpoint import integrity
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import restore_params
@@ -27,7 +28,6 @@ from meshtrain.checkpoint.retention import (
     steps_to_keep,
 )
 from meshtrain.errors import SaveFailed, UserError
-from meshtrain.run import verify
 from tests.messages.test_messages_files import CONTENTS
 
 

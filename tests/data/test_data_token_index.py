@@ -8,13 +8,13 @@ import time
 import numpy as np
 import pytest
 
+from meshtrain import verify
 from meshtrain.data import packing, token_files
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import DataOptions, DataRequest
 from meshtrain.data.token_files import Index, TokenFile, document_ends, read_index, sidecar_path, write_index
 from meshtrain.errors import UserError
-from meshtrain.run import verify
 from tests.messages.refused import unprivileged
 
 

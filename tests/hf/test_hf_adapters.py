@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import training
+from meshtrain import hugging_face, training
 from meshtrain.assembly.assemble import assemble
 from meshtrain.assembly.facts import kept_params
 from meshtrain.config.from_hugging_face import of_folder
@@ -20,7 +20,7 @@ from meshtrain.hf import adapters, export, folder, names, tensor_files
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.run import base_weights, hugging_face, initial_state, preflight
+from meshtrain.run import base_weights, initial_state, preflight
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trainable import is_adapter

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from meshtrain import evaluate, generate
+from meshtrain import evaluate, generate, hugging_face
 from meshtrain.config.schema import Config
 from meshtrain.data.tokenizer import file_problems, file_tokenizer
 from meshtrain.errors import UserError
@@ -16,7 +16,6 @@ from meshtrain.files import download_command, pointer_problem
 from meshtrain.hf import folder, tensor_files
 from meshtrain.hf.config_json import describe_model
 from meshtrain.main import main as train
-from meshtrain.run import hugging_face
 from meshtrain.run.weights import weights_problems
 from tests.hf.models import DATA, FIXTURES
 

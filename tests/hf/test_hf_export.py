@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshtrain import hugging_face
 from meshtrain.assembly.assemble import assemble
 from meshtrain.config.schema import Config
 from meshtrain.data.chat_template import open_template
@@ -24,7 +25,7 @@ from meshtrain.hf.config_json import config_of_text, describe_model, differences
 from meshtrain.models.decoder_options import NormOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.run import hugging_face
+from meshtrain.run import exporting
 from meshtrain.sharding.rules import AXES
 from tests.hf.models import FIXTURES, NAMES
 
@@ -154,7 +155,7 @@ TEXTS = {
 @pytest.mark.parametrize("data, size, names, end_id", TEXTS.values(), ids=TEXTS)
 def test_the_tokenizer_of_the_data_goes_out_with_its_template(data, size, names, end_id, tmp_path):
     config = Config(model=DecoderOptions(vocab_size=size), data=DataOptions(**data))
-    of_text, written, found = hugging_face._text_files(config, None)
+    of_text, written, found = exporting.text_files(config, None)
     export.write_rest(tmp_path, {}, None, of_text, written)
     assert found == end_id
     assert {path.name for path in tmp_path.iterdir()} == names | {"config.json"}
@@ -214,10 +215,10 @@ def test_what_ends_a_text_of_the_run_ends_it_in_the_export(case, tmp_path):
     came, out = chat_folder(tmp_path / "came", top_k=3, eos=2), tmp_path / "out"
     data = DataOptions(**{"source": "chat", "tokenizer": str(came), **given})
     config = Config(model=describe_model(came).options, data=data)
-    of_text, written, end_id = hugging_face._text_files(config, came)
-    ids = hugging_face._special_ids(config, came, end_id)
+    of_text, written, end_id = exporting.text_files(config, came)
+    ids = exporting.special_ids(config, came, end_id)
     stated = json.loads((came / "config.json").read_text()) | ids
-    chosen = hugging_face._chosen_tokens(config, of_text, written, end_id)
+    chosen = exporting.tokenizer_settings(config, of_text, written, end_id)
     out.mkdir()
     export.write_rest(out, stated, came, of_text, written | export.special_token_files(ids, chosen, came, of_text))
     files = {path.name: json.loads(path.read_text()) for path in out.glob("*.json")}
@@ -248,13 +249,13 @@ def test_a_run_on_token_files_leaves_with_their_tokenizer_and_end_token(tokenize
     prepare(str(tmp_path / "a.txt"), str(tmp_path / "a.bin"), tokenizer=name, end_token=end_token)
     data = DataOptions(source="tokens", path=str(tmp_path / "a.bin"))
     config = Config(model=describe_model(came).options, data=data)
-    found = hugging_face._as_text(config, came).data
+    found = exporting.with_text_source(config, came).data
     assert (found.source, found.end_token) == ("text", end_token)
     assert found.begin_token == ("" if name == "bytes" else "none")
     assert ends(found.tokenizer, found.end_token) >= {0} if name != "bytes" else found.tokenizer == "bytes"
     assert (found.tokenizer == str(came)) == (tokenizer == "own")
     (tmp_path / "a.bin").unlink()
-    assert hugging_face._as_text(config, came) == config
+    assert exporting.with_text_source(config, came) == config
 
 
 def test_a_template_that_writes_the_end_token_keeps_the_value_of_training(tmp_path):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshtrain import hugging_face
 from meshtrain.hf import adapters, export, folder, names, tensor_files
-from meshtrain.run import hugging_face
 from tests.hf.models import FIXTURES, NAMES
 
 ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])

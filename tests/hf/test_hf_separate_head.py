@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
+from meshtrain import hugging_face
 from meshtrain.assembly.assemble import assemble
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.config.schema import Config
 from meshtrain.hf import adapters, export, folder, names, tensor_files
 from meshtrain.hf.config_json import describe_model
 from meshtrain.models.lora import LoraOptions
-from meshtrain.run import base_weights, hugging_face, preflight, weights
+from meshtrain.run import base_weights, preflight, weights
 from meshtrain.sharding.rules import AXES
 from tests.hf.models import DATA, FIXTURES, NAMES, logits_of
 

@@ -33,7 +33,7 @@ from meshtrain.launch import rendezvous
 from meshtrain.observe import trackers
 from meshtrain.plan.timing.streams import measured_seconds
 from meshtrain.report.runs import open_runs
-from meshtrain.run import weights, workdir
+from meshtrain.run import existing_run, weights, workdir
 from tests.messages import test_messages_files as files
 from tests.messages.desk import TOKENS
 from tests.report.folders import folder as run_folder
@@ -122,7 +122,7 @@ def continued(folder):
     trackers.keep_rows_up_to(run / "metrics.jsonl", 20)
     other_runs.place_of(run)
     arguments = argparse.Namespace(workdir=run, config=None, overrides={}, problems=[], command=[])
-    weights.configuration(arguments, [], reads_data=False)
+    existing_run.configuration(arguments, [], reads_data=False)
 
 
 def reported(folder):
@@ -225,8 +225,8 @@ READERS = (
         "a run's folder",
         (
             "config/resume.py:from_json",
-            "run/weights.py:configuration",
-            "run/weights.py:_change",
+            "run/existing_run.py:configuration",
+            "run/existing_run.py:_change",
             "run/workdir.py:_facts",
             "run/workdir.py:check",
             "run/workdir.py:_read_json",
@@ -445,6 +445,7 @@ ELSEWHERE = {
     "cli/flags.py:load": "a configuration is a program: Python's own errors are reported with its line",
     "config/__main__.py:copy": "copies a file of the package",
     "data/prepare.py:prepare": "the bytes of a tokenizer.json are hashed and copied",
+    "data/prepare.py:_restore_copy": "compares the bytes of a copy of the tokenizer.json",
     "data/text.py:share": "decodes a hash of its own",
     "data/text.py:standard_library": "the source of Python; what is not UTF-8 is left out",
     "data/token_files.py:token_file_tokenizer": "hashes the bytes of a tokenizer.json",
@@ -467,9 +468,9 @@ ELSEWHERE = {
     "run/dataset.py:open_data": "calls the source's function",
     "run/initial_state.py:_as_today": "calls `Checkpoints.restore`",
     "run/workdir.py:warn_of_another_rate": "config.json, after `workdir.check` has compared it",
-    "run/hugging_face.py:_as_text": "compares the bytes of two files",
-    "run/hugging_face.py:_import": "config.json, after `config_json.describe_model` has read it",
-    "run/hugging_face.py:_text_files": "tokenizer.json, after `file_tokenizer` has read it",
+    "run/exporting.py:with_text_source": "compares the bytes of two files",
+    "hugging_face.py:_import": "config.json, after `config_json.describe_model` has read it",
+    "run/exporting.py:text_files": "tokenizer.json, after `file_tokenizer` has read it",
     "run/workdir.py:lock": "a line about the process that has the folder, shown in an error",
     "observe/trackers.py:WandB.__init__": "config.json, which the run has just written",
     "observe/trackers.py:WandB._id": "a line; what cannot be decoded is refused there",

@@ -91,7 +91,7 @@ def stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def problems(config: Config, run: pathlib.Path, *step: int | None) -> list[str]:
         return [] if pathlib.Path(run).name == "small" else weights_problems(config, run, *step)
 
-    monkeypatch.setattr("meshtrain.run.weights.weights_problems", problems)
+    monkeypatch.setattr("meshtrain.run.existing_run.weights_problems", problems)
     monkeypatch.setattr("meshtrain.run.saving.open_checkpoints", accepted)
     monkeypatch.setattr("meshtrain.plan.planner.plan", accepted)
     monkeypatch.setattr("meshtrain.generate.restore_weights", accepted)

@@ -62,7 +62,7 @@ def test_a_mistake_is_one_line_whose_fix_is_accepted(command, text, key, said, t
     def assembled(config, shape, devices, also):
         return assembled_once(config, tuple(shape.items()), tuple(devices), tuple(also))
 
-    monkeypatch.setattr("meshtrain.run.weights.assemble", assembled)
+    monkeypatch.setattr("meshtrain.run.existing_run.assemble", assembled)
     [line] = lines_of(command, text, tmp_path, monkeypatch)
     assert line.startswith(f"{key}: ")
     assert said in line

@@ -29,10 +29,10 @@ OLDER = {
     "evaluate": "meshtrain.evaluate",
     "report": "meshtrain.report",
     "prepare": "meshtrain.data.prepare",
-    "verify": "meshtrain.run.verify",
+    "verify": "meshtrain.verify",
     "bench-collectives": "meshtrain.probe.bench_collectives",
     "doctor": "meshtrain.probe.doctor",
-    "hf": "meshtrain.run.hugging_face",
+    "hf": "meshtrain.hugging_face",
     "launch": "meshtrain.launch",
     "config": "meshtrain.config",
 }

@@ -16,7 +16,7 @@ MOST_MODULES = 16  # of a folder
 SMALL = 60  # lines
 NAMES_OF_EVERY_PACKAGE = {"__init__", "__main__", "options", "task"}
 # Commands, and modules that a flag of the core loads: no module needs to import them.
-DOORS = {"meshtrain.main", "meshtrain.run.verify", *FLAGS.values()}
+DOORS = {"meshtrain.main", "meshtrain.verify", *FLAGS.values()}
 
 
 def dotted(path: pathlib.Path) -> str:

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import evaluate, generate
+from meshtrain import evaluate, generate, hugging_face
 from meshtrain.errors import UserError
-from meshtrain.run import evaluation, hugging_face
+from meshtrain.run import evaluation
 from meshtrain.run.dataset import open_data
 from meshtrain.run.weights import restore_params
 from tests.parity.runs import by_path

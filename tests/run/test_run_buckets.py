@@ -6,13 +6,12 @@ import time
 
 import pytest
 
-from meshtrain import evaluate, generate
+from meshtrain import evaluate, generate, hugging_face, verify
 from meshtrain.checkpoint.other_runs import extra_of_newest
 from meshtrain.checkpoint.owner import OWNER
 from meshtrain.checkpoint.retention import checkpoint_steps
 from meshtrain.errors import UserError
 from meshtrain.main import main
-from meshtrain.run import hugging_face, verify
 from meshtrain.store.buckets import place
 from scripts.benchmarks import buckets as program
 

@@ -7,14 +7,13 @@ import sys
 
 import pytest
 
-from meshtrain import evaluate, generate, harness, user_functions
+from meshtrain import evaluate, generate, harness, hugging_face, user_functions, verify
 from meshtrain import main as train
 from meshtrain.cli import flags
 from meshtrain.config import Config, default, resolve
 from meshtrain.config.resolve import to_json
 from meshtrain.errors import UserError
 from meshtrain.report import __main__ as report
-from meshtrain.run import hugging_face, verify
 
 OURS, THEIRS = "docs.guide.own_model:eight_bytes", "foreign.helper:main"
 NO_WEIGHTS = "allowed: a workdir with at least one complete checkpoint"

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from meshtrain import evaluate, files, generate, harness
+from meshtrain import evaluate, files, generate, harness, hugging_face, verify
 from meshtrain import main as train
 from meshtrain.cli import flags, foreign
 from meshtrain.cli.foreign import BASE, DATA, FIELDS, FUNCTION, ORIGIN, PATH, TEXT, WEIGHTS
@@ -28,7 +28,7 @@ from meshtrain.data.token_files import read_sidecar
 from meshtrain.errors import UserError
 from meshtrain.probe import doctor
 from meshtrain.report import __main__ as report
-from meshtrain.run import hugging_face, verify, weights
+from meshtrain.run import weights
 from meshtrain.run.workdir import record
 from meshtrain.store import buckets
 

@@ -24,7 +24,7 @@ from meshtrain.config.resume import from_json
 from meshtrain.main import main
 from meshtrain.models.task import TAKEN
 from meshtrain.plan import __main__ as plan
-from meshtrain.run import weights
+from meshtrain.run import existing_run
 from meshtrain.sharding.rules import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -253,7 +253,7 @@ WAYS = {
     "notebook": lambda words, run: meshtrain.train(changed(words), run),
     "explain": lambda words, run: explain.main(words),
     "plan": lambda words, run: plan.main([*words, "--cluster=cpu:8"]),
-    "weights": lambda words, run: weights.assemble_run(parse(words)[0], run, None),
+    "weights": lambda words, run: existing_run.assemble_run(parse(words)[0], run, None),
 }
 
 
@@ -263,7 +263,7 @@ def checked(monkeypatch):
     meshes, original = [], mesh_checks.weight_problems
     monkeypatch.setattr(mesh_checks, "weight_problems", lambda *given: meshes.append(given[1]) or original(*given))
     monkeypatch.setattr("meshtrain.plan.scheduled_hlo.ends_early", lambda *given: False)
-    monkeypatch.setattr("meshtrain.run.weights.weights_problems", lambda *given: [])
+    monkeypatch.setattr("meshtrain.run.existing_run.weights_problems", lambda *given: [])
     for place in ("run.preflight.open_data", "plan.cluster.compile.capture_stderr"):
         monkeypatch.setattr(f"meshtrain.{place}", lambda *given: sys.exit("stopped"))
     return meshes

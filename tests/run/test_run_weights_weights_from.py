@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import evaluate, generate
+from meshtrain import evaluate, generate, hugging_face
 from meshtrain.assembly.assemble import assemble
 from meshtrain.cli.flags import load
 from meshtrain.config.from_hugging_face import of_folder
@@ -22,7 +22,7 @@ from meshtrain.hf import folder
 from meshtrain.hf.config_json import describe_model
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.run import base_weights, hugging_face, initial_state, preflight, weights
+from meshtrain.run import base_weights, initial_state, preflight, weights
 from meshtrain.sharding.rules import AXES
 from tests.hf.models import FIXTURES, NAMES
 
