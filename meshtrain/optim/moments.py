@@ -176,7 +176,8 @@ def _unpack(state: StoredMoments) -> Arrays:
 def round_weights(weights: Arrays, stored: Arrays, num_updates: jax.Array, seed: int = WEIGHTS_SEED) -> Arrays:
     """Returns updated weights in the dtypes of the stored weights; rounding to bfloat16 is stochastic.
 
-    With rounding to nearest, a weight of 1 would ignore each update below 2^-9, half the distance to the next number.
+    With rounding to nearest, a weight of 1 would ignore each update below 2^-9, half the distance to the next smaller
+    number.
 
     Args:
       weights: a pytree of float32 arrays, the weights after the update.

@@ -434,12 +434,12 @@ def _num_bodies(groups: list[tuple[list[Run], int]]) -> int:
 
 
 def _repeats(items: list, max_period: int) -> list[tuple[list, int]]:
-    """Splits a list into consecutive parts that repeat, so that the parts have the fewest rows to compile.
+    """Splits a list into repeated parts, such that all parts together have the fewest rows to compile.
 
     Uses dynamic programming from the end: best[i] is the cheapest split of items[i:].
 
     Args:
-      items: letters of rows, or runs (pairs of a body and a count).
+      items: a letter for each row (equal letters: the same work), or runs (pairs of a body of rows and a count).
       max_period: the maximum number of items in a part.
 
     Returns:

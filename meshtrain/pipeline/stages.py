@@ -113,7 +113,10 @@ def in_units(layers: Params, num_chunks: int, num_in_unit: int) -> Params:
 
 
 def from_units(units: Params, num_chunks: int) -> Params:
-    """Reshapes [units, layers in a unit, ...] to [layers, ...], or [chunks, layers, ...] with several chunks."""
+    """Reshapes arrays from [units, layers in a unit, ...] to their shape before `in_units`.
+
+    The result is [layers, ...], or [chunks, layers in a chunk, ...] if there are several chunks.
+    """
     leading = (-1,) if num_chunks == 1 else (num_chunks, -1)
     return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[2:]), units)
 
@@ -256,10 +259,9 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
 
 
 def end_of_layers(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array | int:
-    """Returns the model-wide index after the last layer of this stage's chunk `chunk`.
+    """Returns the model-wide index from which on the places of this stage's chunk `chunk` are padding layers.
 
-    If chunks are filled in order, the result is the number of layers in the model, for every chunk: padding layers then
-    come after all layers.
+    If chunks are filled in order, this is the number of layers in the model, because padding comes after all layers.
     """
     if not spreads_evenly(num_layers, num_stages, num_chunks):
         return num_layers
@@ -323,7 +325,7 @@ CHUNKS = "chunks"
 class Stack:
     """The memory layout of a pipeline's stacked layers: L layers on S stages with V chunks of K layers each.
 
-    If S V K is larger than L, the other places contain padding layers.
+    If S V K is larger than L, the S V K - L places without a layer of the model contain padding layers.
     """
 
     num_layers: int

@@ -136,7 +136,7 @@ class Reduction:
     name: str = SUM
 
     def slower_than_sum(self, transfers: Transfers) -> list[tuple[str, str]]:
-        """Returns (what is wrong, which option to change) if compressing takes longer than the transfers that it saves.
+        """Returns [(what is wrong, option to change)] if compressing takes longer than the saved transfers, else [].
 
         The built-in sum reduces gradients of layers in the backward pass of the last microbatch, which hides a part of
         its transfers. Any other reduction sends after the backward pass, so it saves no time on the hidden part.

@@ -45,9 +45,9 @@ class Scaling:
 
     Attributes:
       options: the rule for changing the scale.
-      num_targets: targets in the global batch. The task's loss is a sum over targets, but the scale is relative to the
-        mean loss, up to a power of two. So the scale depends neither on the batch size nor on the number of
-        microbatches.
+      num_targets: number of targets in the global batch. The backward pass multiplies the task's loss, a sum over
+        targets, by the scale divided by `num_targets` (rounded down to a power of two). So a suitable scale depends
+        neither on the batch size nor on the number of microbatches.
       largest: the largest finite gradient in the backward pass; infinity for float32 and bfloat16.
     """
 
@@ -131,6 +131,7 @@ def first_scale(scaling: Scaling | None) -> LossScale:
 def seed(scaling: Scaling | None, state: LossScale) -> jax.Array:
     """Returns the factor of a microbatch's sum of losses in the backward pass: float32 scalar, a power of two.
 
+    With scaling the factor is the scale divided by the number of targets, which is rounded down to a power of two.
     Without scaling the result is `state.scale`, an array with the value 1. The compiler does not know this value, so
     the program and its rounding are the same with and without scaling.
 
